@@ -1,0 +1,203 @@
+"""EngineArgs: every flag, its default, its help, and the processes that take it. vLLM's names throughout.
+
+``quire serve`` and ``LLM`` take them all; each service's ``__main__`` takes its own; ``argv_for`` turns the first
+into the second, so a flag is written once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tempfile
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+SERVICES = ("frontend", "detokenizer", "scheduler", "gpu_worker")
+EVERY = SERVICES
+
+
+class ConfigError(ValueError):
+    """A flag, a config file or a combination of them that cannot work. One line: value, limit, remedy."""
+
+
+def _flag(default: Any, services: tuple[str, ...], help: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"services": services, "help": help, "choices": choices})
+
+
+_MODEL = ("frontend", "detokenizer", "gpu_worker")
+_CORE = ("scheduler",)
+_WORK = ("gpu_worker",)
+_TEXT = ("detokenizer",)
+_HTTP = ("frontend",)
+
+
+@dataclass
+class EngineArgs:
+    """All flags. Every service reads only those that name it."""
+
+    # Model
+    model: str | None = _flag(None, _MODEL, "folder or hub id; the demo model when left out")
+    revision: str | None = _flag(None, _MODEL, "branch, tag or commit of the model")
+    download_dir: str | None = _flag(None, _MODEL, "where downloads are kept (default: the hub's cache)")
+    trust_remote_code: bool = _flag(False, _MODEL, "accepted for vLLM's sake; no family here needs remote code")
+    max_model_len: int | None = _flag(None, _MODEL, "longest prompt + output in tokens; 32k, 32K")
+    tokenizer: str | None = _flag(None, _TEXT, "folder or hub id of the tokenizer (default: the model's)")
+    tokenizer_mode: str = _flag("auto", _TEXT, "auto: the fast tokenizer if there is one", ("auto", "slow"))
+    tokenizer_revision: str | None = _flag(None, _TEXT, "branch, tag or commit of the tokenizer")
+    chat_template: str | None = _flag(None, _TEXT, "a jinja file, or the template itself, in place of the model's")
+    load_format: str = _flag("auto", _WORK, "dummy: random weights by config", ("auto", "safetensors", "dummy"))
+    dtype: str = _flag(
+        "auto", _WORK, "type of weights and activations",
+        ("auto", "half", "float16", "bfloat16", "float", "float32"),
+    )  # fmt: skip
+
+    # Device and memory
+    device: str = _flag("auto", _WORK, "auto: cuda where there is one", ("auto", "cpu", "cuda"))
+    gpu_memory_utilization: float = _flag(0.9, _WORK, "share of the device's memory for weights, activations and KV")
+    kv_cache_memory_bytes: int | None = _flag(None, _WORK, "bytes of KV cache, in place of what profiling finds")
+    num_gpu_blocks_override: int | None = _flag(None, _WORK, "number of KV blocks, in place of what profiling finds")
+    enforce_eager: bool = _flag(False, _WORK, "no CUDA graphs")
+    max_seq_len_to_capture: int = _flag(8192, _WORK, "longest sequence that CUDA graphs cover")
+    cpu_threads: int | None = _flag(None, _WORK, "compute threads on a CPU (default: chosen from the cores)")
+    seed: int = _flag(0, _WORK, "seed of dummy weights")
+
+    # Scheduling
+    block_size: int = _flag(16, _CORE, "tokens in a KV block: 8, 16 or 32")
+    max_num_seqs: int = _flag(256, _CORE, "sequences in one step at most")
+    max_num_batched_tokens: int = _flag(2048, _CORE, "token budget of one step")
+    enable_prefix_caching: bool = _flag(True, _CORE, "share the KV blocks of equal prefixes")
+    enable_chunked_prefill: bool = _flag(True, _CORE, "split long prompts over steps")
+    scheduling_policy: str = _flag("fcfs", _CORE, "priority: lower number first", ("fcfs", "priority"))
+    max_num_queued_reqs: int = _flag(2048, _CORE, "requests that may wait; more get 429")
+    max_num_queued_tokens: int | None = _flag(None, _CORE, "prompt tokens that may wait; more get 429")
+
+    # HTTP
+    host: str = _flag("0.0.0.0", _HTTP, "address to listen on")
+    port: int = _flag(8000, _HTTP, "port to listen on; 0 takes a free one")
+    served_model_name: list[str] | None = _flag(None, _HTTP, "names the API answers to (default: the model's)")
+    api_key: str | None = _flag(None, _HTTP, "required as a bearer token; also QUIRE_API_KEY")
+    max_request_bytes: int = _flag(8 * 2**20, _HTTP, "largest request body in bytes; more gets 413")
+
+    # Processes (read by `quire serve` and LLM alone)
+    data_parallel_size: int = _flag(1, (), "GPU workers to start")
+    api_server_count: int = _flag(1, (), "frontends to start, sharing the port")
+    detokenizer_count: int = _flag(1, (), "detokenizers to start")
+    tensor_parallel_size: int = _flag(1, (), "GPUs that share one copy of the model (only 1 so far)")
+    quantization: str | None = _flag(None, (), "not supported yet")
+    swap_space: float = _flag(4, (), "accepted for vLLM's sake; preempted requests are recomputed, never swapped")
+
+    # Wires
+    scheduler: str | None = _flag(None, EVERY, "the scheduler's address: ipc://FOLDER or tcp://HOST:PORT")
+    advertise: str | None = _flag(None, _TEXT, "address others reach this process at, when not the one it binds")
+    bind: str | None = _flag(None, _TEXT, "address to listen on (default: a socket file beside the scheduler's)")
+    keys: str | None = _flag(None, EVERY, "CURVE key file made by `quire keygen`; needed for tcp:// off loopback")
+    log_level: str = _flag("info", EVERY, "least severe level to log", ("debug", "info", "warning", "error"))
+
+    def check(self) -> EngineArgs:
+        """Refuse values that cannot work. Returns self. Raises ConfigError."""
+        if self.block_size not in (8, 16, 32):
+            raise ConfigError(f"block_size must be 8, 16 or 32, got {self.block_size}.")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "data_parallel_size", "api_server_count",
+                     "detokenizer_count", "max_num_queued_reqs", "max_request_bytes"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("max_model_len", "num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
+                     "kv_cache_memory_bytes"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}.")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}.")
+        if self.swap_space < 0:
+            raise ConfigError(f"swap_space must be at least 0, got {self.swap_space}.")
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; use 1.")
+        if self.quantization is not None:
+            raise ConfigError(f"quantization={self.quantization!r} is not supported yet; leave it out.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}); raise the first or lower the second."
+            )
+        for fld in dataclasses.fields(self):
+            choices = fld.metadata["choices"]
+            if choices and getattr(self, fld.name) not in choices:
+                raise ConfigError(f"Unknown {fld.name}: {getattr(self, fld.name)!r}. Must be one of {list(choices)}.")
+        return self
+
+    def argv_for(self, service: str) -> list[str]:
+        """The command-line flags for one service: those that name it and differ from their defaults."""
+        argv: list[str] = []
+        for fld in dataclasses.fields(self):
+            value = getattr(self, fld.name)
+            if service not in fld.metadata["services"] or value == fld.default:
+                continue
+            name = "--" + fld.name.replace("_", "-")
+            if isinstance(value, bool):
+                argv.append(name if value else "--no-" + name[2:])
+            elif isinstance(value, list):
+                argv += [name, *map(str, value)]
+            else:
+                argv.append(f"{name}={value}")
+        return argv
+
+
+def human_int(text: str) -> int:
+    """``32k`` is 32,000 and ``32K`` is 32,768, as in vLLM; plain digits are themselves."""
+    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+    try:
+        if text and text[-1] in scale:
+            return int(float(text[:-1]) * scale[text[-1]])
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 32k or 32K") from None
+
+
+def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip: tuple[str, ...] = ()) -> None:
+    """Add the flags of one service, or of all of them, to a parser."""
+    hints = typing.get_type_hints(EngineArgs)
+    for fld in dataclasses.fields(EngineArgs):
+        if fld.name in skip or (service and service not in fld.metadata["services"]):
+            continue
+        kind = hints[fld.name]
+        if isinstance(kind, types.UnionType):
+            kind = next(k for k in typing.get_args(kind) if k is not type(None))
+        shown = "" if fld.default is None or isinstance(fld.default, bool) else f" (default: {fld.default})"
+        kwargs: dict[str, Any] = {"default": fld.default, "help": fld.metadata["help"] + shown}
+        if kind is bool:
+            kwargs["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is list:
+            kwargs.update(nargs="+", type=typing.get_args(kind)[0])
+        else:
+            kwargs.update(type=human_int if kind is int else kind, choices=fld.metadata["choices"])
+        parser.add_argument("--" + fld.name.replace("_", "-"), **kwargs)
+
+
+def from_namespace(namespace: argparse.Namespace) -> EngineArgs:
+    """EngineArgs of a parsed command line, checked."""
+    names = {fld.name for fld in dataclasses.fields(EngineArgs)}
+    return EngineArgs(**{k: v for k, v in vars(namespace).items() if k in names}).check()
+
+
+def parse_service_args(service: str, argv: list[str] | None = None) -> EngineArgs:
+    """Parse ``python -m quire.<service>``'s command line; a bad one ends the process with one line and code 2."""
+    parser = argparse.ArgumentParser(prog=f"python -m quire.{service}")
+    add_flags(parser, service)
+    try:
+        args = from_namespace(parser.parse_args(argv))
+    except ConfigError as error:
+        parser.error(str(error))
+    if args.scheduler is None:
+        args.scheduler = "ipc://" + default_run_dir()
+    return args
+
+
+def default_run_dir() -> str:
+    """The folder for socket files when none is named: one for each user, so four shells find each other."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return os.path.join(base, "quire") if base else os.path.join(tempfile.gettempdir(), f"quire-{os.getuid()}")

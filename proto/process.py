@@ -1,0 +1,70 @@
+"""What every process does the same way: logging, dying with one line, noticing that its parent is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from typing import NoReturn
+
+EXIT_CONFIG = 78
+"""Exit code (sysexits' EX_CONFIG) of a process that can never work as configured: do not restart it."""
+
+PARENT_FD = "QUIRE_PARENT_FD"
+"""Environment variable: a pipe's read end that reaches end of file when the parent is gone, however it went."""
+
+PARENT_GRACE_S = 5.0
+
+
+def new_incarnation(kind: str) -> str:
+    """A process's identity on every socket; never used again."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def setup_logging(service: str, level: str = "info") -> None:
+    """One line a record on standard error, with the service and pid."""
+    logging.basicConfig(
+        level=level.upper(),
+        format=f"%(asctime)s %(levelname).1s {service}[{os.getpid()}] %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+
+
+def die(service: str, message: object, code: int = EXIT_CONFIG) -> NoReturn:
+    """End this process with one line that names cause and remedy."""
+    line = " ".join(str(message).split())
+    print(f"quire.{service}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def watch_parent() -> None:
+    """End this process when its parent dies, even by kill -9. Does nothing where no parent asked for it."""
+    fd = os.environ.pop(PARENT_FD, None)
+    if fd is None:
+        return
+
+    def wait() -> None:
+        try:
+            while os.read(int(fd), 1):
+                pass
+        except OSError:
+            return
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PARENT_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def resident_bytes() -> int:
+    """This process's resident memory (Linux; 0 elsewhere)."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
