@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_FRAME = 256 * 2**20
+MAX_FOLDER = 85
+"""A socket file's whole path may have 107 characters; the longest name in the folder has 21."""
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 DRAIN_LIMIT = 512
@@ -79,12 +81,14 @@ class Keys:
 
 def private_dir(path: str) -> str:
     """Make (or accept) a folder that is ours and 0700. Raises ConfigError otherwise."""
+    if len(path) > MAX_FOLDER:
+        raise ConfigError(
+            f"socket folder {path!r} is {len(path)} characters long, over {MAX_FOLDER}; choose a shorter one."
+        )
     os.makedirs(path, mode=0o700, exist_ok=True)
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(f"{path} must be a folder of this user with mode 0700; name another with --scheduler ipc://…")
-    if len(path) > 60:
-        raise ConfigError(f"socket folder {path!r} is {len(path)} characters long, over 60; choose a shorter one.")
     return path
 
 
