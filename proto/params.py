@@ -119,8 +119,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def clone(self) -> SamplingParams:
         """An independent copy (lists are copied; Python callables are shared)."""
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return SamplingParams(**{k: list(v) if isinstance(v, list) else v for k, v in fields.items()})
+        copy = msgspec.structs.replace(self)
+        for name in self.__struct_fields__:
+            value = getattr(copy, name)
+            if isinstance(value, (list, dict)):
+                setattr(copy, name, value.copy())
+        return copy
 
     def _normalise(self) -> None:
         if self.stop is None:

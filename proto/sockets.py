@@ -40,7 +40,7 @@ DRAIN_LIMIT = 512
 
 CONNECTED, DISCONNECTED = "connected", "disconnected"
 
-_EVENTS = {
+_EVENTS: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_SUCCEEDED: CONNECTED,
     zmq.EVENT_DISCONNECTED: DISCONNECTED,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: DISCONNECTED,
@@ -126,6 +126,10 @@ def _is_loopback(endpoint: str) -> bool:
         return host == "localhost"
 
 
+def _descriptor(socket: zmq.Socket) -> int:
+    return int(socket.getsockopt(zmq.FD))
+
+
 class Wire(Generic[T]):
     """A socket that sends messages and receives one closed union.
 
@@ -167,7 +171,7 @@ class Wire(Generic[T]):
             loop.call_soon(pump)
 
         self._pump = pump
-        loop.add_reader(self.socket.getsockopt(zmq.FD), pump)
+        loop.add_reader(_descriptor(self.socket), pump)
         if on_event is not None:
             monitor = self.monitor()
 
@@ -175,7 +179,7 @@ class Wire(Generic[T]):
                 while not monitor.closed and (event := self.next_event()) is not None:
                     on_event(event)
 
-            loop.add_reader(monitor.getsockopt(zmq.FD), pump_events)
+            loop.add_reader(_descriptor(monitor), pump_events)
             loop.call_soon(pump_events)
         loop.call_soon(pump)
 
@@ -217,9 +221,9 @@ class Wire(Generic[T]):
         if self.socket.closed:
             return
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self.socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(_descriptor(self.socket))
             if self._monitor is not None:
-                self._loop.remove_reader(self._monitor.getsockopt(zmq.FD))
+                self._loop.remove_reader(_descriptor(self._monitor))
         if self._monitor is not None:
             self.socket.disable_monitor()
         self.socket.close(0)
