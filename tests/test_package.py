@@ -1,0 +1,79 @@
+"""The package as a whole: what the wheel holds, who imports what, and what must not be in the code."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ["proto", "scheduler", "gpu_worker", "detokenizer", "frontend", "client", "cli"]
+SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+
+
+def imported(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_source_keeps_the_rules(path):
+    tree = ast.parse(path.read_text("utf-8"))
+    names = imported(tree)
+    assert not names & {"pickle", "cloudpickle", "dill", "marshal", "multiprocessing"}
+    if "gpu_worker" not in path.parts:
+        assert not names & {"torch", "triton"}
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Assert), f"line {node.lineno}: assert vanishes under -O"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("eval", "exec"), f"line {node.lineno}"
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in ("send_pyobj", "recv_pyobj"), f"line {node.lineno}"
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"line {node.lineno}: bare except"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    # Built from a copy, so that the checkout stays as it is.
+    source = out / "source"
+    subprocess.run(["git", "-C", str(ROOT), "checkout-index", "-a", f"--prefix={source}/"], check=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_holds_every_module_and_the_demo_model(wheel, tmp_path):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for path in SOURCES:
+        assert f"quire/{path.relative_to(ROOT)}" in names
+    assert "quire/demo_model/config.json" in names
+    assert "quire/demo_model/model.safetensors" in names
+    assert not [n for n in names if n.startswith(("quire/tests", "quire/bench", "tests", "proto"))]
+
+
+def test_services_load_only_what_they_use():
+    heavy = {"torch", "triton", "transformers", "tokenizers", "aiohttp", "jinja2", "numpy", "uvloop", "prometheus_client"}
+    allowed = {
+        "quire": set(),
+        "quire.scheduler.loop": set(),
+        "quire.detokenizer.loop": {"tokenizers", "jinja2"},
+        "quire.frontend.app": {"aiohttp", "uvloop", "prometheus_client"},
+        "quire.client.engine": set(),
+        "quire.cli.main": set(),
+        "quire.gpu_worker.runner": {"torch", "numpy"},
+    }
+    for module, may in allowed.items():
+        code = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"
+        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert set(done.stdout.split()) <= may, module
