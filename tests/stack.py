@@ -1,0 +1,119 @@
+"""Start and end the real stack, as a user does, for the tests that need it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+BIN = Path(sys.executable).parent
+READY = re.compile(r"https?://\S+?:\d+")
+START_S = 120
+
+
+class Server:
+    """``quire serve`` in a process of its own. ``url`` is what its ready line says."""
+
+    def __init__(self, *flags, env=None):
+        # Standard error goes to a file, so that a full pipe can never stop the server.
+        self.log = tempfile.NamedTemporaryFile("w+", prefix="quire-test-", suffix=".log", delete=False)  # noqa: SIM115
+        command = [str(BIN / "quire"), "serve", "--host=127.0.0.1", "--port=0", *flags]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self.log, text=True, env={**os.environ, **(env or {})}
+        )
+        watchdog = threading.Timer(START_S, self.process.kill)
+        watchdog.start()
+        try:
+            lines = []
+            for line in self.process.stdout:
+                lines.append(line)
+                if "ready" in line and READY.search(line):
+                    break
+            else:
+                raise RuntimeError(f"no ready line; stdout {lines}, stderr:\n{self.stderr()}")
+        finally:
+            watchdog.cancel()
+        self.ready_line = lines[-1]
+        self.url = READY.search(self.ready_line).group()
+
+    def stderr(self):
+        return Path(self.log.name).read_text()
+
+    def children(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def run_dir(self):
+        """The folder of socket files, from a child's command line."""
+        for child in self.children():
+            found = re.search(r"ipc://(\S+)", " ".join(child.cmdline()))
+            if found:
+                return found.group(1)
+        raise RuntimeError("no child names a scheduler address")
+
+    def request(self, method, path, body=None, headers=None, timeout=60):
+        """(status, decoded body, headers); a str or bytes body is sent as it is."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                raw, status, got = response.read(), response.status, response.headers
+        except urllib.error.HTTPError as error:
+            raw, status, got = error.read(), error.code, error.headers
+        try:
+            return status, json.loads(raw), got
+        except ValueError:
+            return status, raw.decode("utf-8", "replace"), got
+
+    def post(self, path, body, **kwargs):
+        return self.request("POST", path, body, **kwargs)
+
+    def get(self, path):
+        return self.request("GET", path)
+
+    def metric(self, name):
+        """Sum of a metric's samples, or 0.0 when it is not there."""
+        text = self.get("/metrics")[1]
+        found = re.findall(rf"^{re.escape(name)}(?:_total)?(?:\{{[^}}]*\}})? (\S+)$", text, re.M)
+        return sum(float(value) for value in found)
+
+    def stop(self, signum=signal.SIGINT, timeout=30):
+        """Signal the server and wait; returns its exit code and what was left behind: (code, pids, folder exists)."""
+        children, folder = self.children(), self.run_dir()
+        self.process.send_signal(signum)
+        code = self.process.wait(timeout)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        return code, [p.pid for p in alive], os.path.exists(folder)
+
+    def close(self):
+        if self.process.poll() is None:
+            children = self.children()
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(20)
+            for process in [*children, psutil.Process(self.process.pid)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait(10)
+        self.process.stdout.close()
+        self.log.close()
+        os.unlink(self.log.name)
+
+
+def wait_until(condition, what, timeout=30.0):
+    """Poll until ``condition()`` is true; a failure says what was waited for."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout} s: {what}")
+        time.sleep(0.05)
