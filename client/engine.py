@@ -1,0 +1,419 @@
+"""Engine: submit, stream, abort, resubmit.
+
+Engine's list of tokens is authoritative; everything downstream is an extension of it that may be thrown away. So when
+a detokenizer or the scheduler dies, Engine raises the request's attempt and sends it again with what it has, messages
+of lower attempts are dropped, and the consumer never knows.
+
+One Engine lives in one event loop; nothing here is thread-safe but the dropping of a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from typing import Any
+
+import zmq
+
+from ..proto import messages as m
+from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
+from ..proto.params import SamplingParams
+from ..proto.process import new_incarnation, resident_bytes
+from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
+from .stream import OpenRequest, Prompt, RequestError, RequestStream, StreamEvent, pack_ids
+
+__all__ = ["Engine", "Prompt", "RequestError", "RequestStream", "StreamEvent"]
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+OPEN_EVERY = 2
+"""Beats between two Opens."""
+SILENCE_S = 10.0
+"""A scheduler not heard for so long is not counted as ready."""
+NO_DETOKENIZER_S = 10.0
+"""How long a new request waits for a detokenizer before it is refused with 503."""
+NO_DETOKENIZER_RESUMED_S = 120.0
+"""How long one that has been accepted once waits for another: processes are being restarted."""
+ACCEPT_S = 15.0
+"""A request not accepted within this time goes to another detokenizer, if there is one."""
+
+
+class _Link:
+    """The connection to one detokenizer. ``listed`` is the scheduler epoch that last named it."""
+
+    def __init__(self, incarnation: str, wire: Dealer, listed: int):
+        self.incarnation, self.wire, self.listed = incarnation, wire, listed
+        self.ready = False
+        self.open: dict[int, OpenRequest] = {}
+
+
+class Engine:
+    """The way into a running quire at ``scheduler_address`` (``ipc://FOLDER`` or ``tcp://HOST:PORT``)."""
+
+    def __init__(self, scheduler_address: str, keys: Keys | None = None):
+        self.address, self._keys = scheduler_address, keys
+        self.incarnation = new_incarnation("frontend")
+        self._uid = int.from_bytes(os.urandom(4), "little") >> 1 << 32
+        self._context: zmq.Context | None = None
+        self._scheduler: Dealer | None = None
+        self._links: dict[str, _Link] = {}
+        self._link_count = 0
+        self._peers: m.Peers | None = None  # of the present connection
+        self._epoch = 0
+        self._heard = 0.0
+        self._fatal: str | None = None
+        self._open: dict[int, OpenRequest] = {}
+        self._waiting: dict[int, OpenRequest] = {}  # of these, those with no detokenizer
+        self._changed = asyncio.Event()
+        self._asked: dict[int, asyncio.Future[m.Stats]] = {}
+        self._asked_count = 0
+        self._ticker: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.bad_frames = 0  # frames that decoded but whose columns do not agree
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Say Hello; returns at once, the peers may come later (``wait_ready``). Raises ConfigError."""
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._scheduler = Dealer(
+            m.FromSchedulerFront, front_endpoint(self.address), self.incarnation, self._keys, self._context
+        )
+        self._scheduler.attach(self._guard(self._on_scheduler), self._on_scheduler_event)
+        self._ticker = self._loop.create_task(self._tick())
+
+    async def close(self) -> None:
+        """Abort what is open and leave. Idempotent."""
+        if self._context is None:
+            return
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self.fail_all(RequestError(503, "the engine has been closed."))
+        wires = [link.wire for link in self._links.values()] + ([self._scheduler] if self._scheduler else [])
+        for wire in wires:
+            wire.send(m.Bye())
+        await asyncio.sleep(0.01)  # closing gives up what has not left yet
+        for wire in wires:
+            wire.close()
+        self._links.clear()
+        self._peers = None
+        context, self._context = self._context, None
+        context.destroy(linger=0)
+
+    @property
+    def ready(self) -> bool:
+        """True while a request would run: scheduler heard, a replica ready, a detokenizer connected."""
+        return (
+            self._peers is not None
+            and self._peers.ready
+            and time.monotonic() - self._heard < SILENCE_S
+            and any(link.ready for link in self._links.values())
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt + output in tokens; 0 until a replica is ready."""
+        return self._peers.max_model_len if self._peers is not None else 0
+
+    @property
+    def open_requests(self) -> int:
+        """Requests not finished."""
+        return len(self._open)
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Raises TimeoutError, or RuntimeError where the scheduler refuses this version."""
+
+        async def wait() -> None:
+            while not self.ready:
+                if self._fatal is not None:
+                    raise RuntimeError(self._fatal)
+                self._changed.clear()
+                await self._changed.wait()
+
+        await asyncio.wait_for(wait(), timeout)
+
+    # ------------------------------------------------------------ requests
+
+    def submit(
+        self,
+        prompt: str | None = None,
+        ids: list[int] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        template: dict[str, Any] | None = None,
+        add_special_tokens: bool = True,
+        key: str = "",
+        priority: int = 0,
+        seed: int | None = None,
+    ) -> RequestStream:
+        """Queue one request and return its stream at once; exactly one of prompt, ids and messages is given.
+
+        ``seed`` is used where params has none; left out, it is random. What is wrong with the request is raised by
+        the stream as RequestError; only ids that are no int32 and messages that are not JSON are raised here.
+        """
+        if sum(x is not None for x in (prompt, ids, messages)) != 1:
+            raise ValueError("exactly one of prompt, ids and messages must be given.")
+        params = params if params is not None else SamplingParams()
+        seed = params.seed if params.seed is not None else seed
+        seed = random.getrandbits(64) if seed is None else seed % 2**64
+        self._uid += 1
+        request = OpenRequest(
+            m.Tokenize(
+                uid=self._uid, attempt=0, params=params, seed=seed,
+                arrival=time.time(), prompt=prompt, ids=None if ids is None else pack_ids(ids), messages=messages,
+                template=template, add_special_tokens=add_special_tokens, key=key, priority=priority,
+            )
+        )  # fmt: skip
+        self._place(request)
+        self._open[request.uid] = request
+        return RequestStream(request, self._abandon, self._abort)
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every open request with ``error``."""
+        for request in list(self._open.values()):
+            self._finish(request, error, tell=True)
+
+    async def stats(self, timeout: float = 2.0) -> m.Stats:
+        """The scheduler's counters. Raises TimeoutError."""
+        self._asked_count += 1
+        token = self._asked_count
+        answer = self._asked[token] = asyncio.get_running_loop().create_future()
+        try:
+            if self._scheduler is not None:
+                self._scheduler.send(m.GetStats(token=token))
+            return await asyncio.wait_for(answer, timeout)
+        finally:
+            del self._asked[token]
+
+    def _abandon(self, uid: int) -> None:
+        """A stream was dropped, perhaps by the garbage collector in another thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._abort, uid)
+
+    def _abort(self, uid: int) -> None:
+        request = self._open.get(uid)
+        if request is not None:
+            self._finish(request, None, tell=True)
+
+    def _finish(self, request: OpenRequest, error: RequestError | None, tell: bool = False) -> None:
+        """Forget a request; ``tell`` its detokenizer unless that knows."""
+        self._open.pop(request.uid, None)
+        self._waiting.pop(request.uid, None)
+        if request.link is not None:
+            request.link.open.pop(request.uid, None)
+            if tell and not request.done:
+                request.link.wire.send(m.Abort(uid=request.uid, attempt=request.attempt))
+            request.link = None
+        request.end(error)
+
+    def _place(self, request: OpenRequest) -> None:
+        """Send the present attempt to the detokenizer it has, or to the least busy one; else let it wait."""
+        if request.link is None:
+            ready = [link for link in self._links.values() if link.ready]
+            if not ready:
+                if request.uid not in self._waiting:
+                    request.since = time.monotonic()
+                    self._waiting[request.uid] = request
+                return
+            link = min(ready, key=lambda link: len(link.open))
+        else:
+            link = request.link
+        link.wire.send(request.again())
+        request.link = link
+        link.open[request.uid] = request
+        self._waiting.pop(request.uid, None)
+        request.since = time.monotonic()
+
+    def _resubmit(self, request: OpenRequest, counts: bool) -> None:
+        if request.lost(counts):
+            self._place(request)
+        else:
+            message = f"the processes serving this request failed {request.losses} times at the same point of it."
+            self._finish(request, RequestError(500, message), tell=True)
+
+    # ------------------------------------------------------------ the scheduler
+
+    def _on_scheduler_event(self, event: str) -> None:
+        if event == CONNECTED and self._scheduler is not None:
+            hello = m.Hello(kind="frontend", incarnation=self.incarnation, protocol=m.PROTOCOL, pid=os.getpid())
+            self._scheduler.send(hello)
+        else:
+            self._peers = None
+
+    def _on_scheduler(self, message: Any) -> None:
+        self._heard = time.monotonic()
+        if isinstance(message, m.Peers):
+            self._on_peers(message)
+        elif isinstance(message, m.Stats):
+            if (answer := self._asked.get(message.token)) is not None and not answer.done():
+                answer.set_result(message)
+        elif isinstance(message, m.Bye):
+            if message.reason and self._peers is None:
+                log.error("the scheduler refuses this process: %s", message.reason)
+                self._fatal = message.reason
+            self._peers = None
+            self._changed.set()
+
+    def _on_peers(self, peers: m.Peers) -> None:
+        if peers.epoch < self._epoch:
+            return
+        restarted = 0 < self._epoch < peers.epoch
+        self._epoch, self._peers = peers.epoch, peers
+        listed = {peer.incarnation: peer for peer in peers.peers if peer.kind == "detokenizer"}
+        for link in list(self._links.values()):
+            # A new scheduler does not know everyone yet: only one it knew and dropped, or one out of reach, is gone.
+            if link.incarnation not in listed and (link.listed == peers.epoch or not link.ready):
+                self._lose(link)
+        for peer in listed.values():
+            if peer.incarnation not in self._links:
+                self._connect(peer)
+            else:
+                self._links[peer.incarnation].listed = peers.epoch
+        if restarted:
+            # What is still being tokenized will be submitted to the new scheduler; the rest was with the old one.
+            hit = [request for request in self._open.values() if request.accepted and request.link]
+            log.warning("the scheduler was restarted; sending %d requests again", len(hit))
+            for request in hit:
+                self._resubmit(request, counts=request.started)
+        self._changed.set()
+
+    # ------------------------------------------------------------ detokenizers
+
+    def _connect(self, peer: m.Peer) -> None:
+        self._link_count += 1  # a fresh identity: the old one's ROUTER may not have noticed yet that it is gone
+        identity = f"{self.incarnation}.{self._link_count}"
+        try:
+            wire: Dealer = Dealer(m.FromDetokenizer, peer.endpoint, identity, self._keys, self._context)
+        except zmq.ZMQError as error:
+            log.warning("cannot connect to detokenizer %s at %r: %s", peer.incarnation, peer.endpoint, error)
+            return
+        link = self._links[peer.incarnation] = _Link(peer.incarnation, wire, self._epoch)
+        link.wire.attach(
+            self._guard(lambda message: self._on_detokenizer(link, message)),
+            lambda event: self._on_link_event(link, event),
+        )
+
+    def _on_link_event(self, link: _Link, event: str) -> None:
+        if self._links.get(link.incarnation) is not link:
+            return
+        if event == CONNECTED:
+            link.ready = True
+            for request in list(self._waiting.values()):
+                self._place(request)
+            self._changed.set()
+        elif link.ready:
+            self._lose(link)
+
+    def _lose(self, link: _Link, left: bool = False) -> None:
+        """A detokenizer is gone, or only its connection: what it held goes elsewhere, or back under a new identity."""
+        del self._links[link.incarnation]
+        link.wire.close()
+        held = list(link.open.values())
+        if held:
+            log.warning("lost detokenizer %s; sending %d requests again", link.incarnation, len(held))
+        for request in held:
+            request.link = None
+        for request in held:
+            self._resubmit(request, counts=request.started or request.accepted is None)
+        for peer in self._peers.peers if self._peers is not None else []:
+            if peer.incarnation == link.incarnation and not left:
+                self._connect(peer)
+
+    def _on_detokenizer(self, link: _Link, message: Any) -> None:
+        if isinstance(message, m.TextBatch):
+            self._on_text(message)
+        elif isinstance(message, m.Accepted):
+            if (request := self._current(message)) is not None:
+                request.accept(message)
+        elif isinstance(message, m.Failed):
+            if (request := self._current(message)) is not None:
+                error = RequestError(message.status, message.message, message.param, message.retry_after)
+                self._finish(request, error)
+        elif isinstance(message, m.Gone):
+            for uid, attempt in zip(from_i64(message.uids), from_i32(message.attempts), strict=True):
+                request = link.open.get(uid)
+                if request is not None and request.attempt == attempt:
+                    self._resubmit(request, counts=request.started)
+        elif isinstance(message, m.Bye):
+            self._lose(link, left=True)
+
+    def _current(self, message: m.Accepted | m.Failed) -> OpenRequest | None:
+        request = self._open.get(message.uid)
+        return request if request is not None and request.attempt == message.attempt else None
+
+    def _on_text(self, batch: m.TextBatch) -> None:
+        now = time.monotonic()
+        for uid, cached in zip(from_i64(batch.started_uids), from_i32(batch.started_cached), strict=True):
+            if (request := self._open.get(uid)) is not None:
+                request.start(now, cached)
+        counts, tokens = from_i32(batch.counts), from_i32(batch.tokens)
+        if sum(counts) != len(tokens) or min(counts, default=0) < 0:
+            raise BadFrame(f"counts add up to {sum(counts)} and there are {len(tokens)} tokens")
+        end = 0
+        for uid, attempt, index, offset, count, text, finish, reason, length in zip(
+            from_i64(batch.uids), from_i32(batch.attempts), from_i32(batch.indexes), from_i32(batch.offsets), counts,
+            batch.texts, from_i8(batch.finishes), batch.stop_reasons, from_i32(batch.lengths), strict=True,
+        ):  # fmt: skip
+            end += count
+            request = self._open.get(uid)
+            if request is None or request.attempt != attempt:
+                continue  # aborted, or an attempt given up
+            if not request.take(index, offset, tokens[end - count : end], text, finish, reason, length, now):
+                log.warning("request %d: what came does not follow what is here; sending it again", uid)
+                self._resubmit(request, counts=True)
+            elif request.done:
+                self._finish(request, None)
+
+    def _guard(self, handle: Any) -> Any:
+        """``handle``, with frames whose columns do not agree counted, logged and dropped like any others."""
+
+        def guarded(message: Any) -> None:
+            try:
+                handle(message)
+            except ValueError as error:
+                self.bad_frames += 1
+                log.warning("dropped a %s whose columns do not agree: %s", type(message).__name__, error)
+
+        return guarded
+
+    # ------------------------------------------------------------ time
+
+    async def _tick(self) -> None:
+        beats = 0
+        while True:
+            await asyncio.sleep(BEAT_S)
+            beats += 1
+            if self._scheduler is not None and self._peers is not None:
+                self._scheduler.send(m.Beat(memory=resident_bytes(), bad_frames=self.bad_frames))
+            for link in self._links.values():
+                if link.ready:
+                    link.wire.send(m.Beat())
+                    if beats % OPEN_EVERY == 0:
+                        attempts = i32(request.attempt for request in link.open.values())
+                        link.wire.send(m.Open(uids=i64(link.open), attempts=attempts))
+            self._check_waiting()
+
+    def _check_waiting(self) -> None:
+        """Refuse what has waited too long for a detokenizer; move what its detokenizer does not accept."""
+        now = time.monotonic()
+        for request in list(self._waiting.values()):
+            limit = NO_DETOKENIZER_RESUMED_S if request.accepted else NO_DETOKENIZER_S
+            if now - request.since > limit:
+                message = f"no detokenizer could be reached for {limit:g} s; try again."
+                self._finish(request, RequestError(503, message, retry_after=limit))
+        ready = [link for link in self._links.values() if link.ready]
+        if len(ready) < 2:
+            return
+        for request in list(self._open.values()):
+            link = request.link
+            if link is not None and request.accepted is None and now - request.since > ACCEPT_S:
+                link.wire.send(m.Abort(uid=request.uid, attempt=request.attempt))
+                del link.open[request.uid]
+                request.link = min((other for other in ready if other is not link), key=lambda other: len(other.open))
+                self._resubmit(request, counts=False)

@@ -1,0 +1,75 @@
+"""What LLM.generate returns. Names and printed form are vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, all in seconds of one clock, ``time.monotonic``.
+
+    arrival_time <= first_scheduled_time <= first_token_time <= last_token_time <= finished_time, and
+    time_in_queue is first_scheduled_time - arrival_time. What has not happened is None.
+    """
+
+    arrival_time: float
+    last_token_time: float | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    time_in_queue: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True, repr=False)
+class CompletionOutput:
+    """One of a request's n continuations.
+
+    ``finish_reason`` is "stop", "length", "abort" or None; ``stop_reason`` the stop string or stop token id that ended
+    it, None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: Any = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+    def finished(self) -> bool:
+        """True once it has ended."""
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        reason = "" if self.stop_reason is None else f", stop_reason={self.stop_reason}"
+        return (
+            f"CompletionOutput(index={self.index}, text={self.text!r}, token_ids={self.token_ids}, "
+            f"cumulative_logprob={self.cumulative_logprob}, logprobs={self.logprobs}, "
+            f"finish_reason={self.finish_reason}{reason})"
+        )
+
+
+@dataclass(slots=True, repr=False)
+class RequestOutput:
+    """A request's prompt and continuations. ``prompt`` is None where ids were given without text."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: Any = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    lora_request: Any = None
+    num_cached_tokens: int | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id}, prompt={self.prompt!r}, "
+            f"prompt_token_ids={self.prompt_token_ids}, prompt_logprobs={self.prompt_logprobs}, "
+            f"outputs={self.outputs}, finished={self.finished}, metrics={self.metrics}, "
+            f"lora_request={self.lora_request})"
+        )
