@@ -226,6 +226,7 @@ class Wire(Generic[T]):
                 self._loop.remove_reader(_descriptor(self._monitor))
         if self._monitor is not None:
             self.socket.disable_monitor()
+            self._monitor.close(0)
         self.socket.close(0)
 
 
@@ -293,6 +294,7 @@ class Dealer(Wire[T]):
         if endpoint.startswith("tcp://") and keys is not None:
             self.socket.curve_publickey, self.socket.curve_secretkey = keys.public, keys.secret
             self.socket.curve_serverkey = keys.public
+        self.monitor()  # before connecting, so that no event is missed
         self.socket.connect(endpoint)
 
     def recv(self) -> T | None:
