@@ -1,0 +1,79 @@
+"""``python -m quire.gpu_worker``: one device's worker. Exit codes: 0 asked to end, 78 cannot work as configured."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from types import FrameType
+
+from ..proto.config import ConfigError, parse_service_args
+from ..proto.model_config import load_model_config, resolve_model
+from ..proto.process import die, setup_logging, watch_parent
+from ..proto.sockets import load_keys, worker_endpoint
+from .device import choose_device, choose_threads, describe, parameter_estimate, set_environment, usable_cores
+from .link import Dismissed, Link
+
+log = logging.getLogger(__name__)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)  # one is enough; a second must not cut the farewell short
+    raise SystemExit(0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Load, then serve until told to end."""
+    began = time.monotonic()
+    args = parse_service_args("gpu_worker", argv)
+    setup_logging("gpu_worker", args.log_level)
+    watch_parent()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, _end)
+    link: Link | None = None
+    try:
+        endpoint, keys = worker_endpoint(args.scheduler or ""), load_keys(args.keys)
+        path = resolve_model(args.model, args.revision, args.download_dir, weights=args.load_format != "dummy")
+        config = load_model_config(path, args.max_model_len)
+        threads = choose_threads(args.cpu_threads, usable_cores(), parameter_estimate(config))
+        set_environment(threads)
+
+        import torch  # only now: OpenMP reads its environment when torch is imported
+
+        from .models.loader import load_model, resolve_dtype
+        from .worker import Worker
+
+        device = choose_device(args.device)
+        if device.type == "cpu":
+            torch.set_num_threads(threads)
+        torch.manual_seed(args.seed)
+        dtype = resolve_dtype(args.dtype, config, device)
+        imported = time.monotonic()
+        log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
+        link = Link(endpoint, describe(device, threads), keys)
+        link.start()
+        model = load_model(config, dtype, device, args.load_format, args.seed, progress=True)
+        link.loaded = True
+        log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
+        Worker(args, config, model, dtype, device).serve(link)
+        link.close("drained")
+    except Dismissed as dismissal:
+        if link is not None:
+            link.close()
+        if str(dismissal):
+            die("gpu_worker", f"the scheduler sent this worker away: {dismissal}")
+    except ConfigError as error:
+        if link is not None:
+            link.close(str(error))
+        die("gpu_worker", error)
+    except SystemExit:
+        if link is not None:
+            link.close("asked to end")
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Which device computes, and with how many threads; nothing here may import torch before the environment is set.
+
+OpenMP reads its environment once, when torch is imported. Between parallel regions its threads spin before they
+sleep; by default for milliseconds, which takes the cores from the other processes of a small machine. A short spin
+still joins the regions of one forward pass and lets an idle worker sleep.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..proto.config import ConfigError
+from ..proto.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+SPINS = 2000
+"""GNU OpenMP's turns of its waiting loop before a thread sleeps: some microseconds."""
+
+SMALL_MODEL = 30_000_000
+"""Parameters below which a step is so short that a second thread costs more in waking than it saves."""
+
+
+def usable_cores() -> int:
+    """Physical cores this process may use: its affinity, less hyperthreads, within the cgroup's quota."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_siblings(cpu) for cpu in cpus}
+    quota = _cgroup_quota()
+    return max(1, min(len(cores), int(quota) if quota else len(cores)))
+
+
+def _siblings(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _cgroup_quota() -> float | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def parameter_estimate(config: ModelConfig) -> int:
+    """About how many parameters a decoder of this config.json has."""
+    hf = config.hf
+
+    def number(name: str, default: int) -> int:
+        value = hf.get(name)
+        return value if isinstance(value, int) else default
+
+    hidden = number("hidden_size", 1024)
+    heads = number("num_attention_heads", 16)
+    head_dim = number("head_dim", hidden // max(1, heads))
+    attention = hidden * head_dim * 2 * (heads + number("num_key_value_heads", heads))
+    mlp = 3 * hidden * number("intermediate_size", 4 * hidden)
+    return config.vocab_size * hidden + number("num_hidden_layers", 16) * (attention + mlp)
+
+
+def choose_threads(asked: int | None, cores: int, parameters: int) -> int:
+    """Compute threads on a CPU: one for a small model; every core up to two, then all but one for the others' work.
+
+    The scheduler, the detokenizer and the frontend together need a few per cent of a core while a large model
+    computes, so on two cores a large model is faster with both.
+    """
+    if asked is not None:
+        return asked
+    if parameters < SMALL_MODEL:
+        return 1
+    return cores if cores <= 2 else cores - 1
+
+
+def set_environment(threads: int) -> None:
+    """Set OpenMP's variables, before torch is imported. What the user has set stays."""
+    for name, value in (
+        ("OMP_NUM_THREADS", str(threads)),
+        ("MKL_NUM_THREADS", str(threads)),
+        ("GOMP_SPINCOUNT", str(SPINS)),
+        ("KMP_BLOCKTIME", "0"),
+        ("OMP_WAIT_POLICY", "passive"),
+        ("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto``: the first CUDA device, or the CPU where there is none. Raises ConfigError."""
+    import torch
+
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device=cuda but torch sees no CUDA device; use --device=cpu or fix the driver.")
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def describe(device: torch.device, threads: int) -> str:
+    """One phrase for logs and Hello."""
+    if device.type == "cpu":
+        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    import torch
+
+    return f"{device} {torch.cuda.get_device_name(device)}"

@@ -1,0 +1,203 @@
+"""Persistent rows: what the device remembers of each running sequence between steps, and how a plan changes it.
+
+A row holds its token ids, its block table and its sampling parameters. A plan is applied in the order of DESIGN
+section 4: drops, forks, block copies, admits, deltas, then the run. Everything in a plan is checked before it is
+used, because an index out of range would read or write another sequence's memory, not fail.
+
+The tables and lengths are kept on the host as well: slots are computed there, and checks cost no wait for a GPU. On a
+CPU device both are the same memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..proto.messages import Admit, StepPlan
+from .kv_cache import KVCache
+from .sampler import SamplingState
+from .transfer import Upload
+
+
+class PlanError(ValueError):
+    """A plan that cannot be carried out; it names the column, the value and the limit."""
+
+
+@dataclass(slots=True)
+class Run:
+    """The run part of a plan as int64 arrays, checked. ``positions[k]`` is where sample slot k's token goes."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    sample_src: np.ndarray
+    sample_rows: np.ndarray
+    positions: np.ndarray
+
+
+def column(name: str, data: bytes, limit: int, low: int = 0) -> np.ndarray:
+    """An int32 column as int64. Raises PlanError unless every item is in [low, limit)."""
+    if len(data) % 4:
+        raise PlanError(f"{name} has {len(data)} bytes, which is not a whole number of int32 items")
+    values = np.frombuffer(data, np.int32).astype(np.int64)
+    if len(values) and (values.min() < low or values.max() >= limit):
+        bad = values[(values < low) | (values >= limit)][0]
+        raise PlanError(f"{name} holds {bad}, which is not in [{low}, {limit})")
+    return values
+
+
+def _same_length(**columns: np.ndarray) -> None:
+    if len({len(values) for values in columns.values()}) > 1:
+        raise PlanError("columns differ in length: " + ", ".join(f"{k} {len(v)}" for k, v in columns.items()))
+
+
+def _distinct(name: str, values: np.ndarray) -> None:
+    if len(values) > 1 and len(np.unique(values)) < len(values):
+        raise PlanError(f"{name} names an item twice")
+
+
+class RowState:
+    """``max_rows`` rows of up to ``max_model_len`` tokens.
+
+    ``tokens`` [max_rows, max_model_len + 1] int32 (one more for the token sampled past the end) and ``tables``
+    [max_rows, max_blocks] int32 are on the device; ``tables_host`` and ``known`` (tokens of each row) on the host.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device):
+        self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
+        self.vocab_size, self.device = vocab_size, device
+        self.max_blocks = -(-max_model_len // block_size)
+        self.tables_host = np.zeros((max_rows, self.max_blocks), np.int32)
+        self.known = np.zeros(max_rows, np.int64)  # 0: the row is nobody's
+        self.blocks_set = np.zeros(max_rows, np.int64)  # leading entries of each table that are set
+        self.prompt_len = np.zeros(max_rows, np.int64)
+        self._on_host = device.type == "cpu"
+        if self._on_host:
+            self.tables = torch.from_numpy(self.tables_host)
+            self.tokens = torch.from_numpy(np.zeros((max_rows, max_model_len + 1), np.int32))
+        else:
+            self.tables = torch.zeros(self.tables_host.shape, dtype=torch.int32, device=device)
+            self.tokens = torch.zeros((max_rows, max_model_len + 1), dtype=torch.int32, device=device)
+        self.sampling = SamplingState(max_rows, device)
+        self.upload = Upload(device)
+
+    @staticmethod
+    def device_bytes(max_rows: int, max_model_len: int, block_size: int) -> int:
+        """Bytes of the tensors above."""
+        return 4 * max_rows * (max_model_len + 1 + -(-max_model_len // block_size))
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self.known[:] = 0
+        self.blocks_set[:] = 0
+
+    def apply(self, plan: StepPlan, kv: KVCache) -> None:
+        """Carry out all but the run. Raises PlanError."""
+        self.upload.begin()
+        drops = column("drops", plan.drops, self.max_rows)
+        self.known[drops] = 0
+        if plan.fork_src or plan.fork_dst:
+            self._fork(plan)
+        if plan.copy_src or plan.copy_dst:
+            self._copy_blocks(plan, kv)
+        if plan.admits:
+            self._admit(plan.admits)
+        if plan.delta_rows or plan.delta_slots or plan.delta_blocks:
+            self._set_tables(plan, kv.num_blocks)
+
+    def _fork(self, plan: StepPlan) -> None:
+        src = column("fork_src", plan.fork_src, self.max_rows)
+        dst = column("fork_dst", plan.fork_dst, self.max_rows)
+        if len(plan.fork_seeds) % 8:
+            raise PlanError(f"fork_seeds has {len(plan.fork_seeds)} bytes, not a whole number of uint64 items")
+        seeds = np.frombuffer(plan.fork_seeds, np.uint64)
+        _same_length(fork_src=src, fork_dst=dst, fork_seeds=seeds)
+        _distinct("fork_dst", dst)
+        if not self.known[src].all():
+            raise PlanError(f"fork_src names row {src[self.known[src] == 0][0]}, which has no owner")
+        length = int(self.known[src].max(initial=0))
+        # A right-hand side is gathered in full before anything is written, so a source may be a destination too.
+        for array in (self.known, self.blocks_set, self.prompt_len, self.tables_host):
+            array[dst] = array[src]
+        from_rows, to_rows = self.upload(src, dst)
+        self.tokens[to_rows, :length] = self.tokens[from_rows, :length]
+        if not self._on_host:
+            self.tables.index_copy_(0, to_rows, self.tables.index_select(0, from_rows))
+        self.sampling.copy(src.tolist(), dst.tolist(), seeds.tolist())
+
+    def _copy_blocks(self, plan: StepPlan, kv: KVCache) -> None:
+        src = column("copy_src", plan.copy_src, kv.num_blocks)
+        dst = column("copy_dst", plan.copy_dst, kv.num_blocks)
+        _same_length(copy_src=src, copy_dst=dst)
+        _distinct("copy_dst", dst)
+        kv.copy_blocks(*self.upload(src, dst))
+
+    def _admit(self, admits: list[Admit]) -> None:
+        ids = self.upload(*[self._checked_ids(admit) for admit in admits])
+        for admit, tokens in zip(admits, ids, strict=True):
+            row, length = admit.row, len(tokens)
+            self.known[row], self.prompt_len[row], self.blocks_set[row] = length, admit.prompt_len, 0
+            self.tokens[row, :length] = tokens
+            self.sampling.set(row, admit.params, admit.seed)
+
+    def _checked_ids(self, admit: Admit) -> np.ndarray:
+        if not 0 <= admit.row < self.max_rows:
+            raise PlanError(f"admits holds row {admit.row}, which is not in [0, {self.max_rows})")
+        ids = column("admits.ids", admit.ids, self.vocab_size)
+        if not 0 < len(ids) <= self.max_model_len:
+            raise PlanError(f"admits holds {len(ids)} ids, which is not in [1, {self.max_model_len}]")
+        if not 0 <= admit.prompt_len <= len(ids):
+            raise PlanError(f"admits holds prompt_len {admit.prompt_len} for {len(ids)} ids")
+        return ids.astype(np.int32)
+
+    def _set_tables(self, plan: StepPlan, num_blocks: int) -> None:
+        rows = column("delta_rows", plan.delta_rows, self.max_rows)
+        slots = column("delta_slots", plan.delta_slots, self.max_blocks)
+        blocks = column("delta_blocks", plan.delta_blocks, num_blocks)
+        _same_length(delta_rows=rows, delta_slots=slots, delta_blocks=blocks)
+        _distinct("(delta_rows, delta_slots)", rows * self.max_blocks + slots)
+        new = slots >= self.blocks_set[rows]
+        end = self.blocks_set.copy()
+        np.maximum.at(end, rows, slots + 1)
+        grown = self.blocks_set + np.bincount(rows[new], minlength=self.max_rows)
+        if (end != grown).any():
+            row = int(np.flatnonzero(end != grown)[0])
+            raise PlanError(f"delta_slots leaves a hole in row {row}'s table of {self.blocks_set[row]} blocks")
+        self.blocks_set = grown
+        self.tables_host[rows, slots] = blocks
+        if not self._on_host:
+            r, s, b = self.upload(rows, slots, blocks.astype(np.int32))
+            self.tables.index_put_((r, s), b)
+
+    def checked_run(self, plan: StepPlan, max_tokens: int) -> Run:
+        """The run part; call after ``apply``. Raises PlanError where it asks for tokens or blocks a row lacks."""
+        rows = column("rows", plan.rows, self.max_rows)
+        starts = column("starts", plan.starts, self.max_model_len)
+        counts = column("counts", plan.counts, max_tokens + 1, low=1)
+        _same_length(rows=rows, starts=starts, counts=counts)
+        _distinct("rows", rows)
+        ends = starts + counts
+        if counts.sum() > max_tokens:
+            raise PlanError(f"counts sum to {counts.sum()} tokens, over max_num_batched_tokens {max_tokens}")
+        self._check_each("starts + counts", ends, np.minimum(self.known[rows], self.max_model_len), rows, "tokens")
+        self._check_each("starts + counts", ends, self.blocks_set[rows] * self.block_size, rows, "tokens' blocks")
+        src = column("sample_src", plan.sample_src, len(rows))
+        dst = column("sample_rows", plan.sample_rows, self.max_rows)
+        _same_length(sample_src=src, sample_rows=dst)
+        _distinct("sample_rows", dst)
+        positions = ends[src]
+        wrong = self.known[dst] != positions
+        if wrong.any():
+            row, position = dst[wrong][0], positions[wrong][0]
+            raise PlanError(f"sample_rows draws position {position} of row {row}, which has {self.known[row]} tokens")
+        return Run(rows, starts, counts, src, dst, positions)
+
+    @staticmethod
+    def _check_each(name: str, values: np.ndarray, limits: np.ndarray, rows: np.ndarray, of: str) -> None:
+        over = values > limits
+        if over.any():
+            raise PlanError(
+                f"{name} reaches {values[over][0]} in row {rows[over][0]}, which has {limits[over][0]} {of}"
+            )

@@ -1,0 +1,105 @@
+"""Moving a step's small arrays between host and device without stopping either.
+
+To a GPU everything of one step goes in one copy through pinned memory; results come back on a side stream. Pinned
+buffers are used in a ring of three, each again only after its event: two plans are in flight at most, so the third is
+always free in time. On a CPU both are views of the same memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+RING = 3
+
+
+class Upload:
+    """Host arrays to device tensors of the same types, through one pinned buffer for each plan.
+
+    ``begin`` opens a plan; each call then copies its arrays together on the current stream.
+    """
+
+    def __init__(self, device: torch.device, size: int = 1 << 18):
+        self._device = device
+        self._turn = self._used = 0
+        self._capacity = size
+        if device.type != "cpu":
+            self._pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
+            self._events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
+            # One device buffer is enough: a copy waits in the stream behind the kernels that read the last plan's.
+            self._on_device = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def begin(self) -> None:
+        """Take the next pinned buffer, once the copies out of it are done."""
+        if self._device.type != "cpu":
+            self._turn, self._used = (self._turn + 1) % RING, 0
+            self._events[self._turn].synchronize()
+
+    def __call__(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Tensors of ``arrays``, valid for kernels launched before the next plan's copies."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        first, starts = self._used, []
+        for array in arrays:
+            starts.append(self._used)
+            self._used += -(-array.nbytes // 16) * 16
+        if self._used > self._capacity:
+            return self._grow(arrays)
+        memory = self._pinned[self._turn].numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            memory[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
+        self._on_device[first : self._used].copy_(self._pinned[self._turn][first : self._used], non_blocking=True)
+        self._events[self._turn].record()
+        return [
+            self._on_device[start : start + array.nbytes].view(_torch_type(array.dtype)).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+    def _grow(self, arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
+        """Start over in larger buffers. torch keeps the old ones until copies and kernels are done with them."""
+        self.__init__(self._device, 1 << self._used.bit_length())  # type: ignore[misc]
+        return self(*arrays)
+
+
+def _torch_type(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+class Arrival:
+    """Sampled tokens on their way to the host; ``wait`` sleeps until they are there."""
+
+    def __init__(self, host: torch.Tensor, event: torch.cuda.Event | None):
+        self._host, self._event = host, event
+
+    def wait(self) -> bytes:
+        """The tokens as an int32 column."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy().tobytes()
+
+
+class Download:
+    """Device int32 tensors of at most ``size`` items to the host, on a side stream, in a ring of pinned buffers.
+
+    The caller waits for an arrival before its buffer comes round again (RING calls later).
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        self._device, self._turn = device, 0
+        if device.type != "cpu":
+            self._stream = torch.cuda.Stream(device)
+            self._pinned = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+            self._events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
+
+    def __call__(self, tokens: torch.Tensor) -> Arrival:
+        """Start copying; later work on the compute stream is not held up."""
+        if self._device.type == "cpu":
+            return Arrival(tokens, None)
+        self._turn = (self._turn + 1) % RING
+        self._stream.wait_stream(torch.cuda.current_stream())
+        tokens.record_stream(self._stream)
+        host = self._pinned[self._turn][: tokens.numel()]
+        with torch.cuda.stream(self._stream):
+            host.copy_(tokens, non_blocking=True)
+            self._events[self._turn].record()
+        return Arrival(host, self._events[self._turn])

@@ -1,0 +1,229 @@
+"""A worker's life under one lease after another: Assign, Loaded, Configure, Ready, then plans in, results out.
+
+The compute thread launches a plan as soon as it is there. On a GPU another thread sleeps until the step's tokens
+have arrived and sends them, so that step N + 1 is launched while the GPU runs step N.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..proto.codec import i32
+from ..proto.config import EngineArgs
+from ..proto.messages import (
+    Admit,
+    Assign,
+    Bye,
+    Configure,
+    Drain,
+    Lease,
+    Loaded,
+    Ready,
+    StepFailed,
+    StepPlan,
+    StepResult,
+)  # fmt: skip
+from ..proto.model_config import ModelConfig
+from ..proto.params import SamplingParams
+from .kv_cache import KVCache
+from .link import Dismissed, LeaseLost, Link
+from .memory import Budget, cpu_budget, cuda_budget, fit, step_bytes
+from .runner import Runner
+from .state import RowState
+from .transfer import RING, Arrival
+
+if TYPE_CHECKING:
+    from .models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+
+class _Failure:
+    """Posted by the thread that waits for a GPU: this step failed there."""
+
+    def __init__(self, lease: Lease, step: int, error: Exception):
+        self.lease, self.step, self.error = lease, step, error
+
+
+class Worker:
+    """Serves one loaded model until it is drained, dismissed or interrupted."""
+
+    def __init__(self, args: EngineArgs, config: ModelConfig, model: Decoder, dtype: torch.dtype, device: torch.device):
+        self._args, self._config, self._model = args, config, model
+        self._dtype, self._device = dtype, device
+        self._lease: Lease | None = None
+        self._epoch = 0
+        self._next_step = 0  # 0: not ready
+        self._assigned: tuple[int, int, int] | None = None  # block_size, max_num_seqs, max_num_batched_tokens
+        self._num_blocks = 0  # that fit
+        self._state: RowState | None = None
+        self._runner: Runner | None = None
+
+    def serve(self, link: Link) -> None:
+        """Until Drain. Raises Dismissed on Bye and ConfigError where the model does not fit."""
+        self._link = link
+        self._results = _Results(link, threaded=self._device.type != "cpu")
+        while True:
+            match link.get():
+                case StepPlan() as plan:
+                    self._step(plan)
+                case Assign() as assign:
+                    self._open(assign)
+                case Configure() as configure:
+                    self._configure(configure)
+                case LeaseLost():
+                    self._end_lease()
+                case _Failure() as failure if failure.lease == self._lease:
+                    self._fail(failure.step, failure.error)
+                case Drain(reason=reason):
+                    log.info("draining: %s", reason or "the scheduler asks")
+                    self._results.drain()
+                    return
+                case Bye(reason=reason):
+                    raise Dismissed(reason)
+
+    # ------------------------------------------------------------ leases
+
+    def _open(self, assign: Assign) -> None:
+        if assign.lease.epoch < self._epoch:
+            log.warning("ignoring an Assign of epoch %d; %d has begun", assign.lease.epoch, self._epoch)
+            return
+        self._end_lease()
+        self._lease, self._epoch = assign.lease, assign.lease.epoch
+        wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
+        if wanted != self._assigned:
+            self._runner = self._state = None  # the old cache is freed before the new one is measured
+            self._num_blocks = fit(self._args, self._measure(*wanted), self._config.max_model_len)
+            self._assigned = wanted
+        self._link.send(Loaded(assign.lease, self._num_blocks, self._config.max_model_len, self._config.vocab_size))
+
+    def _measure(self, block_size: int, max_rows: int, max_tokens: int) -> Budget:
+        spec, length = self._model.spec, self._config.max_model_len
+        block_bytes = KVCache.block_bytes(spec, block_size, self._dtype)
+        self._state = RowState(max_rows, length, block_size, self._config.vocab_size, self._device)
+        if self._device.type == "cpu":
+            intermediate = self._config.hf.get("intermediate_size") or 4 * spec.hidden_size
+            activations = step_bytes(
+                spec.hidden_size, intermediate, spec.vocab_size, max_tokens, max_rows, self._dtype.itemsize
+            )
+            activations += RowState.device_bytes(max_rows, length, block_size)
+            return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
+        runner = Runner(self._model, self._state, KVCache(spec, 1, block_size, self._dtype, self._device), max_tokens)
+        plan = worst_case(self._state, max_tokens)
+        budget = cuda_budget(lambda: runner.launch(plan), block_bytes, block_size, self._device)
+        self._state.reset()
+        return budget
+
+    def _configure(self, configure: Configure) -> None:
+        if configure.lease != self._lease or self._assigned is None or self._state is None:
+            return
+        if not 1 <= configure.num_blocks <= self._num_blocks:
+            error = ValueError(f"Configure asks for {configure.num_blocks} blocks; {self._num_blocks} fit")
+            self._fail(0, error)
+            return
+        if self._runner is None or self._runner.kv.num_blocks != configure.num_blocks:
+            self._runner = None
+            block_size, _, max_tokens = self._assigned
+            kv = KVCache(self._model.spec, configure.num_blocks, block_size, self._dtype, self._device)
+            self._runner = Runner(self._model, self._state, kv, max_tokens)
+            if self._device.type == "cuda" and not self._args.enforce_eager:
+                self._runner.capture(self._args.max_seq_len_to_capture, progress=sys.stderr.isatty())
+        self._next_step = 1
+        self._link.last_step = 0
+        self._link.send(Ready(configure.lease))
+        log.info("ready under lease %d.%d", configure.lease.replica, configure.lease.counter)
+
+    def _end_lease(self) -> None:
+        """Let the device finish what was launched, then forget every row."""
+        self._results.drain()
+        self._lease, self._next_step = None, 0
+        if self._state is not None:
+            self._state.reset()
+
+    # ------------------------------------------------------------ steps
+
+    def _step(self, plan: StepPlan) -> None:
+        lease = self._lease
+        if lease is None or plan.lease != lease:
+            log.debug("dropped a plan of lease %s", plan.lease)
+            return
+        try:
+            if self._runner is None or plan.step != self._next_step:
+                raise ValueError(f"step {plan.step} came where {self._next_step or 'Configure'} was expected")
+            arrival = self._runner.launch(plan)
+            self._results.put(lease, plan.step, arrival)
+            self._next_step += 1
+        except Exception as error:  # noqa: BLE001  # whatever a step raises ends its lease and no more
+            self._fail(plan.step, error)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        lease = self._lease
+        if lease is None:
+            return
+        log.error("step %d failed: %s", step, error, exc_info=None if isinstance(error, ValueError) else error)
+        self._link.send(StepFailed(lease, step, f"{type(error).__name__}: {error}"[:2000]))
+        self._link.renew()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # raises, and so ends the process, where the device itself is lost
+            torch.cuda.empty_cache()
+        self._end_lease()
+
+
+class _Results:
+    """Sends each step's tokens when they are there: at once on a CPU, from a waiting thread on a GPU.
+
+    The thread has one step in hand and one in the queue; with the one being launched that is the ring of buffers.
+    """
+
+    def __init__(self, link: Link, threaded: bool):
+        self._link = link
+        self._queue: queue.Queue[tuple[Lease, int, Arrival]] = queue.Queue(maxsize=RING - 2)
+        self._threaded = threaded
+        if threaded:
+            threading.Thread(target=self._run, name="results", daemon=True).start()
+
+    def put(self, lease: Lease, step: int, arrival: Arrival) -> None:
+        if self._threaded:
+            self._queue.put((lease, step, arrival))
+        else:
+            self._send(lease, step, arrival)
+
+    def drain(self) -> None:
+        """Wait until all is sent."""
+        self._queue.join()
+
+    def _send(self, lease: Lease, step: int, arrival: Arrival) -> None:
+        self._link.send(StepResult(lease, step, arrival.wait()))
+        self._link.last_step = step
+
+    def _run(self) -> None:
+        while True:
+            lease, step, arrival = self._queue.get()
+            try:
+                self._send(lease, step, arrival)
+            except Exception as error:  # noqa: BLE001  # CUDA reports a kernel's failure here
+                self._link.post(_Failure(lease, step, error))
+            finally:
+                self._queue.task_done()
+
+
+def worst_case(state: RowState, max_tokens: int) -> StepPlan:
+    """A plan of ``max_tokens`` tokens over all rows, each sampled with every filter on; all use block 0."""
+    rows = min(state.max_rows, max_tokens)
+    length = min(state.max_model_len, max_tokens // rows)
+    blocks = -(-length // state.block_size)
+    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+    every = i32(range(rows))
+    return StepPlan(
+        Lease(0, 0, 0), 0,
+        admits=[Admit(row, 0, row, i32([0] * length), length, params, row) for row in range(rows)],
+        delta_rows=i32(row for row in range(rows) for _ in range(blocks)),
+        delta_slots=i32(list(range(blocks)) * rows), delta_blocks=i32([0] * (rows * blocks)),
+        rows=every, starts=i32([0] * rows), counts=i32([length] * rows), sample_src=every, sample_rows=every,
+    )  # fmt: skip
