@@ -1,0 +1,265 @@
+"""Drawing tokens: the cut (min_p, top_k, top_p) and the draw (argmax of scaled logits + Gumbel noise).
+
+Everything works on *scaled logits* ``s = logits * (1 / temperature)`` in float32. All three filters keep the tokens
+above some value, so together they are one number a row, the **cut**: a token may be drawn if and only if s >= cut.
+
+- min_p: s >= max(s) + log(min_p).
+- top_k: s >= the k-th largest s (tokens tied with the k-th are kept).
+- top_p, over what the two above left: a token is kept while the mass of the tokens strictly above it is less than
+  top_p of the total (tokens tied at the edge are kept together).
+
+**Noise.** G = -log(-log1p(-v)), v = (x + 1/2) 2^-32, where x is the 32-bit word that Philox4x32-10 gives for
+key = seed and counter = (position, token // 4, 0, 0), lane token % 4. A draw thus depends on (seed, position, logits)
+alone. v is formed as (float32(x) + 0.5) * 2^-32: conversion, addition and product are each rounded to nearest, on every
+device alike, and small v, from which every winner comes, is exact (x < 2^23). Near 1 it would round to 1 and the noise
+to -infinity; v is held at 1 - 2^-24 there, so that the only token left is always drawable.
+log1p(-v) is log(u) * v / (1 - u) with u = 1 - v, exact to a few units in the last place. Devices differ only in the
+last bits of log and exp, which changes a draw when two tokens tie to about 1e-6.
+
+Parameters of a row are one packed int32 row, ``[S, COLUMNS]`` (see ``sampler.SamplingState``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+COLUMNS = 8
+INV_T, LOG_MIN_P, TOP_P = 0, 1, 2
+"""Columns that hold float32 bits. INV_T = 0 marks a greedy row."""
+TOP_K, SEED_LOW, SEED_HIGH = 3, 4, 5
+"""Columns that hold integers. top_k 0 keeps all; the seed's two halves are the Philox key."""
+
+MAX_NOISE = 22.9
+"""No noise is larger: v >= 2^-33."""
+
+DRAW_BLOCK = 2048
+CUT_BLOCK = 4096
+
+_MASK = 0xFFFFFFFF
+_BELOW_ONE = np.float32(1 - 2**-24)
+_CHUNK = 8192  # Philox blocks at a time: the working set stays in the second-level cache
+_FEW = 2048  # candidates of a row for which noise is computed token by token
+_COARSE = 64  # one logit in so many is looked at to guess where the k-th largest lies
+
+
+def cut(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, top_p: bool) -> torch.Tensor:
+    """The lowest scaled logit that may be drawn, float32 [S]; -inf in rows without a filter.
+
+    ``logits`` float32 [S, V] with contiguous rows; ``params`` int32 [S, COLUMNS]; the flags say which filters any row
+    uses.
+    """
+    from . import sampling_jit
+
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    sampling_jit.cut_kernel[(rows,)](
+        logits, logits.stride(0), params, out, vocab,
+        MIN_P=min_p, HAS_TOP_K=top_k, HAS_TOP_P=top_p, COLUMNS=COLUMNS, BLOCK=CUT_BLOCK,
+        num_warps=16, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def draw(
+    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, cuts: torch.Tensor | None
+) -> torch.Tensor:
+    """One token for each row, int64 [S]: the largest s + noise among s >= cut; the largest logit in greedy rows.
+
+    ``logits`` float32 [S, V] with contiguous rows; ``params`` int32 [S, COLUMNS]; ``positions`` int64 [S] of the tokens
+    being drawn; ``cuts`` float32 [S] or None. Ties go to the lowest id.
+    """
+    from . import sampling_jit
+
+    rows, vocab = logits.shape
+    splits = -(-vocab // DRAW_BLOCK)
+    best = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    sampling_jit.draw_kernel[(rows, splits)](
+        logits, logits.stride(0), params, positions, cuts if cuts is not None else best, best, ids, vocab, splits,
+        HAS_CUT=cuts is not None, COLUMNS=COLUMNS, BLOCK=DRAW_BLOCK, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    sampling_jit.reduce_kernel[(rows,)](
+        best, ids, tokens, splits, vocab, SPLITS=max(16, 1 << (splits - 1).bit_length()), num_warps=1
+    )
+    return tokens
+
+
+# ---------------------------------------------------------------- the twins, on the host
+#
+# numpy rather than torch: these are chains of small passes over one row, and numpy's are vectorised, run on the calling
+# thread alone (a barrier between OpenMP threads costs more than a pass) and round alike whatever the batch.
+
+
+def cut_torch(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, top_p: bool) -> torch.Tensor:
+    """The twin of ``cut``; any device."""
+    out = np.full(len(logits), -np.inf, dtype=np.float32)
+    for i, row in _random_rows(logits, params):
+        scaled = row.scaled
+        top = scaled.max()
+        if min_p:
+            out[i] = top + row.log_min_p
+        if top_k and 0 < row.top_k < len(scaled):
+            out[i] = max(out[i], _kth_largest(scaled, row.top_k))
+        if top_p and row.top_p < 1:
+            out[i] = _nucleus(scaled, top, out[i], float(row.top_p))
+    return torch.from_numpy(out).to(logits.device)
+
+
+def draw_torch(
+    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, cuts: torch.Tensor | None
+) -> torch.Tensor:
+    """The twin of ``draw``; any device.
+
+    Noise is bounded and the most likely token's sum is a floor of the winner's, so tokens that cannot reach that floor
+    get no noise computed: with a real model's logits, that is nearly all of them.
+    """
+    out = logits.cpu().numpy().argmax(-1)
+    places = positions.cpu().numpy()
+    keys = params.cpu().numpy()[:, SEED_LOW : SEED_HIGH + 1].astype(np.uint64) & _MASK
+    lowest = np.full(len(out), -np.inf, dtype=np.float32) if cuts is None else cuts.cpu().numpy()
+    floors = _noise_of(keys, places, out)
+    few: list[tuple[int, np.ndarray, np.ndarray]] = []
+    for i, row in _random_rows(logits, params):
+        scaled = row.scaled
+        reach = max(lowest[i], scaled[out[i]] + floors[i] - MAX_NOISE)
+        ids = np.flatnonzero(scaled >= reach) if reach > -np.inf else np.arange(len(scaled))
+        if len(ids) > max(len(scaled) // 4, _FEW):
+            sums = _noise_of_all(keys[i], int(places[i]), len(scaled))
+            sums += scaled
+            if lowest[i] > -np.inf:
+                sums[scaled < lowest[i]] = -np.inf
+            out[i] = sums.argmax()
+        elif len(ids):
+            few.append((i, ids, scaled[ids]))
+    _draw_among(few, keys, places, out)
+    return torch.from_numpy(out.astype(np.int64, copy=False)).to(logits.device)
+
+
+def gumbel_torch(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The noise G of (seed, position, token), float32; int64 tensors of one shape, seeds as 64-bit patterns."""
+    seed = seeds.cpu().numpy().astype(np.uint64)
+    keys = np.stack([seed & _MASK, seed >> 32], axis=-1)
+    return torch.from_numpy(_noise_of(keys, positions.cpu().numpy(), tokens.cpu().numpy())).to(seeds.device)
+
+
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32-10 of counter (c0, c1, c2, c3) and key (k0, k1): four 32-bit words.
+
+    Each is a uint64 array or a Python int below 2^32. Ints stay ints as long as nothing mixes into them, so the first
+    rounds, where most of the counter is one number, cost next to nothing.
+    """
+    for _ in range(10):
+        p, q = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (q >> 32) ^ c1 ^ k0, q & _MASK, (p >> 32) ^ c3 ^ k1, p & _MASK
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+class _Row:
+    """One row that draws: its scaled logits [V] and its parameters."""
+
+    __slots__ = ("log_min_p", "scaled", "top_k", "top_p")
+
+    def __init__(self, scaled: np.ndarray, ints: np.ndarray, floats: np.ndarray):
+        self.scaled = scaled
+        self.log_min_p = floats[LOG_MIN_P]
+        self.top_p = floats[TOP_P]
+        self.top_k = int(ints[TOP_K])
+
+
+def _random_rows(logits: torch.Tensor, params: torch.Tensor) -> Iterator[tuple[int, _Row]]:
+    """Each row that is not greedy. The scaled logits live in one buffer: use a row before asking for the next."""
+    values, ints = logits.cpu().numpy(), params.cpu().contiguous().numpy()
+    floats = ints.view(np.float32)
+    scaled = np.empty(values.shape[1], dtype=np.float32)
+    for i in np.flatnonzero(floats[:, INV_T]):
+        np.multiply(values[i], floats[i, INV_T], out=scaled)
+        yield int(i), _Row(scaled, ints[i], floats[i])
+
+
+def _kth_largest(scaled: np.ndarray, k: int) -> np.float32:
+    """The k-th largest value: among the tokens above a guess where that is enough of them, else among all."""
+    above = _above_guess(scaled, k)
+    pool = above if len(above) >= k else scaled
+    return np.partition(pool, len(pool) - k)[len(pool) - k]
+
+
+def _above_guess(scaled: np.ndarray, count: int) -> np.ndarray:
+    """The values above a threshold that ``count`` of them probably pass, found from a sample of them."""
+    sample = scaled[::_COARSE]
+    rank = 2 * (count // _COARSE) + 8
+    if rank >= len(sample):
+        return scaled
+    return scaled[scaled >= np.partition(sample, len(sample) - rank)[len(sample) - rank]]
+
+
+def _nucleus(scaled: np.ndarray, top: np.float32, lowest: np.float32, top_p: float) -> np.float32:
+    """The lowest value that top_p keeps among those >= ``lowest``. Sums are float64."""
+    pool = scaled if lowest == -np.inf else scaled[scaled >= lowest]
+    if not len(pool) or not np.isfinite(top):
+        return lowest
+    need = top_p * float(np.exp(pool - top).sum(dtype=np.float64))
+    for count in (256, 8192, len(pool)):
+        head = np.sort(_above_guess(pool, count) if count < len(pool) else pool)[::-1]
+        mass = np.exp(head - top).cumsum(dtype=np.float64)
+        if mass[-1] >= need:
+            # The first at which the mass reaches the target; those tied with it lie at or above the same cut.
+            return head[int(np.searchsorted(mass, need))]
+    return lowest
+
+
+def _draw_among(
+    few: list[tuple[int, np.ndarray, np.ndarray]], keys: np.ndarray, places: np.ndarray, out: np.ndarray
+) -> None:
+    """Draw for rows with few candidates (row, ids, scaled logits of ids), the noise of many rows in one pass."""
+    while few:
+        count = taken = 0
+        while taken < len(few) and (count < 8 * _FEW or not taken):
+            count += len(few[taken][1])
+            taken += 1
+        group, few = few[:taken], few[taken:]
+        rows = np.repeat([i for i, _, _ in group], [len(ids) for _, ids, _ in group])
+        noise = _noise_of(keys[rows], places[rows], np.concatenate([ids for _, ids, _ in group]))
+        start = 0
+        for i, ids, scaled in group:
+            out[i] = ids[(scaled + noise[start : start + len(ids)]).argmax()]
+            start += len(ids)
+
+
+def _noise_of(keys: np.ndarray, places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Noise of N (key [N, 2], position [N], token [N])."""
+    counter = places.astype(np.uint64) & _MASK, tokens.astype(np.uint64) >> 2
+    words = philox(*counter, 0, 0, keys[:, 0], keys[:, 1])
+    return _noise(np.choose(tokens & 3, words).astype(np.float32))
+
+
+def _noise_of_all(key: np.ndarray, position: int, vocab: int) -> np.ndarray:
+    """Noise of one row's tokens 0..vocab - 1."""
+    k0, k1 = int(key[0]), int(key[1])
+    blocks = np.arange(-(-vocab // 4), dtype=np.uint64)
+    x = np.empty((len(blocks), 4), dtype=np.float32)
+    for start in range(0, len(blocks), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        for lane, word in enumerate(philox(position & _MASK, blocks[part], 0, 0, k0, k1)):
+            x[part, lane] = word
+    return _noise(x.reshape(-1)[:vocab])
+
+
+def _noise(x: np.ndarray) -> np.ndarray:
+    """G of 32-bit words already rounded to float32; overwrites ``x``."""
+    x += np.float32(0.5)
+    x *= np.float32(2**-32)
+    v = np.minimum(x, _BELOW_ONE, out=x)
+    u = 1 - v
+    log = np.log(u)
+    np.subtract(u, 1, out=u)
+    # -log1p(-v) = log(u) * v / (u - 1) negated twice; where 1 - v rounds to 1 it is v itself.
+    np.divide(v, u, out=u, where=u != 0)
+    np.multiply(log, u, out=v, where=log != 0)
+    np.log(v, out=v)
+    return np.negative(v, out=v)

@@ -1,0 +1,181 @@
+"""Triton code of ``sampling``; read its docstring first. Launched without fused multiply-adds, to round as numpy."""
+
+import triton
+import triton.language as tl
+
+INV_T = tl.constexpr(0)
+LOG_MIN_P = tl.constexpr(1)
+TOP_P = tl.constexpr(2)
+TOP_K = tl.constexpr(3)
+SEED_LOW = tl.constexpr(4)
+SEED_HIGH = tl.constexpr(5)
+NOT_A_LOGIT = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _float(params, column: tl.constexpr):
+    return tl.load(params + column).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _philox_round(c0, c1, c2, c3, k0, k1):
+    a = tl.full(c0.shape, 0xD2511F53, tl.uint32)
+    b = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
+    return tl.umulhi(b, c2) ^ c1 ^ k0, b * c2, tl.umulhi(a, c0) ^ c3 ^ k1, a * c0
+
+
+@triton.jit
+def gumbel(position, blocks, k0, k1):
+    """Noise of tokens 4 * blocks .. 4 * blocks + 3, float32 [4 * N]. All uint32; ``blocks`` [N]."""
+    c0 = tl.zeros_like(blocks) + position
+    c1 = blocks
+    c2 = tl.zeros_like(blocks)
+    c3 = tl.zeros_like(blocks)
+    k0 = tl.zeros_like(blocks) + k0
+    k1 = tl.zeros_like(blocks) + k1
+    w0 = tl.full(blocks.shape, 0x9E3779B9, tl.uint32)
+    w1 = tl.full(blocks.shape, 0xBB67AE85, tl.uint32)
+    for _ in tl.static_range(10):
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
+        k0 = k0 + w0
+        k1 = k1 + w1
+    x = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
+    v = (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    v = tl.minimum(v, 0.99999994039535522)
+    u = 1.0 - v
+    gap = tl.where(u == 1.0, 1.0, u - 1.0)
+    exponential = tl.where(u == 1.0, v, tl.log(u) * (v / gap))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def draw_kernel(
+    logits, stride, params, positions, cuts, best, best_ids, vocab, splits,
+    HAS_CUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The winner of one row within BLOCK tokens."""
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    params += row * COLUMNS
+    inv_t = _float(params, INV_T)
+    tokens = split * BLOCK + tl.arange(0, BLOCK)
+    s = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=tokens < vocab, other=NOT_A_LOGIT)
+    if inv_t != 0.0:
+        s = s * inv_t
+        position = tl.load(positions + row).to(tl.uint32)
+        k0 = tl.load(params + SEED_LOW).to(tl.uint32, bitcast=True)
+        k1 = tl.load(params + SEED_HIGH).to(tl.uint32, bitcast=True)
+        blocks = (split * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+        total = s + gumbel(position, blocks, k0, k1)
+        if HAS_CUT:
+            total = tl.where(s >= tl.load(cuts + row), total, NOT_A_LOGIT)
+        s = total
+    value, at = tl.max(s, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best + row * splits + split, value)
+    tl.store(best_ids + row * splits + split, split * BLOCK + at)
+
+
+@triton.jit
+def reduce_kernel(best, best_ids, out, splits, vocab, SPLITS: tl.constexpr):
+    """The winner of one row among its splits; the lowest split, so the lowest id, of equals."""
+    row = tl.program_id(0)
+    at = tl.arange(0, SPLITS)
+    value = tl.load(best + row * splits + at, mask=at < splits, other=NOT_A_LOGIT)
+    _, winner = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    token = tl.load(best_ids + row * splits + tl.minimum(winner, splits - 1))
+    # Rows of NaN must not name a token outside the vocabulary either.
+    tl.store(out + row, tl.minimum(token, vocab - 1).to(tl.int64))
+
+
+@triton.jit
+def _key(s):
+    """float32 -> uint32 in the same order."""
+    bits = s.to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def _unkey(key):
+    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(s, top, MASS: tl.constexpr):
+    """What a token adds: its unnormalised probability, or one. Counts are exact in float32 (below 2^24)."""
+    if MASS:
+        return tl.exp(s - top)
+    return tl.where(s == s, 1.0, 1.0)
+
+
+@triton.jit
+def _total(logits, vocab, inv_t, top, lowest, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The weight of all tokens with s >= lowest."""
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        s = tl.load(logits + at, mask=at < vocab, other=NOT_A_LOGIT) * inv_t
+        acc += tl.where((at < vocab) & (s >= lowest), _weight(s, top, MASS), 0.0)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def _search(logits, vocab, inv_t, top, lowest, target, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest t >= lowest such that the tokens with s >= t weigh at least ``target``.
+
+    Bisection over the order-preserving integer keys, lo always true and hi always false. Each pass also finds the
+    nearest real keys on both sides of the middle and moves the bounds onto them, so it ends after about
+    log2(number of distinct values) passes over the row, which stays in the second-level cache.
+    """
+    lo = _key(lowest)
+    hi = _key(top) + 1
+    while hi - lo > 1:
+        middle = lo + (hi - lo) // 2
+        acc = tl.zeros((BLOCK,), tl.float32)
+        above = tl.full((BLOCK,), 0xFFFFFFFF, tl.uint32)
+        below = tl.zeros((BLOCK,), tl.uint32)
+        for start in range(0, vocab, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            s = tl.load(logits + at, mask=at < vocab, other=NOT_A_LOGIT) * inv_t
+            key = _key(s)
+            is_above = (key >= middle) & (at < vocab)
+            acc += tl.where(is_above, _weight(s, top, MASS), 0.0)
+            above = tl.where(is_above, tl.minimum(above, key), above)
+            below = tl.where(is_above, below, tl.maximum(below, key))
+        if tl.sum(acc, 0) >= target:
+            lo = tl.minimum(tl.min(above, 0), hi - 1)
+        else:
+            hi = tl.maximum(tl.max(below, 0), lo) + 1
+    return _unkey(lo)
+
+
+@triton.jit
+def cut_kernel(
+    logits, stride, params, out, vocab,
+    MIN_P: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row: the cut of min_p, then top_k, then top_p."""
+    row = tl.program_id(0)
+    params += row * COLUMNS
+    logits += row.to(tl.int64) * stride
+    inv_t = _float(params, INV_T)
+    lowest = tl.full((), NOT_A_LOGIT, tl.float32)
+    if inv_t != 0.0:
+        peak = tl.full((BLOCK,), NOT_A_LOGIT, tl.float32)
+        for start in range(0, vocab, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            peak = tl.maximum(peak, tl.load(logits + at, mask=at < vocab, other=NOT_A_LOGIT) * inv_t)
+        top = tl.max(peak, 0)
+        if MIN_P:
+            lowest = top + _float(params, LOG_MIN_P)
+        if HAS_TOP_K:
+            k = tl.load(params + TOP_K)
+            if (k > 0) & (k < vocab):
+                least = tl.full((), NOT_A_LOGIT, tl.float32)
+                lowest = tl.maximum(lowest, _search(logits, vocab, inv_t, top, least, k.to(tl.float32), False, BLOCK))
+        if HAS_TOP_P:
+            top_p = _float(params, TOP_P)
+            if top_p < 1.0:
+                mass = _total(logits, vocab, inv_t, top, lowest, True, BLOCK)
+                lowest = tl.maximum(lowest, _search(logits, vocab, inv_t, top, lowest, mass * top_p, True, BLOCK))
+    tl.store(out + row, lowest)
