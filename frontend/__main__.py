@@ -1,0 +1,169 @@
+"""``python -m quire.frontend``: listen, and answer until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+
+from aiohttp import web
+
+from ..client.engine import Engine
+from ..client.stream import RequestError
+from ..proto.config import ConfigError, EngineArgs, parse_service_args
+from ..proto.model_config import DEMO_MODEL, load_model_config, resolve_model
+from ..proto.process import die, setup_logging, watch_parent
+from ..proto.sockets import load_keys
+from .app import make_app
+from .front import FRONT, Front, Settings
+
+log = logging.getLogger(__name__)
+
+API_KEY_ENV = "QUIRE_API_KEY"
+BACKLOG = 2048
+KEEPALIVE_S = 75.0
+"""How long a connection may be idle, or take to send its headers."""
+DRAIN_S = 4.0
+"""How long open requests may go on after SIGTERM."""
+
+_FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p")
+
+
+def main() -> None:
+    """Run a frontend. Exit code 0 after SIGTERM or SIGINT, 78 where it could never work as configured."""
+    args = parse_service_args("frontend")
+    setup_logging("frontend", args.log_level)
+    watch_parent()
+    try:
+        settings = settings_of(args)
+        sock = listen(args.host, args.port)
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(serve(args, settings, sock))
+    except ConfigError as error:
+        die("frontend", error)
+    except KeyboardInterrupt:  # before serve() took over the signals
+        pass
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's event loop, or asyncio's own where there is no uvloop."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def settings_of(args: EngineArgs) -> Settings:
+    """Settings by the flags, the environment and the model's folder. Raises ConfigError."""
+    path = resolve_model(args.model, args.revision, args.download_dir, weights=False)
+    generation = load_model_config(path, args.max_model_len).generation
+    defaults = {name: generation[name] for name in _FROM_GENERATION_CONFIG if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        defaults = {}
+    if defaults:
+        log.info("requests start from the sampling values of the model's generation_config.json: %s", defaults)
+    return Settings(
+        names=args.served_model_name or [args.model or DEMO_MODEL],
+        api_key=args.api_key or os.environ.get(API_KEY_ENV) or None,
+        max_request_bytes=args.max_request_bytes,
+        defaults=defaults,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound TCP socket that other frontends may share (SO_REUSEPORT). Raises ConfigError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} is no address to listen on: {error}; choose another with --host.") from error
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "SO_REUSEPORT"):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use; choose another with --port.") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port."
+        ) from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """http://HOST:PORT of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def app_runner(app: web.Application) -> web.AppRunner:
+    """How the application is run: a client that leaves cancels its handler, and nothing is unpacked unasked."""
+    return web.AppRunner(
+        app, handle_signals=False, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=1.0,
+        handler_cancellation=True, auto_decompress=False,
+    )  # fmt: skip
+
+
+async def serve(args: EngineArgs, settings: Settings, sock: socket.socket) -> None:
+    """Answer until SIGTERM or SIGINT, then let open requests end."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    engine = Engine(str(args.scheduler), load_keys(args.keys))
+    await engine.start()
+    app = make_app(engine, settings)
+    runner = app_runner(app)
+    await runner.setup()
+    site = web.SockSite(runner, sock, backlog=BACKLOG)
+    await site.start()
+    print(f"listening on {url_of(sock)}", flush=True)
+    refused = loop.create_task(_watch(engine, stop))
+    try:
+        await stop.wait()
+    finally:
+        refused.cancel()
+        app[FRONT].draining = True
+        await site.stop()
+        await drain(app[FRONT], runner)
+        await runner.cleanup()
+        await engine.close()
+    if not refused.cancelled() and refused.done() and (reason := refused.result()):
+        raise ConfigError(reason)
+
+
+async def _watch(engine: Engine, stop: asyncio.Event) -> str | None:
+    """Log when requests can be run; the reason where the scheduler will have nothing to do with this process."""
+    try:
+        await engine.wait_ready(None)
+    except RuntimeError as error:
+        stop.set()
+        return str(error)
+    log.info("ready")
+    return None
+
+
+async def drain(front: Front, runner: web.AppRunner) -> None:
+    """Close idle connections, wait for open requests up to DRAIN_S, fail the rest with 503."""
+    if runner.server is not None:
+        runner.server.pre_shutdown()
+    try:
+        await asyncio.wait_for(front.idle(), DRAIN_S)
+    except TimeoutError:
+        log.warning("shutting down with %d requests open", front.active)
+        front.engine.fail_all(RequestError(503, "the server is shutting down.", retry_after=5))
+        await asyncio.sleep(0)  # for what waits on them to hear of it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The routes, and what is asked of every one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from .. import __version__
+from ..client.engine import Engine
+from ..client.stream import RequestError
+from .auth import auth_middleware
+from .calls import json_body
+from .chat import chat_completions
+from .completions import completions
+from .errors import ApiError, Handler, errors_middleware
+from .front import FRONT, Front, Settings
+from .metrics import CONTENT_TYPE
+
+
+def make_app(engine: Engine, settings: Settings) -> web.Application:
+    """The application over an engine that somebody else starts and closes."""
+    middlewares: list[Any] = [errors_middleware, _track]
+    if settings.api_key:
+        middlewares.append(auth_middleware(settings.api_key))
+    app = web.Application(middlewares=middlewares, client_max_size=settings.max_request_bytes)
+    app[FRONT] = Front(engine, settings)
+    app.add_routes(
+        [
+            web.get("/v1/models", models),
+            web.get("/v1/models/{model:.+}", one_model),
+            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions),
+            web.get("/health", health),
+            web.get("/ping", health),
+            web.post("/ping", health),
+            web.get("/version", version),
+            web.get("/metrics", metrics),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count what is being answered, and what is refused."""
+    front = request.app[FRONT]
+    front.enter()
+    try:
+        return await handler(request)
+    except (RequestError, web.HTTPException) as error:
+        front.metrics.failed(error.status)
+        raise
+    finally:
+        front.leave()
+
+
+async def models(request: web.Request) -> web.Response:
+    """The names this server answers to."""
+    front = request.app[FRONT]
+    return json_body({"object": "list", "data": [_model(front, name) for name in front.settings.names]})
+
+
+async def one_model(request: web.Request) -> web.Response:
+    """One of them; 404 for others."""
+    front = request.app[FRONT]
+    return json_body(_model(front, front.check_model(request.match_info["model"])))
+
+
+def _model(front: Front, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.started,
+        "owned_by": "quire",
+        "root": front.settings.names[0],
+        "parent": None,
+        "max_model_len": front.engine.max_model_len or None,
+    }
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while requests can be run, 503 otherwise."""
+    request.app[FRONT].check_ready()
+    return web.Response()
+
+
+async def version(request: web.Request) -> web.Response:
+    """quire's version."""
+    return json_body({"version": __version__})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus' text format. What the scheduler counts is left out while none answers."""
+    front = request.app[FRONT]
+    try:
+        stats = await front.engine.stats(front.settings.stats_s)
+    except (ApiError, RequestError, TimeoutError):
+        stats = None
+    return web.Response(body=front.metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})

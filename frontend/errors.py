@@ -1,0 +1,99 @@
+"""OpenAI's error shape: ``{"error": {"message", "type", "param", "code"}}``, on HTTP and inside a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from ..client.stream import RequestError
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 600
+"""Characters of a message at most: messages quote what the client sent, and that can be megabytes."""
+
+INTERNAL = "the server failed while answering this request; its log has the details."
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ApiError(RequestError):
+    """An answer other than 200. ``param`` names the field at fault; ``retry_after`` is seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        retry_after: float | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(status, message, param, retry_after)
+        self.headers = headers or {}
+
+
+def error_body(error: RequestError) -> bytes:
+    """The JSON of an error."""
+    kind = _TYPES.get(error.status, "BadRequestError" if error.status < 500 else "InternalServerError")
+    message = error.message if len(error.message) <= MAX_MESSAGE else error.message[:MAX_MESSAGE] + "..."
+    fields = {"message": message, "type": kind, "param": error.param, "code": error.status}
+    return msgspec.json.encode({"error": fields})
+
+
+def error_response(error: RequestError) -> web.Response:
+    """The HTTP answer for an error."""
+    headers = dict(getattr(error, "headers", {}))
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    return web.Response(
+        status=error.status, body=error_body(error), content_type="application/json", charset="utf-8", headers=headers
+    )
+
+
+def internal_error(error: Exception) -> ApiError:
+    """What a client is told of a fault of ours; the log has the rest."""
+    log.error("a request failed: %s", error, exc_info=error)
+    return ApiError(500, INTERNAL)
+
+
+@web.middleware
+async def errors_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every way in which a handler can fail, as OpenAI's shape."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        return error_response(_from_http(request, error))
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as error:  # noqa: BLE001 - logged with its traceback, and the client told
+        return error_response(internal_error(error))
+
+
+def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
+    """aiohttp's own refusals: unknown path, wrong method, body too large."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.method} is not allowed on {request.path}; use {allowed}."
+        return ApiError(405, message, headers={"Allow": allowed})
+    if error.status == 404:
+        return ApiError(404, f"there is no {request.path} here; GET /v1/models is a place to start.")
+    return ApiError(error.status, error.reason or "request refused.")

@@ -1,0 +1,171 @@
+"""An Engine with nothing behind it: real streams fed from a script, for tests and for measuring the HTTP end alone.
+
+``FakeServer`` is the whole HTTP end over it, on a port of its own, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from ..client.engine import Engine
+from ..client.stream import OpenRequest, RequestError
+from ..proto.codec import from_i32, i32
+from ..proto.messages import Accepted, Finish, ReplicaStats, Stats
+from .__main__ import app_runner, listen, new_loop, url_of
+from .app import make_app
+from .front import Settings
+
+MAX_MODEL_LEN = 2048
+
+
+@dataclass(slots=True)
+class Say:
+    """One step of one child: text and how many tokens it took, or its end."""
+
+    index: int
+    text: str
+    tokens: int = 1
+    finish: Finish = Finish.NONE
+    stop_reason: int | str | None = None
+
+
+Script = Callable[[OpenRequest], Iterator[Say | RequestError | float]]
+"""What happens to an accepted request: things said, an error that ends it, or seconds of silence."""
+
+
+def count_words(request: OpenRequest) -> Iterator[Say | RequestError | float]:
+    """Children take turns to say " <child>.<step>" until max_tokens."""
+    params = request.message.params
+    limit = params.max_tokens or 5
+    for step in range(limit):
+        for index in range(params.n):
+            finish = Finish.LENGTH if step == limit - 1 else Finish.NONE
+            yield Say(index, f" {index}.{step}", finish=finish)
+        yield 0.0
+
+
+class FakeEngine(Engine):
+    """``script`` plays each request; ``refuse`` may answer one with an error before it is accepted."""
+
+    def __init__(self, script: Script = count_words) -> None:
+        super().__init__("ipc:///nowhere")
+        self.script = script
+        self.refuse: Callable[[OpenRequest], RequestError | None] = lambda request: None
+        self.is_ready = True
+        self.requests: list[OpenRequest] = []
+        self.aborted: list[int] = []
+        self._players: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        self.fail_all(RequestError(503, "the engine has been closed."))
+        for player in self._players:
+            player.cancel()
+
+    @property
+    def ready(self) -> bool:
+        return self.is_ready
+
+    @property
+    def max_model_len(self) -> int:
+        return MAX_MODEL_LEN
+
+    async def stats(self, timeout: float = 2.0) -> Stats:
+        if not self.is_ready:
+            raise TimeoutError
+        return Stats(
+            token=0, running=self.open_requests, waiting=0, blocks=100, blocks_used=7, preemptions=3,
+            prefix_queries=50, prefix_hits=20, prompt_tokens=11, generation_tokens=13, steps=17, bad_frames=2,
+            replicas=[ReplicaStats(0, "ready", "cpu", 0, 100, 7, 17)],
+        )  # fmt: skip
+
+    def _place(self, request: OpenRequest) -> None:
+        self.requests.append(request)
+        player = asyncio.get_running_loop().create_task(self._play(request))
+        self._players.add(player)
+        player.add_done_callback(self._players.discard)
+
+    def _abort(self, uid: int) -> None:
+        if uid in self._open:
+            self.aborted.append(uid)
+        super()._abort(uid)
+
+    async def _play(self, request: OpenRequest) -> None:
+        await asyncio.sleep(0)
+        if (error := self.refuse(request)) is not None:
+            self._finish(request, error)
+            return
+        message = request.message
+        ids = from_i32(message.ids) if message.ids is not None else list(range(len(_words(request))))
+        request.accept(Accepted(uid=request.uid, attempt=0, ids=i32(ids), prompt=message.prompt, params=message.params))
+        now = request.metrics.arrival_time
+        request.start(now, 0)
+        for said in self.script(request):
+            if request.done:
+                return
+            if isinstance(said, float):
+                await asyncio.sleep(said)
+            elif isinstance(said, RequestError):
+                self._finish(request, said)
+            else:
+                have = len(request.children[said.index].tokens)
+                tokens = list(range(have, have + said.tokens))
+                end = len(tokens) + have if said.finish else -1
+                request.take(said.index, have, tokens, said.text, said.finish, said.stop_reason, end, now)
+        if request.done:
+            self._finish(request, request.error)
+
+
+def _words(request: OpenRequest) -> list[str]:
+    message = request.message
+    if message.prompt is not None:
+        return message.prompt.split()
+    return [word for one in message.messages or [] for word in str(one.get("content")).split()]
+
+
+class FakeServer:
+    """A running frontend over a FakeEngine; use as a context manager. ``url`` is where it listens."""
+
+    def __init__(self, script: Script = count_words, **settings: Any) -> None:
+        self.engine: FakeEngine
+        self.url = ""
+        self._script = script
+        self._settings = Settings(**{"names": ["fake"], **settings})
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fake-server")
+
+    def __enter__(self) -> FakeServer:
+        self._thread.start()
+        self._up.wait()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self.engine = FakeEngine(self._script)
+        await self.engine.start()
+        sock = listen("127.0.0.1", 0)
+        runner: web.AppRunner = app_runner(make_app(self.engine, self._settings))
+        await runner.setup()
+        await web.SockSite(runner, sock).start()
+        self.url = url_of(sock)
+        self._up.set()
+        await self._stop.wait()
+        await self.engine.close()
+        await runner.cleanup()

@@ -1,0 +1,149 @@
+"""What the routes share: the engine, the names it answers to, and the steps every generating request takes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from ..client.engine import Engine
+from ..client.stream import RequestStream
+from ..proto.params import SamplingParams
+from .errors import ApiError
+from .metrics import Metrics
+from .schema import MAX_CHOICES, GenerateRequest, parse
+
+R = TypeVar("R", bound=GenerateRequest)
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass
+class Settings:
+    """How this frontend answers. Times are seconds, sizes bytes; ``defaults`` are the model's own sampling values."""
+
+    names: list[str]
+    api_key: str | None = None
+    max_request_bytes: int = 8 * 2**20
+    defaults: dict[str, Any] = field(default_factory=dict)
+    body_s: float = 60.0  # for a request's body to arrive
+    stall_s: float = 30.0  # that a client may leave a full stream unread
+    restart_s: float = 5.0  # that a new request waits for processes that are being restarted
+    stats_s: float = 2.0  # for the scheduler to answer /metrics
+
+
+class Front:
+    """One frontend's state. ``draining`` refuses what is new while what is open ends."""
+
+    def __init__(self, engine: Engine, settings: Settings):
+        self.engine, self.settings = engine, settings
+        self.metrics = Metrics(settings.names[0])
+        self.started = int(time.time())
+        self.draining = False
+        self.active = 0  # HTTP requests being answered
+        self._quiet = asyncio.Event()
+        self._was_ready = False
+
+    def enter(self) -> None:
+        """A request begins."""
+        self.active += 1
+
+    def leave(self) -> None:
+        """It has been answered, or its client is gone."""
+        self.active -= 1
+        if not self.active:
+            self._quiet.set()
+
+    async def idle(self) -> None:
+        """Wait until no request is being answered."""
+        while self.active:
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    def check_ready(self) -> None:
+        """Raises ApiError 503 where no request could be run now."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down.", retry_after=5, headers={"Connection": "close"})
+        if not self.engine.ready:
+            raise ApiError(503, "the model is not ready; try again in a moment.", retry_after=1)
+        self._was_ready = True
+
+    async def wait_ready(self) -> None:
+        """As ``check_ready``, but while processes are being restarted it waits for them a little."""
+        if self._was_ready and not self.engine.ready and not self.draining:
+            with suppress(TimeoutError):
+                await self.engine.wait_ready(self.settings.restart_s)
+        self.check_ready()
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name as asked for. Raises ApiError 404."""
+        if name is None:
+            return self.settings.names[0]
+        if name not in self.settings.names:
+            known = ", ".join(self.settings.names)
+            raise ApiError(404, f"The model `{name}` does not exist. Valid names: {known}.", "model")
+        return name
+
+    async def read(self, request: web.Request, kind: type[R]) -> R:
+        """The request's body, checked in all that can be checked here. Raises ApiError."""
+        if not request.content_type.endswith(("/json", "+json")):
+            raise ApiError(
+                400, f"Content-Type must be application/json, got {request.headers.get('Content-Type', 'none')}."
+            )
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError(400, "a compressed body is not supported; send it without Content-Encoding.")
+        limit = self.settings.max_request_bytes
+        too_large = f"the body is over the limit of {limit} bytes; send less, or raise --max-request-bytes."
+        if (request.content_length or 0) > limit:
+            raise ApiError(413, too_large)
+        try:
+            async with asyncio.timeout(self.settings.body_s):
+                body = await request.read()
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not arrive within {self.settings.body_s:g} s.", headers={"Connection": "close"}
+            ) from None
+        except web.HTTPRequestEntityTooLarge:
+            raise ApiError(413, too_large) from None
+        return parse(body, kind)
+
+    def params(self, body: GenerateRequest, prompts: int = 1) -> SamplingParams:
+        """The request's parameters; room for its choices. Raises ApiError."""
+        params = body.sampling(self.settings.defaults, self.engine.max_model_len)
+        if prompts * params.n > MAX_CHOICES:
+            raise ApiError(
+                400, f"{prompts} prompts with n={params.n} are over the limit of {MAX_CHOICES} choices a request.", "n"
+            )
+        return params
+
+    def submit(
+        self, prompts: list[dict[str, Any]], params: SamplingParams, priority: int, **options: Any
+    ) -> list[RequestStream]:
+        """Submit all prompts, or none: a refusal of one aborts those before it."""
+        streams: list[RequestStream] = []
+        blank: dict[str, Any] = {"prompt": None, "ids": None, "messages": None}
+        try:
+            for prompt in prompts:
+                streams.append(self.engine.submit(**(blank | prompt), params=params, priority=priority, **options))
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return streams
+
+
+FRONT = web.AppKey("front", Front)
+
+
+def request_id(request: web.Request, body: GenerateRequest, prefix: str) -> str:
+    """``cmpl-...``: the client's own id where it sent a usable one (X-Request-Id, or the field), else a new one."""
+    for given in (body.request_id, request.headers.get("X-Request-Id")):
+        if given is not None and _SAFE_ID.fullmatch(given):
+            return prefix + given
+    return prefix + uuid.uuid4().hex

@@ -1,0 +1,188 @@
+"""/metrics: what the scheduler counts, and what this process measures at the HTTP end.
+
+Names are vLLM's with the prefix ``quire:``. Times are measured here, in seconds; they are this frontend's own, so
+with several frontends on one port a scrape sees the one it happened to reach. Histograms are two list operations an
+observation, because one is made for every token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..client.outputs import RequestMetrics
+from ..proto.messages import Stats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+_ITL = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
+class Histogram:
+    """Counts by bucket; cheap enough for every token."""
+
+    def __init__(self, name: str, help: str, bounds: Iterable[float]):
+        self.name, self.help, self.bounds = name, help, list(bounds)
+        self._counts = [0] * (len(self.bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Add ``value``, ``times`` times."""
+        self._counts[bisect_left(self.bounds, value)] += times
+        self._sum += value * times
+
+    def family(self, model: str) -> Metric:
+        """As prometheus_client writes it: cumulative buckets."""
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        family = HistogramMetricFamily(self.name, self.help, labels=["model_name"])
+        family.add_metric([model], buckets, self._sum)
+        return family
+
+
+class Metrics(Collector):
+    """This process's measurements; ``render`` adds the scheduler's."""
+
+    def __init__(self, model: str):
+        self.model = model
+        self.stats: Stats | None = None
+        self.first_token = Histogram("quire:time_to_first_token_seconds", "arrival to first token", _TTFT)
+        self.inter_token = Histogram("quire:inter_token_latency_seconds", "time between tokens of a sequence", _ITL)
+        self.per_token = Histogram(
+            "quire:request_time_per_output_token_seconds", "mean time a token of a request, after its first", _ITL
+        )
+        self.end_to_end = Histogram("quire:e2e_request_latency_seconds", "arrival to the end of a request", _E2E)
+        self.queue = Histogram("quire:request_queue_time_seconds", "arrival to the first step", _E2E)
+        self.prompt = Histogram("quire:request_prompt_tokens", "prompt tokens of a request", _TOKENS)
+        self.generation = Histogram("quire:request_generation_tokens", "output tokens of a request", _TOKENS)
+        self._finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0}
+        self._errors: dict[str, int] = {}
+
+    def finished(self, reason: str) -> None:
+        """A sequence ended."""
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+
+    def failed(self, status: int) -> None:
+        """A request was answered with an error."""
+        self._errors[str(status)] = self._errors.get(str(status), 0) + 1
+
+    def request(self, times: RequestMetrics, prompt: int, outputs: list[int], streamed: bool) -> None:
+        """A request ended with ``outputs`` tokens of each of its sequences."""
+        self.prompt.observe(prompt)
+        self.generation.observe(sum(outputs))
+        first, last = times.first_token_time, times.last_token_time
+        if times.finished_time is not None:
+            self.end_to_end.observe(times.finished_time - times.arrival_time)
+        if times.time_in_queue is not None:
+            self.queue.observe(max(0.0, times.time_in_queue))
+        if first is None or last is None:
+            return
+        self.first_token.observe(first - times.arrival_time)
+        if (steps := max(outputs, default=0) - 1) > 0:
+            mean = (last - first) / steps
+            self.per_token.observe(mean)
+            if not streamed:  # nobody watched its tokens come, so each counts as the mean
+                self.inter_token.observe(mean, steps)
+
+    def render(self, stats: Stats | None) -> bytes:
+        """The text of /metrics. Without ``stats`` (no scheduler answers) it holds this process's own only."""
+        self.stats = stats
+        return generate_latest(self)  # type: ignore[arg-type]
+
+    def collect(self) -> Iterator[Metric]:
+        """For prometheus_client."""
+        if self.stats is not None:
+            yield from self._of_scheduler(self.stats)
+        success = CounterMetricFamily(
+            "quire:request_success", "sequences ended, by reason", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in self._finished.items():
+            success.add_metric([self.model, reason], count)
+        yield success
+        errors = CounterMetricFamily("quire:http_errors", "requests refused or failed", labels=["model_name", "status"])
+        for status, count in sorted(self._errors.items()):
+            errors.add_metric([self.model, status], count)
+        yield errors
+        for histogram in (self.first_token, self.inter_token, self.per_token, self.end_to_end, self.queue,
+                          self.prompt, self.generation):  # fmt: skip
+            yield histogram.family(self.model)
+
+    def _of_scheduler(self, stats: Stats) -> Iterator[Metric]:
+        usage = stats.blocks_used / stats.blocks if stats.blocks else 0.0
+        for name, help, value in (
+            ("num_requests_running", "sequences in the present step", float(stats.running)),
+            ("num_requests_waiting", "sequences that wait", float(stats.waiting)),
+            ("kv_cache_usage_perc", "share of KV blocks in use; 1 is all", usage),
+            ("kv_blocks", "KV blocks there are", float(stats.blocks)),
+            ("kv_blocks_in_use", "KV blocks that running requests hold", float(stats.blocks_used)),
+            ("replicas", "replicas of the model", float(len(stats.replicas))),
+        ):
+            gauge = GaugeMetricFamily("quire:" + name, help, labels=["model_name"])
+            gauge.add_metric([self.model], value)
+            yield gauge
+        for name, help, count in (
+            ("prompt_tokens", "prompt tokens of requests taken", stats.prompt_tokens),
+            ("generation_tokens", "tokens generated", stats.generation_tokens),
+            ("num_preemptions", "sequences put back for want of blocks", stats.preemptions),
+            ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
+            ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hits),
+            ("scheduler_steps", "steps run", stats.steps),
+            ("bad_frames", "messages dropped because they did not decode", stats.bad_frames),
+        ):
+            counter = CounterMetricFamily("quire:" + name, help, labels=["model_name"])
+            counter.add_metric([self.model], count)
+            yield counter

@@ -1,0 +1,152 @@
+"""Server-sent events: chunks made from byte templates, and a connection that is cut when its client stops reading.
+
+A chunk is the same for every token but for the text, so it is assembled from bytes made once for each choice and the
+JSON of the text. All that is ready for a connection goes out in one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import HttpVersion11, web
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+to_json = msgspec.json.Encoder().encode
+
+
+def usage_of(prompt: int, completion: int, cached: int | None = None) -> dict[str, object]:
+    """OpenAI's usage object; counts are tokens."""
+    usage: dict[str, object] = {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+    }
+    if cached is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    return usage
+
+
+class Chunks:
+    """The chunks of one streamed answer. Text arrives as it is; everything else is ready-made bytes.
+
+    ``usage_null`` puts ``"usage": null`` into each chunk, as OpenAI does where a usage chunk will follow.
+    """
+
+    kind = ""
+    before_text = b""
+    after_text = b""
+
+    def __init__(self, id: str, created: int, model: str, usage_null: bool):
+        self._start = b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":[' % (
+            to_json(id), self.kind.encode(), created, to_json(model),
+        )  # fmt: skip
+        self._end = b'],"usage":null}\n\n' if usage_null else b"]}\n\n"
+        self._tail = self.after_text + self._end
+        self._heads: dict[int, bytes] = {}
+
+    def _head(self, index: int) -> bytes:
+        head = self._heads.get(index)
+        if head is None:
+            head = self._heads[index] = self._start + b'{"index":%d,' % index + self.before_text
+        return head
+
+    def text(self, index: int, text: str, usage: dict[str, object] | None = None) -> bytes:
+        """New text of a choice that goes on."""
+        if usage is None:
+            return self._head(index) + to_json(text) + self._tail
+        return self._head(index) + to_json(text) + self.after_text + self._with_usage(usage)
+
+    def opening(self, index: int) -> bytes:
+        """What comes before a choice's first text."""
+        return b""
+
+    def final(
+        self, index: int, text: str, reason: str, stop: int | str | None, usage: dict[str, object] | None = None
+    ) -> bytes:
+        """The end of a choice, with the last of its text."""
+        raise NotImplementedError
+
+    def usage(self, usage: dict[str, object]) -> bytes:
+        """The chunk with no choices that carries the usage of the whole request."""
+        return self._start + self._with_usage(usage)
+
+    def _with_usage(self, usage: dict[str, object] | None) -> bytes:
+        return self._end if usage is None else b'],"usage":%b}\n\n' % to_json(usage)
+
+
+class CompletionChunks(Chunks):
+    """Chunks of POST /v1/completions."""
+
+    kind = "text_completion"
+    before_text = b'"text":'
+    after_text = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
+
+    def final(
+        self, index: int, text: str, reason: str, stop: int | str | None, usage: dict[str, object] | None = None
+    ) -> bytes:
+        end = b',"logprobs":null,"finish_reason":"%b","stop_reason":%b}' % (reason.encode(), to_json(stop))
+        return self._head(index) + to_json(text) + end + self._with_usage(usage)
+
+
+class ChatChunks(Chunks):
+    """Chunks of POST /v1/chat/completions."""
+
+    kind = "chat.completion.chunk"
+    before_text = b'"delta":{"content":'
+    after_text = b'},"logprobs":null,"finish_reason":null}'
+
+    def opening(self, index: int) -> bytes:
+        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+        return self._start + delta + self._end
+
+    def final(
+        self, index: int, text: str, reason: str, stop: int | str | None, usage: dict[str, object] | None = None
+    ) -> bytes:
+        last = self.text(index, text) if text else b""
+        end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b","stop_reason":%b}' % (
+            index, reason.encode(), to_json(stop),
+        )  # fmt: skip
+        return last + self._start + end + self._with_usage(usage)
+
+
+class Outlet:
+    """An open stream to one client. A client that reads nothing for ``stall_s`` seconds is cut off."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse, stall_s: float):
+        self._request, self._response, self._stall_s = request, response, stall_s
+        self._protocol = request.protocol
+        self._chunked = request.version >= HttpVersion11
+
+    @classmethod
+    async def open(cls, request: web.Request, stall_s: float) -> Outlet:
+        """Send status 200 and the headers."""
+        response = web.StreamResponse(headers=HEADERS)
+        if request.version >= HttpVersion11:
+            response.enable_chunked_encoding()
+        await response.prepare(request)
+        return cls(request, response, stall_s)
+
+    async def send(self, data: bytes) -> None:
+        """One write; waits while the client is behind. Raises ConnectionError where the client is gone or cut off.
+
+        The chunk is framed here, past aiohttp's own writer, which costs twice as much and would wait without a limit.
+        """
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        if self._protocol.writing_paused:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await self._request.writer.drain()
+            except TimeoutError:
+                transport.abort()
+                raise ConnectionResetError(f"the client read nothing for {self._stall_s:g} s and was cut off") from None
+
+    async def close(self) -> web.StreamResponse:
+        """The end of the body."""
+        await self._response.write_eof()
+        return self._response
