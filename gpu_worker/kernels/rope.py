@@ -1,0 +1,67 @@
+"""Rotary positions applied to queries and keys, and keys and values written to the paged cache, in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rope_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """Rotate q and k in place (halves, as in NeoX: i with i + R/2); write k and v at their slots.
+
+    Args:
+        q: [T, H, D]; k, v: [T, KH, D]; heads contiguous (views of a fused projection are fine).
+        cos, sin: float32 [P, R/2], a row for each position; the first R <= D dimensions turn.
+        positions: int64 [T]; slots: int64 [T], -1 writes nothing.
+        k_cache, v_cache: logical shape [num_blocks, block_size, KH, D], any strides but 1 for the last.
+    """
+    from . import rope_jit
+
+    tokens, heads, dim = q.shape
+    kv_heads, half = k.shape[1], cos.shape[1]
+    if not tokens:
+        return
+    rope_jit.rope_write_kernel[(tokens, heads + kv_heads)](
+        q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1),
+        cos, sin, cos.stride(0), positions, slots,
+        k_cache, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        v_cache, v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+        heads, k_cache.shape[1], half, dim,
+        HALF=max(2, 1 << (half - 1).bit_length()), DIM=max(2, 1 << (dim - 1).bit_length()), num_warps=1,
+    )  # fmt: skip
+
+
+def rope_write_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """The twin of ``rope_write``."""
+    half = cos.shape[1]
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    for x in (q, k):
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+        x[..., : 2 * half] = turned.to(x.dtype)
+    if bool((slots < 0).any()):
+        keep = slots >= 0
+        k, v, slots = k[keep], v[keep], slots[keep]
+    size = k_cache.shape[1]
+    at = (slots // size, slots % size)
+    k_cache[at] = k.to(k_cache.dtype)
+    v_cache[at] = v.to(v_cache.dtype)
