@@ -1,0 +1,87 @@
+"""``quire``: find the command, import its module alone, run it. Errors are one line and a non-zero exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+from .. import __version__
+from ..proto.config import ConfigError
+from ..proto.process import EXIT_CONFIG
+
+COMMANDS = {
+    "serve": (".serve", "start a server: the OpenAI API on http://localhost:8000"),
+    "chat": (".chat", "talk to a running server"),
+    "complete": (".chat", "let a running server continue a text"),
+    "bench": (".bench", "measure: serve, throughput, latency, control-plane"),
+    "keygen": (".keygen", "make the key file that processes on several machines share"),
+}
+
+
+class CommandError(Exception):
+    """What went wrong, in one line, and the exit code."""
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """The console script."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: list[str]) -> int:
+    """Run a command line; its exit code."""
+    parser = make_parser(argv[0] if argv and argv[0] in COMMANDS else None)
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return args.run(args) or 0
+    except CommandError as error:
+        return complain(error, error.code)
+    except ConfigError as error:
+        return complain(error, EXIT_CONFIG)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has left; nobody is there to be told
+        return 1
+
+
+def make_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser, with the flags of ``command`` only; None names the commands and no flags."""
+    parser = argparse.ArgumentParser(prog="quire", description="A server for large language models.")
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, (module, help) in COMMANDS.items():
+        if name == command:
+            only: Any = _Only(commands, name, help)
+            import_module(module, __package__).add_parser(only)
+        elif command is None:
+            commands.add_parser(name, help=help)
+    return parser
+
+
+class _Only:
+    """Subparsers that take one command: a module may offer several."""
+
+    def __init__(self, commands: Any, name: str, help: str):
+        self._commands, self._name, self._help = commands, name, help
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+        if name != self._name:
+            return argparse.ArgumentParser(prog=f"quire {name}", add_help=False)
+        options.setdefault("help", self._help)
+        options.setdefault("description", options["help"][:1].upper() + options["help"][1:] + ".")
+        return self._commands.add_parser(name, **options)
+
+
+def complain(error: object, code: int) -> int:
+    """One line on standard error; ``code``."""
+    print("quire: error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+    return code
