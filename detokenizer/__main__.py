@@ -1,0 +1,78 @@
+"""`python -m quire.detokenizer`: load the tokenizer, then serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+import time
+
+from ..proto.config import ConfigError, EngineArgs, parse_service_args
+from ..proto.model_config import load_model_config, resolve_model
+from ..proto.process import die, new_incarnation, setup_logging, watch_parent
+from ..proto.sockets import detokenizer_bind, load_keys, private_dir
+from .loop import Detokenizer, check_bind
+from .tokenize import Preparer
+from .tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def load(args: EngineArgs) -> Preparer:
+    """Read the model's config and its tokenizer. Raises ConfigError."""
+    began = time.monotonic()
+    path = resolve_model(args.model, args.revision, args.download_dir, weights=False)
+    model = load_model_config(path, args.max_model_len)
+    folder = path
+    if args.tokenizer is not None or args.tokenizer_revision is not None:
+        revision = args.tokenizer_revision or (args.revision if args.tokenizer is None else None)
+        folder = resolve_model(args.tokenizer or args.model, revision, args.download_dir, weights=False)
+    tokenizer = load_tokenizer(folder, args.tokenizer_mode, args.chat_template, args.trust_remote_code)
+    preparer = Preparer(tokenizer, model)
+    if tokenizer.templates:
+        try:
+            preparer.template.check()
+        except ConfigError as error:
+            if args.chat_template is not None:
+                raise
+            log.warning("%s; chats will be refused, completions work", error)
+    log.info("tokenizer of %s loaded in %.2f s", folder, time.monotonic() - began)
+    return preparer
+
+
+async def serve(args: EngineArgs, preparer: Preparer) -> str | None:
+    """Run until a signal or the scheduler's Bye; its reason."""
+    assert args.scheduler is not None  # parse_service_args sets it
+    incarnation = new_incarnation("detokenizer")
+    if args.scheduler.startswith("ipc://") and args.bind is None:
+        private_dir(args.scheduler.removeprefix("ipc://"))
+    bind = args.bind or detokenizer_bind(args.scheduler, incarnation)
+    check_bind(bind)
+    process = Detokenizer(preparer, args.scheduler, incarnation, bind, args.advertise, load_keys(args.keys))
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, process.stop)
+    return await process.run()
+
+
+def main() -> None:
+    args = parse_service_args("detokenizer")
+    setup_logging("detokenizer", args.log_level)
+    watch_parent()
+    try:
+        preparer = load(args)
+        gc.collect()
+        gc.freeze()  # tables of the vocabulary live as long as the process
+        reason = asyncio.run(serve(args, preparer))
+    except ConfigError as error:
+        die("detokenizer", error)
+    except KeyboardInterrupt:
+        sys.exit(0)
+    if reason:
+        die("detokenizer", reason)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,461 @@
+"""The detokenizer's event loop: Engines on one side, the scheduler on the other, nothing slow in between.
+
+A request lives here from its Tokenize to the end of its last child. Four things end it early: its Engine aborts it,
+its Engine is lost, the scheduler fails it, or the scheduler does not know it (Gone, which its Engine is told).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from typing import Any
+
+from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i8, i32, i64
+from ..proto.config import ConfigError
+from ..proto.messages import (
+    PROTOCOL,
+    Abort,
+    Accepted,
+    Beat,
+    Bye,
+    Failed,
+    Finish,
+    FromSchedulerFront,
+    Gone,
+    Hello,
+    Open,
+    Peers,
+    Stats,
+    Stopped,
+    Submit,
+    TextBatch,
+    ToDetokenizer,
+    TokenBatch,
+    Tokenize,
+)
+from ..proto.process import resident_bytes
+from ..proto.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
+from .errors import Refused
+from .pool import Pool
+from .sequence import News, TextSequence
+from .tokenize import Prepared, Preparer
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+OPEN_S = 2.0
+MAX_QUEUED = 8192
+MAX_QUEUED_BYTES = 256 * 2**20
+THREADS = 2
+
+
+class Request:
+    """One open request: whose it is, and its live children. ``submitted``: the scheduler knows it."""
+
+    __slots__ = ("attempt", "include", "peer", "sequences", "size", "submitted", "uid")
+
+    def __init__(self, uid: int, attempt: int, peer: str, include: bool, size: int):
+        self.uid, self.attempt, self.peer, self.include, self.size = uid, attempt, peer, include, size
+        self.sequences: dict[int, TextSequence] = {}
+        self.submitted = False
+
+
+class Outbox:
+    """The columns of one Engine's next TextBatch."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int, int, int, int, str, int, int | str | None, int]] = []
+        self.tokens: list[int] = []
+        self.started: list[tuple[int, int]] = []
+
+    def add(self, request: Request, index: int, offset: int, tokens: list[int], news: News) -> None:
+        self.rows.append((request.uid, request.attempt, index, offset, len(tokens), news.text, news.finish,
+                          news.reason, news.length))  # fmt: skip
+        self.tokens += tokens
+
+    def batch(self) -> TextBatch:
+        columns: Any = zip(*self.rows, strict=True) if self.rows else ((),) * 9
+        uids, attempts, indexes, offsets, counts, texts, finishes, reasons, lengths = columns
+        return TextBatch(
+            uids=i64(uids), attempts=i32(attempts), indexes=i32(indexes), offsets=i32(offsets), counts=i32(counts),
+            tokens=i32(self.tokens), texts=list(texts), finishes=i8(finishes), stop_reasons=list(reasons),
+            lengths=i32(lengths), started_uids=i64([uid for uid, _ in self.started]),
+            started_cached=i32([cached for _, cached in self.started]),
+        )  # fmt: skip
+
+
+class Detokenizer:
+    """The process. Make it inside a running event loop, then await ``run``."""
+
+    def __init__(
+        self,
+        preparer: Preparer,
+        address: str,
+        incarnation: str,
+        bind: str,
+        advertise: str | None = None,
+        keys: Keys | None = None,
+    ):
+        """Raises ConfigError where ``bind`` cannot be bound."""
+        self.preparer = preparer
+        self.incarnation = incarnation
+        self.requests: dict[int, Request] = {}
+        self.engines: set[str] = set()
+        self.bad_frames = 0  # well-formed messages with columns that make no sense; sockets count the rest
+        self.epoch = -1
+        self.block_size = 0
+        self.max_model_len = preparer.model.max_model_len
+        self.queued = self.queued_bytes = 0
+        self._seconds_each = 0.001  # recent time between finished preparations while some wait
+        self._last_done = 0.0
+        self._early: deque[tuple[Request, Tokenize]] = deque()
+        self._stop = asyncio.Event()
+        self._reason: str | None = None
+        self._online = True
+        self._pool = Pool(THREADS)
+        self.router: Router[Any] = Router(ToDetokenizer, bind, keys)
+        self.dealer: Dealer[Any] = Dealer(FromSchedulerFront, front_endpoint(address), incarnation, keys)
+        self.endpoint = advertise or self.router.endpoint
+        self.router.attach(self._from_engine, self._router_event)
+        self.dealer.attach(self._from_scheduler, self._dealer_event)
+
+    async def run(self) -> str | None:
+        """Serve until ``stop``; the scheduler's reason where it sent us away."""
+        self._hello()
+        log.info("listening on %s", self.endpoint)
+        tasks = [asyncio.create_task(self._every(BEAT_S, self._beat)),
+                 asyncio.create_task(self._every(OPEN_S, self._open))]  # fmt: skip
+        await self._stop.wait()
+        for task in tasks:
+            task.cancel()
+        for engine in self.engines:
+            self.router.send(engine, Bye())
+        self.dealer.send(Bye())
+        await asyncio.sleep(0.05)  # sockets are closed without lingering
+        self.router.close()
+        self.dealer.close()
+        if self.router.endpoint.startswith("ipc://"):
+            try:
+                os.unlink(self.router.endpoint.removeprefix("ipc://"))
+            except OSError:
+                pass  # ZeroMQ removed it already
+        return self._reason
+
+    def stop(self, reason: str | None = None) -> None:
+        """End ``run``."""
+        self._reason = reason
+        self._stop.set()
+
+    # ------------------------------------------------------------ keeping in touch
+
+    async def _every(self, seconds: float, act: Any) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                act()
+            except Exception:
+                log.exception("a periodic task failed; it will be tried again")
+
+    def _hello(self) -> None:
+        self.dealer.send(Hello("detokenizer", self.incarnation, PROTOCOL, os.getpid(), self.endpoint))
+
+    def _beat(self) -> None:
+        bad = self.router.bad_frames + self.dealer.bad_frames + self.bad_frames
+        if self._online:  # a socket keeps what it cannot send; old beats are of no use to anyone
+            self.dealer.send(Beat(memory=resident_bytes(), bad_frames=bad))
+        self._find_lost_engines()
+
+    def _open(self) -> None:
+        if self._online:
+            known = [r for r in self.requests.values() if r.submitted]
+            self.dealer.send(Open(i64([r.uid for r in known]), i32([r.attempt for r in known])))
+
+    def _find_lost_engines(self) -> None:
+        for engine in [e for e in self.engines if not self.router.send(e, Beat())]:
+            self._lose_engine(engine)
+
+    def _lose_engine(self, engine: str) -> None:
+        self.engines.discard(engine)
+        lost = [r for r in self.requests.values() if r.peer == engine]
+        for request in lost:
+            self._drop(request)
+        log.info("%s is gone; dropped %d of its requests", engine, len(lost))
+
+    def _router_event(self, event: str) -> None:
+        if event == DISCONNECTED:  # someone went; sending tells who
+            self._find_lost_engines()
+
+    def _dealer_event(self, event: str) -> None:
+        self._online = event == CONNECTED
+        if event == CONNECTED:
+            self._hello()
+            self._open()
+        else:
+            log.warning("lost the scheduler at %s; waiting for it", self.dealer.endpoint)
+
+    def _send(self, engine: str, message: Any) -> None:
+        if not self.router.send(engine, message) and engine in self.engines:
+            self._lose_engine(engine)
+
+    def _drop(self, request: Request) -> None:
+        """Forget a request, and have the scheduler forget it."""
+        if self.requests.get(request.uid) is request:
+            del self.requests[request.uid]
+        if request.submitted:
+            self.dealer.send(Abort(request.uid, request.attempt))
+
+    def _bad(self, peer: str, error: object) -> None:
+        self.bad_frames += 1
+        if self.bad_frames <= 20 or self.bad_frames % 1000 == 0:
+            log.warning("dropped a message from %s with bad columns (%d so far): %s", peer, self.bad_frames, error)
+
+    # ------------------------------------------------------------ from Engines
+
+    def _from_engine(self, peer: str, message: Any) -> None:
+        try:
+            if isinstance(message, Bye):
+                self._lose_engine(peer)
+                return
+            self.engines.add(peer)
+            if isinstance(message, Tokenize):
+                self._tokenize(peer, message)
+            elif isinstance(message, Abort):
+                request = self.requests.get(message.uid)
+                if request is not None and request.peer == peer and request.attempt <= message.attempt:
+                    self._drop(request)
+            elif isinstance(message, Open):
+                self._compare(peer, message)
+        except BadFrame as error:
+            self._bad(peer, error)
+        except Exception:
+            log.exception("a message from %s failed and was dropped: %s", peer, type(message).__name__)
+
+    def _compare(self, peer: str, message: Open) -> None:
+        """Answer Gone for what we lack; drop what the Engine no longer lists."""
+        listed = dict(_pairs(message.uids, message.attempts))
+        for request in [r for r in self.requests.values() if r.peer == peer and r.attempt > listed.get(r.uid, -1)]:
+            self._drop(request)
+        gone = []
+        for uid, attempt in listed.items():
+            found = self.requests.get(uid)
+            if found is None or found.attempt < attempt:
+                gone.append((uid, attempt))
+        if gone:
+            self._send(peer, Gone(i64([u for u, _ in gone]), i32([a for _, a in gone])))
+
+    def _tokenize(self, peer: str, message: Tokenize) -> None:
+        old = self.requests.get(message.uid)
+        if old is not None:
+            if old.attempt >= message.attempt:
+                return
+            self._drop(old)
+        size = _size(message)
+        full = self.queued >= MAX_QUEUED or self.queued_bytes + size > MAX_QUEUED_BYTES
+        if full and message.attempt <= 1:  # a resubmission is never refused for load
+            wait = max(1.0, round(self.queued * self._seconds_each, 1))
+            text = f"{self.queued} prompts ({self.queued_bytes} bytes) wait to be encoded; try again in {wait:g} s."
+            self._send(peer, Failed(message.uid, message.attempt, 429, text, retry_after=wait))
+            return
+        include = message.params.include_stop_str_in_output
+        request = Request(message.uid, message.attempt, peer, include, size)
+        self.requests[message.uid] = request
+        self.queued += 1
+        self.queued_bytes += size
+        if self.block_size:
+            self._prepare(request, message)
+        else:
+            self._early.append((request, message))
+
+    # ------------------------------------------------------------ prompts
+
+    def _prepare(self, request: Request, message: Tokenize) -> None:
+        block_size, limit = self.block_size, self.max_model_len
+
+        def job() -> Prepared | None:
+            if self.requests.get(request.uid) is not request:
+                return None  # aborted while it waited
+            return self.preparer.prepare(message, block_size, limit)
+
+        self._pool.submit(job, lambda result: self._prepared(request, message, result))
+
+    def _prepared(self, request: Request, message: Tokenize, result: Prepared | Exception | None) -> None:
+        self.queued -= 1
+        self.queued_bytes -= request.size
+        now = time.monotonic()
+        if self.queued:
+            self._seconds_each += 0.1 * (min(now - self._last_done, 10.0) - self._seconds_each)
+        self._last_done = now
+        if self.requests.get(request.uid) is not request:
+            return  # aborted, replaced, or its Engine is gone
+        if isinstance(result, Prepared):
+            self._submit(request, message, result)
+            return
+        self.requests.pop(request.uid)
+        uid, attempt = request.uid, request.attempt
+        if isinstance(result, Refused):
+            self._send(request.peer, Failed(uid, attempt, result.status, result.message, result.param))
+        else:
+            log.error("a request failed while its prompt was prepared", exc_info=result)
+            text = f"the prompt could not be prepared ({type(result).__name__}); the server's log says more."
+            self._send(request.peer, Failed(uid, attempt, 500, text))
+
+    def _submit(self, request: Request, message: Tokenize, prepared: Prepared) -> None:
+        uid, attempt, params = request.uid, request.attempt, message.params
+        self._send(request.peer, Accepted(uid, attempt, prepared.ids, prepared.prompt, params))
+        if self.requests.get(uid) is not request:
+            return  # its Engine is gone
+        request.sequences = prepared.sequences
+        if prepared.replayed:
+            outbox = Outbox()
+            for index, offset, news in prepared.replayed:
+                outbox.add(request, index, offset, [], news)
+            self._send(request.peer, outbox.batch())
+        if not request.sequences:  # all had ended before; only the news of it was lost
+            self.requests.pop(uid, None)
+            return
+        request.submitted = True
+        self.dealer.send(
+            Submit(
+                uid=uid, attempt=attempt, ids=prepared.ids, hashes=prepared.hashes, params=params, eos=prepared.eos,
+                seed=message.seed, arrival=message.arrival, children=prepared.children, key=message.key,
+                priority=message.priority, losses=message.losses,
+            )
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ from the scheduler
+
+    def _from_scheduler(self, message: Any) -> None:
+        try:
+            if isinstance(message, TokenBatch):
+                self._tokens(message)
+            elif isinstance(message, Peers):
+                self._peers(message)
+            elif isinstance(message, Failed):
+                request = self.requests.get(message.uid)
+                if request is not None and request.attempt == message.attempt:
+                    del self.requests[message.uid]
+                    self._send(request.peer, message)
+            elif isinstance(message, Gone):
+                self._gone(message)
+            elif isinstance(message, Bye):
+                if message.reason:
+                    self.stop(message.reason)
+            elif isinstance(message, Stats):
+                pass  # answers GetStats, which we never send
+        except BadFrame as error:
+            self._bad("the scheduler", error)
+        except Exception:
+            log.exception("a message from the scheduler failed and was dropped: %s", type(message).__name__)
+
+    def _peers(self, message: Peers) -> None:
+        if message.epoch < self.epoch or message.block_size < 1:
+            return
+        restarted = message.epoch > self.epoch >= 0
+        self.epoch, self.block_size = message.epoch, message.block_size
+        own = self.preparer.model.max_model_len
+        self.max_model_len = min(own, message.max_model_len) if message.max_model_len > 0 else own
+        if restarted:  # it knows nothing of us, nor of what we sent to the one before
+            self._hello()
+            self._open()
+        while self._early:
+            self._prepare(*self._early.popleft())
+
+    def _gone(self, message: Gone) -> None:
+        lost: dict[str, list[Request]] = {}
+        for uid, attempt in _pairs(message.uids, message.attempts):
+            request = self.requests.get(uid)
+            if request is not None and request.submitted and request.attempt == attempt:
+                del self.requests[uid]
+                lost.setdefault(request.peer, []).append(request)
+        for peer, requests in lost.items():
+            self._send(peer, Gone(i64([r.uid for r in requests]), i32([r.attempt for r in requests])))
+
+    def _tokens(self, message: TokenBatch) -> None:
+        """One step's tokens: decode each child's, and send each Engine its share in one frame."""
+        rows = _rows(message)
+        tokens = from_i32(message.tokens)
+        outboxes: dict[str, Outbox] = {}
+        for uid, cached in _pairs(message.started_uids, message.started_cached):
+            if (request := self.requests.get(uid)) is not None:
+                _outbox(outboxes, request.peer).started.append((uid, cached))
+        start = 0
+        for uid, attempt, index, offset, count, finish, stop_id in rows:
+            mine = tokens[start : start + count]
+            start += count
+            request = self.requests.get(uid)
+            if request is None or request.attempt != attempt:
+                continue  # aborted, or of another attempt
+            sequence = request.sequences.get(index)
+            if sequence is None:
+                continue  # a stop string ended it while the scheduler went on
+            if offset != sequence.count:
+                if offset > sequence.count:
+                    self._lost_tokens(request, index, sequence.count, offset)
+                    continue
+                mine = mine[sequence.count - offset :]
+            offset = sequence.count
+            news = sequence.advance(mine, finish, stop_id, request.include)
+            _outbox(outboxes, request.peer).add(request, index, offset, mine[: news.used], news)
+            if sequence.done:
+                self._ended(request, index, finish == Finish.NONE)
+        for peer, outbox in outboxes.items():
+            self._send(peer, outbox.batch())
+
+    def _ended(self, request: Request, index: int, by_string: bool) -> None:
+        sequence = request.sequences.pop(index)
+        if by_string:
+            self.dealer.send(Stopped(request.uid, request.attempt, index, sequence.count))
+        if not request.sequences:
+            self.requests.pop(request.uid, None)
+
+    def _lost_tokens(self, request: Request, index: int, have: int, offset: int) -> None:
+        """Tokens are missing, which must not happen; its Engine has the rest of the truth and starts it again."""
+        log.error("request %d.%d has %d tokens and was sent those from %d on", request.uid, index, have, offset)
+        self._drop(request)
+        self._send(request.peer, Gone(i64([request.uid]), i32([request.attempt])))
+
+
+def _outbox(outboxes: dict[str, Outbox], peer: str) -> Outbox:
+    outbox = outboxes.get(peer)
+    if outbox is None:
+        outbox = outboxes[peer] = Outbox()
+    return outbox
+
+
+def _rows(message: TokenBatch) -> list[tuple[int, int, int, int, int, int, int]]:
+    """(uid, attempt, index, offset, count, finish, stop id) of each row. Raises BadFrame where columns disagree."""
+    counts, finishes = from_i32(message.counts), from_i8(message.finishes)
+    columns = [from_i64(message.uids), from_i32(message.attempts), from_i32(message.indexes),
+               from_i32(message.offsets), counts, finishes, from_i32(message.stop_ids)]  # fmt: skip
+    if len({len(column) for column in columns}) != 1:
+        raise BadFrame(f"TokenBatch has columns of {[len(column) for column in columns]} items")
+    if min(counts, default=0) < 0 or 4 * sum(counts) != len(message.tokens):
+        raise BadFrame(f"TokenBatch counts {sum(counts)} tokens and holds {len(message.tokens)} bytes of them")
+    if min(finishes, default=0) < 0 or max(finishes, default=0) > max(Finish):
+        raise BadFrame("TokenBatch holds an unknown finish")
+    return list(zip(*columns, strict=True))  # type: ignore[arg-type]
+
+
+def _pairs(uids: bytes, others: bytes) -> list[tuple[int, int]]:
+    """An int64 and an int32 column side by side."""
+    first, second = from_i64(uids), from_i32(others)
+    if len(first) != len(second):
+        raise BadFrame(f"columns of {len(first)} uids and {len(second)} other items")
+    return list(zip(first, second, strict=True))
+
+
+def _size(message: Tokenize) -> int:
+    """Roughly the bytes a waiting prompt holds."""
+    size = len(message.prompt or "") + len(message.ids or b"") + sum(len(resume.ids) for resume in message.resume)
+    for chat in message.messages or ():
+        size += sum(len(value) if isinstance(value, (str, list)) else 64 for value in chat.values())
+    return size + 512
+
+
+def check_bind(bind: str) -> None:
+    """Refuse addresses ZeroMQ knows and we do not want (inproc, udp, …)."""
+    if not bind.startswith(("ipc://", "tcp://")):
+        raise ConfigError(f"--bind {bind!r} must look like ipc:///path or tcp://host:port.")

@@ -1,0 +1,224 @@
+"""Loading a tokenizer: tokenizer.json through `tokenizers`, and the few facts beside it.
+
+transformers is imported only where there is no tokenizer.json or ``--tokenizer-mode slow``: importing it takes
+seconds and brings torch along. What `tokenizer.json` leaves out (special tokens, add_bos_token, the chat template)
+is read from tokenizer_config.json, special_tokens_map.json and chat_template.jinja as transformers reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are the parallelism; extra threads only fight
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+from ..proto.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REMOTE_CODE = (
+    "Failed to load the tokenizer. If the tokenizer is a custom tokenizer not yet available in the HuggingFace "
+    "transformers library, consider setting `trust_remote_code=True` in LLM or using the `--trust-remote-code` flag "
+    "in the CLI."
+)
+
+
+class TextTokenizer:
+    """A loaded tokenizer. Every method may be called from any thread.
+
+    ``encode(text, add_special_tokens)`` gives ids; ``decode(ids, skip_special_tokens)`` gives text.
+    ``backend`` is the `tokenizers.Tokenizer`, or None for a slow one. ``special`` maps bos_token and the other names
+    to their text; ``bos_id`` and ``eos_id`` are their ids. ``templates`` maps names ("default", "tool_use") to chat
+    templates. ``longest`` is the most characters one token can stand for, or None where there is no such number.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str, bool], list[int]],
+        decode: Callable[[list[int], bool], str],
+        backend: Tokenizer | None,
+        special: dict[str, str],
+        token_id: Callable[[str], int | None],
+        templates: dict[str, str],
+        longest: int | None,
+    ):
+        self.encode, self.decode, self.backend = encode, decode, backend
+        self.special, self.templates, self.longest = special, templates, longest
+        self.bos_id, self.eos_id = (
+            token_id(special[name]) if name in special else None for name in ("bos_token", "eos_token")
+        )
+
+
+def load_tokenizer(
+    path: str, mode: str = "auto", chat_template: str | None = None, trust_remote_code: bool = False
+) -> TextTokenizer:
+    """Load the tokenizer of a model's folder. Raises ConfigError with the remedy where there is none."""
+    folder = Path(path)
+    config = _config(folder)
+    templates = _templates(folder, config, chat_template)
+    if mode == "slow" or not (folder / "tokenizer.json").exists():
+        return _load_slow(path, mode, templates, trust_remote_code)
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # `tokenizers` raises plain Exception for any fault of the file
+        raise ConfigError(f"{folder / 'tokenizer.json'} cannot be read: {error}; download it again.") from error
+    backend.no_truncation()
+    backend.no_padding()
+    special = _named(config)
+    _add_special_tokens(backend, config, special)
+    _set_post_processor(backend, config, special)
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(ids: list[int], skip_special_tokens: bool) -> str:
+        return backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    return TextTokenizer(encode, decode, backend, special, backend.token_to_id, templates, _longest(backend))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, over the special tokens of special_tokens_map.json (files of old transformers)."""
+    return {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds {type(data).__name__} where a JSON object is needed.")
+    return data
+
+
+def _content(token: Any) -> str | None:
+    """A token's text: written as a string, or as an object with flags."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
+
+
+def _named(config: dict[str, Any]) -> dict[str, str]:
+    return {name: text for name in NAMED if (text := _content(config.get(name))) is not None}
+
+
+def _added(token: Any) -> AddedToken:
+    if not isinstance(token, dict):
+        return AddedToken(token, special=True, normalized=False)
+    flags = {k: bool(token[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in token}
+    return AddedToken(token["content"], **flags)
+
+
+def _add_special_tokens(backend: Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
+    """Tokens that tokenizer_config.json names and tokenizer.json lacks, or does not mark as special."""
+    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder")
+    listed = listed if isinstance(listed, dict) else {}
+    order = sorted((k for k in listed if str(k).isdigit()), key=int)
+    backend.add_tokens([_added(listed[k]) for k in order if (t := _content(listed[k])) and t not in known])
+    extra: list[Any] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(name)
+        extra += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    names = [*special.values(), *(text for token in extra if (text := _content(token)))]
+    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    missing = [n for n in dict.fromkeys(names) if not known.get(n)]
+    backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in missing])
+
+
+def _set_post_processor(backend: Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
+    """add_bos_token and add_eos_token, where the config has them, replace the file's own post-processor."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    around = [token for token in (bos, "$A", eos) if token]
+    ids = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
+    backend.post_processor = processors.TemplateProcessing(single=around, pair=[*around, "$B:1"], special_tokens=ids)
+
+
+def _longest(backend: Tokenizer) -> int | None:
+    """Characters of the longest token, where the model has no unknown token that could stand for any length."""
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    kinds = {state.get("type"), *(d.get("type") for d in state.get("decoders", []))}
+    if not kinds & {"ByteLevel", "ByteFallback"}:
+        return None
+    shrink = 1 if backend.normalizer is None else 4  # composing (NFC) makes at most four characters one
+    return shrink * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+# ---------------------------------------------------------------- chat templates
+
+
+def _templates(folder: Path, config: dict[str, Any], chosen: str | None) -> dict[str, str]:
+    """Templates by name. A ``--chat-template`` (a file, or the template itself) stands for all of the model's."""
+    if chosen is not None:
+        return {"default": _chosen_template(chosen)}
+    templates: dict[str, str] = {}
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        templates["default"] = value
+    elif isinstance(value, list):
+        templates.update(
+            (t["name"], t["template"]) for t in value if isinstance(t, dict) and {"name", "template"} <= set(t)
+        )
+    files = {"default": folder / "chat_template.jinja"}
+    files.update((p.stem, p) for p in sorted((folder / "additional_chat_templates").glob("*.jinja")))
+    found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    return found or templates
+
+
+def _chosen_template(chosen: str) -> str:
+    try:
+        return Path(chosen).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        if any(mark in chosen for mark in "{}\n"):
+            return chosen
+        raise ConfigError(f"chat template {chosen!r} is neither a readable file nor a template: {error}") from error
+
+
+# ---------------------------------------------------------------- the slow way
+
+
+def _load_slow(path: str, mode: str, templates: dict[str, str], trust_remote_code: bool) -> TextTokenizer:
+    """transformers' own tokenizer. Slow to import and to run; only for folders without tokenizer.json."""
+    if not any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+                                                         "vocab.json", "vocab.txt", "tekken.json")):  # fmt: skip
+        raise ConfigError(f"{path} holds no tokenizer; add a tokenizer.json or name another folder with --tokenizer.")
+    log.warning("using transformers' tokenizer for %s (%s); it starts and runs slowly", path,
+                "--tokenizer-mode slow" if mode == "slow" else "it has no tokenizer.json")  # fmt: skip
+    from transformers import AutoTokenizer
+
+    slow: Any
+
+    try:
+        slow = AutoTokenizer.from_pretrained(path, use_fast=mode != "slow", trust_remote_code=trust_remote_code)
+    except Exception as error:  # many kinds; each ends as one line for the user
+        text = str(error)
+        if not trust_remote_code and ("trust_remote_code" in text or "execute the tokenizer" in text):
+            raise ConfigError(_REMOTE_CODE) from error
+        first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+        raise ConfigError(f"the tokenizer of {path} cannot be loaded: {first}") from error
+    size = len(slow)
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return slow.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(ids: list[int], skip_special_tokens: bool) -> str:
+        return slow.decode(
+            [i for i in ids if 0 <= i < size],
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    special = {name: str(slow.special_tokens_map[name]) for name in NAMED if slow.special_tokens_map.get(name)}
+    return TextTokenizer(encode, decode, None, special, slow.convert_tokens_to_ids, templates, None)
