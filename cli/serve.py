@@ -1,0 +1,82 @@
+"""``quire serve [MODEL]``: start every process, say when the server is ready, keep it running, end it whole."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+import time
+from typing import Any
+
+from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
+from ..proto.process import setup_logging
+from .main import CommandError
+
+
+def add_parser(subparsers: Any) -> None:
+    """The command's flags: all of EngineArgs, and the model without a flag."""
+    parser = subparsers.add_parser("serve")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    add_flags(parser)
+    parser.set_defaults(run=serve)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP: exit code 0. Raises CommandError where a process cannot be kept up."""
+    from ..client.launch import LaunchError, Stack
+
+    began = time.monotonic()
+    engine_args = engine_args_of(args)
+    setup_logging("serve", engine_args.log_level)
+    ending = Ending()
+    stack = None
+    try:
+        stack = Stack(engine_args, http=True)
+        stack.start()
+        stack.wait_ready()
+        ending.starting = False
+        if not ending.stop.is_set():
+            print(ready_line(stack.args, time.monotonic() - began), flush=True)
+        stack.supervise(ending.stop)
+    except LaunchError as error:
+        raise CommandError(str(error), error.code if error.code > 0 else 1) from error
+    except KeyboardInterrupt:
+        pass
+    finally:
+        ending.starting = False
+        if stack is not None:
+            stack.close()
+    return 0
+
+
+def engine_args_of(args: argparse.Namespace) -> EngineArgs:
+    """EngineArgs of the command line. Raises ConfigError."""
+    if args.model_tag is not None:
+        if args.model is not None and args.model != args.model_tag:
+            raise ConfigError(f"two models are named, {args.model_tag!r} and {args.model!r}; name one.")
+        args.model = args.model_tag
+    return from_namespace(args)
+
+
+def ready_line(args: EngineArgs, seconds: float) -> str:
+    """The one line on standard output that says where the server is."""
+    host = "localhost" if args.host in ("0.0.0.0", "::", "") else args.host
+    host = f"[{host}]" if ":" in host else host
+    model = (args.served_model_name or ["?"])[0]
+    return f"quire is ready: http://{host}:{args.port} (model {model}, {seconds:.1f} s)"
+
+
+class Ending:
+    """Signals that end the server: they interrupt its start, and later only set ``stop``. The first one counts."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.starting = True
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        first = not self.stop.is_set()
+        self.stop.set()
+        if first and self.starting:
+            raise KeyboardInterrupt
