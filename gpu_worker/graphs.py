@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from tqdm import tqdm
 
 from .batch import StepBatch
 
@@ -66,6 +65,8 @@ class DecodeGraphs:
 
     def capture(self, forward: Callable[[StepBatch], torch.Tensor], record: Recorder, progress: bool) -> None:
         """Record every size, largest first. ``forward`` maps a batch to hidden states."""
+        from tqdm import tqdm
+
         for size in tqdm(self.sizes[::-1], desc="Capturing CUDA graphs", unit="graph", disable=not progress):
             batch = self._static_batch(size)
             self._replays[size] = record(lambda batch=batch: forward(batch))  # type: ignore[misc]

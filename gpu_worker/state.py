@@ -157,7 +157,10 @@ class RowState:
         slots = column("delta_slots", plan.delta_slots, self.max_blocks)
         blocks = column("delta_blocks", plan.delta_blocks, num_blocks)
         _same_length(delta_rows=rows, delta_slots=slots, delta_blocks=blocks)
-        _distinct("(delta_rows, delta_slots)", rows * self.max_blocks + slots)
+        # A slot set twice takes the later value; one write for each, as a device's order of writes is not defined.
+        last = len(rows) - 1 - np.unique((rows * self.max_blocks + slots)[::-1], return_index=True)[1]
+        if len(last) < len(rows):
+            rows, slots, blocks = rows[last], slots[last], blocks[last]
         new = slots >= self.blocks_set[rows]
         end = self.blocks_set.copy()
         np.maximum.at(end, rows, slots + 1)

@@ -1,0 +1,273 @@
+"""A worker's life in one process: its link, leases and steps against a scheduler played by the test."""
+
+import threading
+import time
+
+import pytest
+import torch
+from worker_fakes import FakeScheduler
+from worker_toys import CPU, GREEDY, VOCAB, ToyModel, oracle, plan
+
+from quire.gpu_worker.link import Dismissed, LeaseLost, Link
+from quire.gpu_worker.worker import Worker
+from quire.proto.codec import from_i32, i32
+from quire.proto.config import ConfigError, EngineArgs
+from quire.proto.messages import (
+    PROTOCOL,
+    Admit,
+    Assign,
+    Beat,
+    Bye,
+    Configure,
+    Drain,
+    Hello,
+    Lease,
+    Ready,
+    StepFailed,
+    StepResult,
+)  # fmt: skip
+from quire.proto.model_config import ModelConfig
+from quire.proto.sockets import worker_endpoint
+
+torch.set_num_threads(1)
+MODEL = ToyModel()
+IDS = [3, 1, 4, 1, 5, 9]
+
+
+@pytest.fixture
+def scheduler():
+    with FakeScheduler() as fake:
+        yield fake
+
+
+@pytest.fixture
+def link(scheduler):
+    link = Link(worker_endpoint(scheduler.address), "toy")
+    link.start()
+    yield link
+    link.close()
+
+
+class Running:
+    """A Worker in a thread; ``ending`` is what it raised, or None."""
+
+    def __init__(self, scheduler, **args):
+        self.link = Link(worker_endpoint(scheduler.address), "toy")
+        self.link.loaded = True
+        config = ModelConfig(path="", hf={"intermediate_size": 32}, max_model_len=64, vocab_size=VOCAB)
+        self.worker = Worker(EngineArgs(**args), config, MODEL, torch.float32, CPU)
+        self.ending = None
+        self.thread = threading.Thread(target=self._run)
+        self.link.start()
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.worker.serve(self.link)
+        except (Dismissed, ConfigError) as error:
+            self.ending = error
+        finally:
+            self.link.close("done")
+
+    def join(self):
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def running(scheduler):
+    worker = Running(scheduler, num_gpu_blocks_override=32)
+    yield worker
+    worker.link.post(Drain())
+    worker.join()
+
+
+def first_step(lease, ids=IDS, step=1):
+    return plan(
+        step, lease, admits=[Admit(0, 1, 0, i32(ids), len(ids), GREEDY, 0)],
+        delta_rows=[0], delta_slots=[0], delta_blocks=[4],
+        rows=[0], starts=[0], counts=[len(ids)], sample_src=[0], sample_rows=[0],
+    )  # fmt: skip
+
+
+def next_step(lease, step, start):
+    return plan(step, lease, rows=[0], starts=[start], counts=[1], sample_src=[0], sample_rows=[0])
+
+
+# ---------------------------------------------------------------- link
+
+
+def test_hello_comes_first_and_beats_follow(scheduler, link):
+    peer, hello = scheduler.get(Hello)
+    assert (hello.kind, hello.incarnation, hello.protocol, hello.loaded) == ("gpu_worker", peer, PROTOCOL, False)
+    link.last_step = 7
+    assert scheduler.get(Beat)[1].last_step in (0, 7)
+    assert scheduler.get(Beat)[1].last_step == 7
+
+
+def test_garbage_is_dropped_counted_and_survived(scheduler, link):
+    peer, _ = scheduler.get(Hello)
+    for frames in ([b""], [b"\x80\x04K\x01."], [b"\xff" * 99], [b"a", b"b"], [b"\x93\xa6Assign"]):
+        scheduler.router.socket.send_multipart([peer.encode(), *frames])
+    scheduler.send(peer, Bye("after all that"))
+    assert link.get(30) == Bye("after all that")
+    assert link.bad_frames == 5
+    while scheduler.get(Beat)[1].bad_frames != 5:
+        pass
+
+
+def test_a_broken_connection_is_a_new_session_under_a_new_identity(scheduler, link):
+    old, _ = scheduler.get(Hello)
+    scheduler.send(old, Bye("not read before the break"))
+    while link._inbox.empty():
+        time.sleep(0.01)
+    link.loaded = True
+    scheduler.restart()
+    assert isinstance(link.get(30), Bye | LeaseLost)
+    new, hello = scheduler.get(Hello)
+    assert new != old and hello.incarnation == new and hello.loaded
+    scheduler.send(new, Drain())
+    while not isinstance(link.get(30), Drain):
+        pass
+
+
+def test_what_answers_an_old_session_is_not_sent_in_the_new(scheduler, link):
+    old, _ = scheduler.get(Hello)
+    scheduler.send(old, Drain())
+    assert isinstance(link.get(30), Drain)
+    scheduler.restart()
+    new, _ = scheduler.get(Hello)
+    link.send(Ready(Lease(1, 0, 1)))  # the compute thread has not yet seen that the session ended
+    assert isinstance(link.get(30), LeaseLost)
+    scheduler.send(new, Drain())
+    assert isinstance(link.get(30), Drain)
+    link.send(Ready(Lease(2, 0, 2)))
+    assert scheduler.get(Ready)[1].lease.epoch == 2
+
+
+def test_it_waits_for_a_scheduler_that_comes_later(tmp_path):
+    folder = tmp_path / "s"
+    folder.mkdir(mode=0o700)
+    link = Link(worker_endpoint(f"ipc://{folder}"), "toy")
+    link.start()
+    try:
+        assert link.get(0.3) is None
+        with FakeScheduler(str(folder)) as late:
+            late.get(Hello)
+    finally:
+        link.close()
+
+
+def test_a_flood_ends_the_session_instead_of_filling_memory(scheduler, link):
+    old, _ = scheduler.get(Hello)
+    for _ in range(200):
+        scheduler.router.send(old, Drain())
+    new, _ = scheduler.get(Hello)
+    assert new != old
+
+
+def test_close_says_bye(scheduler, link):
+    peer, _ = scheduler.get(Hello)
+    link.close("leaving")
+    assert scheduler.get(Bye, peer)[1].reason == "leaving"
+    link.close("twice is harmless")
+
+
+# ---------------------------------------------------------------- worker
+
+
+def test_from_hello_to_results(scheduler, running):
+    peer, hello, lease = scheduler.prepare()
+    assert hello.loaded and hello.device == "toy"
+    scheduler.send(peer, first_step(lease))
+    scheduler.send(peer, next_step(lease, 2, 6))  # two in flight: the second needs no value of the first
+    results = [scheduler.get(StepResult, peer)[1] for _ in range(2)]
+    assert [r.step for r in results] == [1, 2] and all(r.lease == lease for r in results)
+    assert [token for r in results for token in from_i32(r.tokens)] == oracle(MODEL, IDS, 2)
+    scheduler.send(peer, plan(3, lease))
+    assert scheduler.get(StepResult, peer)[1].tokens == b""
+
+
+def test_a_new_lease_drops_every_row(scheduler, running):
+    peer, _, lease = scheduler.prepare()
+    scheduler.send(peer, first_step(lease))
+    scheduler.get(StepResult, peer)
+    second, loaded = scheduler.assign(peer)
+    assert loaded.num_blocks == 32
+    scheduler.send(peer, next_step(lease, 2, 6))  # of the old lease: dropped without a word
+    scheduler.send(peer, Configure(second, 32))
+    scheduler.get(Ready, peer)
+    scheduler.send(peer, next_step(second, 1, 6))
+    failed = scheduler.get(StepFailed, peer)[1]
+    assert failed.lease == second and "row 0" in failed.error
+
+
+@pytest.mark.parametrize("number", [0, 2, 7])
+def test_a_step_out_of_turn_ends_the_lease(scheduler, running, number):
+    peer, _, lease = scheduler.prepare()
+    scheduler.send(peer, first_step(lease, step=number))
+    assert "was expected" in scheduler.get(StepFailed, peer)[1].error
+    again, hello = scheduler.get(Hello)
+    assert again != peer and hello.loaded
+
+
+def test_a_failed_step_ends_the_lease_and_the_worker_serves_on(scheduler, running):
+    peer, _, lease = scheduler.prepare()
+    scheduler.send(peer, plan(1, lease, rows=[99], starts=[0], counts=[1]))
+    failed = scheduler.get(StepFailed, peer)[1]
+    assert failed.step == 1 and "rows holds 99" in failed.error
+    peer, hello, lease = scheduler.prepare()
+    assert hello.loaded
+    scheduler.send(peer, first_step(lease))
+    assert from_i32(scheduler.get(StepResult, peer)[1].tokens) == oracle(MODEL, IDS, 1)
+
+
+def test_other_limits_make_other_rows(scheduler, running):
+    peer, _, _ = scheduler.prepare(max_num_seqs=2)
+    lease, _ = scheduler.assign(peer, block_size=16, max_num_seqs=4)
+    scheduler.send(peer, Configure(lease, 16))
+    scheduler.get(Ready, peer)
+    scheduler.send(peer, first_step(lease))
+    assert from_i32(scheduler.get(StepResult, peer)[1].tokens) == oracle(MODEL, IDS, 1)
+
+
+def test_a_lower_epoch_is_ignored(scheduler, running):
+    peer, _, lease = scheduler.prepare()
+    scheduler.send(peer, Assign(Lease(0, 0, 9), 0, 0, "", 8, 8, 64))
+    scheduler.send(peer, first_step(lease))
+    assert scheduler.get(StepResult, peer)[1].lease == lease
+
+
+def test_more_blocks_than_fit_are_refused(scheduler, running):
+    peer, _ = scheduler.get(Hello)
+    lease, loaded = scheduler.assign(peer)
+    scheduler.send(peer, Configure(lease, loaded.num_blocks + 1))
+    assert "32 fit" in scheduler.get(StepFailed, peer)[1].error
+
+
+def test_drain_finishes_what_is_planned(scheduler):
+    running = Running(scheduler, num_gpu_blocks_override=32)
+    peer, _, lease = scheduler.prepare()
+    scheduler.send(peer, first_step(lease))
+    scheduler.send(peer, Drain("scaling down"))
+    scheduler.get(StepResult, peer)
+    scheduler.get(Bye, peer)
+    running.join()
+    assert running.ending is None
+
+
+def test_bye_dismisses(scheduler):
+    running = Running(scheduler)
+    peer, _ = scheduler.get(Hello)
+    scheduler.send(peer, Bye("protocol 2 is spoken here"))
+    running.join()
+    assert isinstance(running.ending, Dismissed) and str(running.ending) == "protocol 2 is spoken here"
+
+
+def test_a_model_that_does_not_fit_is_fatal(scheduler):
+    running = Running(scheduler, num_gpu_blocks_override=3)
+    peer, _ = scheduler.get(Hello)
+    scheduler.send(peer, Assign(scheduler.lease(), 0, 0, "", 8, 8, 64))
+    running.join()
+    assert isinstance(running.ending, ConfigError)
+    assert "max seq len (64)" in str(running.ending) and "(24)" in str(running.ending)
