@@ -1,0 +1,102 @@
+"""One process of the stack: started, read from, found dead, restarted."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, cast
+
+PIPE_BYTES = 2**20
+"""Room for what a child prints while its parent is held up, so that the child is not."""
+
+_ERROR = re.compile(rb"(?:python -m )?quire\.\w+: error: (.*)")
+
+
+class Child:
+    """One place in the stack, and the process that fills it now."""
+
+    def __init__(self, service: str, command: list[str], environment: dict[str, str]):
+        self.service, self.command, self.environment = service, command, environment
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started = 0.0
+        self.due: float | None = None  # when it is to be started again
+        self.deaths = 0  # quick ones in a row
+        self.carry = b""
+        self.error: str | None = None  # its last `quire.X: error:` line
+        self.drained = threading.Event()  # all it printed has been read
+
+    @property
+    def stream(self) -> IO[bytes] | None:
+        """What it prints, standard output and error together."""
+        return self.process.stdout if self.process is not None else None
+
+    def start(self, alive_fd: int) -> IO[bytes]:
+        """Start the process in a session of its own; it ends when ``alive_fd``'s other end is closed."""
+        self.carry, self.error, self.due, self.drained = b"", None, None, threading.Event()
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            self.command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, pass_fds=(alive_fd,), start_new_session=True,
+        )  # fmt: skip
+        stream = cast(IO[bytes], self.process.stdout)
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        os.set_blocking(stream.fileno(), False)
+        return stream
+
+    def dead(self) -> bool:
+        """True when the process has ended; it is then reaped, and whatever it had started is killed."""
+        process = self.process
+        if process is None or process.returncode is not None:
+            return True
+        with contextlib.suppress(ChildProcessError):  # someone else has reaped it
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        process.wait()
+        return True
+
+    def obituary(self) -> str:
+        """How it ended, in one line."""
+        code = self.process.returncode if self.process is not None else 0
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return self.error or f"quire.{self.service} {how}; what it said is above."
+
+
+def without_errors(child: Child, data: bytes) -> bytes:
+    """``data`` less its error lines, the last of which the child keeps: the launcher says it, once."""
+    *lines, last = (child.carry + data).splitlines(keepends=True)
+    child.carry = b""
+    if last.endswith((b"\n", b"\r")):
+        lines.append(last)
+        last = b""
+    elif last.startswith((b"quire.", b"python -m quire.")):
+        child.carry, last = last, b""
+    kept = []
+    for line in lines:
+        if found := _ERROR.match(line):
+            child.error = found[1].decode("utf-8", "replace").strip()
+        else:
+            kept.append(line)
+    return b"".join(kept) + last
+
+
+def say(data: bytes) -> None:
+    """Pass on what a child printed."""
+    if not data or sys.stderr is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        raw = getattr(sys.stderr, "buffer", None)
+        if raw is not None:
+            raw.write(data)
+        else:  # a notebook's
+            sys.stderr.write(data.decode("utf-8", "replace"))
+        sys.stderr.flush()

@@ -1,0 +1,325 @@
+"""Start quire's processes, restart those that die, and end them all.
+
+Everything is a plain subprocess in a session of its own, so a Ctrl-C at the terminal reaches only the parent, which
+ends the rest in order. Each child watches a pipe that breaks when the parent is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from ..proto.config import ConfigError, EngineArgs
+from ..proto.model_config import DEMO_MODEL, resolve_model
+from ..proto.process import EXIT_CONFIG, PARENT_FD
+from ..proto.sockets import load_keys
+from .background import EngineThread
+from .child import Child, say, without_errors
+from .rundir import make_run_dir
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+QUICK_S = 10.0
+"""A child that lives shorter than this has died quickly; after QUICK_DEATHS of these in a row it is given up."""
+QUICK_DEATHS = 5
+MAX_BACKOFF_S = 10.0
+GRACE_S = {"frontend": 8.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 5.0}
+"""How long each has between SIGTERM and SIGKILL, in the order in which they are ended."""
+
+
+class LaunchError(RuntimeError):
+    """A process cannot be started or kept running. One line; ``code`` is its exit code."""
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
+
+
+class Stack:
+    """The processes of one quire. ``address`` is the scheduler's; ``args`` are as the children see them.
+
+    Raises ConfigError where the model, the tokenizer or the key file cannot be had; nothing runs before ``start``.
+    """
+
+    def __init__(self, args: EngineArgs, http: bool = False):
+        load_keys(args.keys)
+        served = args.served_model_name or [args.model or DEMO_MODEL]
+        model = resolve_model(args.model, args.revision, args.download_dir, weights=args.load_format != "dummy")
+        tokenizer = args.tokenizer
+        if tokenizer is not None:
+            revision = args.tokenizer_revision
+            tokenizer = os.path.abspath(resolve_model(tokenizer, revision, args.download_dir, weights=False))
+        self.http, self._keys = http, args.keys
+        self.run_dir: str | None = None
+        self.args = dataclasses.replace(
+            args, model=os.path.abspath(model), tokenizer=tokenizer, revision=None, tokenizer_revision=None,
+            served_model_name=served, api_key=None,
+        )  # fmt: skip
+        self._api_key = args.api_key  # travels in the environment: a command line can be read by every user
+        self._children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._alive_fd = self._read_end = self._lock_fd = -1
+        self._lock = threading.RLock()
+        self._closed = False
+        self._pid = os.getpid()
+        _stacks.add(self)
+
+    @property
+    def address(self) -> str:
+        """The scheduler's address."""
+        return self.args.scheduler or ""
+
+    @property
+    def pids(self) -> dict[int, str]:
+        """Process ids and services of the children that run now."""
+        return {c.process.pid: c.service for c in self._children if c.process and c.process.returncode is None}
+
+    def __enter__(self) -> Stack:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ start
+
+    def start(self) -> None:
+        """Start every process at once; ``wait_ready`` says when they are of use. Raises LaunchError, ConfigError."""
+        try:
+            if self.http:
+                self.args.port = _free_port(self.args.host, self.args.port)
+            if self.args.scheduler is None:
+                self.args.scheduler = "ipc://" + self.make_run_dir()
+            self._read_end, self._alive_fd = os.pipe()
+            self._children = self._plan()
+            for child in self._children:
+                self._spawn(child)
+            threading.Thread(target=self._pump, name="quire-stderr", daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
+
+    def make_run_dir(self) -> str:
+        """The folder that lives as long as this stack."""
+        if self.run_dir is None:
+            self.run_dir, self._lock_fd = make_run_dir()
+        return self.run_dir
+
+    def _plan(self) -> list[Child]:
+        args = self.args
+        environment = dict(os.environ, **{PARENT_FD: str(self._read_end)})
+        if sys.stderr is not None and sys.stderr.isatty():
+            environment.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))  # for progress bars
+        counts = {
+            "scheduler": 1, "gpu_worker": args.data_parallel_size, "detokenizer": args.detokenizer_count,
+            "frontend": args.api_server_count if self.http else 0,
+        }  # fmt: skip
+        children = []
+        for service, count in counts.items():
+            command = [sys.executable, "-P", "-m", f"quire.{service}", *args.argv_for(service)]
+            for number in range(count):
+                own = dict(environment)
+                if service == "gpu_worker" and count > 1:
+                    own["CUDA_VISIBLE_DEVICES"] = _device(number)
+                if service == "frontend" and self._api_key is not None:
+                    own["QUIRE_API_KEY"] = self._api_key
+                children.append(Child(service, command, own))
+        return children
+
+    def _spawn(self, child: Child) -> None:
+        if child.stream is not None:
+            with contextlib.suppress(KeyError, ValueError):  # not read to its end: someone else holds it open
+                self._selector.unregister(child.stream)
+        stream = child.start(self._read_end)
+        self._selector.register(stream, selectors.EVENT_READ, (child, child.drained))
+
+    def wait_ready(self, timeout: float | None = None, is_ready: Callable[[], bool] | None = None) -> None:
+        """Return once a request would run: ``is_ready`` says so, or by default /health or an Engine of its own.
+
+        Raises LaunchError as soon as a child dies, with the line in which it says why, and TimeoutError.
+        """
+        with contextlib.ExitStack() as stack:
+            if is_ready is None and self.http:
+                is_ready = self._healthy
+            elif is_ready is None:
+                thread = EngineThread(self.address, load_keys(self._keys))
+                stack.callback(thread.close)
+                is_ready = lambda: thread.engine.ready  # noqa: E731
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while not is_ready():
+                if any(child.dead() for child in self._children):
+                    self._raise_failed_start()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"not ready within {timeout:g} s; the log above says how far it came.")
+                time.sleep(POLL_S)
+
+    def _raise_failed_start(self) -> None:
+        time.sleep(0.2)  # one failure may have ended several; the one that says why is wanted
+        dead = [child for child in self._children if child.dead()]
+        for child in dead:
+            child.drained.wait(1.0)
+        child = next((child for child in dead if child.error), dead[0])
+        raise LaunchError(child.obituary(), child.process.returncode if child.process else 1)
+
+    def _healthy(self) -> bool:
+        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.args.host, self.args.host)
+        connection = http.client.HTTPConnection(host, self.args.port, timeout=2)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    # ------------------------------------------------------------ watch
+
+    def supervise(self, stop: threading.Event) -> None:
+        """Restart what dies until ``stop`` is set. Raises LaunchError when a child cannot be kept running."""
+        while not stop.wait(POLL_S) and not self._closed:
+            self.check()
+
+    def check(self) -> None:
+        """One round of ``supervise``."""
+        with self._lock:
+            if self._closed:
+                return
+            for child in self._children:
+                if child.due is None and child.dead():
+                    self._bury(child)
+                if child.due is not None and time.monotonic() >= child.due:
+                    try:
+                        self._spawn(child)
+                    except OSError as error:
+                        raise LaunchError(f"quire.{child.service} cannot be started: {error}.") from error
+
+    def _bury(self, child: Child) -> None:
+        child.drained.wait(1.0)
+        code = child.process.returncode if child.process is not None else 1
+        if code == EXIT_CONFIG:
+            raise LaunchError(child.obituary(), code)
+        lived = time.monotonic() - child.started
+        child.deaths = child.deaths + 1 if lived < QUICK_S else 0
+        if child.deaths >= QUICK_DEATHS:
+            message = f"quire.{child.service} ended {child.deaths} times within {QUICK_S:g} s of its start: "
+            raise LaunchError(message + child.obituary(), code)
+        delay = min(MAX_BACKOFF_S, 0.25 * 2 ** (child.deaths - 1)) if child.deaths else 0.0
+        log.warning("%s Starting another in %.2f s.", child.obituary(), delay)
+        child.due = time.monotonic() + delay
+
+    def _pump(self) -> None:
+        """Pass on what the children print, byte for byte, but for the lines in which they say why they end."""
+        while True:
+            try:
+                ready = self._selector.select(timeout=1.0)
+            except (OSError, ValueError, RuntimeError):
+                return
+            for key, _ in ready:
+                child, drained = key.data
+                try:
+                    data = os.read(key.fd, 65536)
+                except BlockingIOError:
+                    continue
+                if data:
+                    say(without_errors(child, data))
+                else:
+                    self._selector.unregister(key.fileobj)
+                    say(child.carry)
+                    child.carry = b""
+                    drained.set()
+            if self._closed and not self._selector.get_map():
+                return
+
+    # ------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """End every process in order, remove the run folder. Idempotent; does nothing in a forked copy."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._end(["frontend"])
+            self._end(["gpu_worker", "detokenizer", "scheduler"])
+            _close_fd(self._alive_fd)
+            _close_fd(self._read_end)
+            for child in self._children:
+                child.drained.wait(1.0)
+                if child.stream is not None:
+                    child.stream.close()
+            if self.run_dir is not None:
+                shutil.rmtree(self.run_dir, ignore_errors=True)
+            _close_fd(self._lock_fd)
+
+    def _end(self, services: list[str]) -> None:
+        """SIGTERM in the order given, then SIGKILL for what has not gone within its grace."""
+        children = [child for service in services for child in self._children if child.service == service]
+        for child in children:
+            if not child.dead() and child.process is not None:
+                child.process.terminate()
+        began = time.monotonic()
+        while left := [child for child in children if not child.dead()]:
+            try:
+                for child in left:
+                    grace = GRACE_S[child.service]
+                    if time.monotonic() - began > grace and child.process is not None:
+                        log.warning("quire.%s did not end within %g s; killing it.", child.service, grace)
+                        os.killpg(child.process.pid, signal.SIGKILL)
+                time.sleep(0.01)
+            except KeyboardInterrupt:  # a second Ctrl-C: no more patience
+                began = float("-inf")
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _free_port(host: str, port: int) -> int:
+    """``port``, or a free one for 0. Raises ConfigError where it is taken, before anything is started."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port.") from error
+
+
+def _device(number: int) -> str:
+    """The CUDA device of worker ``number``, among those this process may see."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return visible[number % len(visible)] if visible else str(number)
+
+
+def _close_fd(fd: int) -> None:
+    if fd >= 0:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+_stacks: weakref.WeakSet[Stack] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A forked copy of the parent must not keep the children alive when the parent dies."""
+    for stack in _stacks:
+        _close_fd(stack._alive_fd)
+        stack._alive_fd = -1
+
+
+os.register_at_fork(after_in_child=_after_fork)

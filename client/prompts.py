@@ -1,0 +1,129 @@
+"""Every form of prompt that LLM.generate takes, checked in all that can be checked before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..proto.model_config import ModelConfig
+from ..proto.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One prompt: text, ids (which are run where both are given), or chat messages with their template options."""
+
+    text: str | None = None
+    ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    template: dict[str, Any] | None = None
+
+
+def parse_prompts(prompts: Any, prompt_token_ids: Any) -> list[Input]:
+    """Prompts in any of vLLM's forms. Raises ValueError or TypeError."""
+    if prompts is None and prompt_token_ids is None:
+        raise ValueError("Either prompts or prompt_token_ids must be provided.")
+    if prompt_token_ids is None:
+        return [_one(prompt) for prompt in ([prompts] if _single(prompts) else _listed(prompts, "prompts"))]
+    ids = [prompt_token_ids] if _is_ids(prompt_token_ids) else _listed(prompt_token_ids, "prompt_token_ids")
+    if prompts is None:
+        return [Input(ids=_ids(each)) for each in ids]
+    texts = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
+    if len(texts) != len(ids):
+        raise ValueError("The lengths of prompts and prompt_token_ids must be the same.")
+    return [Input(text=_text(text), ids=_ids(each)) for text, each in zip(texts, ids, strict=True)]
+
+
+def parse_params(params: Any, count: int, what: str = "params") -> list[SamplingParams]:
+    """One SamplingParams for each prompt. Raises ValueError or TypeError."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}.")
+    if len(params) != count:
+        raise ValueError(f"The lengths of prompts and {what} must be the same.")
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams or a list of them, got one {type(each).__name__}.")
+    return list(params)
+
+
+def check_input(given: Input, params: SamplingParams, config: ModelConfig) -> None:
+    """Refuse what could not run: empty, too long, ids the model does not have. Raises ValueError."""
+    limit = config.max_model_len
+    if params.max_tokens is not None and params.max_tokens > limit:
+        raise ValueError(
+            f"max_tokens={params.max_tokens} cannot be greater than max_model_len={limit}. "
+            "Please request fewer output tokens."
+        )
+    if given.ids is None:
+        return
+    if not given.ids:
+        raise ValueError("prompt must not be empty: give at least one token id.")
+    for token in given.ids:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"Token id {token} is out of vocabulary (0 to {config.vocab_size - 1}).")
+    length = min(len(given.ids), params.truncate_prompt_tokens or len(given.ids))
+    if length >= limit:
+        room = "exceeds this limit even without any" if length > limit else "leaves no room for"
+        raise ValueError(
+            f"This model's maximum context length is {limit} tokens. However, your prompt contains {length} input "
+            f"tokens, which {room} output tokens. Please reduce the length of the input prompt."
+        )
+
+
+def _single(prompts: Any) -> bool:
+    return isinstance(prompts, str | dict) or _is_ids(prompts)
+
+
+def _is_ids(value: Any) -> bool:
+    """A list of integers, and not an empty one: that is a list of no prompts."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and _integer(value[0])
+
+
+def _integer(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    if isinstance(value, str | dict) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a prompt or a list of prompts, got {type(value).__name__}.")
+    return list(value)
+
+
+def _one(prompt: Any) -> Input:
+    if isinstance(prompt, str):
+        return Input(text=_text(prompt))
+    if isinstance(prompt, dict):
+        return _from_dict(prompt)
+    return Input(ids=_ids(prompt))
+
+
+def _from_dict(prompt: dict[str, Any]) -> Input:
+    if prompt.get("multi_modal_data"):
+        raise ValueError("multi_modal_data is not supported yet by this version; leave it out.")
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"}
+    if unknown:
+        raise ValueError(f"a prompt has no {sorted(unknown)[0]!r}; its keys are 'prompt' and 'prompt_token_ids'.")
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise ValueError("Either prompts or prompt_token_ids must be provided.")
+    return Input(text=None if text is None else _text(text), ids=None if ids is None else _ids(ids))
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"a prompt must be a string or a list of token ids, got {type(text).__name__}.")
+    return text
+
+
+def _ids(ids: Any) -> list[int]:
+    if isinstance(ids, str | dict) or not isinstance(ids, Sequence):
+        raise TypeError(f"a prompt must be a string or a list of token ids, got {type(ids).__name__}.")
+    for token in ids:
+        if not _integer(token):
+            raise TypeError(f"token ids must be integers, got {token!r}.")
+    return [token.__index__() for token in ids]

@@ -1,0 +1,47 @@
+"""The folder of socket files that lives as long as one launcher."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+
+STALE_S = 60.0
+"""A folder without its launcher is removed by a later one when it is as old as this."""
+
+_PREFIX = "quire-run-"
+
+
+def make_run_dir() -> tuple[str, int]:
+    """A new 0700 folder for socket files, and a lock on it that goes with this process."""
+    base = tempfile.gettempdir()
+    if len(base) > 40:  # a socket's path has at most 107 bytes
+        base = "/tmp"
+    _sweep(base)
+    path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return path, fd
+
+
+def _sweep(base: str) -> None:
+    """Remove run folders whose launcher was killed: ours, not new, and no longer locked."""
+    with os.scandir(base) as entries:
+        found = [entry.path for entry in entries if entry.name.startswith(_PREFIX)]
+    for path in found:
+        try:
+            info = os.lstat(path)
+            if info.st_uid != os.getuid() or time.time() - info.st_mtime < STALE_S:
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
