@@ -1,0 +1,144 @@
+"""Blocks of one replica's KV cache: reference counts, the prefix cache, and the order in which free blocks are reused.
+
+A block is free (count 0, in the free list) or held by one or more sequences. A full block whose content is committed
+is registered under its chained hash, and keeps the hash while it is free, until it is handed out again: that is the
+whole prefix cache. The free list is a doubly linked list threaded through two int arrays, so that a cached block in
+its middle is taken out in O(1).
+
+Reuse order, first to last: blocks without a hash (nobody can want them), then hashed ones by time of release. A
+sequence releases its tail first, so among equally old blocks the beginnings of prompts live longest.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+
+class PoolError(RuntimeError):
+    """The pool's books would not balance: a block released twice, or handed out with none free. Always a bug."""
+
+
+class BlockPool:
+    """``num_blocks`` blocks, numbered from 0. ``caching=False`` turns the prefix cache off."""
+
+    def __init__(self, num_blocks: int, caching: bool = True):
+        self.num_blocks = num_blocks
+        self.caching = caching
+        self.free_count = num_blocks
+        self.refs = array("i", bytes(4 * num_blocks))
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
+        # Links of free blocks; entry num_blocks is the list's head and tail. A held block's links mean nothing.
+        self._next = array("i", [*range(1, num_blocks + 1), 0])
+        self._prev = array("i", [num_blocks, *range(num_blocks)])
+
+    @property
+    def used(self) -> int:
+        """Blocks held by at least one sequence."""
+        return self.num_blocks - self.free_count
+
+    def allocate(self) -> int:
+        """A block of one's own, its old content forgotten. PoolError when none is free: look at ``free_count``."""
+        block = self._next[self.num_blocks]
+        if block == self.num_blocks:
+            raise PoolError("no free block")
+        self._unlink(block)
+        self._forget(block)
+        self.refs[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Hold ``block`` once more; a free one (a cached prefix) leaves the free list."""
+        if self.refs[block] == 0:
+            self._unlink(block)
+        self.refs[block] += 1
+
+    def release(self, block: int) -> None:
+        """Hold ``block`` once less; at 0 it becomes free and keeps its hash. PoolError where nobody holds it."""
+        refs = self.refs[block] - 1
+        if refs < 0:
+            raise PoolError(f"block {block} is released twice")
+        self.refs[block] = refs
+        if refs == 0:
+            head = self.num_blocks
+            if self._hash_of[block] is None:
+                self._link(block, head, self._next[head])
+            else:
+                self._link(block, self._prev[head], head)
+
+    def release_table(self, blocks: Sequence[int]) -> None:
+        """Release a sequence's whole table, tail first."""
+        for block in reversed(blocks):
+            self.release(block)
+
+    def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+        """The blocks that hold the longest cached prefix of ``hashes``, ``limit`` at most. Holds nothing yet."""
+        blocks: list[int] = []
+        by_hash = self._by_hash
+        for i in range(min(limit, len(hashes))):
+            block = by_hash.get(hashes[i])
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of these (distinct) blocks are free now, and so cost a free block when shared."""
+        refs = self.refs
+        return sum(1 for block in blocks if refs[block] == 0)
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Let others find this held, full and committed block. The first block of a content stays its only one."""
+        if not self.caching or block_hash in self._by_hash:
+            return
+        self._forget(block)
+        self._by_hash[block_hash] = block
+        self._hash_of[block] = block_hash
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Compare the books with the block tables of all sequences. PoolError says what is wrong."""
+        held = [0] * self.num_blocks
+        for table in tables:
+            if len(set(table)) != len(table):
+                raise PoolError(f"a table holds a block twice: {list(table)}")
+            for block in table:
+                held[block] += 1
+        if held != self.refs.tolist():
+            wrong = [(b, self.refs[b], held[b]) for b in range(self.num_blocks) if held[b] != self.refs[b]]
+            raise PoolError(f"(block, references counted, tables that hold it): {wrong[:8]}")
+        self._check_free_list(held)
+        for block, block_hash in enumerate(self._hash_of):
+            if block_hash is not None and self._by_hash.get(block_hash) != block:
+                raise PoolError(f"block {block} has a hash that leads elsewhere")
+        if sum(h is not None for h in self._hash_of) != len(self._by_hash):
+            raise PoolError("the hash table names blocks that do not carry its hash")
+
+    def _check_free_list(self, held: list[int]) -> None:
+        head = self.num_blocks
+        seen, block = 0, self._next[head]
+        while block != head and seen <= self.num_blocks:
+            if held[block]:
+                raise PoolError(f"block {block} is free and held at once")
+            if self._prev[self._next[block]] != block:
+                raise PoolError(f"the free list is torn at block {block}")
+            seen, block = seen + 1, self._next[block]
+        if not seen == self.free_count == held.count(0):
+            raise PoolError(f"{seen} blocks in the free list, {self.free_count} counted, {held.count(0)} not held")
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
+        self.free_count -= 1
+
+    def _link(self, block: int, before: int, after: int) -> None:
+        self._prev[block], self._next[block] = before, after
+        self._next[before] = self._prev[after] = block
+        self.free_count += 1
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._by_hash[block_hash]
+            self._hash_of[block] = None

@@ -1,0 +1,95 @@
+"""A step's result: tokens appended, full blocks registered, ends found. No IO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..proto.codec import BadFrame, from_i32
+from ..proto.messages import Finish, StepResult
+from .replica import Replica, Step
+from .request import Sequence
+
+if TYPE_CHECKING:
+    from .core import Scheduler
+
+
+def commit(core: Scheduler, replica: Replica, result: StepResult) -> None:
+    """Apply the result of the oldest step in flight.
+
+    Raises BadFrame, having changed nothing, where the result cannot be that step's: the lease must end then.
+    """
+    step, tokens = _check(replica, result)
+    core.outbox.flush()
+    replica.in_flight.popleft()
+    core.steps += 1
+    for seq, generation, token in zip(step.decodes, step.generations, tokens, strict=False):
+        if seq.generation != generation:
+            continue  # it left while this step was in flight
+        known = seq.computed = seq.known
+        known += 1
+        seq.known = known
+        seq.outputs.append(token)
+        sink = seq.sink
+        sink.seqs.append(seq)
+        sink.tokens.append(token)
+        if known >= seq.milestone or token in seq.stops:
+            _look(core, replica, seq, token)
+    if step.chunks:
+        _commit_chunks(core, replica, step, tokens)
+
+
+def _check(replica: Replica, result: StepResult) -> tuple[Step, list[int]]:
+    if not replica.in_flight or result.step != replica.in_flight[0].number:
+        expected = replica.in_flight[0].number if replica.in_flight else "none"
+        raise BadFrame(f"result of step {result.step} where {expected} was expected")
+    step = replica.in_flight[0]
+    tokens = from_i32(result.tokens)
+    if len(tokens) != step.samples():
+        raise BadFrame(f"{len(tokens)} tokens for the {step.samples()} sample slots of step {step.number}")
+    if result.counts and from_i32(result.counts) != [1] * len(tokens):
+        raise BadFrame(f"step {step.number} draws one token for each slot")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < replica.vocab_size:
+        raise BadFrame(f"tokens {min(tokens)} to {max(tokens)} of a vocabulary of {replica.vocab_size}")
+    return step, tokens
+
+
+def _commit_chunks(core: Scheduler, replica: Replica, step: Step, tokens: list[int]) -> None:
+    """Prompts' chunks, and siblings forked from them."""
+    at = len(step.decodes)
+    for seq, generation, computed, draws in step.chunks:
+        if seq.generation == generation:
+            seq.computed = computed
+            if draws:
+                token = tokens[at]
+                seq.known += 1
+                seq.outputs.append(token)
+                seq.sink.seqs.append(seq)
+                seq.sink.tokens.append(token)
+                _look(core, replica, seq, token)
+            else:
+                _register(replica, seq)
+        at += draws
+
+
+def _look(core: Scheduler, replica: Replica, seq: Sequence, token: int) -> None:
+    """At a milestone or a stop token: register the blocks that are full, or end the sequence."""
+    _register(replica, seq)
+    seq.milestone = 0 if seq.suspect else min(seq.limit, (seq.registered + 1) * replica.block_size + 1)
+    finish, stop_id = seq.request.finish_of(token)
+    if finish is Finish.NONE and seq.known >= seq.limit:
+        finish = Finish.LENGTH
+    if finish is not Finish.NONE:
+        core.end(seq, finish, stop_id)
+
+
+def _register(replica: Replica, seq: Sequence) -> None:
+    """Offer committed full blocks to the prefix cache, and clear a suspect that got past its mark."""
+    if replica.suspects and seq in replica.suspects and not seq.suspect:
+        replica.suspects.remove(seq)
+    full = seq.computed // replica.block_size
+    if full > seq.registered:
+        if replica.pool.caching:
+            hashes = seq.hash_blocks(full, replica.block_size)
+            for slot in range(seq.registered, full):
+                replica.pool.register(seq.blocks[slot], hashes[slot])
+        seq.registered = full

@@ -1,0 +1,298 @@
+"""A worker without a model: the real protocol, and a store of pages that turns a wrong block into a wrong token.
+
+Each token is written through the row's block table, and the token drawn for position p is a hash of the seed, p and
+everything read back through the table; so whatever the scheduler does wrong with blocks shows in the tokens.
+``expected_tokens`` computes what must come out. ``python -m quire.scheduler.fake_worker`` runs it as a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from array import array
+from hashlib import blake2b
+
+import zmq
+
+from ..proto.codec import BadFrame, from_i32, from_u64, i32
+from ..proto.messages import (
+    PROTOCOL,
+    Admit,
+    Assign,
+    Beat,
+    Bye,
+    Configure,
+    Drain,
+    FromSchedulerWorkers,
+    Hello,
+    Lease,
+    Loaded,
+    Ready,
+    StepFailed,
+    StepPlan,
+    StepResult,
+)  # fmt: skip
+from ..proto.process import die, new_incarnation, setup_logging, watch_parent
+from ..proto.sockets import DISCONNECTED, Dealer, worker_endpoint
+
+BEAT_S = 1.0
+UNWRITTEN = -1
+
+
+class PlanError(ValueError):
+    """A plan that no worker can run."""
+
+
+def draw(seed: int, position: int, context: bytes, vocab_size: int) -> int:
+    """The token for ``position`` after ``context`` (int64 pages: position << 32 | token of each)."""
+    key = f"{seed}:{position}:".encode()
+    return int.from_bytes(blake2b(key + context, digest_size=8).digest(), "little") % vocab_size
+
+
+def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int) -> list[int]:
+    """The oracle: ``count`` tokens as a worker with sound pages draws them."""
+    context = array("q", [_cell(p, token) for p, token in enumerate(prompt)])
+    out = []
+    for position in range(len(prompt), len(prompt) + count):
+        out.append(draw(seed, position, context.tobytes(), vocab_size))
+        context.append(_cell(position, out[-1]))
+    return out
+
+
+def _cell(position: int, token: int) -> int:
+    return position << 32 | token
+
+
+class Row:
+    """One persistent row."""
+
+    def __init__(self, tokens: list[int], seed: int):
+        self.tokens, self.seed = tokens, seed
+        self.table: list[int] = []
+        self.computed = -1  # positions written; -1 until the first chunk says what was found in the cache
+
+
+class PageStore:
+    """Rows and pages of one lease. ``pages=False`` keeps none and draws 1 every time, for benches."""
+
+    def __init__(self, num_rows: int, num_blocks: int, block_size: int, vocab_size: int, pages: bool = True):
+        self.num_rows, self.num_blocks, self.block_size = num_rows, num_blocks, block_size
+        self.vocab_size = vocab_size
+        self.rows: dict[int, Row] = {}
+        self.pages = [array("q", [UNWRITTEN] * block_size) for _ in range(num_blocks if pages else 0)]
+        self.last_step = 0
+
+    def run(self, plan: StepPlan) -> bytes:
+        """Apply a plan in the documented order; the tokens drawn, as int32 bytes. Raises PlanError."""
+        if plan.step != self.last_step + 1:
+            raise PlanError(f"step {plan.step} after step {self.last_step}")
+        self.last_step = plan.step
+        if not self.pages:
+            return i32([1] * (len(plan.sample_rows) // 4))
+        for row in from_i32(plan.drops):
+            if self.rows.pop(row, None) is None:
+                raise PlanError(f"dropped row {row} is empty")
+        self._fork(from_i32(plan.fork_src), from_i32(plan.fork_dst), from_u64(plan.fork_seeds))
+        self._copy(from_i32(plan.copy_src), from_i32(plan.copy_dst))
+        for admit in plan.admits:
+            self._admit(admit)
+        self._set_tables(from_i32(plan.delta_rows), from_i32(plan.delta_slots), from_i32(plan.delta_blocks))
+        ends = self._compute(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts))
+        return i32(self._sample(ends, from_i32(plan.sample_src), from_i32(plan.sample_rows)))
+
+    def _row(self, row: int) -> Row:
+        if row not in self.rows:
+            raise PlanError(f"row {row} is empty")
+        return self.rows[row]
+
+    def _new_row(self, row: int) -> None:
+        if not 0 <= row < self.num_rows:
+            raise PlanError(f"row {row} of {self.num_rows}")
+        if row in self.rows:
+            raise PlanError(f"row {row} is taken")
+
+    def _fork(self, sources: list[int], targets: list[int], seeds: list[int]) -> None:
+        _same_length(sources, targets, seeds)
+        copies = []
+        for src, seed in zip(sources, seeds, strict=True):
+            old = self._row(src)
+            new = Row(old.tokens[:], seed)
+            new.table, new.computed = old.table[:], old.computed
+            copies.append(new)
+        for dst, new in zip(targets, copies, strict=True):
+            self._new_row(dst)
+            self.rows[dst] = new
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        _same_length(sources, targets)
+        contents = [self._page(src)[:] for src in sources]
+        for dst, content in zip(targets, contents, strict=True):
+            self._page(dst)[:] = content
+
+    def _admit(self, admit: Admit) -> None:
+        self._new_row(admit.row)
+        tokens = from_i32(admit.ids)
+        if not 0 < admit.prompt_len <= len(tokens):
+            raise PlanError(f"prompt of {admit.prompt_len} in {len(tokens)} tokens")
+        self.rows[admit.row] = Row(tokens, admit.seed)
+
+    def _set_tables(self, rows: list[int], slots: list[int], blocks: list[int]) -> None:
+        _same_length(rows, slots, blocks)
+        for row, slot, block in zip(rows, slots, blocks, strict=True):
+            table = self._row(row).table
+            self._page(block)
+            if not 0 <= slot <= len(table):
+                raise PlanError(f"slot {slot} of a table of {len(table)}")
+            table[slot : slot + 1] = [block]
+
+    def _compute(self, rows: list[int], starts: list[int], counts: list[int]) -> list[tuple[Row, int]]:
+        """Write every row's new tokens into its pages: (row, position after the last) of each compute row."""
+        _same_length(rows, starts, counts)
+        if not rows or len(set(rows)) != len(rows):
+            raise PlanError(f"compute rows {rows}")
+        ends = []
+        for number, start, count in zip(rows, starts, counts, strict=True):
+            row = self._row(number)
+            if count < 1 or (row.computed not in (-1, start)) or start + count > len(row.tokens):
+                raise PlanError(f"row {number}: {count} from {start}, {row.computed} of {len(row.tokens)} done")
+            for position in range(start, start + count):
+                page = self._page(self._block(row, position))
+                page[position % self.block_size] = _cell(position, row.tokens[position])
+            row.computed = start + count
+            ends.append((row, start + count))
+        return ends
+
+    def _sample(self, ends: list[tuple[Row, int]], sources: list[int], targets: list[int]) -> list[int]:
+        _same_length(sources, targets)
+        tokens = []
+        for src, dst in zip(sources, targets, strict=True):
+            if not 0 <= src < len(ends):
+                raise PlanError(f"sample from compute row {src} of {len(ends)}")
+            (source, end), target = ends[src], self._row(dst)
+            if len(target.tokens) != end:
+                raise PlanError(f"row {dst} has {len(target.tokens)} tokens and draws one for position {end}")
+            context = b"".join(self._page(block).tobytes() for block in source.table[: -(-end // self.block_size)])
+            tokens.append(draw(target.seed, end, context[: 8 * end], self.vocab_size))
+            target.computed = end
+        for dst, token in zip(targets, tokens, strict=True):
+            self.rows[dst].tokens.append(token)
+        return tokens
+
+    def _block(self, row: Row, position: int) -> int:
+        slot = position // self.block_size
+        if slot >= len(row.table):
+            raise PlanError(f"position {position} is past a table of {len(row.table)} blocks")
+        return row.table[slot]
+
+    def _page(self, block: int) -> array:
+        if not 0 <= block < self.num_blocks:
+            raise PlanError(f"block {block} of {self.num_blocks}")
+        return self.pages[block]
+
+
+def _same_length(*columns: list[int]) -> None:
+    if len({len(column) for column in columns}) > 1:
+        raise PlanError(f"columns of {[len(column) for column in columns]}")
+
+
+class FakeWorker:
+    """The worker's side of the protocol. ``handle`` takes what the scheduler sent and returns what to answer."""
+
+    def __init__(self, num_blocks: int = 512, max_model_len: int = 2048, vocab_size: int = 1000, pages: bool = True):
+        self.num_blocks, self.max_model_len, self.vocab_size, self.pages = num_blocks, max_model_len, vocab_size, pages
+        self.store: PageStore | None = None
+        self._assign: Assign | None = None
+
+    def hello(self, incarnation: str, loaded: bool = False) -> Hello:
+        """The first message of a connection."""
+        return Hello("gpu_worker", incarnation, PROTOCOL, os.getpid(), device="fake", loaded=loaded)
+
+    def handle(self, message: Assign | Configure | StepPlan | Drain | Beat | Bye) -> list:
+        """The answers to one message; messages of another lease than the last are ignored."""
+        if isinstance(message, Assign):
+            self._assign, self.store = message, None
+            return [Loaded(message.lease, self.num_blocks, self.max_model_len, self.vocab_size)]
+        if isinstance(message, Drain):
+            return [Bye("drained")]
+        if isinstance(message, Configure) and self._current(message.lease):
+            assert self._assign is not None
+            rows, size = self._assign.max_num_seqs, self._assign.block_size
+            self.store = PageStore(rows, message.num_blocks, size, self.vocab_size, self.pages)
+            return [Ready(message.lease)]
+        if isinstance(message, StepPlan) and self._current(message.lease) and self.store is not None:
+            try:
+                return [StepResult(message.lease, message.step, self.store.run(message))]
+            except (PlanError, BadFrame) as error:
+                return [StepFailed(message.lease, message.step, f"{type(error).__name__}: {error}")]
+        return []
+
+    def _current(self, lease: Lease) -> bool:
+        return self._assign is not None and lease == self._assign.lease
+
+    @property
+    def last_step(self) -> int:
+        """The last finished step of this lease."""
+        return self.store.last_step if self.store else 0
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve until the scheduler says Bye or a signal comes."""
+    parser = argparse.ArgumentParser(prog="python -m quire.scheduler.fake_worker")
+    parser.add_argument("--scheduler", required=True, help="the scheduler's address")
+    parser.add_argument("--num-blocks", type=int, default=512)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--vocab-size", type=int, default=1000)
+    parser.add_argument("--page-store", choices=("on", "off"), default="on", help="off: every token is 1")
+    parser.add_argument("--delay-ms", type=float, nargs=2, default=(0.0, 0.0), metavar=("LOW", "HIGH"))
+    parser.add_argument("--seed", type=int, default=0, help="of the delays")
+    args = parser.parse_args(argv)
+    setup_logging("fake_worker")
+    watch_parent()
+    worker = FakeWorker(args.num_blocks, args.max_model_len, args.vocab_size, args.page_store == "on")
+    _serve(worker, args.scheduler, tuple(args.delay_ms), random.Random(args.seed))
+
+
+def _serve(worker: FakeWorker, address: str, delay_ms: tuple[float, float], rng: random.Random) -> None:
+    loaded = False
+    while True:
+        incarnation = new_incarnation("gpu_worker")
+        wire: Dealer = Dealer(FromSchedulerWorkers, worker_endpoint(address), incarnation)
+        wire.send(worker.hello(incarnation, loaded))
+        loaded = True
+        try:
+            _run_lease(worker, wire, delay_ms, rng)
+        finally:
+            wire.close()
+
+
+def _run_lease(worker: FakeWorker, wire: Dealer, delay_ms: tuple[float, float], rng: random.Random) -> None:
+    """Answer until the connection breaks or a step fails; then the caller says Hello under a fresh identity."""
+    monitor, poller = wire.monitor(), zmq.Poller()
+    poller.register(wire.socket, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    next_beat = time.monotonic() + BEAT_S
+    while True:
+        poller.poll(max(0, int((next_beat - time.monotonic()) * 1000)))
+        if time.monotonic() >= next_beat:
+            next_beat = time.monotonic() + BEAT_S
+            wire.send(Beat(worker.last_step))
+        while (event := wire.next_event()) is not None:
+            if event == DISCONNECTED:
+                return
+        while (message := wire.recv()) is not None:
+            if isinstance(message, Bye):
+                die("fake_worker", message.reason)
+            if isinstance(message, StepPlan) and delay_ms[1]:
+                time.sleep(rng.uniform(*delay_ms) / 1000)
+            for answer in worker.handle(message):
+                wire.send(answer)
+                if isinstance(answer, StepFailed):
+                    return
+                if isinstance(answer, Bye):
+                    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()

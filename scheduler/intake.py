@@ -1,0 +1,113 @@
+"""A Submit becomes a Request, or is refused with the numbers: nothing inconsistent gets past this file."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+from ..proto.codec import BadFrame, from_i32
+from ..proto.hashing import HASH_SIZE, hash_blocks
+from ..proto.messages import Submit
+from .request import Request, Sequence
+
+INT32, INT64 = 2**31, 2**63
+
+
+class Refused(Exception):
+    """The request ends here: HTTP status, message, and the field at fault."""
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None):
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, by_priority: bool) -> Request:
+    """The request of ``message`` with its live sequences, none queued yet. ``vocab_size`` 0: not known yet.
+
+    Raises BadFrame where the message contradicts itself, Refused where it is sound but cannot be run.
+    """
+    if not -INT64 <= message.uid < INT64 or not 0 <= message.attempt < INT32:
+        raise BadFrame(f"uid {message.uid} or attempt {message.attempt} is out of range")
+    if not math.isfinite(message.arrival):
+        raise BadFrame(f"arrival is {message.arrival}")
+    prompt_len = len(from_i32(message.ids))
+    if not prompt_len:
+        raise Refused("The prompt is empty; give at least one token.", param="prompt")
+    if message.params.max_tokens is None:
+        raise BadFrame("max_tokens is not resolved")
+    _check_ids(message.ids, vocab_size, "prompt")
+    if len(message.hashes) == prompt_len // block_size * HASH_SIZE:
+        hashes = [message.hashes[i : i + HASH_SIZE] for i in range(0, len(message.hashes), HASH_SIZE)]
+    elif not message.hashes:  # of one who did not know the block size yet
+        hashes = hash_blocks(message.ids, block_size)
+    else:
+        raise BadFrame(f"{len(message.hashes)} bytes of hashes for {prompt_len} tokens in blocks of {block_size}")
+    request = Request(
+        message.uid, message.attempt, owner, message.ids, hashes, message.params, message.eos, message.seed,
+        message.arrival, message.priority if by_priority else 0,
+    )  # fmt: skip
+    request.live = _sequences(request, message, vocab_size)
+    return request
+
+
+def _sequences(request: Request, message: Submit, vocab_size: int) -> list[Sequence]:
+    key = (request.priority, request.arrival, request.uid)
+    n = request.params.n
+    if not message.children:
+        return [Sequence(request, i, array("i"), (*key, i), message.losses) for i in range(n)]
+    sequences = {}
+    for child in message.children:
+        if not 0 <= child.index < n or child.index in sequences:
+            raise BadFrame(f"child {child.index} of n={n} is out of range or named twice")
+        _check_ids(child.ids, vocab_size, "resume")
+        outputs = array("i", from_i32(child.ids))
+        sequences[child.index] = Sequence(request, child.index, outputs, (*key, child.index), message.losses)
+    return [sequences[index] for index in sorted(sequences)]
+
+
+def _check_ids(ids: bytes, vocab_size: int, param: str) -> None:
+    tokens = from_i32(ids)
+    if not tokens:
+        return
+    low, high = min(tokens), max(tokens)
+    if low < 0 or (vocab_size and high >= vocab_size):
+        bad = low if low < 0 else high
+        raise Refused(f"Token id {bad} is out of vocabulary, which has {vocab_size} tokens.", param=param)
+
+
+def check_fits(
+    request: Request, max_model_len: int, blocks: int | None, block_size: int, budget: int, chunked: bool
+) -> None:
+    """Settle how long the sequences may grow, and raise Refused where no replica could ever hold one.
+
+    ``blocks`` is the size of the largest replica (None: not known yet), ``budget`` the most tokens one step can run.
+    """
+    if request.prompt_len >= max_model_len:
+        raise Refused(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+            f"{request.prompt_len} input tokens, which leaves no room for output. Please reduce the length of "
+            "the input prompt.",
+            param="prompt",
+        )
+    if not chunked and request.prompt_len > budget:
+        raise Refused(
+            f"The prompt has {request.prompt_len} tokens and a step runs at most max_num_batched_tokens={budget} with "
+            "chunked prefill off; shorten it, raise that flag, or drop --no-enable-chunked-prefill.",
+            param="prompt",
+        )
+    limit = min(request.prompt_len + request.max_tokens, max_model_len)
+    need = blocks_for(limit - 1, block_size)
+    if blocks is not None and need > blocks:
+        raise Refused(
+            f"{request.prompt_len} prompt tokens and up to {limit - request.prompt_len} output tokens need {need} KV "
+            f"blocks of {block_size} tokens, and the largest replica has {blocks}; shorten the prompt, lower "
+            "max_tokens, or give the workers more memory.",
+            param="max_tokens",
+        )
+    for seq in request.live:
+        seq.limit = limit
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold the keys and values of so many tokens."""
+    return -(-tokens // block_size)

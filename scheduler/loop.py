@@ -1,0 +1,107 @@
+"""The only file here that touches a socket: poll, ingest (which commits), plan, send."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+
+import zmq
+
+from ..proto.config import EngineArgs
+from ..proto.messages import Beat, ToSchedulerFront, ToSchedulerWorkers
+from ..proto.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
+from .core import Scheduler
+from .membership import Membership
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    """Both sockets and the scheduler between them. Raises ConfigError where a socket cannot be bound."""
+
+    def __init__(self, config: EngineArgs):
+        assert config.scheduler is not None
+        keys = load_keys(config.keys)
+        self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
+        self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
+        self.core = Scheduler(config)
+        self.membership = Membership(self.core, epoch=time.time_ns() // 1_000_000)
+        self._wake, self._waker = socket.socketpair()
+        self._poller = zmq.Poller()
+        for readable in (self.front.socket, self.front.monitor(), self.workers.socket, self.workers.monitor()):
+            self._poller.register(readable, zmq.POLLIN)
+        self._poller.register(self._wake.fileno(), zmq.POLLIN)
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until ``stop``."""
+        while not self._stopping:
+            self._poller.poll(int(self.membership.timeout() * 1000) + 1)
+            self._ingest()
+            self.membership.tick()
+            self.membership.plans()
+            self._send()
+
+    def stop(self, *_: object) -> None:
+        """End ``run`` soon; safe in a signal handler."""
+        self._stopping = True
+        self._waker.send(b"x")
+
+    def close(self) -> None:
+        """Close the sockets; messages not yet sent are given up."""
+        self.front.close()
+        self.workers.close()
+        self._wake.close()
+        self._waker.close()
+
+    def _ingest(self) -> None:
+        """Results first: whoever waits for a token has waited longest."""
+        membership = self.membership
+        for wire, handle in ((self.workers, membership.on_worker), (self.front, membership.on_front)):
+            for _ in range(DRAIN_LIMIT):
+                received = wire.recv()
+                if received is None:
+                    break
+                handle(*received)
+        membership.wire_bad_frames = self.front.bad_frames + self.workers.bad_frames
+        if _connection_lost(self.workers):
+            for peer in list(membership.workers):
+                if not self.workers.send(peer, Beat()):
+                    membership.worker_gone(peer, "is gone: its connection broke")
+        if _connection_lost(self.front):
+            for peer in list(membership.front):
+                if not self.front.send(peer, Beat()):
+                    membership.front_gone(peer)
+
+    def _send(self) -> None:
+        """Everything owed. What cannot be delivered may owe others something in turn."""
+        membership = self.membership
+        messages, membership.to_workers = membership.to_workers, []
+        for peer, message in messages:
+            if not self.workers.send(peer, message):
+                membership.worker_gone(peer, "is gone: it cannot be reached")
+        for peer, message in self.core.outbox.take():
+            if not self.front.send(peer, message):
+                membership.undelivered(peer, message)
+
+
+def _connection_lost(wire: Router) -> bool:
+    """Somebody's connection broke since the last look; a ROUTER does not say whose."""
+    lost = False
+    while (event := wire.next_event()) is not None:
+        lost = lost or event == "disconnected"
+    return lost
+
+
+def serve(config: EngineArgs) -> None:
+    """Run until SIGTERM or SIGINT."""
+    loop = Loop(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, loop.stop)
+    log.info("listening on %s and %s", loop.front.endpoint, loop.workers.endpoint)
+    try:
+        loop.run()
+    finally:
+        loop.close()

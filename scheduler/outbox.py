@@ -1,0 +1,77 @@
+"""What the front side is owed: tokens gathered in columns for each detokenizer, and single messages, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..proto.codec import i8, i32, i64
+from ..proto.messages import Finish, TokenBatch
+from .request import Request, Sequence, TokenSink
+
+
+class Outbox:
+    """Messages to send, by peer. Tokens of one ``take`` travel in one TokenBatch for each detokenizer."""
+
+    def __init__(self) -> None:
+        self._sinks: dict[str, TokenSink] = {}
+        self._messages: list[tuple[str, Any]] = []
+
+    def sink(self, owner: str) -> TokenSink:
+        """Where to put the tokens of this detokenizer's sequences."""
+        sink = self._sinks.get(owner)
+        if sink is None:
+            sink = self._sinks[owner] = TokenSink()
+        return sink
+
+    def forget(self, owner: str) -> None:
+        """A detokenizer is gone for good and owns no request any more."""
+        self._sinks.pop(owner, None)
+
+    def started(self, request: Request, cached: int) -> None:
+        """``request`` is in its first plan, with so many prompt tokens found in the prefix cache."""
+        self.sink(request.owner).started.append((request.uid, cached))
+
+    def finished(self, seq: Sequence, finish: Finish, stop_id: int, with_token: bool) -> None:
+        """``seq`` ends: with the token just put into its sink, or with none (an end found before it ran)."""
+        sink = self.sink(seq.request.owner)
+        if not with_token:
+            sink.seqs.append(seq)
+        sink.finishes.append((len(sink.seqs) - 1, finish, stop_id, with_token))
+
+    def put(self, peer: str, message: Any) -> None:
+        """A message of its own."""
+        self.flush()
+        self._messages.append((peer, message))
+
+    def take(self) -> list[tuple[str, Any]]:
+        """All that waits, in order."""
+        self.flush()
+        messages, self._messages = self._messages, []
+        return messages
+
+    def flush(self) -> None:
+        """Close the batches: at most one token of a sequence may be in each."""
+        for owner, sink in self._sinks.items():
+            if sink.seqs or sink.started:
+                self._messages.append((owner, _batch(sink)))
+                self._sinks[owner].clear()
+
+
+def _batch(sink: TokenSink) -> TokenBatch:
+    """One token for each sequence, but for the few that end without one."""
+    seqs, count = sink.seqs, len(sink.seqs)
+    counts, finishes, stop_ids = [1] * count, [Finish.NONE.value] * count, [-1] * count
+    for at, finish, stop_id, with_token in sink.finishes:
+        finishes[at], stop_ids[at], counts[at] = finish.value, stop_id, int(with_token)
+    return TokenBatch(
+        uids=i64([seq.uid for seq in seqs]),
+        attempts=i32([seq.attempt for seq in seqs]),
+        indexes=i32([seq.index for seq in seqs]),
+        offsets=i32([len(seq.outputs) - n for seq, n in zip(seqs, counts, strict=True)]),
+        counts=i32(counts),
+        tokens=i32(sink.tokens),
+        finishes=i8(finishes),
+        stop_ids=i32(stop_ids),
+        started_uids=i64([uid for uid, _ in sink.started]),
+        started_cached=i32([cached for _, cached in sink.started]),
+    )

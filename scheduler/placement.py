@@ -1,0 +1,55 @@
+"""Which replica takes a waiting sequence: the longest cached prefix, less the load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .intake import blocks_for
+from .replica import Replica
+from .request import Sequence
+
+TOKENS_PER_ROW = 64
+"""What one running row weighs against cached tokens: prefix 640 tokens longer outweighs ten rows more."""
+
+
+def cached_prefix(replica: Replica, seq: Sequence) -> list[int]:
+    """Blocks in this replica's cache that begin ``seq``. The last known token is always run, to draw from it."""
+    if not replica.pool.caching:
+        return []
+    limit = (seq.known - 1) // replica.block_size
+    return replica.pool.find(seq.hash_blocks(limit, replica.block_size), limit)
+
+
+def can_ever_hold(replica: Replica, seq: Sequence) -> bool:
+    """False where even an empty replica is too small for the sequence at its longest."""
+    need = blocks_for(max(seq.limit - 1, seq.known), replica.block_size)
+    return need <= replica.pool.num_blocks and seq.limit <= replica.max_model_len
+
+
+def has_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:
+    """All known tokens fit now, and one block more for each row that runs.
+
+    Without that spare block, two sequences could go on preempting each other in turns.
+    """
+    if not replica.free_rows:
+        return False
+    pool = replica.pool
+    need = blocks_for(seq.known, replica.block_size) - len(cached) + pool.count_free(cached)
+    return pool.free_count - need >= replica.running
+
+
+def belongs_elsewhere(seq: Sequence, here: Replica, cached: list[int], others: Iterable[Replica]) -> bool:
+    """Another replica has room for ``seq`` and is the better place; it takes it when its next step is planned."""
+    score = (_score(here, len(cached)), -here.number)
+    for other in others:
+        if other is here or other.draining or not can_ever_hold(other, seq):
+            continue
+        theirs = cached_prefix(other, seq)
+        if (_score(other, len(theirs)), -other.number) > score and has_room(other, seq, theirs):
+            return True
+    return False
+
+
+def _score(replica: Replica, cached_blocks: int) -> int:
+    backlog = sum(seq.known - seq.planned for seq in replica.prefilling)
+    return cached_blocks * replica.block_size - TOKENS_PER_ROW * replica.running - backlog

@@ -1,0 +1,274 @@
+"""One replica's next step: who runs, what they need, and the message that says so. No IO.
+
+The order of a plan: decodes first, in order of their keys, each taking the block it needs (preempting those who came
+last where there is none); then chunks of prompts under way; then new rows for those who wait, as far as the token
+budget goes. All blocks of a sequence's known tokens are taken when it is admitted, so only decodes ever preempt, and
+whoever is preempted is not in the plan yet. The first in line is never preempted by another, so it always finishes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..proto.codec import i32, u64
+from ..proto.messages import Admit, StepPlan
+from .intake import blocks_for
+from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, has_room
+from .replica import MAX_IN_FLIGHT, Replica, Step
+from .request import Sequence
+
+if TYPE_CHECKING:
+    from .core import Scheduler
+
+LOOKAHEAD = 32
+"""Waiting sequences looked at in one plan: those that another replica should take are passed over."""
+
+
+class Draft:
+    """A plan being written; see StepPlan for the columns. A draft without compute rows holds nothing at all."""
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.decodes: list[Sequence] = []
+        self.chunks: list[tuple[Sequence, int, int, bool]] = []
+        self.rows: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.sample_src: list[int] = []
+        self.sample_rows: list[int] = []
+        self.fork_src: list[int] = []
+        self.fork_dst: list[int] = []
+        self.fork_seeds: list[int] = []
+        self.copy_src: list[int] = []
+        self.copy_dst: list[int] = []
+        self.admits: list[Admit] = []
+        self.admitted: set[int] = set()  # rows of ``admits``: they cannot be forked yet
+        self.delta_rows: list[int] = []
+        self.delta_slots: list[int] = []
+        self.delta_blocks: list[int] = []
+
+    def set_blocks(self, row: int, slot: int, blocks: list[int]) -> None:
+        """Entries of a row's block table, from ``slot`` on."""
+        self.delta_rows.extend([row] * len(blocks))
+        self.delta_slots.extend(range(slot, slot + len(blocks)))
+        self.delta_blocks.extend(blocks)
+
+
+def plan(core: Scheduler, replica: Replica) -> StepPlan | None:
+    """The next step of ``replica``, or None where it has enough in flight or nothing to run."""
+    if len(replica.in_flight) >= MAX_IN_FLIGHT:
+        return None
+    draft = Draft(core.config.max_num_batched_tokens)
+    if replica.suspects:
+        _plan_alone(core, replica, draft)
+    if not replica.suspects and not draft.rows:
+        wait = _decodes_wait(core, replica)
+        preempted = False if wait else _plan_decodes(core, replica, draft, replica.decoding)
+        for seq in list(replica.prefilling):
+            _plan_chunk(core, replica, draft, seq)
+        if not preempted and not replica.draining:
+            _admit(core, replica, draft)
+        if wait and not draft.rows:
+            _plan_decodes(core, replica, draft, replica.decoding)
+        replica.decodes_waited = wait
+    return _seal(replica, draft) if draft.rows else None
+
+
+def _plan_alone(core: Scheduler, replica: Replica, draft: Draft) -> None:
+    """A step of one suspect alone, so that if the worker dies again it is known why."""
+    seq = min(replica.suspects, key=lambda s: s.key)
+    if any(other is not seq for step in replica.in_flight for other in step.sequences()):
+        return
+    if seq.prefilling:
+        _plan_chunk(core, replica, draft, seq)
+    else:
+        _plan_decodes(core, replica, draft, [seq])
+
+
+def _decodes_wait(core: Scheduler, replica: Replica) -> bool:
+    """Without chunked prefill, a prompt that decodes leave no room for gets every second step to itself."""
+    if core.config.enable_chunked_prefill or replica.decodes_waited or not replica.decoding:
+        return False
+    head = core.queue.first(1)
+    return bool(head) and head[0].known > core.config.max_num_batched_tokens - len(replica.decoding)
+
+
+# -- decodes
+
+
+def _plan_decodes(core: Scheduler, replica: Replica, draft: Draft, seqs: list[Sequence]) -> bool:
+    """One token for each; True where some were preempted to make room.
+
+    Preemption takes sequences off the end of ``seqs`` while it is iterated, which a list allows.
+    """
+    before = core.preemptions
+    rows, starts, decodes = draft.rows, draft.starts, draft.decodes
+    for seq in seqs:
+        position = seq.planned
+        if position >= seq.horizon and not _make_room(core, replica, draft, seq):
+            continue
+        seq.planned = position + 1
+        rows.append(seq.row)
+        starts.append(position)
+        decodes.append(seq)
+    draft.counts = [1] * len(rows)
+    draft.sample_src = list(range(len(rows)))
+    draft.sample_rows = rows[:]
+    draft.budget -= len(rows)
+    return core.preemptions > before
+
+
+def _make_room(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence) -> bool:
+    """Give ``seq`` a block of its own to write its next position in. False where it has nothing to write or had to go.
+
+    A partial block shared with siblings is copied by all but the last of them.
+    """
+    if seq.planned >= seq.limit - 1:
+        return False
+    pool, slot = replica.pool, seq.planned // replica.block_size
+    while slot == len(seq.blocks) or pool.refs[seq.blocks[slot]] > 1:
+        if not pool.free_count:
+            victim = replica.last()
+            core.preempt(victim)
+            if victim is seq:
+                return False
+            continue
+        block = pool.allocate()
+        if slot == len(seq.blocks):
+            seq.blocks.append(block)
+        else:
+            draft.copy_src.append(seq.blocks[slot])
+            draft.copy_dst.append(block)
+            pool.release(seq.blocks[slot])
+            seq.blocks[slot] = block
+        draft.set_blocks(seq.row, slot, [block])
+    seq.set_horizon(seq.planned)
+    return True
+
+
+# -- prompts
+
+
+def _plan_chunk(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence) -> None:
+    """As much of a sequence's known tokens as the budget allows; the last of them draws."""
+    count = min(seq.known - seq.planned, draft.budget)
+    if not count:
+        return
+    at = len(draft.rows)
+    draft.rows.append(seq.row)
+    draft.starts.append(seq.planned)
+    draft.counts.append(count)
+    draft.budget -= count
+    seq.planned += count
+    draws = seq.planned == seq.known
+    draft.chunks.append((seq, seq.generation, seq.planned, draws))
+    if draws:
+        replica.prefilled(seq)
+        draft.sample_src.append(at)
+        draft.sample_rows.append(seq.row)
+        seq.set_horizon(seq.planned)
+        _fork_siblings(core, replica, draft, seq, at)
+
+
+def _fork_siblings(core: Scheduler, replica: Replica, draft: Draft, parent: Sequence, at: int) -> None:
+    """Give the parent's siblings rows that share its blocks and draw from the same logits.
+
+    A row made in this very plan cannot be forked (forks are applied before admits), so there its siblings are admitted
+    with the same blocks instead. Those who find no row rejoin the queue and share through the prefix cache.
+    """
+    siblings, parent.siblings = parent.siblings, []
+    pool = replica.pool
+    for seq in siblings:
+        if not replica.free_rows or pool.free_count < replica.running:
+            core.queue.push(seq)
+            continue
+        for block in parent.blocks:
+            pool.share(block)
+        seq.start(replica, replica.free_rows.pop(), parent.blocks[:], parent.computed)
+        seq.planned = parent.planned
+        replica.prefilled(seq)
+        if parent.row in draft.admitted:
+            draft.admits.append(seq.admit())
+            draft.set_blocks(seq.row, 0, seq.blocks)
+        else:
+            draft.fork_src.append(parent.row)
+            draft.fork_dst.append(seq.row)
+            draft.fork_seeds.append(seq.seed())
+        draft.chunks.append((seq, seq.generation, seq.planned, True))
+        draft.sample_src.append(at)
+        draft.sample_rows.append(seq.row)
+        seq.horizon = parent.horizon = seq.planned  # the next write looks whether its block is shared
+
+
+# -- those who wait
+
+
+def _admit(core: Scheduler, replica: Replica, draft: Draft) -> None:
+    """Rows for those in line, strictly in order: whoever does not fit holds up those behind it."""
+    chunked, budget = core.config.enable_chunked_prefill, core.config.max_num_batched_tokens
+    others = core.replicas.values() if len(core.replicas) > 1 else ()
+    for seq in core.queue.first(LOOKAHEAD):
+        if not draft.budget or not replica.free_rows:
+            return
+        if not can_ever_hold(replica, seq):
+            continue
+        cached = cached_prefix(replica, seq)
+        if others and belongs_elsewhere(seq, replica, cached, others):
+            continue
+        if not has_room(replica, seq, cached):
+            return
+        rest = seq.known - len(cached) * replica.block_size
+        if not chunked and draft.budget < min(rest, budget):
+            return  # a preempted sequence may have outgrown the budget; only then is it split
+        if seq.suspect:
+            if draft.rows or not replica.in_flight:
+                _start(core, replica, draft, seq, cached)
+                if len(draft.rows) == 0:
+                    _plan_chunk(core, replica, draft, seq)
+            return
+        _start(core, replica, draft, seq, cached)
+        _plan_chunk(core, replica, draft, seq)
+
+
+def _start(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence, cached: list[int]) -> None:
+    """A row and blocks for all known tokens; the cached ones are held before others are taken."""
+    core.queue.remove(seq)
+    pool = replica.pool
+    for block in cached:
+        pool.share(block)
+    fresh = blocks_for(seq.known, replica.block_size) - len(cached)
+    blocks = cached + [pool.allocate() for _ in range(fresh)]
+    seq.start(replica, replica.free_rows.pop(), blocks, len(cached) * replica.block_size)
+    draft.admits.append(seq.admit())
+    draft.admitted.add(seq.row)
+    draft.set_blocks(seq.row, 0, blocks)
+    core.note_start(seq)
+
+
+# -- the message
+
+
+def _seal(replica: Replica, draft: Draft) -> StepPlan:
+    """Count the step as in flight and pack the columns."""
+    replica.last_step += 1
+    replica.in_flight.append(Step(replica.last_step, draft.decodes, draft.chunks))
+    drops, replica.drops = replica.drops, []
+    return StepPlan(
+        lease=replica.lease,
+        step=replica.last_step,
+        drops=i32(drops),
+        fork_src=i32(draft.fork_src),
+        fork_dst=i32(draft.fork_dst),
+        fork_seeds=u64(draft.fork_seeds),
+        copy_src=i32(draft.copy_src),
+        copy_dst=i32(draft.copy_dst),
+        admits=draft.admits,
+        delta_rows=i32(draft.delta_rows),
+        delta_slots=i32(draft.delta_slots),
+        delta_blocks=i32(draft.delta_blocks),
+        rows=i32(draft.rows),
+        starts=i32(draft.starts),
+        counts=i32(draft.counts),
+        sample_src=i32(draft.sample_src),
+        sample_rows=i32(draft.sample_rows),
+    )

@@ -1,0 +1,132 @@
+"""One replica: a worker's rows, its block pool, who runs there, and the steps in flight.
+
+Everything here dies with the lease: a worker that comes back gets a new Replica.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+
+from ..proto.messages import Lease
+from .block_pool import BlockPool, PoolError
+from .request import Sequence
+
+MAX_IN_FLIGHT = 2
+"""Plans sent and not yet answered: one runs while the next waits at the worker's door."""
+
+
+class Step:
+    """What one plan asked for, kept until its result comes.
+
+    The result has one token for each of ``decodes``, then one for each of ``chunks`` that draws.
+    """
+
+    __slots__ = ("chunks", "decodes", "generations", "number", "sent_at")
+
+    def __init__(self, number: int, decodes: list[Sequence], chunks: list[tuple[Sequence, int, int, bool]]):
+        self.number = number
+        self.decodes = decodes
+        self.generations = [seq.generation for seq in decodes]
+        self.chunks = chunks  # (sequence, generation, tokens computed when this step is done, draws a token)
+        self.sent_at = 0.0
+
+    def samples(self) -> int:
+        """Tokens the result must have."""
+        return len(self.decodes) + sum(draws for _, _, _, draws in self.chunks)
+
+    def sequences(self) -> list[Sequence]:
+        """Those in this step that have not left since."""
+        alive = [s for s, g in zip(self.decodes, self.generations, strict=True) if s.generation == g]
+        return alive + [s for s, g, _, _ in self.chunks if s.generation == g]
+
+
+class Replica:
+    """A worker that can run plans. Lists of sequences are kept in order of their keys, first come first."""
+
+    def __init__(
+        self, number: int, lease: Lease, peer: str, num_rows: int, num_blocks: int, block_size: int,
+        max_model_len: int, vocab_size: int, caching: bool = True, device: str = "",
+    ):  # fmt: skip
+        self.number, self.lease, self.peer, self.device = number, lease, peer, device
+        self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
+        self.pool = BlockPool(num_blocks, caching)
+        self.num_rows = num_rows
+        self.free_rows = list(range(num_rows - 1, -1, -1))
+        self.decoding: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.suspects: list[Sequence] = []
+        self.drops: list[int] = []  # rows given up since the last plan
+        self.in_flight: deque[Step] = deque()
+        self.last_step = 0
+        self.decodes_waited = False  # the last plan left the decodes out to take a whole prompt
+        self.draining = False
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a row."""
+        return len(self.decoding) + len(self.prefilling)
+
+    def sequences(self) -> list[Sequence]:
+        """All that hold a row here."""
+        return self.decoding + self.prefilling
+
+    def last(self) -> Sequence:
+        """The running sequence that came last: the one to preempt."""
+        tails = self.decoding[-1:] + self.prefilling[-1:]
+        return max(tails, key=_key)
+
+    def join(self, seq: Sequence) -> None:
+        """Called by ``Sequence.start``."""
+        insort(self.prefilling if seq.prefilling else self.decoding, seq, key=_key)
+        if seq.suspect:
+            self.suspects.append(seq)
+
+    def prefilled(self, seq: Sequence) -> None:
+        """The whole of ``seq`` is planned: from here on it decodes."""
+        del self.prefilling[_find(self.prefilling, seq)]
+        seq.prefilling = False
+        insort(self.decoding, seq, key=_key)
+
+    def leave(self, seq: Sequence) -> None:
+        """Called by the state machine: take back the row and the blocks.
+
+        Both may be given out in the next plan although steps in flight still write there: a worker changes its state
+        in plan order on one stream, so those writes come first.
+        """
+        running = self.prefilling if seq.prefilling else self.decoding
+        del running[_find(running, seq)]
+        if seq in self.suspects:
+            self.suspects.remove(seq)
+        self.free_rows.append(seq.row)
+        self.drops.append(seq.row)
+        self.pool.release_table(seq.blocks)
+
+    def check_integrity(self) -> None:
+        """Raises PoolError where rows, lists or blocks do not add up."""
+        running = self.sequences()
+        self.pool.check_integrity([seq.blocks for seq in running])
+        rows = [seq.row for seq in running]
+        if sorted(rows + self.free_rows) != list(range(self.num_rows)):
+            raise PoolError(f"rows {sorted(rows)} are held and {sorted(self.free_rows)} free of {self.num_rows}")
+        for seq in running:
+            if not 0 <= seq.computed <= seq.planned <= max(seq.limit - 1, seq.known):
+                raise PoolError(f"computed {seq.computed}, planned {seq.planned}, known {seq.known}, limit {seq.limit}")
+            if seq.computed > seq.known or seq.planned > len(seq.blocks) * self.block_size:
+                raise PoolError(f"planned {seq.planned} of {len(seq.blocks)} blocks of {self.block_size}")
+        for name, seqs in (("decoding", self.decoding), ("prefilling", self.prefilling)):
+            if [s.key for s in seqs] != sorted(s.key for s in seqs):
+                raise PoolError(f"{name} is out of order")
+            if any(s.prefilling != (name == "prefilling") or s.prefilling > (s.planned < s.known) for s in seqs):
+                raise PoolError(f"{name} holds a sequence that is not")
+
+
+def _key(seq: Sequence) -> tuple:
+    return seq.key
+
+
+def _find(seqs: list[Sequence], seq: Sequence) -> int:
+    at = bisect_left(seqs, seq.key, key=_key)
+    if at == len(seqs) or seqs[at] is not seq:
+        raise PoolError(f"sequence {seq.key} is not where its state says")
+    return at
