@@ -1,0 +1,40 @@
+"""RMS norms: the kernel on a GPU, few and in-place operations on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class RMSNorm:
+    """x * rsqrt(mean(x^2) + eps) * w, in float32 inside; ``plus_one`` is Gemma's 1 + w."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, plus_one: bool = False) -> None:
+        self.weight, self.eps, self.plus_one = weight, eps, plus_one
+        self._cpu_weight = weight.float() + 1 if plus_one else weight
+        if weight.is_cuda:
+            from ..kernels.norm import rms_norm
+
+            self._kernel: Any = rms_norm  # returns one tensor, or two where it adds
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of ``x`` [..., hidden]."""
+        if x.is_cuda:
+            return self._kernel(x, self.weight, self.eps, None, self.plus_one)
+        return self._norm(x)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual). The CPU adds into ``residual`` itself."""
+        if x.is_cuda:
+            return self._kernel(x, self.weight, self.eps, residual, self.plus_one)
+        residual += x
+        return self._norm(residual), residual
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = scale.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        if self.plus_one or x.dtype == torch.float32:
+            return (wide * scale).mul_(self._cpu_weight).to(x.dtype)
+        return (wide * scale).to(x.dtype).mul_(self._cpu_weight)

@@ -1,0 +1,46 @@
+"""Which dtype a model runs in: the flag, what config.json asks for, and what the device can do."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ...proto.config import ConfigError
+from ...proto.model_config import ModelConfig
+from ..layers.linear import cpu_has_bf16
+
+log = logging.getLogger(__name__)
+
+_NAMES = {
+    "half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "float": torch.float32, "float32": torch.float32,
+}  # fmt: skip
+
+
+def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype for --dtype ``name`` on ``device``.
+
+    "auto" is the dtype of config.json (float32 where it names none), except that float32 becomes 16 bits wide on a
+    GPU: float16, or bfloat16 for the Gemma models, whose activations overflow float16. A CPU computes in float32, or
+    in bfloat16 where its instructions have it; float16 is never computed in there. Raises ConfigError.
+    """
+    if name != "auto" and name not in _NAMES:
+        raise ConfigError(f"Unknown dtype: {name}. Must be one of {['auto', *_NAMES]}.")
+    wanted = _config_dtype(config) if name == "auto" else _NAMES[name]
+    if device.type != "cpu":
+        if name == "auto" and wanted == torch.float32:
+            return torch.bfloat16 if str(config.hf.get("model_type", "")).startswith("gemma") else torch.float16
+        return wanted
+    if wanted == torch.float32 or (wanted == torch.bfloat16 and cpu_has_bf16()):
+        return wanted
+    used = torch.bfloat16 if cpu_has_bf16() else torch.float32
+    log.warning("this CPU does not compute in %s; using %s", str(wanted)[6:], str(used)[6:])
+    return used
+
+
+def _config_dtype(config: ModelConfig) -> torch.dtype:
+    name = str(config.hf.get("dtype") or config.hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in _NAMES:
+        raise ConfigError(f"Unknown dtype: {name} in {config.path}/config.json; choose one with --dtype bfloat16.")
+    return _NAMES[name]
