@@ -1,8 +1,9 @@
 """Loading a tokenizer: tokenizer.json through `tokenizers`, and the few facts beside it.
 
 transformers is imported only where there is no tokenizer.json or ``--tokenizer-mode slow``: importing it takes
-seconds and brings torch along. What `tokenizer.json` leaves out (special tokens, add_bos_token, the chat template)
-is read from tokenizer_config.json, special_tokens_map.json and chat_template.jinja as transformers reads it.
+seconds and brings torch along. What `tokenizer.json` leaves out (which tokens are special, the chat template) is read
+from tokenizer_config.json, special_tokens_map.json and chat_template.jinja as transformers 5 reads it; as there,
+tokenizer.json's own post-processor decides what is added around a prompt and add_bos_token is ignored beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are the parallelism; extra threads only fight
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from ..proto.config import ConfigError
 
@@ -73,7 +74,6 @@ def load_tokenizer(
     backend.no_padding()
     special = _named(config)
     _add_special_tokens(backend, config, special)
-    _set_post_processor(backend, config, special)
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -133,17 +133,6 @@ def _add_special_tokens(backend: Tokenizer, config: dict[str, Any], special: dic
     known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     missing = [n for n in dict.fromkeys(names) if not known.get(n)]
     backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in missing])
-
-
-def _set_post_processor(backend: Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """add_bos_token and add_eos_token, where the config has them, replace the file's own post-processor."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    around = [token for token in (bos, "$A", eos) if token]
-    ids = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
-    backend.post_processor = processors.TemplateProcessing(single=around, pair=[*around, "$B:1"], special_tokens=ids)
 
 
 def _longest(backend: Tokenizer) -> int | None:

@@ -1,0 +1,330 @@
+"""Incremental decoding and stop strings: whatever way text is cut into tokens, the whole comes out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from quire.detokenizer import detokenize
+from quire.detokenizer.detokenize import ByteStream, PieceStream, Streams, WindowStream
+from quire.detokenizer.sequence import TextSequence, first_finish
+from quire.detokenizer.stops import StopSet, StopWatch
+from quire.detokenizer.tokenizer import TextTokenizer
+from quire.proto.messages import Finish
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. Don't stop, it's 1,234.56 o'clock!",
+    "naïve café — Größe, 你好世界，こんにちは。 Привет мир! नमस्ते",
+    "emoji 😀 👩‍👩‍👧‍👦 🇩🇪 e\u0301 combining, tabs\tand\nnewlines\r\n   spaces",
+    "def f(x):\n    return {'a': [1, 2, 3], \"b\": x ** 2}",
+] * 3
+TEXT = "".join(CORPUS[:4]) + "👩‍👩‍👧‍👦🇩🇪🏳️‍🌈 ก็ ﷽ \u200d\ufe0f 𝔘𝔫𝔦"
+SPECIALS = ["<s>", "</s>", "<|tool|>"]
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(["<plain>", "日本", "é"])
+    return tokenizer
+
+
+def sentencepiece(strip: bool = True) -> Tokenizer:
+    tokens = [
+        *SPECIALS,
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        "a",
+        "b",
+        "c",
+        "▁a",
+        "▁▁",
+        "bc",
+        "é",
+        "你",
+        ".",
+        "▁the",
+    ]
+    tokenizer = Tokenizer(models.BPE(vocab={t: n for n, t in enumerate(tokens)}, merges=[], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strip else parts)
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=[*SPECIALS, "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def wordpiece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=[*SPECIALS, "[UNK]"], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def no_decoder() -> Tokenizer:
+    return Tokenizer(models.WordLevel({w: n for n, w in enumerate(["<unk>", "a", "b", "▁c", "d."])}, unk_token="<unk>"))
+
+
+def wrap(backend: Tokenizer) -> TextTokenizer:
+    return TextTokenizer(
+        lambda text, special: backend.encode(text, add_special_tokens=special).ids,
+        lambda ids, skip: backend.decode(ids, skip_special_tokens=skip),
+        backend, {}, backend.token_to_id, {}, None,
+    )  # fmt: skip
+
+
+KINDS = {
+    "byte_level": (byte_level(), ByteStream),
+    "sentencepiece": (sentencepiece(), PieceStream),
+    "gemma": (sentencepiece(strip=False), PieceStream),
+    "unigram": (unigram(), PieceStream),
+    "wordpiece": (wordpiece(), PieceStream),
+    "none": (no_decoder(), PieceStream),
+}
+STREAMS = {name: Streams(wrap(backend)) for name, (backend, _) in KINDS.items()}
+kinds = st.sampled_from(sorted(KINDS))
+
+
+def size(name: str) -> int:
+    return KINDS[name][0].get_vocab_size(with_added_tokens=True)
+
+
+@st.composite
+def some_ids(draw: st.DrawFn) -> tuple[str, list[int]]:
+    """Ids of a tokenizer: random ones, those of real text, and ids out of the vocabulary, mixed."""
+    name = draw(kinds)
+    random_ids = st.lists(st.integers(0, size(name) + 5), max_size=12)
+    cut = st.tuples(st.integers(0, len(TEXT)), st.integers(1, 12)).map(
+        lambda c: KINDS[name][0].encode(TEXT[c[0] : c[0] + c[1]], add_special_tokens=False).ids
+    )
+    parts = draw(st.lists(st.one_of(random_ids, cut), max_size=5))
+    return name, [i for part in parts for i in part]
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_each_tokenizer_gets_its_fast_stream(name: str) -> None:
+    assert type(STREAMS[name].open([], True)) is KINDS[name][1]
+
+
+@settings(max_examples=600, deadline=None)
+@given(some_ids(), st.booleans())
+def test_stream_is_the_whole_decode(case: tuple[str, list[int]], skip: bool) -> None:
+    name, ids = case
+    stream = STREAMS[name].open([], skip)
+    parts = [*map(stream.push, ids), stream.finish()]
+    whole = KINDS[name][0].decode(ids, skip_special_tokens=skip)
+    assert "".join(parts) == whole
+    for n in range(len(parts)):  # what has gone out is never taken back
+        assert whole.startswith("".join(parts[:n]))
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "gemma", "unigram"])
+def test_no_character_is_cut(name: str) -> None:
+    backend = KINDS[name][0]
+    text = "ok 👩‍👩‍👧‍👦 e\u0301 你好"
+    ids = backend.encode(text, add_special_tokens=False).ids
+    stream = STREAMS[name].open([], True)
+    assert name == "unigram" or not any("�" in stream.push(i) for i in ids)
+
+
+def test_text_after_a_prompt_keeps_its_leading_space() -> None:
+    backend, streams = KINDS["sentencepiece"][0], STREAMS["sentencepiece"]
+    ids = backend.encode("a bc", add_special_tokens=False).ids
+    assert "".join(map(streams.open([], True).push, ids)) == "a bc"
+    assert "".join(map(streams.open([3 + 256 + 1], True).push, ids)) == " a bc"
+    bos = backend.token_to_id("<s>")
+    assert "".join(map(streams.open([bos], True).push, ids)) == "a bc"
+    assert "".join(map(streams.open([bos], False).push, ids)) == " a bc"
+
+
+def test_ids_beyond_the_vocabulary_are_nothing() -> None:
+    for name, streams in STREAMS.items():
+        stream = streams.open([], True)
+        assert (
+            stream.push(size(name) + 1000) == ""
+            and stream.push(-1) == ""
+            and stream.push(2**31 - 1) == ""
+            and stream.finish() == ""
+        )
+
+
+def test_special_tokens_are_shown_when_asked_for() -> None:
+    backend, streams = KINDS["byte_level"][0], STREAMS["byte_level"]
+    ids = [backend.token_to_id("<|tool|>"), backend.token_to_id("é"), backend.token_to_id("日本")]
+    assert "".join(map(streams.open([], False).push, ids)) == backend.decode(ids, skip_special_tokens=False)
+    assert streams.open([], True).push(ids[0]) == ""
+
+
+def test_a_very_long_run_of_byte_tokens_still_flows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detokenize, "MAX_RUN", 8)
+    text = "ᚠᛇᚻ᛫ᛒᛦᚦ᛫ᚠᚱᚩᚠᚢᚱ"
+    ids = [3 + b for b in text.encode()] + [3 + 256 + 1]
+    stream = STREAMS["sentencepiece"].open([], True)
+    parts = [stream.push(i) for i in ids]
+    assert "".join(parts) == text + "a" and max(map(len, parts)) < 5
+    stream = STREAMS["sentencepiece"].open([], True)
+    parts = [stream.push(3 + b) for b in [32, *text.encode(), 0xE1]]
+    assert "".join(parts) + stream.finish() == text + "�"
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_window_stream_gives_the_whole_decode_of_text(name: str) -> None:
+    backend = KINDS[name][0]
+    ids = backend.encode(TEXT, add_special_tokens=False).ids[:60]
+    stream = WindowStream(lambda ids: backend.decode(ids, skip_special_tokens=True), [])
+    assert "".join([*map(stream.push, ids), stream.finish()]) == backend.decode(ids, skip_special_tokens=True)
+
+
+def test_a_decoder_that_disagrees_with_its_parts_is_decoded_by_window(caplog: pytest.LogCaptureFixture) -> None:
+    backend = no_decoder()
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "x")])
+    assert type(Streams(wrap(backend)).open([], True)) is WindowStream
+    backend.decoder = decoders.BPEDecoder()
+    assert type(Streams(wrap(backend)).open([], True)) is WindowStream
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+def earliest(text: str, stops: list[str]) -> tuple[int, int, str] | None:
+    """(start, end, string) of the stop string that is complete first; of several there, the longest."""
+    found = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
+    if not found:
+        return None
+    end, length, string = min(found)
+    return end + length, end, string
+
+
+small = st.text(alphabet="abc", max_size=30)
+stop_lists = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@settings(max_examples=600, deadline=None)
+@given(small, stop_lists, st.lists(st.integers(1, 4), min_size=30, max_size=30), st.booleans())
+def test_stop_strings_do_not_depend_on_the_cut(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
+    watch = StopWatch(StopSet(stops, include))
+    out, hit, at, shown = "", None, 0, earliest(text, stops)
+    for cut in cuts:
+        part, hit = watch.feed(text[at : at + cut])
+        at += cut
+        out += part
+        if hit or at >= len(text):
+            break
+        assert include or earliest(out, stops) is None
+        for stop in stops:  # nothing that could still become a stop string is out
+            overlap = next((k for k in range(len(stop) - 1, 0, -1) if text[:at].endswith(stop[:k])), 0)
+            assert include or len(out) <= at - overlap
+    if shown is None:
+        assert hit is None and out + watch.rest() == text
+    else:
+        assert hit == shown[2] and out == text[: shown[1] if include else shown[0]]
+        assert at - cut < shown[1] <= at
+
+
+@settings(max_examples=400, deadline=None)
+@given(some_ids(), st.data(), st.booleans(), st.sampled_from([Finish.STOP, Finish.LENGTH]))
+def test_stop_strings_over_real_tokens(case, data, include: bool, finish: Finish) -> None:
+    """Stop strings taken from the text itself, over every kind of tokenizer."""
+    name, ids = case
+    backend = KINDS[name][0]
+    end = len(ids) - (finish == Finish.STOP and not include)
+    whole = backend.decode(ids[:end] if ids else [], skip_special_tokens=True)
+    place = st.tuples(st.integers(0, max(0, len(whole) - 1)), st.integers(1, 6)).map(
+        lambda p: whole[p[0] : p[0] + p[1]]
+    )
+    stops = [s for s in data.draw(st.lists(st.one_of(place, st.just("zzz")), min_size=1, max_size=3)) if s] or ["zzz"]
+    sequence = TextSequence(STREAMS[name].open([], True), StopSet(stops, include))
+    out, used = "", 0
+    for n, token in enumerate(ids):
+        last = finish if n == len(ids) - 1 else Finish.NONE
+        news = sequence.advance([token], last, -1, include)
+        out, used = out + news.text, used + news.used
+        if sequence.done:
+            break
+    if not ids:
+        return
+    shown = earliest(whole, stops)
+    assert sequence.done and news.length == used == sequence.count
+    if shown is None:
+        assert out == whole and news.reason is None and news.finish == finish and used == len(ids)
+    else:
+        assert out == whole[: shown[1] if include else shown[0]]
+        assert news.reason == shown[2] and news.finish == Finish.STOP
+
+
+def test_many_tokens_at_once_are_cut_where_the_stop_string_ends() -> None:
+    ids = KINDS["byte_level"][0].encode("one STOP two", add_special_tokens=False).ids
+    once = TextSequence(STREAMS["byte_level"].open([], True), StopSet(["STOP"], False)).advance(
+        ids, Finish.LENGTH, -1, False
+    )
+    assert once.text == "one " and once.reason == "STOP" and once.finish == Finish.STOP
+    assert 0 < once.used == once.length < len(ids)
+    assert "STOP" in KINDS["byte_level"][0].decode(ids[: once.used])
+
+
+def test_stop_token_text_is_removed_unless_included() -> None:
+    backend = KINDS["byte_level"][0]
+    ids = backend.encode("Hello.", add_special_tokens=False).ids
+    for include, text in ((False, backend.decode(ids[:-1])), (True, "Hello.")):
+        news = TextSequence(STREAMS["byte_level"].open([], True), None).advance(ids, Finish.STOP, ids[-1], include)
+        assert news == (text, len(ids), Finish.STOP, ids[-1], len(ids))
+    news = TextSequence(STREAMS["byte_level"].open([], True), None).advance(ids, Finish.STOP, -1, False)
+    assert news.reason is None
+
+
+def test_hostile_stop_strings_cost_little() -> None:
+    stops = StopSet(["a" * 4000 + "b"], False)
+    watch = StopWatch(stops)
+    out = "".join(watch.feed("a" * 7)[0] for _ in range(3000))
+    assert len(out) == 21000 - 4000 and watch.feed("b") == ("", "a" * 4000 + "b")
+
+
+def test_replay_gives_the_rest_of_the_text_only() -> None:
+    backend = KINDS["byte_level"][0]
+    ids = backend.encode("Replay 😀 this text", add_special_tokens=False).ids
+    for have in range(len(ids)):
+        first = TextSequence(STREAMS["byte_level"].open([], True), None)
+        sent = "".join(first.advance([i], Finish.NONE, -1, False).text for i in ids[:have])
+        for chars in {0, len(sent) // 2, len(sent)}:
+            again = TextSequence(STREAMS["byte_level"].open([], True), None, chars)
+            news = again.advance(ids[:have], Finish.NONE, -1, False)
+            rest = again.advance(ids[have:], Finish.LENGTH, -1, False)
+            assert sent[:chars] + news.text + rest.text == backend.decode(ids)
+            assert rest.length == len(ids)
+
+
+def test_first_finish() -> None:
+    assert first_finish([5, 6, 7], [9], [], 10) == (3, Finish.NONE, -1)
+    assert first_finish([5, 9], [9], [9], 2) == (2, Finish.STOP, -1)
+    assert first_finish([5, 8, 7], [9], [8], 3) == (2, Finish.STOP, 8)
+    assert first_finish([5, 6], [9], [], 2) == (2, Finish.LENGTH, -1)
+    assert first_finish([], [9], [], 2) == (0, Finish.NONE, -1)
+
+
+def test_decoder_states_are_json_as_expected() -> None:
+    """The one thing read from `tokenizers` that is not its documented interface."""
+    assert json.loads(decoders.ByteLevel().__getstate__())["type"] == "ByteLevel"
