@@ -14,7 +14,15 @@ from quire.proto.codec import Decoder, encode, from_i8, from_i32, from_i64, i32
 from quire.proto.config import EngineArgs
 from quire.proto.hashing import hash_blocks
 from quire.proto.messages import (
-    Child, Failed, Finish, FromSchedulerWorkers, Lease, StepResult, Stopped, Submit, TokenBatch,
+    Child,
+    Failed,
+    Finish,
+    FromSchedulerWorkers,
+    Lease,
+    StepResult,
+    Stopped,
+    Submit,
+    TokenBatch,
 )  # fmt: skip
 from quire.proto.params import SamplingParams
 from quire.scheduler.core import Scheduler
