@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 
@@ -12,6 +13,7 @@ STALE_S = 60.0
 """A folder without its launcher is removed by a later one when it is as old as this."""
 
 _PREFIX = "quire-run-"
+_LOCK = "launcher.lock"  # the scheduler locks the folder itself
 
 
 def make_run_dir() -> tuple[str, int]:
@@ -21,7 +23,7 @@ def make_run_dir() -> tuple[str, int]:
         base = "/tmp"
     _sweep(base)
     path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
     return path, fd
 
@@ -33,9 +35,10 @@ def _sweep(base: str) -> None:
     for path in found:
         try:
             info = os.lstat(path)
-            if info.st_uid != os.getuid() or time.time() - info.st_mtime < STALE_S:
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or time.time() - info.st_mtime < STALE_S:
                 continue
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(os.path.join(path, _LOCK), flags, 0o600)
         except OSError:
             continue
         try:

@@ -1,6 +1,7 @@
 """The launcher with small programs in place of the services."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -177,10 +178,10 @@ def test_folders_of_killed_launchers_are_swept():
         second, second_fd = rundir.make_run_dir()
         assert os.path.exists(kept) and other.exists() and not stale.exists()
         os.close(second_fd)
-        os.rmdir(second)
+        shutil.rmtree(second)
     finally:
         os.close(fd)
-        os.rmdir(kept)
+        shutil.rmtree(kept)
         other.rmdir()
 
 
