@@ -139,7 +139,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
         try:
             return SamplingParams(**values)
         except ParamError as error:
-            raise ApiError(400, str(error), error.param) from error
+            raise self._own_words(error) from error
+
+    def _own_words(self, error: ParamError) -> ApiError:
+        """The error, in this request's own names of its fields."""
+        return ApiError(400, str(error), error.param)
 
     def check(self) -> None:
         """Refuse combinations that mean nothing. Raises ApiError."""
@@ -191,6 +195,11 @@ class ChatRequest(GenerateRequest):
 
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def _own_words(self, error: ParamError) -> ApiError:
+        if error.param != "max_tokens" or self.max_completion_tokens is None:
+            return GenerateRequest._own_words(self, error)
+        return ApiError(400, str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
 
     def check(self) -> None:
         GenerateRequest.check(self)

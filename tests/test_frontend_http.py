@@ -1,0 +1,387 @@
+"""Routes, shapes and errors of the HTTP end, over an engine that plays scripts."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from quire import __version__
+from quire.client.stream import OpenRequest, RequestError
+from quire.frontend.fake import MAX_MODEL_LEN, FakeServer, Say
+from quire.proto.messages import Finish
+
+HI = {"prompt": "hi there", "max_tokens": 3}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(names=["fake", "alias"], max_request_bytes=100_000) as running:
+        yield running
+
+
+def ask(
+    server: FakeServer, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> tuple[int, Any, http.client.HTTPMessage]:
+    """Status, decoded body, headers. ``body`` is JSON, or bytes as they are."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    try:
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+        answer = connection.getresponse()
+        text = answer.read()
+    finally:
+        connection.close()
+    return answer.status, json.loads(text) if text[:1] in b"{[" and text else text, answer.headers
+
+
+def post(server: FakeServer, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+    return ask(server, "POST", path, body, headers)[:2]
+
+
+def error_of(answer: tuple[Any, ...], status: int) -> dict[str, Any]:
+    """The error, having checked its shape."""
+    assert answer[0] == status
+    assert set(answer[1]) == {"error"}
+    error = answer[1]["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert error["message"] and isinstance(error["type"], str)
+    return error
+
+
+# ---------------------------------------------------------------- small routes
+
+
+def test_models(server: FakeServer) -> None:
+    status, body, _ = ask(server, "GET", "/v1/models")
+    assert status == 200
+    assert body["object"] == "list"
+    assert [model["id"] for model in body["data"]] == ["fake", "alias"]
+    assert all(model["object"] == "model" and model["max_model_len"] == MAX_MODEL_LEN for model in body["data"])
+    assert ask(server, "GET", "/v1/models/alias")[1]["id"] == "alias"
+    assert error_of(ask(server, "GET", "/v1/models/nope"), 404)["param"] == "model"
+
+
+def test_health_version_ping(server: FakeServer) -> None:
+    assert ask(server, "GET", "/health")[0] == 200
+    assert ask(server, "GET", "/ping")[0] == ask(server, "POST", "/ping")[0] == 200
+    assert ask(server, "GET", "/version")[1] == {"version": __version__}
+    server.engine.is_ready = False
+    answer = ask(server, "GET", "/health")
+    error_of(answer, 503)
+    assert int(answer[2]["Retry-After"]) >= 1
+
+
+def test_metrics(server: FakeServer) -> None:
+    post(server, HI)
+    post(server, {**HI, "stream": True})
+    post(server, {**HI, "n": 0})
+    text = ask(server, "GET", "/metrics")[1].decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert values['quire:num_requests_running{model_name="fake"}'] == "0.0"
+    assert values['quire:kv_cache_usage_perc{model_name="fake"}'] == "0.07"
+    assert values['quire:kv_blocks_in_use{model_name="fake"}'] == "7.0"
+    assert values['quire:bad_frames_total{model_name="fake"}'] == "2.0"
+    assert values['quire:generation_tokens_total{model_name="fake"}'] == "13.0"
+    assert values['quire:request_success_total{finished_reason="length",model_name="fake"}'] == "2.0"
+    assert values['quire:time_to_first_token_seconds_count{model_name="fake"}'] == "2.0"
+    assert values['quire:inter_token_latency_seconds_count{model_name="fake"}'] == "4.0"
+    assert values['quire:e2e_request_latency_seconds_count{model_name="fake"}'] == "2.0"
+    assert values['quire:request_generation_tokens_sum{model_name="fake"}'] == "6.0"
+    assert values['quire:http_errors_total{model_name="fake",status="400"}'] == "1.0"
+    server.engine.is_ready = False  # no scheduler answers
+    text = ask(server, "GET", "/metrics")[1].decode()
+    assert "kv_blocks_in_use" not in text
+    assert "request_success" in text
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def test_completion(server: FakeServer) -> None:
+    status, body = post(server, HI)
+    assert status == 200
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["model"] == "fake"
+    assert isinstance(body["created"], int)
+    assert body["choices"] == [
+        {"index": 0, "text": " 0.0 0.1 0.2", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+
+
+def test_chat(server: FakeServer) -> None:
+    status, body = post(server, {**CHAT, "model": "alias"}, "/v1/chat/completions")
+    assert status == 200
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "alias"
+    (choice,) = body["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"] == " 0.0 0.1 0.2"
+    assert choice["finish_reason"] == "length"
+    message = server.engine.requests[0].message
+    assert message.messages == CHAT["messages"]
+    assert message.template == {"add_generation_prompt": True, "continue_final_message": False}
+    assert message.add_special_tokens is False
+
+
+def test_prompts_times_n_are_numbered_as_openai_does(server: FakeServer) -> None:
+    _, body = post(server, {"prompt": ["a", "b c", "d"], "n": 2, "max_tokens": 1, "echo": True})
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [
+        (0, "a 0.0"), (1, "a 1.0"), (2, "b c 0.0"), (3, "b c 1.0"), (4, "d 0.0"), (5, "d 1.0"),
+    ]  # fmt: skip
+    assert body["usage"]["prompt_tokens"] == 4
+    assert body["usage"]["completion_tokens"] == 6
+
+
+def test_prompts_as_ids(server: FakeServer) -> None:
+    assert post(server, {**HI, "prompt": [5, 6, 7]})[1]["usage"]["prompt_tokens"] == 3
+    _, body = post(server, {**HI, "prompt": [[5, 6, 7], [8]]})
+    assert len(body["choices"]) == 2
+    assert body["usage"]["prompt_tokens"] == 4
+    assert error_of(post(server, {**HI, "prompt": [5], "echo": True}), 400)["param"] == "echo"
+
+
+def test_options_reach_the_engine(server: FakeServer) -> None:
+    post(server, {**HI, "seed": 7, "stop": "x", "priority": -3, "add_special_tokens": False, "top_k": 4})
+    message = server.engine.requests[0].message
+    assert (message.seed, message.priority, message.add_special_tokens) == (7, -3, False)
+    assert (message.params.stop, message.params.top_k, message.params.max_tokens) == (["x"], 4, 3)
+    post(server, {"messages": CHAT["messages"], "add_special_tokens": True}, "/v1/chat/completions")
+    message = server.engine.requests[1].message
+    assert message.add_special_tokens is True
+    assert message.params.max_tokens is None
+
+
+def test_finish_reasons(server: FakeServer) -> None:
+    def script(request: OpenRequest) -> Iterator[Say]:
+        yield Say(0, "é", finish=Finish.STOP)
+        yield Say(1, '"\n', tokens=2, finish=Finish.STOP, stop_reason="END")
+        yield Say(2, "", tokens=0, finish=Finish.STOP, stop_reason=42)
+        yield Say(3, "cut", finish=Finish.ABORT)
+
+    server.engine.script = script
+    _, body = post(server, {**HI, "n": 4})
+    assert [(c["text"], c["finish_reason"], c["stop_reason"]) for c in body["choices"]] == [
+        ("é", "stop", None), ('"\n', "stop", "END"), ("", "stop", 42), ("cut", "abort", None),
+    ]  # fmt: skip
+
+
+def test_the_clients_own_id(server: FakeServer) -> None:
+    assert post(server, HI, **{"X-Request-Id": "abc-1"})[1]["id"] == "cmpl-abc-1"
+    assert post(server, {**HI, "request_id": "mine"})[1]["id"] == "cmpl-mine"
+    assert "<" not in post(server, HI, **{"X-Request-Id": "<script>"})[1]["id"]
+
+
+def test_chat_echo(server: FakeServer) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "I"}]
+    body = {"messages": messages, "echo": True, "continue_final_message": True, "max_tokens": 1}
+    assert post(server, body, "/v1/chat/completions")[1]["choices"][0]["message"]["content"] == "I 0.0"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_unknown_and_missing_model(server: FakeServer) -> None:
+    error = error_of(post(server, {**HI, "model": "nope"}), 404)
+    assert error["type"] == "NotFoundError"
+    assert error["param"] == "model"
+    assert "`nope` does not exist" in error["message"]
+    assert "fake" in error["message"]
+    assert post(server, HI)[0] == 200
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_tokens", -1), ("temperature", "a"), ("n", 0), ("prompt", "")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_field_is_400_and_nothing_is_queued(server: FakeServer, field: str, value: Any, stream: bool) -> None:
+    error = error_of(post(server, {**HI, "stream": stream, field: value}), 400)
+    assert error["param"] == field
+    assert error["type"] == "BadRequestError"
+    assert not server.engine.requests
+
+
+def test_one_bad_prompt_among_many_queues_none(server: FakeServer) -> None:
+    assert error_of(post(server, {**HI, "prompt": ["a", ""]}), 400)["param"] == "prompt"
+    assert not server.engine.requests
+    assert error_of(post(server, {**HI, "prompt": ["a"] * 2048, "n": 16}), 400)["param"] == "n"
+    assert not server.engine.requests
+
+
+def test_greedy_with_n(server: FakeServer) -> None:
+    assert error_of(post(server, {**HI, "temperature": 0, "n": 2}), 400)["param"] == "n"
+
+
+def test_empty_messages(server: FakeServer) -> None:
+    for messages in ([], None):
+        error = error_of(post(server, {"messages": messages}, "/v1/chat/completions"), 400)
+        assert error["param"] == "messages"
+
+
+def test_bodies_that_are_no_json(server: FakeServer) -> None:
+    for body in (b"", b"{", b"[]", b"\xff\xfe", b"\x80\x04\x95"):
+        error_of(post(server, body), 400)
+    error_of(post(server, HI, **{"Content-Type": "text/plain"}), 400)
+    error_of(post(server, HI, **{"Content-Type": "application/x-www-form-urlencoded"}), 400)
+    error_of(post(server, HI, **{"Content-Encoding": "gzip"}), 400)
+    assert post(server, HI, **{"Content-Type": "application/json; charset=utf-8"})[0] == 200
+
+
+def test_too_large(server: FakeServer) -> None:
+    error = error_of(post(server, {"prompt": "x" * 200_000}), 413)
+    assert "100000" in error["message"]
+    # the same with no length announced
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    pieces = iter([b'{"prompt": "'] + [b"x" * 10_000] * 20 + [b'"}'])
+    connection.request("POST", "/v1/completions", pieces, {"Content-Type": "application/json"}, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+    assert post(server, HI)[0] == 200
+
+
+def test_a_body_that_does_not_come() -> None:
+    with FakeServer(body_s=0.1) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", "50")
+        connection.endheaders(b'{"prompt"')
+        answer = connection.getresponse()
+        error_of((answer.status, json.loads(answer.read())), 408)
+        connection.close()
+
+
+def test_unknown_path_and_method(server: FakeServer) -> None:
+    error_of(ask(server, "GET", "/v1/nope"), 404)
+    error_of(ask(server, "GET", "/"), 404)
+    answer = ask(server, "GET", "/v1/completions")
+    error_of(answer, 405)
+    assert answer[2]["Allow"] == "POST"
+    error_of(ask(server, "DELETE", "/v1/models"), 405)
+
+
+def test_garbage_instead_of_http(server: FakeServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for bytes_sent in (b"\x00\xff" * 50 + b"\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n"):
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
+            sock.sendall(bytes_sent)
+            answer = sock.recv(65536)
+        assert not answer or b" 400 " in answer.split(b"\r\n")[0]
+    assert post(server, HI)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_refusals_of_the_engine_keep_their_status(server: FakeServer, stream: bool, prompt: Any) -> None:
+    server.engine.refuse = lambda request: RequestError(429, "too many wait.", None, 2.4)
+    body = {**HI, "prompt": prompt, "stream": stream}
+    answer = ask(server, "POST", "/v1/completions", body)
+    assert error_of(answer, 429)["type"] == "RateLimitError"
+    assert answer[2]["Retry-After"] == "2"
+    server.engine.refuse = lambda request: RequestError(400, "prompt too long.", "prompt")
+    assert error_of(post(server, body), 400)["param"] == "prompt"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_after_acceptance_is_still_a_status(server: FakeServer, stream: bool) -> None:
+    def script(request: OpenRequest) -> Iterator[RequestError]:
+        yield RequestError(429, "full.", None, 1)
+
+    server.engine.script = script
+    error_of(post(server, {**HI, "stream": stream}), 429)
+
+
+def test_one_refused_prompt_ends_the_others(server: FakeServer) -> None:
+    server.engine.script = lambda request: iter([30.0])
+    server.engine.refuse = lambda request: RequestError(400, "no.") if request.message.prompt == "bad" else None
+    error_of(post(server, {**HI, "prompt": ["a", "bad", "c"]}), 400)
+    error_of(post(server, {**HI, "prompt": ["a", "bad", "c"], "stream": True}), 400)
+    assert server.engine.open_requests == 0
+    assert len(server.engine.aborted) == 4
+
+
+def test_nothing_is_ready(server: FakeServer) -> None:
+    server.engine.is_ready = False
+    answer = ask(server, "POST", "/v1/completions", HI)
+    assert error_of(answer, 503)["type"] == "ServiceUnavailableError"
+    assert answer[2]["Retry-After"]
+    assert not server.engine.requests
+    error_of(post(server, {**HI, "n": 0}), 400)  # what is wrong with it is told all the same
+
+
+def test_a_fault_of_ours_is_a_500_that_tells_nothing(server: FakeServer) -> None:
+    def script(request: OpenRequest) -> Iterator[Say]:
+        raise ValueError("secret")
+        yield
+
+    def refuse(request: OpenRequest) -> RequestError:
+        return RequestError(500, "the model failed.")
+
+    server.engine.refuse = refuse
+    assert error_of(post(server, HI), 500)["type"] == "InternalServerError"
+    server.engine.refuse = lambda request: None
+    server.engine.submit = script  # type: ignore[assignment, method-assign] - anything that raises
+    assert "secret" not in error_of(post(server, HI), 500)["message"]
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_api_key() -> None:
+    with FakeServer(api_key="s3cret") as server:
+        for path in ("/health", "/ping"):
+            assert ask(server, "GET", path)[0] == 200
+        for path in ("/v1/models", "/metrics", "/version", "/nope", "/health/", "//health", "/v1/../health"):
+            answer = ask(server, "GET", path)
+            assert error_of(answer, 401)["type"] == "AuthenticationError"
+            assert answer[2]["WWW-Authenticate"] == "Bearer"
+        for value in ("Bearer wrong", "Bearer ", "s3cret", "Basic s3cret", "Bearer s3cretx", "Bearer \xff"):
+            error_of(ask(server, "GET", "/v1/models", headers={"Authorization": value}), 401)
+        right = {"Authorization": "Bearer s3cret"}
+        assert ask(server, "GET", "/v1/models", headers=right)[0] == 200
+        assert ask(server, "POST", "/v1/completions", HI, right)[0] == 200
+        error_of(ask(server, "POST", "/v1/completions", HI), 401)
+
+
+# ---------------------------------------------------------------- the openai package
+
+
+def test_openai_client(server: FakeServer) -> None:
+    client = openai.OpenAI(api_key="EMPTY", base_url=server.url + "/v1", max_retries=0)
+    assert client.models.list().data[0].id == "fake"
+    assert client.models.retrieve("alias").id == "alias"
+    completion = client.completions.create(model="fake", prompt="a b", max_tokens=2, n=2)
+    assert [choice.text for choice in completion.choices] == [" 0.0 0.1", " 1.0 1.1"]
+    messages: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]}]
+    chat = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=2)
+    assert chat.choices[0].message.content == " 0.0 0.1"
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 2
+    text, usage = "", None
+    options: Any = {"include_usage": True}
+    for chunk in client.chat.completions.create(
+        model="fake", messages=messages, max_tokens=3, stream=True, stream_options=options
+    ):
+        usage = chunk.usage
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == " 0.0 0.1 0.2"
+    assert usage is not None
+    assert usage.total_tokens == 5
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nope", prompt="a")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="fake", prompt="a", max_tokens=-1)
+    assert caught.value.param == "max_tokens"
+    server.engine.refuse = lambda request: RequestError(429, "full.", None, 1)
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model="fake", prompt="a")
