@@ -10,7 +10,7 @@ from types import FrameType
 
 from ..proto.config import ConfigError, parse_service_args
 from ..proto.model_config import load_model_config, resolve_model
-from ..proto.process import die, setup_logging, watch_parent
+from ..proto.process import EXIT_CONFIG, die, setup_logging, watch_parent
 from ..proto.sockets import load_keys, worker_endpoint
 from .device import choose_device, choose_threads, describe, parameter_estimate, set_environment, usable_cores
 from .link import Dismissed, Link
@@ -62,8 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     except Dismissed as dismissal:
         if link is not None:
             link.close()
-        if str(dismissal):
-            die("gpu_worker", f"the scheduler sent this worker away: {dismissal}")
+        if str(dismissal) not in ("", "drained"):
+            # One that was never let in cannot work here; one that was expelled may start again from nothing.
+            die("gpu_worker", dismissal, 1 if dismissal.served else EXIT_CONFIG)
     except ConfigError as error:
         if link is not None:
             link.close(str(error))

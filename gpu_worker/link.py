@@ -48,7 +48,11 @@ class LeaseLost:
 
 
 class Dismissed(Exception):
-    """The scheduler said Bye; the text is its reason."""
+    """The scheduler said Bye; the text is its reason. ``served``: this worker had a lease before."""
+
+    def __init__(self, reason: str, served: bool):
+        super().__init__(reason)
+        self.served = served
 
 
 class Link:

@@ -86,7 +86,7 @@ class Worker:
                     self._results.drain()
                     return
                 case Bye(reason=reason):
-                    raise Dismissed(reason)
+                    raise Dismissed(reason, served=self._epoch > 0)
 
     # ------------------------------------------------------------ leases
 

@@ -262,6 +262,7 @@ def test_bye_dismisses(scheduler):
     scheduler.send(peer, Bye("protocol 2 is spoken here"))
     running.join()
     assert isinstance(running.ending, Dismissed) and str(running.ending) == "protocol 2 is spoken here"
+    assert not running.ending.served
 
 
 def test_a_model_that_does_not_fit_is_fatal(scheduler):

@@ -1,0 +1,169 @@
+"""``python -m quire.gpu_worker`` as a process, against a scheduler played by the test."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from worker_fakes import FakeScheduler
+from worker_toys import GREEDY, plan
+
+from quire.proto.codec import from_i32, i32
+from quire.proto.messages import Admit, Assign, Beat, Bye, Configure, Drain, Hello, StepFailed, StepResult
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}  # fmt: skip
+IDS = [7, 3, 99, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+class Process:
+    """A worker; ended, if it still runs, when the test is over."""
+
+    def __init__(self, scheduler, model, *flags):
+        command = [sys.executable, "-m", "quire.gpu_worker", f"--scheduler={scheduler.address}", f"--model={model}",
+                   "--load-format=dummy", *flags]  # fmt: skip
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def end(self):
+        """(exit code, last line of its standard error)."""
+        _, err = self.process.communicate(timeout=60)
+        return self.process.returncode, (err.splitlines() or [""])[-1]
+
+
+def steps(scheduler, peer, lease, count):
+    """Prefill IDS in row 0, then decode, two plans in flight: the tokens."""
+    scheduler.send(peer, plan(
+        1, lease, admits=[Admit(0, 1, 0, i32(IDS), len(IDS), GREEDY, 0)],
+        delta_rows=[0, 0], delta_slots=[0, 1], delta_blocks=[2, 1],
+        rows=[0], starts=[0], counts=[len(IDS)], sample_src=[0], sample_rows=[0],
+    ))  # fmt: skip
+    tokens = []
+    for step in range(2, count + 2):
+        at = len(IDS) + step - 2
+        scheduler.send(peer, plan(step, lease, rows=[0], starts=[at], counts=[1], sample_src=[0], sample_rows=[0]))
+        result = scheduler.get(StepResult, peer)[1]
+        assert result.step == step - 1 and result.lease == lease
+        tokens += from_i32(result.tokens)
+    scheduler.get(StepResult, peer)
+    return tokens
+
+
+def test_a_whole_life(model):
+    with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
+        first, hello, lease = scheduler.prepare()
+        assert hello.pid == worker.process.pid and hello.device.startswith("cpu") and hello.incarnation == first
+        tokens = steps(scheduler, first, lease, 6)
+
+        for garbage in (b"", b"\x80\x04\x95pickle.", b"\xff" * 40, b"\x92\xa8StepPlan"):
+            scheduler.router.socket.send_multipart([first.encode(), garbage])
+        while scheduler.get(Beat)[1].bad_frames < 4:
+            pass
+        scheduler.restart()  # the connection breaks: a fresh identity, weights still loaded
+        second, hello, lease = scheduler.prepare()
+        assert second != first and hello.loaded
+        assert steps(scheduler, second, lease, 6) == tokens
+
+        scheduler.send(second, plan(99, lease))
+        assert scheduler.get(StepFailed, second)[1].step == 99
+        third, hello, lease = scheduler.prepare()
+        assert third not in (first, second) and hello.loaded
+        assert steps(scheduler, third, lease, 6) == tokens
+        assert scheduler.beats[-1].memory > 0
+
+        worker.process.send_signal(signal.SIGTERM)
+        scheduler.get(Bye, third)
+        assert worker.end()[0] == 0
+
+
+def test_an_idle_worker_sleeps_and_a_drained_one_ends(model):
+    with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
+        peer, _, lease = scheduler.prepare()
+        steps(scheduler, peer, lease, 3)
+        time.sleep(0.2)
+        before = _cpu_ticks(worker.process.pid)
+        time.sleep(1.5)
+        assert _cpu_ticks(worker.process.pid) - before < 30  # of 150: a spinning thread would take them all
+        scheduler.send(peer, Drain("enough"))
+        scheduler.get(Bye, peer)
+        assert worker.end()[0] == 0
+
+
+def _cpu_ticks(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return sum(map(int, stat.read().rsplit(")", 1)[1].split()[11:13]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--num-gpu-blocks-override=3"], "The model's max seq len (64) is larger than the maximum number of tokens "
+         "that can be stored in KV cache (24). Try increasing `gpu_memory_utilization` or decreasing `max_model_len`"),
+        (["--gpu-memory-utilization=0.0000001"], "No available memory for the cache blocks. Try increasing "
+         "`gpu_memory_utilization` when initializing the engine."),
+    ],
+    ids=["too few blocks", "no room"],
+)  # fmt: skip
+def test_too_little_memory_is_one_fatal_line(model, flags, line):
+    with FakeScheduler() as scheduler, Process(scheduler, model, *flags) as worker:
+        peer, _ = scheduler.get(Hello)
+        scheduler.send(peer, Assign(scheduler.lease(), 0, 0, "", 8, 8, 64))
+        code, last = worker.end()
+        assert code == 78
+        assert last.startswith("quire.gpu_worker: error: " + line) and "needs" in last
+
+
+def test_a_scheduler_of_another_protocol_sends_it_away(model):
+    with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
+        peer, _ = scheduler.get(Hello)
+        scheduler.send(peer, Bye("this gpu_worker speaks protocol 1 and the scheduler 2"))
+        code, last = worker.end()
+        assert code == 78 and last.endswith("speaks protocol 1 and the scheduler 2")
+
+
+def test_an_expelled_worker_may_be_started_again(model):
+    with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
+        peer, _, _ = scheduler.prepare()
+        scheduler.send(peer, Bye("the scheduler ended this worker's lease: step 3 did not end"))
+        assert worker.end()[0] == 1
+
+
+def test_configuration_errors_end_it_before_anything_else(tmp_path):
+    with FakeScheduler() as scheduler:
+        with Process(scheduler, tmp_path / "nowhere") as worker:
+            code, last = worker.end()
+            assert code == 78 and "nowhere" in last
+        with Process(scheduler, tmp_path, "--gpu-memory-utilization=2") as worker:
+            assert worker.end()[0] == 2
+
+
+def test_configure_of_an_old_lease_is_ignored(model):
+    with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
+        peer, _ = scheduler.get(Hello)
+        old, _ = scheduler.assign(peer)
+        new, loaded = scheduler.assign(peer)
+        scheduler.send(peer, Configure(old, 5))
+        scheduler.send(peer, Configure(new, loaded.num_blocks))
+        assert scheduler.get()[1].lease == new
+        worker.process.send_signal(signal.SIGINT)
+        assert worker.end()[0] == 0
