@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -133,7 +132,7 @@ class Worker:
             kv = KVCache(self._model.spec, configure.num_blocks, block_size, self._dtype, self._device)
             self._runner = Runner(self._model, self._state, kv, max_tokens)
             if self._device.type == "cuda" and not self._args.enforce_eager:
-                self._runner.capture(self._args.max_seq_len_to_capture, progress=sys.stderr.isatty())
+                self._runner.capture(self._args.max_seq_len_to_capture, progress=True)
         self._next_step = 1
         self._link.last_step = 0
         self._link.send(Ready(configure.lease))
