@@ -1,0 +1,315 @@
+"""The scheduler and fake workers as processes of their own, driven over real sockets by a toy detokenizer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from quire.proto.codec import encode, from_i8, from_i32, from_i64, i32, i64
+from quire.proto.hashing import hash_blocks
+from quire.proto.messages import (
+    PROTOCOL,
+    Abort,
+    Beat,
+    Bye,
+    Failed,
+    FromSchedulerFront,
+    FromSchedulerWorkers,
+    GetStats,
+    Gone,
+    Hello,
+    Open,
+    Peers,
+    Stats,
+    StepResult,
+    Submit,
+    TokenBatch,
+)
+from quire.proto.params import SamplingParams
+from quire.proto.process import EXIT_CONFIG, new_incarnation
+from quire.proto.sockets import Dealer, front_endpoint, worker_endpoint
+from quire.scheduler.fake_worker import expected_tokens
+
+VOCAB = 1000
+WAIT_S = 60.0
+
+
+class Stack:
+    """One folder of sockets and the processes started in it."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="qs-")
+        self.folder = Path(self._folder.name)
+        self.folder.chmod(0o700)
+        self.address = f"ipc://{self.folder}"
+        self.processes: list[subprocess.Popen] = []
+
+    def start(self, module: str, *flags: str) -> subprocess.Popen:
+        command = [sys.executable, "-P", "-m", f"quire.scheduler{module}", f"--scheduler={self.address}", *flags]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        return process
+
+    def scheduler(self, *flags: str) -> subprocess.Popen:
+        return self.start("", "--block-size=8", "--max-num-seqs=16", "--max-num-batched-tokens=64", *flags)
+
+    def worker(self, *flags: str) -> subprocess.Popen:
+        return self.start(".fake_worker", *flags)
+
+    def stop(self, process: subprocess.Popen, how: int = signal.SIGTERM) -> str:
+        """End it; what it wrote to standard error."""
+        if process.poll() is None:
+            process.send_signal(how)
+        return process.communicate(timeout=WAIT_S)[1]
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                self.stop(process, signal.SIGKILL)
+            elif process.stderr is not None:
+                process.stderr.close()
+        self._folder.cleanup()
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    stack = Stack()
+    yield stack
+    stack.close()
+
+
+class Front:
+    """A toy detokenizer and the Engine behind it."""
+
+    def __init__(self, stack: Stack):
+        self.name = new_incarnation("detokenizer")
+        self.wire: Dealer = Dealer(FromSchedulerFront, front_endpoint(stack.address), self.name)
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, int] = {}
+        self.other: list[Any] = []
+        self.peers: Peers | None = None
+        self.wire.send(Hello("detokenizer", self.name, PROTOCOL, os.getpid()))
+
+    def submit(self, uid: int, prompt: list[int], max_tokens: int, attempt: int = 1) -> None:
+        ids = i32(prompt)
+        params = SamplingParams(max_tokens=max_tokens)
+        self.tokens[uid] = []
+        hashes = b"".join(hash_blocks(ids, 8))
+        self.wire.send(Submit(uid, attempt, ids, hashes, params, [], seed=uid, arrival=time.time()))
+
+    def until(self, done: Callable[[], Any]) -> None:
+        """Take messages until ``done()``; fails after a minute."""
+        deadline = time.monotonic() + WAIT_S
+        while not done():
+            assert time.monotonic() < deadline, (self.tokens, self.other)
+            self.wire.socket.poll(100)
+            while (message := self.wire.recv()) is not None:
+                self._take(message)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Peers):
+            self.peers = message
+        elif isinstance(message, TokenBatch):
+            at, flat = 0, from_i32(message.tokens)
+            columns = (message.uids, message.offsets, message.counts, message.finishes)
+            for uid, offset, count, finish in zip(
+                from_i64(columns[0]), from_i32(columns[1]), from_i32(columns[2]), from_i8(columns[3]), strict=True
+            ):
+                assert offset == len(self.tokens[uid])
+                self.tokens[uid] += flat[at : at + count]
+                at += count
+                if finish:
+                    self.finished[uid] = finish
+        elif not isinstance(message, Beat):
+            self.other.append(message)
+
+    def ready(self) -> bool:
+        return self.peers is not None and self.peers.ready
+
+    def stats(self) -> Stats:
+        self.wire.send(GetStats(7))
+        self.until(lambda: any(isinstance(m, Stats) for m in self.other))
+        found = next(m for m in self.other if isinstance(m, Stats))
+        self.other.remove(found)
+        return found
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+@pytest.fixture
+def front(stack: Stack) -> Iterator[Front]:
+    front = Front(stack)
+    yield front
+    front.close()
+
+
+PROMPTS = {uid: [(uid * 7 + i) % VOCAB for i in range(3 + 9 * uid)] for uid in range(1, 7)}
+
+
+def test_streams_survive_kill_9_of_a_worker(stack: Stack, front: Front) -> None:
+    stack.scheduler()
+    doomed = stack.worker("--delay-ms", "2", "6")
+    other = stack.worker("--delay-ms", "2", "6", "--seed=1")
+    front.until(lambda: front.peers and sum(p.kind == "gpu_worker" for p in front.peers.peers) == 2)
+    front.until(lambda: len(front.stats().replicas) == 2)
+    for uid, prompt in PROMPTS.items():
+        front.submit(uid, prompt, max_tokens=60)
+    front.until(lambda: all(len(tokens) > 5 for tokens in front.tokens.values()))
+    assert not front.finished
+    stack.stop(doomed, signal.SIGKILL)
+    front.until(lambda: len(front.finished) == len(PROMPTS))
+    for uid, prompt in PROMPTS.items():
+        assert front.tokens[uid] == expected_tokens(prompt, uid, 60, VOCAB)
+    assert len(front.stats().replicas) == 1
+    stack.stop(other)
+    front.until(lambda: not front.ready())
+    front.submit(50, [1, 2], max_tokens=5)  # waits for a worker
+    stack.worker()
+    front.until(lambda: 50 in front.finished)
+    assert front.tokens[50] == expected_tokens([1, 2], 50, 5, VOCAB)
+    stats = front.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used, stats.bad_frames) == (0, 0, 0, 0)
+    assert front.other == []
+
+
+GARBAGE = [
+    b"", b"\x00", b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", pickle.dumps({"a": print}), encode(["Nonsense", 1]),
+    encode(Beat())[:-1], encode(["Submit", 1, 1]), os.urandom(10_000), b"\x91" * 5000,
+]  # fmt: skip
+
+
+def test_garbage_is_dropped_and_counted(stack: Stack, front: Front) -> None:
+    stack.scheduler()
+    stack.worker()
+    front.until(front.ready)
+    context = zmq.Context.instance()
+    for endpoint in (front_endpoint(stack.address), worker_endpoint(stack.address)):
+        with context.socket(zmq.DEALER) as raw:
+            raw.linger = 2000
+            raw.connect(endpoint)
+            for frame in GARBAGE:
+                raw.send(frame)
+            raw.send_multipart([b"two", b"frames"])
+    front.wire.socket.send(b"from one who is known")
+    ids = i32([1, 2, 3])
+    params = SamplingParams(max_tokens=3)
+    for bad in (
+        Submit(90, 1, ids[:-1], b"", params, [], 1, 0.0),  # not whole ids
+        Submit(91, 1, ids, b"12345", params, [], 1, 0.0),  # hashes of nothing
+        Submit(92, 1, ids, b"", params, [], 1, float("nan")),
+    ):
+        front.wire.send(bad)
+    front.wire.send(Open(i64([1, 2]), i32([1])))
+    front.until(lambda: len([m for m in front.other if isinstance(m, Failed)]) == 3)
+    assert {m.status for m in front.other} == {400}
+    front.other.clear()
+    expected = 2 * (len(GARBAGE) + 1) + 1 + 3 + 1
+    front.until(lambda: front.stats().bad_frames >= expected)
+    assert front.stats().bad_frames == expected
+    front.submit(1, PROMPTS[1], max_tokens=20)
+    front.until(lambda: 1 in front.finished)
+    assert front.tokens[1] == expected_tokens(PROMPTS[1], 1, 20, VOCAB)
+
+
+def test_a_worker_that_makes_no_sense_is_expelled(stack: Stack, front: Front) -> None:
+    stack.scheduler()
+    stack.worker()
+    front.until(front.ready)
+    name = new_incarnation("gpu_worker")
+    mad: Dealer = Dealer(FromSchedulerWorkers, worker_endpoint(stack.address), name)
+
+    def receive(kind: str) -> Any:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            mad.socket.poll(100)
+            message = mad.recv()
+            if type(message).__name__ == kind:
+                return message
+        raise AssertionError(f"no {kind}")
+
+    mad.send(Hello("gpu_worker", name, PROTOCOL, 1))
+    lease = receive("Assign").lease
+    mad.send(StepResult(lease, 1, i32([1, 2, 3])))
+    assert "result of step 1" in receive("Bye").reason
+    mad.close()
+    front.submit(1, PROMPTS[2], max_tokens=20)
+    front.until(lambda: 1 in front.finished)
+    assert front.tokens[1] == expected_tokens(PROMPTS[2], 1, 20, VOCAB)
+
+
+def test_wrong_protocol_gets_bye(stack: Stack) -> None:
+    stack.scheduler()
+    for kind, union, endpoint in (
+        ("detokenizer", FromSchedulerFront, front_endpoint(stack.address)),
+        ("gpu_worker", FromSchedulerWorkers, worker_endpoint(stack.address)),
+    ):
+        name = new_incarnation(kind)
+        wire: Dealer = Dealer(union, endpoint, name)
+        wire.send(Hello(kind, name, PROTOCOL + 1, 1))
+        assert wire.socket.poll(int(WAIT_S * 1000))
+        message = wire.recv()
+        assert isinstance(message, Bye)
+        assert f"protocol {PROTOCOL + 1}" in message.reason
+        wire.close()
+
+
+def test_second_scheduler_is_refused_and_the_first_leaves_no_files(stack: Stack, front: Front) -> None:
+    first = stack.scheduler()
+    front.until(lambda: front.peers is not None)
+    second = stack.scheduler()
+    error = second.communicate(timeout=WAIT_S)[1]
+    assert second.returncode == EXIT_CONFIG
+    assert error.count("\n") == 1
+    assert "another scheduler serves" in error
+    assert first.poll() is None
+    assert sorted(p.name for p in stack.folder.iterdir()) == ["scheduler.front", "scheduler.workers"]
+    stack.stop(first)
+    assert first.returncode == 0
+    assert list(stack.folder.iterdir()) == []
+
+
+def test_a_new_scheduler_takes_over_after_kill_9(stack: Stack, front: Front) -> None:
+    first = stack.scheduler()
+    stack.worker("--delay-ms", "2", "4")
+    front.until(front.ready)
+    assert front.peers is not None
+    epoch = front.peers.epoch
+    front.submit(1, PROMPTS[3], max_tokens=500)
+    front.until(lambda: len(front.tokens[1]) > 3)
+    stack.stop(first, signal.SIGKILL)
+    stack.scheduler()
+    hello = Hello("detokenizer", front.name, PROTOCOL, os.getpid())
+    front.wire.send(Open(i64([1]), i32([1])))  # a stranger still: answered all the same
+    front.wire.send(hello)
+    front.until(lambda: front.peers and front.peers.epoch > epoch and front.peers.ready)
+    assert any(isinstance(m, Gone) and from_i64(m.uids) == [1] for m in front.other)
+    front.submit(1, PROMPTS[3], max_tokens=30, attempt=2)
+    front.until(lambda: 1 in front.finished)
+    assert front.tokens[1] == expected_tokens(PROMPTS[3], 1, 30, VOCAB)
+
+
+def test_abort_and_a_lost_detokenizer_free_their_blocks(stack: Stack, front: Front) -> None:
+    stack.scheduler()
+    stack.worker("--delay-ms", "1", "2", "--max-model-len=4000", "--num-blocks=2000")
+    front.until(front.ready)
+    lost = Front(stack)
+    for client, uid in ((front, 1), (lost, 2), (lost, 3)):
+        client.submit(uid, PROMPTS[4], max_tokens=3000)
+        client.until(lambda client=client, uid=uid: client.tokens[uid])
+    assert front.stats().running == 3
+    front.wire.send(Abort(1, 1))
+    lost.close()
+    front.until(lambda: front.stats().running == 0)
+    assert front.stats().blocks_used == 0
