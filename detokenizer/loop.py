@@ -114,7 +114,7 @@ class Detokenizer:
         self._early: deque[tuple[Request, Tokenize]] = deque()
         self._stop = asyncio.Event()
         self._reason: str | None = None
-        self._online = True
+        self._online = False
         self._pool = Pool(THREADS)
         self.router: Router[Any] = Router(ToDetokenizer, bind, keys)
         self.dealer: Dealer[Any] = Dealer(FromSchedulerFront, front_endpoint(address), incarnation, keys)
@@ -124,7 +124,6 @@ class Detokenizer:
 
     async def run(self) -> str | None:
         """Serve until ``stop``; the scheduler's reason where it sent us away."""
-        self._hello()
         log.info("listening on %s", self.endpoint)
         tasks = [asyncio.create_task(self._every(BEAT_S, self._beat)),
                  asyncio.create_task(self._every(OPEN_S, self._open))]  # fmt: skip
@@ -317,9 +316,10 @@ class Detokenizer:
             self.requests.pop(uid, None)
             return
         request.submitted = True
+        hashes = prepared.hashes if prepared.block_size == self.block_size else b""  # the scheduler was restarted
         self.dealer.send(
             Submit(
-                uid=uid, attempt=attempt, ids=prepared.ids, hashes=prepared.hashes, params=params, eos=prepared.eos,
+                uid=uid, attempt=attempt, ids=prepared.ids, hashes=hashes, params=params, eos=prepared.eos,
                 seed=message.seed, arrival=message.arrival, children=prepared.children, key=message.key,
                 priority=message.priority, losses=message.losses,
             )
@@ -396,6 +396,8 @@ class Detokenizer:
                     self._lost_tokens(request, index, sequence.count, offset)
                     continue
                 mine = mine[sequence.count - offset :]
+                if not mine and finish == Finish.NONE:
+                    continue
             offset = sequence.count
             news = sequence.advance(mine, finish, stop_id, request.include)
             _outbox(outboxes, request.peer).add(request, index, offset, mine[: news.used], news)

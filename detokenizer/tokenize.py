@@ -33,6 +33,7 @@ class Prepared:
     ids: bytes  # i32
     prompt: str | None
     hashes: bytes
+    block_size: int
     eos: list[int]
     sequences: dict[int, TextSequence]
     children: list[Child] = field(default_factory=list)
@@ -74,6 +75,7 @@ class Preparer:
             ids=packed,
             prompt=prompt,
             hashes=b"".join(hash_blocks(packed, block_size)),
+            block_size=block_size,
             eos=[] if params.ignore_eos else self.eos,
             sequences={},
         )

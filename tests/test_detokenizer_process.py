@@ -1,0 +1,350 @@
+"""The real process between a fake scheduler and a fake Engine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from quire.detokenizer.tokenizer import load_tokenizer
+from quire.proto import messages as m
+from quire.proto.codec import from_i8, from_i32, from_i64, i8, i32, i64
+from quire.proto.params import SamplingParams
+from quire.proto.sockets import Dealer, Router, front_endpoint
+
+MODEL = str(Path(__file__).resolve().parent.parent / "demo_model")
+TOKENIZER = load_tokenizer(MODEL)
+EOS = TOKENIZER.eos_id or 0
+WAIT_S = 20.0
+
+
+class Stack:
+    """A detokenizer process, a scheduler's front socket and Engines, all spoken to by hand."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self.context = zmq.Context()
+        self.address = f"ipc://{folder}"
+        self.front: Router[Any] = Router(m.ToSchedulerFront, front_endpoint(self.address), context=self.context)
+        self.engines: list[Dealer[Any]] = []
+        self.heard: list[Any] = []
+        self.peer = self.endpoint = ""
+        self.log = open(f"{folder}/log", "w+")  # noqa: SIM115
+        command = [sys.executable, "-P", "-m", "quire.detokenizer", "--scheduler", self.address, "--model", MODEL]
+        self.process = subprocess.Popen([*command, "--max-model-len", "128"], stderr=self.log)
+        self.hello()
+
+    def hello(self, epoch: int = 1) -> None:
+        """Answer the process's Hello with Peers."""
+        message = self.scheduler(m.Hello)
+        assert (message.kind, message.protocol, message.pid) == ("detokenizer", m.PROTOCOL, self.process.pid)
+        self.peer, self.endpoint = message.incarnation, message.endpoint
+        self.peers(epoch)
+
+    def peers(self, epoch: int = 1) -> None:
+        self.front.send(self.peer, m.Peers(epoch, [], 16, True, 0))
+
+    def engine(self) -> Dealer[Any]:
+        name = f"frontend-{len(self.engines)}"
+        self.engines.append(Dealer(m.FromDetokenizer, self.endpoint, name, context=self.context))
+        return self.engines[-1]
+
+    def scheduler(self, kind: Any, where: Callable[[Any], bool] = lambda message: True) -> Any:
+        """The next message of this kind the scheduler is sent; beats and empty Opens are passed over."""
+        return self._next(lambda: (got := self.front.recv()) and got[1], self.front.socket, kind, where)
+
+    def got(self, engine: Dealer[Any], kind: Any) -> Any:
+        """The next message of this kind an Engine is sent."""
+        return self._next(engine.recv, engine.socket, kind, lambda message: True)
+
+    def _next(self, recv: Callable[[], Any], socket: zmq.Socket, kind: Any, where: Callable[[Any], bool]) -> Any:
+        limit = time.monotonic() + WAIT_S
+        while time.monotonic() < limit:
+            message = recv()
+            if message is None:
+                socket.poll(200)
+            elif isinstance(message, kind) and where(message):
+                return message
+            elif not isinstance(message, (m.Beat, m.Open)):
+                self.heard.append(message)
+        self.log.seek(0)
+        raise AssertionError(f"no {kind} came, but {self.heard}; the process said: {self.log.read()}")
+
+    def ask(self, engine: Dealer[Any], uid: int, attempt: int = 1, **fields: Any) -> None:
+        params = fields.pop("params", None) or SamplingParams(max_tokens=50)
+        engine.send(m.Tokenize(uid=uid, attempt=attempt, params=params, seed=uid, arrival=1.0, **fields))
+
+    def tokens(self, *rows: tuple[int, int, int, int, list[int], int, int], started: tuple[int, ...] = ()) -> None:
+        """One TokenBatch; a row is (uid, attempt, index, offset, tokens, finish, stop id)."""
+        uids, attempts, indexes, offsets, tokens, finishes, stops = zip(*rows, strict=True)
+        self.front.send(self.peer, m.TokenBatch(
+            i64(uids), i32(attempts), i32(indexes), i32(offsets), i32(map(len, tokens)),
+            i32([t for row in tokens for t in row]), i8(finishes), i32(stops), i64(started), i32([7] * len(started)),
+        ))  # fmt: skip
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for wire in (self.front, *self.engines):
+            wire.close()
+        self.context.term()
+        self.log.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    with tempfile.TemporaryDirectory(prefix="qd-") as folder:
+        stack = Stack(folder)
+        try:
+            yield stack
+        finally:
+            stack.close()
+
+
+def rows(batch: m.TextBatch) -> list[tuple[Any, ...]]:
+    """(uid, attempt, index, offset, tokens, text, finish, reason, length) of each row."""
+    tokens, counts, at, out = from_i32(batch.tokens), from_i32(batch.counts), 0, []
+    columns = (from_i64(batch.uids), from_i32(batch.attempts), from_i32(batch.indexes), from_i32(batch.offsets), counts,
+               batch.texts, from_i8(batch.finishes), batch.stop_reasons, from_i32(batch.lengths))  # fmt: skip
+    for uid, attempt, index, offset, count, text, finish, reason, length in zip(*columns, strict=True):
+        out.append((uid, attempt, index, offset, tokens[at : at + count], text, finish, reason, length))
+        at += count
+    return out
+
+
+def test_a_request_from_prompt_to_text(stack: Stack) -> None:
+    engine, other = stack.engine(), stack.engine()
+    ids = TOKENIZER.encode("The capital", True)
+    stack.ask(engine, 5, prompt="The capital", priority=2, key="k", params=SamplingParams(n=2, max_tokens=None))
+    accepted = stack.got(engine, m.Accepted)
+    assert (accepted.ids, accepted.prompt) == (i32(ids), "The capital")
+    assert accepted.params.max_tokens == 128 - len(ids)
+    submit = stack.scheduler(m.Submit)
+    assert (submit.uid, submit.attempt, submit.ids, submit.seed, submit.key, submit.priority) == (
+        5, 1, i32(ids), 5, "k", 2,
+    )  # fmt: skip
+    assert submit.params == accepted.params and EOS in submit.eos and submit.children == []
+    stack.ask(other, 6, messages=[{"role": "user", "content": "Hi 😀"}], params=SamplingParams(ignore_eos=True))
+    chat = stack.got(other, m.Accepted)
+    assert "Hi 😀" in chat.prompt and TOKENIZER.decode(from_i32(chat.ids), False) == chat.prompt
+    assert stack.scheduler(m.Submit).eos == []
+    out = TOKENIZER.encode(" is Paris, zqx", False)
+    assert len(out) > 3
+    stack.tokens(
+        (5, 1, 0, 0, out[:1], 0, -1), (5, 1, 1, 0, out[:2], 0, -1), (6, 1, 0, 0, out[:1], 0, -1), started=(5, 6, 9)
+    )
+    batch = stack.got(engine, m.TextBatch)
+    text = TOKENIZER.decode
+    assert rows(batch) == [
+        (5, 1, 0, 0, out[:1], text(out[:1], True), 0, None, -1),
+        (5, 1, 1, 0, out[:2], text(out[:2], True), 0, None, -1),
+    ]
+    assert (from_i64(batch.started_uids), from_i32(batch.started_cached)) == ([5], [7])
+    assert from_i64(stack.got(other, m.TextBatch).started_uids) == [6]
+    stack.tokens((5, 1, 0, 1, [*out[1:], EOS], m.Finish.STOP, -1), (5, 1, 1, 2, [out[2], 40], m.Finish.STOP, 40))
+    ended = rows(stack.got(engine, m.TextBatch))
+    assert ended[0][4:] == ([*out[1:], EOS], text(out[1:], True), m.Finish.STOP, None, len(out) + 1)
+    assert ended[1][5:] == (text(out[2:3], True), m.Finish.STOP, 40, 4) and len(ended) == 2
+
+
+def test_stop_strings_end_a_child_and_tell_the_scheduler(stack: Stack) -> None:
+    engine = stack.engine()
+    stack.ask(engine, 1, prompt="x", params=SamplingParams(n=2, stop=["END", "zz"], max_tokens=50))
+    stack.scheduler(m.Submit)
+    out = TOKENIZER.encode("one EN", False)
+    stack.tokens((1, 1, 0, 0, out, 0, -1), (1, 1, 1, 0, out, m.Finish.LENGTH, -1))
+    first, second = rows(stack.got(engine, m.TextBatch))
+    assert (first[5], first[8], second[5], second[8]) == ("one ", -1, "one EN", len(out))
+    more = TOKENIZER.encode("D of it", False)
+    stack.tokens((1, 1, 0, len(out), more, 0, -1))
+    (row,) = rows(stack.got(engine, m.TextBatch))
+    assert row[5:8] == ("", m.Finish.STOP, "END") and row[8] == len(out) + len(row[4])
+    stopped = stack.scheduler(m.Stopped)
+    assert (stopped.uid, stopped.attempt, stopped.index, stopped.length) == (1, 1, 0, row[8])
+    stack.tokens((1, 1, 0, len(out) + len(more), [40], 0, -1))  # the scheduler went on meanwhile
+    assert from_i64(stack.scheduler(m.Open).uids) == []
+
+
+def test_refusals_and_garbage_end_nothing_else(stack: Stack) -> None:
+    engine = stack.engine()
+    stack.ask(engine, 1, prompt="")
+    stack.ask(engine, 2, prompt="x" * 10**7)
+    stack.ask(engine, 3, ids=i32([10**6]))
+    stack.ask(engine, 4, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+    failed = {f.uid: f for f in (stack.got(engine, m.Failed) for _ in range(4))}
+    assert {uid: (f.status, f.param) for uid, f in failed.items()} == {
+        1: (400, "prompt"), 2: (400, "input_text"), 3: (400, "prompt"), 4: (400, "messages"),
+    }  # fmt: skip
+    stack.ask(engine, 5, prompt="Hello")
+    stack.scheduler(m.Submit)
+    for junk in (b"", b"junk", pickle.dumps({"a": 1}), b"\xc1" * 50, b"\x92\xa4Open"):
+        engine.socket.send(junk)
+        stack.front.send_frame(stack.peer, junk)
+    engine.socket.send_multipart([b"a", b"b"])
+    engine.send(m.Open(b"123", b""))
+    engine.send(m.Open(i64([1, 2]), i32([1])))
+    batch = m.TokenBatch(i64([5]), i32([1]), i32([0]), i32([0]), i32([2]), i32([40]), i8([0]), i32([-1]))
+    for field, value in (
+        ("uids", i64([5])), ("counts", i32([-1])), ("uids", b"1"), ("finishes", i8([77])), ("finishes", b""),
+        ("attempts", b""), ("started_uids", i64([5])),
+    ):  # fmt: skip
+        bad = m.TokenBatch(*(getattr(batch, f) for f in batch.__struct_fields__))
+        if field != "counts":
+            bad.counts = i32([1])
+        if field == "uids" and value == i64([5]):
+            bad.counts = i32([2])
+        setattr(bad, field, value)
+        stack.front.send(stack.peer, bad)
+    stack.tokens((5, 1, 0, 0, TOKENIZER.encode("ok", False), m.Finish.LENGTH, -1))
+    assert rows(stack.got(engine, m.TextBatch))[0][5] == "ok"
+    assert stack.scheduler(m.Beat, lambda beat: beat.bad_frames > 0).bad_frames == 5 + 5 + 1 + 2 + 7
+
+
+def test_aborts_and_lost_engines_reach_the_scheduler(stack: Stack) -> None:
+    engine, other = stack.engine(), stack.engine()
+    for uid in (1, 2):
+        stack.ask(engine, uid, prompt="Hello")
+        stack.scheduler(m.Submit)
+    stack.ask(other, 3, prompt="Hello")
+    stack.scheduler(m.Submit)
+    engine.send(m.Abort(1, 1))
+    engine.send(m.Abort(3, 1))  # another's
+    engine.send(m.Abort(77, 1))
+    assert stack.scheduler(m.Abort).uid == 1
+    engine.send(m.Open(i64([9]), i32([1])))  # it no longer wants 2, and has 9, which is unknown here
+    assert from_i64(stack.got(engine, m.Gone).uids) == [9]
+    assert stack.scheduler(m.Abort).uid == 2
+    other.close()
+    assert stack.scheduler(m.Abort).uid == 3
+    stack.ask(engine, 4, ids=i32([40, 41]))
+    assert stack.scheduler(m.Submit).uid == 4
+
+
+def test_an_abort_while_the_prompt_is_encoded_is_remembered(stack: Stack) -> None:
+    engine = stack.engine()
+    long = "word " * 120  # of 128 tokens at most
+    for uid in range(200):
+        stack.ask(engine, uid, prompt=long[: 5 * (uid % 20)] + "x")
+        if uid % 2:
+            engine.send(m.Abort(uid, 1))
+    stack.ask(engine, 1000, prompt="last")
+    live: set[int] = set()
+    while 1000 not in live or len(live) < 101:
+        message = stack.scheduler((m.Submit, m.Abort))
+        live.add(message.uid) if isinstance(message, m.Submit) else live.discard(message.uid)
+    listed = stack.scheduler(m.Open, lambda message: len(from_i64(message.uids)) == 101)
+    assert set(from_i64(listed.uids)) == {*range(0, 200, 2), 1000}
+
+
+def test_attempts(stack: Stack) -> None:
+    engine = stack.engine()
+    out = TOKENIZER.encode("one two three", False)
+    params = SamplingParams(n=3, max_tokens=50, stop="three")
+    stack.ask(engine, 1, attempt=2, ids=i32([40]), params=params)
+    assert stack.scheduler(m.Submit).attempt == 2
+    stack.ask(engine, 1, attempt=1, ids=i32([40]), params=params)  # late
+    sent = TOKENIZER.decode(out[:2], True)
+    resume = [m.Resume(0, i32(out[:2]), 3), m.Resume(2, i32(out), len(sent))]
+    stack.ask(engine, 1, attempt=3, ids=i32([40]), params=params, resume=resume, losses=1)
+    assert stack.scheduler(m.Abort).attempt == 2
+    submit = stack.scheduler(m.Submit)
+    assert (submit.attempt, submit.losses) == (3, 1)
+    assert [(c.index, c.ids) for c in submit.children] == [(0, i32(out[:2]))]
+    replayed = {row[2]: row for row in rows(stack.got(engine, m.TextBatch))}
+    assert replayed[0][3:] == (2, [], sent[3:], 0, None, -1) if sent[3:] else 0 not in replayed
+    assert replayed[2][5:8] == ("one two "[len(sent) :], m.Finish.STOP, "three")
+    stack.tokens((1, 2, 0, 0, [50], 0, -1), (1, 3, 0, 2, [50], 0, -1))
+    (row,) = rows(stack.got(engine, m.TextBatch))
+    assert row[:5] == (1, 3, 0, 2, [50])
+    stack.tokens((1, 3, 0, 2, [50], 0, -1), (1, 3, 0, 2, [50, 51], 0, -1))  # here already, and partly so
+    (row,) = rows(stack.got(engine, m.TextBatch))
+    assert row[3:5] == (3, [51])
+    stack.tokens((1, 3, 0, 9, [50], 0, -1))  # tokens are missing
+    assert from_i32(stack.got(engine, m.Gone).attempts) == [3]
+
+
+def test_a_restarted_scheduler_is_greeted_and_its_gone_passed_on(stack: Stack) -> None:
+    engine = stack.engine()
+    stack.ask(engine, 1, prompt="Hello")
+    stack.scheduler(m.Submit)
+    stack.front.close()
+    stack.front = Router(m.ToSchedulerFront, front_endpoint(stack.address), context=stack.context)
+    stack.hello(epoch=2)
+    listed = stack.scheduler(m.Open, lambda message: bool(message.uids))
+    stack.front.send(stack.peer, m.Gone(listed.uids, listed.attempts))
+    gone = stack.got(engine, m.Gone)
+    assert (from_i64(gone.uids), from_i32(gone.attempts)) == ([1], [1])
+    stack.ask(engine, 1, attempt=2, prompt="Hello")
+    assert stack.scheduler(m.Submit).attempt == 2
+    stack.front.send(stack.peer, m.Failed(1, 2, 429, "full", retry_after=3.0))
+    failed = stack.got(engine, m.Failed)
+    assert (failed.status, failed.retry_after) == (429, 3.0)
+
+
+def test_it_ends_cleanly(stack: Stack) -> None:
+    assert os.path.exists(stack.endpoint.removeprefix("ipc://"))
+    stack.process.send_signal(signal.SIGTERM)
+    assert stack.process.wait(10) == 0
+    assert not os.path.exists(stack.endpoint.removeprefix("ipc://"))
+
+
+def test_a_reason_to_leave_is_its_last_word(stack: Stack) -> None:
+    stack.front.send(stack.peer, m.Bye("protocol 9 is not spoken here"))
+    assert stack.process.wait(10) == 78
+    stack.log.seek(0)
+    assert "quire.detokenizer: error: protocol 9 is not spoken here" in stack.log.read()
+
+
+def test_requests_before_the_first_peers_wait() -> None:
+    with tempfile.TemporaryDirectory(prefix="qd-") as folder:
+        peers, Stack.peers = Stack.peers, lambda self, epoch=1: None  # type: ignore[method-assign]
+        try:
+            stack = Stack(folder)
+        finally:
+            Stack.peers = peers  # type: ignore[method-assign]
+        try:
+            engine = stack.engine()
+            stack.ask(engine, 1, prompt="Hello")
+            stack.ask(engine, 2, prompt="Hello")
+            engine.send(m.Abort(1, 1))
+            engine.send(m.Open(i64([2]), i32([1])))
+            stack.got(engine, m.Beat)
+            stack.peers()
+            assert stack.scheduler(m.Submit).uid == 2
+        finally:
+            stack.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--model", "/nowhere"], "model folder '/nowhere' does not exist"),
+        (["--model", MODEL, "--tokenizer", str(Path(__file__).parent)], "holds no tokenizer"),
+        (["--model", MODEL, "--chat-template", "missing.jinja"], "neither a readable file nor a template"),
+        (["--model", MODEL, "--chat-template", "{% if %}"], "cannot be compiled"),
+        (["--model", MODEL, "--bind", "udp://1.2.3.4:5"], "must look like"),
+        (["--model", MODEL, "--bind", "tcp://0.0.0.0:0"], "needs --keys"),
+    ],
+)
+def test_bad_flags_are_one_line(flags: list[str], line: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "quire.detokenizer", "--scheduler", f"ipc://{tmp_path}/s", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 78 and line in done.stderr.strip().splitlines()[-1]
+
+
+def test_only_what_it_uses_is_imported() -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'jinja2', 'aiohttp'}"
+    code = f"import sys, quire.detokenizer.__main__; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
