@@ -21,9 +21,10 @@ _NAMES = {
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype for --dtype ``name`` on ``device``.
 
-    "auto" is the dtype of config.json (float32 where it names none), except that float32 becomes 16 bits wide on a
-    GPU: float16, or bfloat16 for the Gemma models, whose activations overflow float16. A CPU computes in float32, or
-    in bfloat16 where its instructions have it; float16 is never computed in there. Raises ConfigError.
+    "auto" on a GPU is the dtype of config.json (float32 where it names none), except that float32 becomes 16 bits
+    wide: float16, or bfloat16 for the Gemma models, whose activations overflow float16. On a CPU "auto" is float32:
+    there a token must not depend on how many others share its step, and bfloat16's rounding makes it. bfloat16 can be
+    asked for where the CPU has its instructions; float16 is never computed in there. Raises ConfigError.
     """
     if name != "auto" and name not in _NAMES:
         raise ConfigError(f"Unknown dtype: {name}. Must be one of {['auto', *_NAMES]}.")
@@ -32,7 +33,9 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
         if name == "auto" and wanted == torch.float32:
             return torch.bfloat16 if str(config.hf.get("model_type", "")).startswith("gemma") else torch.float16
         return wanted
-    if wanted == torch.float32 or (wanted == torch.bfloat16 and cpu_has_bf16()):
+    if name == "auto" or wanted == torch.float32:
+        return torch.float32
+    if wanted == torch.bfloat16 and cpu_has_bf16():
         return wanted
     used = torch.bfloat16 if cpu_has_bf16() else torch.float32
     log.warning("this CPU does not compute in %s; using %s", str(wanted)[6:], str(used)[6:])
