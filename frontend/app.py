@@ -49,7 +49,8 @@ async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except (RequestError, web.HTTPException) as error:
-        front.metrics.failed(error.status)
+        if request.method == "POST":  # health checks are asked all the time
+            front.metrics.failed(error.status)
         raise
     finally:
         front.leave()

@@ -35,7 +35,7 @@ class Settings:
     body_s: float = 60.0  # for a request's body to arrive
     stall_s: float = 30.0  # that a client may leave a full stream unread
     restart_s: float = 5.0  # that a new request waits for processes that are being restarted
-    stats_s: float = 2.0  # for the scheduler to answer /metrics
+    stats_s: float = 1.0  # for the scheduler to answer /metrics
 
 
 class Front:

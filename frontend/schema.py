@@ -75,12 +75,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Keyword arguments of chat templates that would change what the server itself decides.
-_RESERVED_KWARGS = frozenset(
-    ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message",
-     "conversation", "return_dict", "return_tensors", "padding", "truncation", "max_length")
-)  # fmt: skip
-
 _PATH = re.compile(r"(?P<what>.*?) - at `\$(?P<path>.*)`$", re.S)
 _NAMES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
           "object": "an object", "null": "null"}  # fmt: skip
@@ -201,20 +195,8 @@ class ChatRequest(GenerateRequest):
             return GenerateRequest._own_words(self, error)
         return ApiError(400, str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
 
-    def check(self) -> None:
-        GenerateRequest.check(self)
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ApiError(
-                400,
-                "continue_final_message and add_generation_prompt exclude each other; set one of them to false.",
-                "continue_final_message",
-            )
-        for name in self.chat_template_kwargs or ():
-            if name in _RESERVED_KWARGS:
-                raise ApiError(400, f"chat_template_kwargs must not hold {name!r}.", "chat_template_kwargs")
-
     def template(self) -> dict[str, Any]:
-        """How the chat template is to be rendered."""
+        """How the chat template is to be rendered; the detokenizer refuses what cannot be."""
         go_on = bool(self.continue_final_message)
         template: dict[str, Any] = {
             "add_generation_prompt": not go_on if self.add_generation_prompt is None else self.add_generation_prompt,

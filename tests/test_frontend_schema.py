@@ -168,10 +168,6 @@ def test_template_options() -> None:
     assert chat(chat_template_kwargs={"enable_thinking": False}).template()["chat_template_kwargs"] == {
         "enable_thinking": False
     }
-    user = {"messages": [{"role": "user", "content": "x"}]}
-    assert refused({**user, "chat_template_kwargs": {"tokenize": True}}, ChatRequest).param == "chat_template_kwargs"
-    both = {"continue_final_message": True, "add_generation_prompt": True}
-    assert refused({**user, **both}, ChatRequest).param == "continue_final_message"
 
 
 def test_long_messages_are_cut() -> None:
