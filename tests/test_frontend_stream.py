@@ -145,12 +145,12 @@ def test_text_held_back_makes_no_event(server: FakeServer) -> None:
         for _ in range(3):
             yield Say(0, "")
             yield 0.005
-        yield Say(0, "é\n\"\u2028", finish=Finish.STOP)
+        yield Say(0, 'é\n"\u2028', finish=Finish.STOP)
 
     server.engine.script = script
     events = events_of(server, HI)
     assert len(events) == 1
-    assert texts_of(events) == {0: "é\n\"\u2028"}
+    assert texts_of(events) == {0: 'é\n"\u2028'}
 
 
 def test_http_1_0(server: FakeServer) -> None:

@@ -1,0 +1,239 @@
+"""``quire bench {serve,throughput,latency,control-plane}``: names and meaning of flags are vLLM's.
+
+throughput and latency run offline through ``quire.LLM``; serve loads a running server over HTTP; control-plane
+measures the scheduler alone. Each prints a table and writes JSON with ``--output-json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import random
+import time
+from typing import Any
+
+from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
+from ..proto.model_config import load_model_config, resolve_model
+from ..proto.params import SamplingParams
+
+_NOT_OFFLINE = (
+    "host", "port", "served_model_name", "api_key", "max_request_bytes", "api_server_count", "scheduler", "advertise",
+    "bind",
+)  # fmt: skip
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``bench`` and its four commands; each sets ``run``, which returns an exit code."""
+    parser = subparsers.add_parser("bench")
+    kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
+    _add_throughput(kinds)
+    _add_latency(kinds)
+    _add_control_plane(kinds)
+    from .bench_serve import add_serve
+
+    add_serve(kinds)
+
+
+def _add_offline(kinds: Any, name: str, help: str) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(name, help=help, description=help)
+    add_flags(parser, skip=_NOT_OFFLINE)
+    parser.add_argument("--n", type=positive, default=1, help="continuations of each prompt (default: 1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
+    parser.add_argument("--output-json", metavar="FILE", help="write the results here")
+    return parser
+
+
+def _add_throughput(kinds: Any) -> None:
+    parser = _add_offline(kinds, "throughput", "tokens a second, offline, all prompts at once")
+    parser.add_argument("--input-len", "--random-input-len", type=positive, default=1024, help="tokens of a prompt")
+    parser.add_argument("--output-len", "--random-output-len", type=positive, default=128, help="tokens generated")
+    parser.add_argument("--random-range-ratio", type=float, default=0.0, help="spread of lengths: x * [1 - r, 1 + r]")
+    parser.add_argument("--num-prompts", type=positive, default=1000, help="prompts (default: 1000)")
+    parser.add_argument("--num-warmups", type=int, default=1, help="prompts run before the clock starts (default: 1)")
+    parser.set_defaults(run=throughput)
+
+
+def _add_latency(kinds: Any) -> None:
+    parser = _add_offline(kinds, "latency", "seconds of one batch, offline")
+    parser.add_argument("--input-len", type=positive, default=32, help="tokens of a prompt (default: 32)")
+    parser.add_argument("--output-len", type=positive, default=128, help="tokens generated (default: 128)")
+    parser.add_argument("--batch-size", type=positive, default=8, help="prompts in a batch (default: 8)")
+    parser.add_argument("--num-iters", type=positive, default=30, help="batches measured (default: 30)")
+    parser.add_argument("--num-iters-warmup", type=int, default=10, help="batches run before (default: 10)")
+    parser.set_defaults(run=latency)
+
+
+def _add_control_plane(kinds: Any) -> None:
+    help = "microseconds of the scheduler's plan + commit, with a worker that has no model"
+    parser = kinds.add_parser("control-plane", help=help, description=help)
+    parser.add_argument("--num-seqs", type=positive, default=256, help="running sequences (default: 256)")
+    parser.add_argument("--steps", type=positive, default=2000, help="steps measured (default: 2000)")
+    parser.add_argument("--input-len", type=positive, default=128, help="tokens of a prompt (default: 128)")
+    parser.add_argument("--output-len", type=positive, default=256, help="tokens generated, on average (default: 256)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-json", metavar="FILE", help="write the results here")
+    parser.set_defaults(run=control_plane)
+
+
+def positive(text: str) -> int:
+    """An int of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+# ---------------------------------------------------------------- offline
+
+
+def throughput(args: argparse.Namespace) -> int:
+    """Run every prompt at once and print requests/s and tokens/s."""
+    draw = random.Random(args.seed)
+    engine = _engine_args(args)
+    if not 0 <= args.random_range_ratio < 1:
+        raise ConfigError(f"random_range_ratio must be in [0, 1), got {args.random_range_ratio}.")
+    vocab = _check_lengths(engine, args.input_len, args.output_len, 1 + args.random_range_ratio)
+    lengths = [(spread(draw, args.input_len, args.random_range_ratio),
+                spread(draw, args.output_len, args.random_range_ratio)) for _ in range(args.num_prompts)]  # fmt: skip
+    prompts = [random_ids(draw, i, vocab) for i, _ in lengths]
+    params = [_params(args, o) for _, o in lengths]
+    with _llm(engine) as llm:
+        if args.num_warmups:
+            warm = [random_ids(draw, args.input_len, vocab) for _ in range(args.num_warmups)]
+            llm.generate(prompt_token_ids=warm, sampling_params=_params(args, min(args.output_len, 8)), use_tqdm=False)
+        began = time.perf_counter()
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params)
+        elapsed = time.perf_counter() - began
+    read = sum(len(output.prompt_token_ids) for output in outputs)
+    written = sum(len(child.token_ids) for output in outputs for child in output.outputs)
+    result = {
+        "elapsed_time": elapsed,
+        "num_requests": len(outputs),
+        "total_num_tokens": read + written,
+        "total_output_tokens": written,
+        "requests_per_second": len(outputs) / elapsed,
+        "tokens_per_second": (read + written) / elapsed,
+        "output_tokens_per_second": written / elapsed,
+    }
+    print(
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, {result['tokens_per_second']:.2f} total tokens/s, "
+        f"{result['output_tokens_per_second']:.2f} output tokens/s\n"
+        f"Total num prompt tokens: {read}\nTotal num output tokens: {written}"
+    )
+    save(args, "throughput", result)
+    return 0
+
+
+def latency(args: argparse.Namespace) -> int:
+    """Run one batch again and again, with fresh prompts so that no prefix is cached; print seconds of each."""
+    draw = random.Random(args.seed)
+    engine = _engine_args(args)
+    vocab = _check_lengths(engine, args.input_len, args.output_len, 1.0)
+    params = _params(args, args.output_len)
+    times = []
+    with _llm(engine) as llm:
+        for number in range(args.num_iters_warmup + args.num_iters):
+            prompts = [random_ids(draw, args.input_len, vocab) for _ in range(args.batch_size)]
+            began = time.perf_counter()
+            llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+            if number >= args.num_iters_warmup:
+                times.append(time.perf_counter() - began)
+    result: dict[str, Any] = {
+        "avg_latency": sum(times) / len(times),
+        "latencies": times,
+        "percentiles": {str(p): percentile(times, p) for p in PERCENTILES},
+    }
+    print(f"Avg latency: {result['avg_latency']:.4f} seconds")
+    for p, value in result["percentiles"].items():
+        print(f"{p}% percentile latency: {value:.4f} seconds")
+    save(args, "latency", result)
+    return 0
+
+
+def _engine_args(args: argparse.Namespace) -> EngineArgs:
+    return from_namespace(args)
+
+
+def _llm(engine: EngineArgs) -> Any:
+    from ..client.llm import LLM
+
+    fields = {field.name: getattr(engine, field.name) for field in dataclasses.fields(EngineArgs)}
+    changed = {f.name: fields[f.name] for f in dataclasses.fields(EngineArgs) if fields[f.name] != f.default}
+    return LLM(**changed)
+
+
+def _params(args: argparse.Namespace, output_len: int) -> SamplingParams:
+    return SamplingParams(n=args.n, temperature=args.temperature, ignore_eos=True, max_tokens=output_len)
+
+
+def _check_lengths(engine: EngineArgs, input_len: int, output_len: int, most: float) -> int:
+    """The model's vocabulary. Raises ConfigError where the longest request cannot fit the model."""
+    path = resolve_model(engine.model, engine.revision, engine.download_dir, weights=False)
+    model = load_model_config(path, engine.max_model_len)
+    longest = int((input_len + output_len) * most)
+    if longest > model.max_model_len:
+        raise ConfigError(
+            f"input_len + output_len is up to {longest} tokens and max_model_len is {model.max_model_len}; "
+            "lower --input-len or --output-len."
+        )
+    return model.vocab_size
+
+
+# ---------------------------------------------------------------- the scheduler alone
+
+
+def control_plane(args: argparse.Namespace) -> int:
+    """Print microseconds of plan + commit."""
+    from ..scheduler.bench import run_control_plane
+
+    result = run_control_plane(args.num_seqs, args.steps, args.input_len, args.output_len, args.seed)
+    print(f"plan + commit of {args.num_seqs} sequences, microseconds of CPU a step (budget 1000, goal 150)")
+    for name, value in result.items():
+        print(f"{name:>20} {value:12.1f}")
+    save(args, "control-plane", result)
+    return 0
+
+
+# ---------------------------------------------------------------- shared
+
+
+def random_ids(draw: random.Random, length: int, vocab: int) -> list[int]:
+    """Token ids of a prompt; the first few ids, often special, are left out where there are enough others."""
+    low = min(100, vocab // 4)
+    return [draw.randrange(low, vocab) for _ in range(length)]
+
+
+def spread(draw: random.Random, length: int, ratio: float) -> int:
+    """A length around ``length``."""
+    return max(1, draw.randint(round(length * (1 - ratio)), round(length * (1 + ratio))))
+
+
+def percentile(values: list[float], p: float) -> float:
+    """Linear interpolation between closest ranks; 0 for no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    at = (len(ordered) - 1) * p / 100
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def save(args: argparse.Namespace, kind: str, result: dict[str, Any]) -> None:
+    """Write results, flags and the machine as JSON where ``--output-json`` says."""
+    if not args.output_json:
+        return
+    plain = (str, int, float, bool, list, type(None))
+    flags = {k: v for k, v in vars(args).items() if isinstance(v, plain) and k != "api_key"}
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    record = {"benchmark": kind, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **machine, "args": flags, **result}
+    try:
+        with open(args.output_json, "w") as out:
+            json.dump(record, out, indent=2)
+            out.write("\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.output_json}: {error}") from error
