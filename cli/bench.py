@@ -120,7 +120,8 @@ def throughput(args: argparse.Namespace) -> int:
         "output_tokens_per_second": written / elapsed,
     }
     print(
-        f"Throughput: {result['requests_per_second']:.2f} requests/s, {result['tokens_per_second']:.2f} total tokens/s, "
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, "
+        f"{result['tokens_per_second']:.2f} total tokens/s, "
         f"{result['output_tokens_per_second']:.2f} output tokens/s\n"
         f"Total num prompt tokens: {read}\nTotal num output tokens: {written}"
     )

@@ -24,7 +24,7 @@ from .bench import percentile, positive, random_ids, save, spread
 SMALL_VOCAB = 1000
 """Ids below this are used where the model's vocabulary is not known here."""
 
-WORDS = "the of and to in is it that for was on as with at by from this have not are but had his they which".split()
+WORDS = ("the", "of", "and", "to", "in", "is", "it", "that", "for", "was", "on", "as", "with", "at", "by", "from")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _TITLES = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)",
            "itl": "Inter-token Latency", "e2el": "End-to-end Latency"}  # fmt: skip
@@ -51,6 +51,7 @@ def add_serve(kinds: Any) -> None:
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the server's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="count requests within, such as ttft:200")
+    parser.add_argument("--ready-check-timeout-sec", type=float, default=60, help="wait for the server (default: 60)")
     parser.add_argument("--timeout", type=float, default=6 * 3600, help="seconds a request may take")
     parser.add_argument("--output-json", metavar="FILE", help="write the results here")
     parser.set_defaults(run=serve)
@@ -122,9 +123,7 @@ async def _load(args: argparse.Namespace) -> tuple[list[Outcome], float]:
         model = await _model(session, base, args.model)
         bodies = _bodies(args, model, draw)
         url = base + args.endpoint
-        first = await _ask(session, url, bodies[0])
-        if not first.ok:
-            raise ConfigError(f"a first request to {url} failed: {first.error}")
+        await _first(session, url, bodies[0], args.ready_check_timeout_sec)
         gate = asyncio.Semaphore(args.max_concurrency or len(bodies))
 
         async def one(body: bytes) -> Outcome:
@@ -141,6 +140,15 @@ async def _load(args: argparse.Namespace) -> tuple[list[Outcome], float]:
             tasks.append(asyncio.create_task(one(body)))
         outcomes = await asyncio.gather(*tasks)
         return outcomes, time.perf_counter() - began
+
+
+async def _first(session: Any, url: str, body: bytes, patience: float) -> None:
+    """One request that is not measured, tried until the server is ready. Raises ConfigError."""
+    limit = time.monotonic() + patience
+    while not (outcome := await _ask(session, url, body)).ok:
+        if time.monotonic() >= limit or outcome.error[:3] in ("400", "401", "404", "413"):
+            raise ConfigError(f"a first request to {url} failed: {outcome.error}")
+        await asyncio.sleep(0.5)
 
 
 async def _model(session: Any, base: str, name: str | None) -> str:
