@@ -81,7 +81,7 @@ def _single(prompts: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     """A list of integers, and not an empty one: that is a list of no prompts."""
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and _integer(value[0])
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 0 and _integer(value[0])
 
 
 def _integer(value: Any) -> bool:
@@ -89,7 +89,7 @@ def _integer(value: Any) -> bool:
 
 
 def _listed(value: Any, name: str) -> list[Any]:
-    if isinstance(value, str | dict) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a prompt or a list of prompts, got {type(value).__name__}.")
     return list(value)
 
@@ -121,7 +121,7 @@ def _text(text: Any) -> str:
 
 
 def _ids(ids: Any) -> list[int]:
-    if isinstance(ids, str | dict) or not isinstance(ids, Sequence):
+    if isinstance(ids, str | bytes | dict) or not isinstance(ids, Sequence):
         raise TypeError(f"a prompt must be a string or a list of token ids, got {type(ids).__name__}.")
     for token in ids:
         if not _integer(token):
