@@ -77,17 +77,18 @@ class _Parts:
         whole = self._open.get(name)
         if whole is None:
             whole = self._open[name] = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
-        if part is None:
-            whole.copy_(tensor)
-            self._rows_left[name].clear()
-        else:
+        rows = whole
+        if part is not None:
             start = sum(parameter.rows[:part])
-            whole[start : start + parameter.rows[part]].copy_(tensor)
-            self._rows_left[name].discard(part)
+            rows = whole[start : start + parameter.rows[part]]
+        rows.copy_(tensor)
+        self._rows_left[name] -= {part} if part is not None else self._rows_left[name]
         if not self._rows_left[name]:
-            self._finish(parameter, self._open.pop(name))
+            self.finish(parameter, self._open.pop(name))
 
-    def _finish(self, parameter: Parameter, tensor: torch.Tensor) -> None:
+    def finish(self, parameter: Parameter, tensor: torch.Tensor) -> None:
+        """Take ``tensor`` as the whole of ``parameter``, in the model's dtype, on its device."""
+        self._rows_left[parameter.name].clear()
         if parameter.kind == "product":
             self._products[parameter.name.removesuffix(".weight")] = Linear(tensor)
         else:
@@ -218,7 +219,7 @@ def _fill_dummy(parts: _Parts, seed: int, progress: bool) -> None:
     generator = torch.Generator(parts.device).manual_seed(seed)
     pool = torch.empty(_POOL, device=parts.device).normal_(0.0, _DUMMY_STD, generator=generator).to(parts.dtype)
     at = 0
-    for name, parameter in tqdm(parts.parameters.items(), desc="Making random weights", disable=not progress):
+    for parameter in tqdm(parts.parameters.values(), desc="Making random weights", disable=not progress):
         tensor = torch.empty(parameter.shape, dtype=parts.dtype, device=parts.device)
         flat = tensor.view(-1)
         done = 0
@@ -228,4 +229,4 @@ def _fill_dummy(parts: _Parts, seed: int, progress: bool) -> None:
             done, at = done + count, (at + count) % _POOL
         if parameter.kind == "norm" and not parts.spec.norm_plus_one:
             tensor += 1
-        parts.put(name, None, tensor)
+        parts.finish(parameter, tensor)

@@ -1,0 +1,110 @@
+"""The CPU's paged attention against the plain definition, over shapes that are multiples of nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.gpu_worker.batch import StepBatch
+from quire.gpu_worker.layers import attention_cpu
+from quire.gpu_worker.layers.attention_cpu import paged_attention
+
+
+def make_case(lens: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, size: int, seed: int = 0):
+    """Rows of (query length, context length), decodes first, over a shuffled cache with garbage in unused slots."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = sum(-(-context // size) for _, context in lens) + 3
+    order = torch.randperm(blocks, generator=generator).tolist()
+    k_cache = torch.full((kv_heads, blocks, size, dim), 1e4).permute(1, 2, 0, 3)
+    v_cache = torch.full((kv_heads, blocks, size, dim), -1e4).permute(1, 2, 0, 3)
+    tables, starts, positions, rows = [], [0], [], []
+    for count, context in lens:
+        table = [order.pop() for _ in range(-(-context // size))]
+        tables.append(table)
+        k, v = (torch.randn(context, kv_heads, dim, generator=generator) for _ in range(2))
+        rows.append((k, v))
+        for p in range(context):
+            k_cache[table[p // size], p % size] = k[p]
+            v_cache[table[p // size], p % size] = v[p]
+        starts.append(starts[-1] + count)
+        positions += range(context - count, context)
+    width = max(map(len, tables))
+    contexts = [context for _, context in lens]
+    batch = StepBatch(
+        token_ids=torch.zeros(len(positions), dtype=torch.int64), positions=torch.tensor(positions),
+        slots=torch.zeros(len(positions), dtype=torch.int64), query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
+        num_decodes=sum(count == 1 for count, _ in lens), max_query_len=max(c for c, _ in lens),
+        max_context_len=max(contexts), block_size=size, host_query_starts=starts, host_context_lens=contexts,
+    )  # fmt: skip
+    q = torch.randn(len(positions), heads, dim, generator=generator)
+    return q, k_cache, v_cache, batch, rows
+
+
+def plain(q, batch, rows, scale, window, softcap):
+    """The definition, row by row in float64."""
+    out = []
+    for row, (k, v) in enumerate(rows):
+        start, stop = batch.host_query_starts[row : row + 2]
+        group = q.shape[1] // k.shape[1]
+        keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop].double(), keys) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        position = batch.positions[start:stop][:, None]
+        key = torch.arange(len(k))[None]
+        hidden = key > position
+        if window:
+            hidden |= key <= position - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(out).float()
+
+
+MIXED = [(1, 1), (1, 7), (1, 130), (1, 64), (1, 33), (1, 300), (5, 5), (3, 77), (140, 300), (17, 17), (129, 129)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 10, 50, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(6, 2, 16, 16), (4, 4, 24, 8), (5, 1, 32, 32)])
+def test_equals_the_definition(heads: int, kv_heads: int, dim: int, size: int, window: int | None) -> None:
+    q, k, v, batch, rows = make_case(MIXED, heads, kv_heads, dim, size)
+    got = paged_attention(q, k, v, batch, 0.3, window)
+    torch.testing.assert_close(got, plain(q, batch, rows, 0.3, window, 0.0), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_softcap(window: int | None) -> None:
+    q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
+    got = paged_attention(q, k, v, batch, 0.5, window, 2.0)
+    torch.testing.assert_close(got, plain(q, batch, rows, 0.5, window, 2.0), atol=2e-5, rtol=1e-5)
+
+
+def test_other_memory_orders_and_no_host_lists() -> None:
+    q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
+    batch.host_query_starts, batch.host_context_lens = [], []
+    got = paged_attention(q, k.contiguous(), v.contiguous(), batch, 0.25)
+    batch.host_query_starts = batch.query_starts.tolist()
+    torch.testing.assert_close(got, plain(q, batch, rows, 0.25, None, 0.0), atol=2e-5, rtol=1e-5)
+
+
+def test_decodes_in_many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_cpu, "_GATHER", 4096)
+    lens = [(1, n) for n in (3, 500, 20, 90, 91, 92, 17, 260, 500, 1, 40)]
+    q, k, v, batch, rows = make_case(lens, 4, 2, 16, 16)
+    got = paged_attention(q, k, v, batch, 0.25)
+    torch.testing.assert_close(got, plain(q, batch, rows, 0.25, None, 0.0), atol=2e-5, rtol=1e-5)
+
+
+def test_bfloat16() -> None:
+    q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
+    got = paged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), batch, 0.25, 40)
+    torch.testing.assert_close(got.float(), plain(q, batch, rows, 0.25, 40, 0.0), atol=0.05, rtol=0.05)
+
+
+def test_rows_without_context_are_left_out() -> None:
+    q, k, v, batch, rows = make_case([(1, 9), (1, 20)], 4, 2, 16, 16)
+    batch.context_lens[1] = batch.host_context_lens[1] = 0
+    got = paged_attention(q, k, v, batch, 0.25)
+    assert torch.isfinite(got[0]).all()
+    torch.testing.assert_close(got[:1], plain(q, batch, rows, 0.25, None, 0.0)[:1], atol=2e-5, rtol=1e-5)
