@@ -35,12 +35,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Run a command line; its exit code."""
-    parser = make_parser(argv[0] if argv and argv[0] in COMMANDS else None)
-    args = parser.parse_args(argv)
-    if args.command is None:
-        parser.print_help()
-        return 2
     try:
+        parser = make_parser(argv[0] if argv and argv[0] in COMMANDS else None)
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return 2
         return args.run(args) or 0
     except CommandError as error:
         return complain(error, error.code)

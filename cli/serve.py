@@ -6,6 +6,7 @@ import argparse
 import signal
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
@@ -23,15 +24,19 @@ def add_parser(subparsers: Any) -> None:
 
 def serve(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP: exit code 0. Raises CommandError where a process cannot be kept up."""
+    began = time.monotonic()
+    ending = Ending()
+    with suppress(KeyboardInterrupt):
+        _serve(engine_args_of(args), ending, began)
+    return 0
+
+
+def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
     from ..client.launch import LaunchError, Stack
 
-    began = time.monotonic()
-    engine_args = engine_args_of(args)
     setup_logging("serve", engine_args.log_level)
-    ending = Ending()
-    stack = None
+    stack = Stack(engine_args, http=True)
     try:
-        stack = Stack(engine_args, http=True)
         stack.start()
         stack.wait_ready()
         ending.starting = False
@@ -40,13 +45,9 @@ def serve(args: argparse.Namespace) -> int:
         stack.supervise(ending.stop)
     except LaunchError as error:
         raise CommandError(str(error), error.code if error.code > 0 else 1) from error
-    except KeyboardInterrupt:
-        pass
     finally:
         ending.starting = False
-        if stack is not None:
-            stack.close()
-    return 0
+        stack.close()
 
 
 def engine_args_of(args: argparse.Namespace) -> EngineArgs:
