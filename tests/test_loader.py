@@ -71,13 +71,13 @@ def test_sharded_index(copy: Path) -> None:
     want = torch.cat([tensors[f"model.layers.2.self_attn.{x}_proj.weight"] for x in "qkv"])
     torch.testing.assert_close(fused(load(copy), 2), want)
     (copy / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ConfigError, match="names model-00002-of-00003.safetensors, which the folder lacks"):
+    with pytest.raises(ConfigError, match=r"names model-00002-of-00003.safetensors, which the folder lacks"):
         load(copy)
 
 
 def test_index_that_is_none(copy: Path) -> None:
     (copy / "model.safetensors.index.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="is not a safetensors index .*download it again"):
+    with pytest.raises(ConfigError, match=r"is not a safetensors index .*download it again"):
         load(copy)
 
 
@@ -130,9 +130,9 @@ def test_truncated_file(copy: Path, keep: int) -> None:
 
 def test_no_weights(copy: Path) -> None:
     (copy / WEIGHTS).unlink()
-    with pytest.raises(ConfigError, match="holds no .safetensors file; .*--load-format dummy"):
+    with pytest.raises(ConfigError, match=r"holds no .safetensors file; .*--load-format dummy"):
         load(copy)
-    with pytest.raises(ConfigError, match="Unknown load format: pt"):
+    with pytest.raises(ConfigError, match=r"Unknown load format: pt"):
         load(copy, load_format="pt")
 
 
@@ -234,7 +234,7 @@ def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ConfigError, match="Unknown dtype: int7"):
         dtype_of("float32", "int7")
-    with pytest.raises(ConfigError, match="Unknown dtype: int7 in /m/config.json"):
+    with pytest.raises(ConfigError, match=r"Unknown dtype: int7 in /m/config.json"):
         dtype_of("int7")
 
 

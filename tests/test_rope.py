@@ -93,7 +93,7 @@ def test_old_spellings() -> None:
 
 def test_errors_name_the_value() -> None:
     hf = config("linear").to_dict()
-    with pytest.raises(ConfigError, match="'mystery' is not supported.*'yarn'"):
+    with pytest.raises(ConfigError, match=r"'mystery' is not supported.*'yarn'"):
         tables({**hf, "rope_parameters": {"rope_type": "mystery"}}, 10)
     with pytest.raises(ConfigError, match="'linear' needs a number for factor, got None"):
         tables({**hf, "rope_parameters": {"rope_type": "linear"}}, 10)

@@ -103,7 +103,10 @@ class AttentionPlan:
 
 
 class _Buffers:
-    """Scratch that grows and is used again: page faults cost more than copies."""
+    """Scratch that grows and is used again: page faults cost more than copies.
+
+    Made outside inference mode, so that callers within it and outside may share it.
+    """
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -115,7 +118,8 @@ class _Buffers:
             count *= size
         flat = self._flat.get((name, dtype))
         if flat is None or flat.numel() < count:
-            flat = self._flat[name, dtype] = torch.empty(count + count // 4, dtype=dtype)
+            with torch.inference_mode(False):
+                flat = self._flat[name, dtype] = torch.empty(count + count // 4, dtype=dtype)
         return flat[:count].view(shape)
 
     def tile_mask(self, rows: int, before: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
