@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rope_write_kernel(
     q, q_token, q_head, k, k_token, k_head, v, v_token, v_head,
     cos, sin, table_stride, positions, slots,

@@ -44,11 +44,11 @@ def gumbel(position, blocks, k0, k1):
     v = tl.minimum(v, 0.99999994039535522)
     u = 1.0 - v
     gap = tl.where(u == 1.0, 1.0, u - 1.0)
-    exponential = tl.where(u == 1.0, v, tl.log(u) * (v / gap))
+    exponential = tl.where(u == 1.0, v, tl.log(u) * tl.div_rn(v, gap))
     return -tl.log(exponential)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["params", "positions"])
 def draw_kernel(
     logits, stride, params, positions, cuts, best, best_ids, vocab, splits,
     HAS_CUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -149,7 +149,7 @@ def _search(logits, vocab, inv_t, top, lowest, target, MASS: tl.constexpr, BLOCK
     return _unkey(lo)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["params"])
 def cut_kernel(
     logits, stride, params, out, vocab,
     MIN_P: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,

@@ -1,0 +1,216 @@
+"""Paged attention: prefill chunks and decodes of any lengths, over keys and values scattered in blocks.
+
+**Q-blocks.** With grouped heads, the G query heads that share a key head are folded into the rows of the query tile:
+a tile of M rows holds M // G tokens times G heads, so a key is read once for all of them. Programs find their row by a
+search in ``query_starts``, so one launch serves rows of any length, prefill and decode mixed.
+
+**Splits.** A decode step has few tiles (rows x key heads), so the keys of each are shared out among ``splits``
+programs whose partial results a second kernel joins. The number of splits follows from upper bounds (rows, the longest
+context the batch may have), each program finds its own share from the real length when it runs: the launch grid never
+changes between replays of a CUDA graph.
+
+**Mixed steps** are one launch, or two when it pays to split the decodes.
+
+Sums, softmax and the two products accumulate in float32; tiles of head_dim that is no power of two are masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from ..batch import StepBatch
+
+PROGRAMS_PER_SM = 4
+MAX_SPLITS = 64
+MIN_KEYS_PER_SPLIT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Shape of one launch: rows and keys of a tile, splits of the keys, warps and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: StepBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention of every token of ``batch`` to its row's keys; [T, heads, head_dim], contiguous.
+
+    Args:
+        q: [T, heads, head_dim], last axis contiguous.
+        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim], last axis contiguous, other strides free.
+            This step's keys and values are already in them.
+        batch: rows, lengths and block tables. Rows with context length 0 are padding: nothing is read, the result is 0.
+        scale: factor of the scores.
+        window: a query at position p sees keys p - window + 1 .. p; None sees all.
+        softcap: scores become cap * tanh(score / cap); 0 is off.
+    """
+    rows, decodes = len(batch.context_lens), batch.num_decodes
+    group = q.shape[1] // k_cache.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not len(q):
+        return out
+    context = batch.max_context_len if window is None else min(batch.max_context_len, window)
+    memory = _shared_memory(q.device)
+    decode = decode_tiles(
+        q.shape[2], q.dtype, group, decodes * k_cache.shape[2], context, _processors(q.device), memory
+    )
+    if decodes == rows:
+        launch(q, k_cache, v_cache, out, batch, scale, window, softcap, 0, decodes, decode)
+        return out
+    prefill = prefill_tiles(q.shape[2], q.dtype, group, batch.max_query_len, memory)
+    if decodes and decode.splits > 1:
+        launch(q, k_cache, v_cache, out, batch, scale, window, softcap, 0, decodes, decode)
+        launch(q, k_cache, v_cache, out, batch, scale, window, softcap, decodes, rows, prefill)
+    else:
+        launch(q, k_cache, v_cache, out, batch, scale, window, softcap, 0, rows, prefill)
+    return out
+
+
+def decode_tiles(
+    head_dim: int, dtype: torch.dtype, group: int, heads_in_batch: int, context: int, processors: int, memory: int
+) -> Tiles:
+    """Tiles for rows of one token. ``heads_in_batch`` is rows x key heads; ``context`` an upper bound of any row's."""
+    splits = 1
+    while (
+        splits < MAX_SPLITS
+        and heads_in_batch * splits < PROGRAMS_PER_SM * processors
+        and 2 * splits * MIN_KEYS_PER_SPLIT <= context
+    ):
+        splits *= 2
+    return _fit(Tiles(max(16, _power(group)), 64, splits), head_dim, dtype, memory)
+
+
+def prefill_tiles(head_dim: int, dtype: torch.dtype, group: int, max_query_len: int, memory: int) -> Tiles:
+    """Tiles for rows of up to ``max_query_len`` tokens."""
+    # 128 rows of 128 half-precision values; the accumulator is this large too, in registers.
+    most = max(16, 128 * 128 * 2 // max(128 * 2, _power(head_dim) * dtype.itemsize))
+    block_m = max(16, _power(group), min(most, _power(max_query_len * group)))
+    return _fit(Tiles(block_m, 64, warps=8 if block_m >= 128 else 4), head_dim, dtype, memory)
+
+
+def _fit(tiles: Tiles, head_dim: int, dtype: torch.dtype, memory: int) -> Tiles:
+    """Fewer keys a tile until the queries, and the keys and values in flight, fit shared memory.
+
+    Block numbers come one stage before the keys they point at, so three stages have one tile of keys under way while
+    another is used, and two would have none.
+    """
+    row = _power(head_dim) * dtype.itemsize
+    while row * (tiles.block_m + 2 * (tiles.stages - 1) * tiles.block_n) > memory and tiles.stages > 1:
+        if tiles.block_n > 16:
+            tiles = replace(tiles, block_n=tiles.block_n // 2)
+        else:
+            tiles = replace(tiles, stages=tiles.stages - 1)
+    return tiles
+
+
+def launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    batch: StepBatch,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    first: int,
+    last: int,
+    tiles: Tiles,
+) -> None:
+    """Run rows first..last - 1 into ``out``. Rows before ``first`` must be decodes; splits need decodes alone."""
+    from . import attention_jit
+
+    heads, dim = q.shape[1:]
+    kv_heads, padded = k_cache.shape[2], max(16, _power(dim))
+    rows, group = last - first, heads // kv_heads
+    decode = last <= batch.num_decodes
+    # A decode row is one token, so row ``first`` starts at token ``first`` and no device value is waited for.
+    tokens = rows if decode else len(q) - first
+    q_blocks = rows if decode else tokens // (tiles.block_m // group) + rows
+    partial = peaks = totals = out
+    if tiles.splits > 1:
+        partial = torch.empty((last, heads, tiles.splits, padded), dtype=torch.float32, device=q.device)
+        peaks = torch.empty((last, heads, tiles.splits), dtype=torch.float32, device=q.device)
+        totals = torch.empty_like(peaks)
+    attention_jit.attention_kernel[(q_blocks, kv_heads, tiles.splits)](
+        q, q.stride(0), q.stride(1),
+        k_cache, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        v_cache, v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+        out, out.stride(0), out.stride(1), partial, peaks, totals,
+        batch.query_starts, batch.context_lens, batch.block_tables, batch.block_tables.stride(0),
+        first, rows, dim, scale, softcap, window or 0,
+        DECODE=decode, GROUP=group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PAGE=batch.block_size,
+        DIM=padded, PADDED=padded != dim, SPLITS=tiles.splits, WINDOW=window is not None, SOFTCAP=softcap > 0,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    if tiles.splits > 1:
+        attention_jit.reduce_kernel[(last, heads)](
+            out, out.stride(0), out.stride(1), partial, peaks, totals, dim,
+            DIM=padded, SPLITS=tiles.splits, num_warps=4 if tiles.splits * padded > 2048 else 1,
+        )  # fmt: skip
+
+
+def paged_attention_torch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: StepBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """The twin of ``paged_attention``: one row at a time, in float32. The oracle, not the fast path of the CPU."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    group = q.shape[1] // k_cache.shape[2]
+    starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
+    for row, context in enumerate(contexts):
+        if not context:
+            continue
+        begin, end = starts[row], starts[row + 1]
+        pages = batch.block_tables[row, : -(-context // batch.block_size)].long()
+        k, v = (c[pages].flatten(0, 1)[:context].float().repeat_interleave(group, 1) for c in (k_cache, v_cache))
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        keys = torch.arange(context, device=q.device)
+        at = torch.arange(context - (end - begin), context, device=q.device)[:, None]
+        seen = keys <= at
+        if window is not None:
+            seen &= keys > at - window
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+    return out
+
+
+def _power(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes a program may use, less a margin for what the compiler adds."""
+    if device.type != "cuda":
+        return 160 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 99 * 1024) - 8 * 1024

@@ -1,0 +1,183 @@
+"""Paged attention: Triton against the twin, the twin against plain attention. Compiled on a GPU, else interpreted."""
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the first launch does
+pytest.importorskip("triton")
+
+from quire.gpu_worker.batch import StepBatch  # noqa: E402
+from quire.gpu_worker.kernels import attention  # noqa: E402
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+PLAIN = torch.float32 if DEVICE == "cpu" else torch.float16  # compiled, float32 takes long to compile; tested once
+LAYOUTS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)]
+
+
+def make(rows, heads=4, kv_heads=2, dim=32, page=16, dtype=PLAIN, order=(0, 2, 1, 3), seed=0, reach=None):
+    """A step over ``rows`` of (query length, context length), decodes first; pages shuffled, unused memory NaN.
+
+    ``reach`` is the longest context that the batch claims it may have.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    contexts = [c for _, c in rows]
+    pages = [-(-c // page) for c in contexts]
+    blocks = sum(pages) + 3
+    shape = (blocks, page, kv_heads, dim)
+    back = [order.index(i) for i in range(4)]
+    k_cache, v_cache = (torch.full([shape[i] for i in order], float("nan")).permute(back) for _ in range(2))
+    free = torch.randperm(blocks, generator=generator)
+    table = torch.full((len(rows), max(max(pages), 1) + 2), 2**30, dtype=torch.int32)
+    used = 0
+    for row, context in enumerate(contexts):
+        table[row, : pages[row]] = free[used : used + pages[row]]
+        used += pages[row]
+        for i in range(context):
+            for cache in (k_cache, v_cache):
+                cache[table[row, i // page], i % page] = torch.randn(kv_heads, dim, generator=generator)
+    lengths = [n for n, _ in rows]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    tokens = int(starts[-1])
+    batch = StepBatch(
+        token_ids=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
+        positions=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
+        slots=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
+        query_starts=starts.to(DEVICE),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+        block_tables=table.to(DEVICE),
+        num_decodes=next((i for i, n in enumerate(lengths) if n > 1), len(rows)),
+        max_query_len=max(lengths),
+        max_context_len=reach or max(contexts),
+        block_size=page,
+    )
+    q = torch.randn(tokens, heads, dim, generator=generator).to(DEVICE, dtype)
+    return q, k_cache.to(DEVICE, dtype), v_cache.to(DEVICE, dtype), batch
+
+
+def check(args, **options):
+    """Kernel and twin agree, and padding comes out as zeros."""
+    q, k_cache, v_cache, batch = args
+    scale = q.shape[2] ** -0.5
+    got = attention.paged_attention(q, k_cache, v_cache, batch, scale, **options)
+    want = attention.paged_attention_torch(q, k_cache, v_cache, batch, scale, **options)
+    tolerance = TOLERANCE[q.dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+MIXED = [(1, 1), (1, 33), (1, 0), (1, 150), (5, 5), (17, 40), (2, 16), (40, 100)]
+PREFILL = [(70, 70), (3, 3), (16, 64)]
+DECODE = [(1, 17), (1, 0), (1, 200), (1, 1), (1, 16), (1, 0)]
+
+
+@pytest.mark.parametrize("rows", [MIXED, PREFILL, DECODE], ids=["mixed", "prefill", "decode"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (14, 2), (6, 2)])
+def test_rows_and_groups(rows, heads, kv_heads):
+    check(make(rows, heads, kv_heads))
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
+def test_head_dims(dim):
+    check(make([(1, 20), (1, 130), (9, 30)], heads=4, kv_heads=2, dim=dim))
+
+
+@pytest.mark.parametrize("page", [8, 16, 32])
+@pytest.mark.parametrize("order", LAYOUTS)
+def test_pages_and_layouts(page, order):
+    check(make(MIXED, page=page, order=order))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_dtypes(dtype, rows):
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers")
+    check(make(rows, dim=64, dtype=dtype))
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 64, 1000])
+@pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_sliding_window(window, rows):
+    check(make(rows), window=window)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"softcap": 30.0, "window": 20}])
+def test_softcap(options):
+    q, *rest = make(MIXED)
+    check((q * 4, *rest), **options)
+
+
+@pytest.mark.parametrize("splits", [2, 16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_splits(splits, window):
+    """Any number of splits gives what one gives, also where some have no keys."""
+    q, k_cache, v_cache, batch = make([(1, 500), (1, 1), (1, 0), (1, 165)], dim=48)
+    want = attention.paged_attention_torch(q, k_cache, v_cache, batch, 0.2, window)
+    out = torch.full_like(q, float("nan"))
+    attention.launch(q, k_cache, v_cache, out, batch, 0.2, window, 0.0, 0, 4, attention.Tiles(16, 32, splits=splits))
+    torch.testing.assert_close(out, want, rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
+
+
+def test_long_decodes_are_split_and_mixed_steps_then_launched_apart():
+    args = make([(1, 700), (1, 1500), (6, 30)])
+    tiles = attention.decode_tiles(32, torch.float32, 2, 4, 1500, 4, 1 << 17)
+    assert tiles.splits > 1
+    check(args)
+
+
+def test_splits_follow_from_bounds_alone():
+    """Fewer programs or a longer context give more splits; enough programs or short contexts give one."""
+
+    def splits(heads_in_batch, context):
+        return attention.decode_tiles(128, torch.bfloat16, 4, heads_in_batch, context, 132, 1 << 17).splits
+
+    assert splits(8, 100) == 1 and splits(8, 200) == 1
+    assert splits(8, 1024) == 8
+    assert splits(8, 100_000) == 64
+    assert splits(2048, 100_000) == 1
+    assert splits(512, 8192) == 2
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kib", [91, 155, 219])
+def test_tiles_fit_the_card(dim, dtype, kib):
+    for tiles in (
+        attention.prefill_tiles(dim, dtype, 4, 512, kib << 10),
+        attention.decode_tiles(dim, dtype, 4, 8, 4096, 132, kib << 10),
+    ):
+        assert dim * dtype.itemsize * (tiles.block_m + 2 * (tiles.stages - 1) * tiles.block_n) <= kib << 10
+        assert tiles.block_n >= 16 and tiles.block_m >= 16
+
+
+def test_graph_padding():
+    """A batch that claims a long reach and holds padding rows reads nothing for them."""
+    check(make([(1, 40), (1, 3), (1, 0), (1, 0)], reach=4096))
+
+
+def test_queries_inside_a_fused_projection():
+    q, k_cache, v_cache, batch = make(MIXED)
+    fused = torch.cat([q, q, q], dim=1)
+    got = attention.paged_attention(fused[:, :4], k_cache, v_cache, batch, 0.3)
+    assert got.is_contiguous()
+    assert torch.equal(got, attention.paged_attention(q, k_cache, v_cache, batch, 0.3))
+
+
+def test_no_tokens():
+    q, k_cache, v_cache, batch = make([(1, 1)])
+    assert attention.paged_attention(q[:0], k_cache, v_cache, batch, 1.0).shape == (0, 4, 32)
+
+
+def test_twin_is_plain_attention():
+    """One row, no pages in the way: torch's own attention."""
+    q, k_cache, v_cache, batch = make([(40, 40)], heads=4, kv_heads=2)
+    pages = batch.block_tables[0, :3].long()
+    k, v = (c[pages].flatten(0, 1)[:40].transpose(0, 1)[None] for c in (k_cache, v_cache))
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), is_causal=True
+    )[0].transpose(0, 1)
+    got = attention.paged_attention_torch(q, k_cache, v_cache, batch, 32**-0.5)
+    torch.testing.assert_close(got, want, rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
