@@ -40,11 +40,15 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A block of one's own, its old content forgotten. PoolError when none is free: look at ``free_count``."""
-        block = self._next[self.num_blocks]
-        if block == self.num_blocks:
+        head = self.num_blocks
+        block = self._next[head]
+        if block == head:
             raise PoolError("no free block")
-        self._unlink(block)
-        self._forget(block)
+        after = self._next[block]
+        self._next[head], self._prev[after] = after, head
+        self.free_count -= 1
+        if self._hash_of[block] is not None:
+            self._forget(block)
         self.refs[block] = 1
         return block
 

@@ -22,6 +22,7 @@ def commit(core: Scheduler, replica: Replica, result: StepResult) -> None:
     core.outbox.flush()
     replica.in_flight.popleft()
     core.steps += 1
+    sink = None
     for seq, generation, token in zip(step.decodes, step.generations, tokens, strict=False):
         if seq.generation != generation:
             continue  # it left while this step was in flight
@@ -29,9 +30,11 @@ def commit(core: Scheduler, replica: Replica, result: StepResult) -> None:
         known += 1
         seq.known = known
         seq.outputs.append(token)
-        sink = seq.sink
-        sink.seqs.append(seq)
-        sink.tokens.append(token)
+        if seq.sink is not sink:
+            sink = seq.sink
+            put_seq, put_token = sink.seqs.append, sink.tokens.append
+        put_seq(seq)
+        put_token(token)
         if known >= seq.milestone or token in seq.stops:
             _look(core, replica, seq, token)
     if step.chunks:
@@ -74,22 +77,22 @@ def _commit_chunks(core: Scheduler, replica: Replica, step: Step, tokens: list[i
 def _look(core: Scheduler, replica: Replica, seq: Sequence, token: int) -> None:
     """At a milestone or a stop token: register the blocks that are full, or end the sequence."""
     _register(replica, seq)
-    seq.milestone = 0 if seq.suspect else min(seq.limit, (seq.registered + 1) * replica.block_size + 1)
-    finish, stop_id = seq.request.finish_of(token)
-    if finish is Finish.NONE and seq.known >= seq.limit:
-        finish = Finish.LENGTH
-    if finish is not Finish.NONE:
-        core.end(seq, finish, stop_id)
+    if token in seq.stops:
+        core.end(seq, *seq.request.finish_of(token))
+    elif seq.known >= seq.limit:
+        core.end(seq, Finish.LENGTH, -1)
+    else:
+        full_at = (seq.registered + 1) * replica.block_size + 1
+        seq.milestone = 0 if seq.losses and seq.suspect else min(seq.limit, full_at)
 
 
 def _register(replica: Replica, seq: Sequence) -> None:
     """Offer committed full blocks to the prefix cache, and clear a suspect that got past its mark."""
     if replica.suspects and seq in replica.suspects and not seq.suspect:
         replica.suspects.remove(seq)
-    full = seq.computed // replica.block_size
-    if full > seq.registered:
-        if replica.pool.caching:
-            hashes = seq.hash_blocks(full, replica.block_size)
-            for slot in range(seq.registered, full):
-                replica.pool.register(seq.blocks[slot], hashes[slot])
-        seq.registered = full
+    full, pool = seq.computed // replica.block_size, replica.pool
+    if full > seq.registered and pool.caching:
+        hashes = seq.hash_blocks(full, replica.block_size)
+        for slot in range(seq.registered, full):
+            pool.register(seq.blocks[slot], hashes[slot])
+    seq.registered = full

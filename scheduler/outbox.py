@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
-from ..proto.codec import i8, i32, i64
+from ..proto.codec import i32, i64
 from ..proto.messages import Finish, TokenBatch
 from .request import Request, Sequence, TokenSink
+
+_ONE, _MINUS_ONE = i32([1]), i32([-1])
 
 
 class Outbox:
@@ -58,20 +61,24 @@ class Outbox:
 
 
 def _batch(sink: TokenSink) -> TokenBatch:
-    """One token for each sequence, but for the few that end without one."""
+    """One token for each sequence, but for the few that end without one. Most columns are mostly constant."""
     seqs, count = sink.seqs, len(sink.seqs)
-    counts, finishes, stop_ids = [1] * count, [Finish.NONE.value] * count, [-1] * count
+    offsets = [len(seq.outputs) - 1 for seq in seqs]
+    counts, stop_ids, finishes = array("i", _ONE * count), array("i", _MINUS_ONE * count), bytearray(count)
     for at, finish, stop_id, with_token in sink.finishes:
-        finishes[at], stop_ids[at], counts[at] = finish.value, stop_id, int(with_token)
+        finishes[at], stop_ids[at] = finish.value, stop_id
+        if not with_token:
+            counts[at] = 0
+            offsets[at] += 1
     return TokenBatch(
         uids=i64([seq.uid for seq in seqs]),
         attempts=i32([seq.attempt for seq in seqs]),
         indexes=i32([seq.index for seq in seqs]),
-        offsets=i32([len(seq.outputs) - n for seq, n in zip(seqs, counts, strict=True)]),
-        counts=i32(counts),
+        offsets=i32(offsets),
+        counts=counts.tobytes(),
         tokens=i32(sink.tokens),
-        finishes=i8(finishes),
-        stop_ids=i32(stop_ids),
+        finishes=bytes(finishes),
+        stop_ids=stop_ids.tobytes(),
         started_uids=i64([uid for uid, _ in sink.started]),
         started_cached=i32([cached for _, cached in sink.started]),
     )

@@ -24,6 +24,10 @@ LOOKAHEAD = 32
 """Waiting sequences looked at in one plan: those that another replica should take are passed over."""
 
 
+_ONE = i32([1])
+_RANGE = bytearray()  # int32 0, 1, 2, … as far as was needed yet
+
+
 class Draft:
     """A plan being written; see StepPlan for the columns. A draft without compute rows holds nothing at all."""
 
@@ -33,7 +37,7 @@ class Draft:
         self.chunks: list[tuple[Sequence, int, int, bool]] = []
         self.rows: list[int] = []
         self.starts: list[int] = []
-        self.counts: list[int] = []
+        self.counts: list[int] = []  # of the rows after the decodes, and so the next two:
         self.sample_src: list[int] = []
         self.sample_rows: list[int] = []
         self.fork_src: list[int] = []
@@ -111,9 +115,6 @@ def _plan_decodes(core: Scheduler, replica: Replica, draft: Draft, seqs: list[Se
         rows.append(seq.row)
         starts.append(position)
         decodes.append(seq)
-    draft.counts = [1] * len(rows)
-    draft.sample_src = list(range(len(rows)))
-    draft.sample_rows = rows[:]
     draft.budget -= len(rows)
     return core.preemptions > before
 
@@ -125,8 +126,8 @@ def _make_room(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence) -
     """
     if seq.planned >= seq.limit - 1:
         return False
-    pool, slot = replica.pool, seq.planned // replica.block_size
-    while slot == len(seq.blocks) or pool.refs[seq.blocks[slot]] > 1:
+    pool, blocks, slot = replica.pool, seq.blocks, seq.planned // replica.block_size
+    while slot == len(blocks) or pool.refs[blocks[slot]] > 1:
         if not pool.free_count:
             victim = replica.last()
             core.preempt(victim)
@@ -134,15 +135,17 @@ def _make_room(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence) -
                 return False
             continue
         block = pool.allocate()
-        if slot == len(seq.blocks):
-            seq.blocks.append(block)
+        if slot == len(blocks):
+            blocks.append(block)
         else:
-            draft.copy_src.append(seq.blocks[slot])
+            draft.copy_src.append(blocks[slot])
             draft.copy_dst.append(block)
-            pool.release(seq.blocks[slot])
-            seq.blocks[slot] = block
-        draft.set_blocks(seq.row, slot, [block])
-    seq.set_horizon(seq.planned)
+            pool.release(blocks[slot])
+            blocks[slot] = block
+        draft.delta_rows.append(seq.row)
+        draft.delta_slots.append(slot)
+        draft.delta_blocks.append(block)
+    seq.horizon = min((slot + 1) * replica.block_size, seq.limit - 1)
     return True
 
 
@@ -253,6 +256,9 @@ def _seal(replica: Replica, draft: Draft) -> StepPlan:
     replica.last_step += 1
     replica.in_flight.append(Step(replica.last_step, draft.decodes, draft.chunks))
     drops, replica.drops = replica.drops, []
+    rows, decodes = i32(draft.rows), 4 * len(draft.decodes)
+    while len(_RANGE) < decodes:
+        _RANGE.extend(i32(range(len(_RANGE) // 4, len(_RANGE) // 2 + 64)))
     return StepPlan(
         lease=replica.lease,
         step=replica.last_step,
@@ -266,9 +272,9 @@ def _seal(replica: Replica, draft: Draft) -> StepPlan:
         delta_rows=i32(draft.delta_rows),
         delta_slots=i32(draft.delta_slots),
         delta_blocks=i32(draft.delta_blocks),
-        rows=i32(draft.rows),
+        rows=rows,
         starts=i32(draft.starts),
-        counts=i32(draft.counts),
-        sample_src=i32(draft.sample_src),
-        sample_rows=i32(draft.sample_rows),
+        counts=_ONE * len(draft.decodes) + i32(draft.counts),
+        sample_src=bytes(_RANGE[:decodes]) + i32(draft.sample_src),
+        sample_rows=rows[:decodes] + i32(draft.sample_rows),
     )

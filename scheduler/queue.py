@@ -5,11 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
+from operator import attrgetter
 
 from .request import Request, Sequence
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 RATE_WINDOW_S = 30.0
+
+_key = attrgetter("key")
 
 
 class WaitingQueue:
@@ -82,7 +85,3 @@ class WaitingQueue:
             return MAX_RETRY_S
         rate = len(recent) / max(now - recent[0], 0.1)
         return round(min(max(self.fresh_requests / rate, MIN_RETRY_S), MAX_RETRY_S), 1)
-
-
-def _key(seq: Sequence) -> tuple:
-    return seq.key

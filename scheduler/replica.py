@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from operator import attrgetter
 
 from ..proto.messages import Lease
 from .block_pool import BlockPool, PoolError
@@ -14,6 +15,8 @@ from .request import Sequence
 
 MAX_IN_FLIGHT = 2
 """Plans sent and not yet answered: one runs while the next waits at the worker's door."""
+
+_key = attrgetter("key")
 
 
 class Step:
@@ -119,10 +122,6 @@ class Replica:
                 raise PoolError(f"{name} is out of order")
             if any(s.prefilling != (name == "prefilling") or s.prefilling > (s.planned < s.known) for s in seqs):
                 raise PoolError(f"{name} holds a sequence that is not")
-
-
-def _key(seq: Sequence) -> tuple:
-    return seq.key
 
 
 def _find(seqs: list[Sequence], seq: Sequence) -> int:

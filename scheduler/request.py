@@ -170,7 +170,9 @@ class Sequence:
     def _tokens(self, slot: int, block_size: int) -> bytes:
         """The int32 bytes of a block's known tokens."""
         start, stop, prompt_len = slot * block_size, (slot + 1) * block_size, self.request.prompt_len
-        outputs = self.outputs[max(0, start - prompt_len) : max(0, stop - prompt_len)].tobytes()
+        if start >= prompt_len:
+            return self.outputs[start - prompt_len : stop - prompt_len].tobytes()
+        outputs = self.outputs[: max(0, stop - prompt_len)].tobytes()
         return self.request.prompt[4 * start : 4 * stop] + outputs
 
 
