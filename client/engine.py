@@ -73,7 +73,7 @@ class Engine:
         self._asked_count = 0
         self._ticker: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.bad_frames = 0  # frames that decoded but whose columns do not agree
+        self._bad_frames = 0  # of links that are gone, and frames whose columns do not agree
 
     # ------------------------------------------------------------ life
 
@@ -124,6 +124,12 @@ class Engine:
     def open_requests(self) -> int:
         """Requests not finished."""
         return len(self._open)
+
+    @property
+    def bad_frames(self) -> int:
+        """Frames dropped so far because they made no sense."""
+        wires = [link.wire for link in self._links.values()] + ([self._scheduler] if self._scheduler else [])
+        return self._bad_frames + sum(wire.bad_frames for wire in wires)
 
     async def wait_ready(self, timeout: float | None = None) -> None:
         """Raises TimeoutError, or RuntimeError where the scheduler refuses this version."""
@@ -314,6 +320,7 @@ class Engine:
         """A detokenizer is gone, or only its connection: what it held goes elsewhere, or back under a new identity."""
         del self._links[link.incarnation]
         link.wire.close()
+        self._bad_frames += link.wire.bad_frames
         held = list(link.open.values())
         if held:
             log.warning("lost detokenizer %s; sending %d requests again", link.incarnation, len(held))
@@ -377,7 +384,7 @@ class Engine:
             try:
                 handle(message)
             except ValueError as error:
-                self.bad_frames += 1
+                self._bad_frames += 1
                 log.warning("dropped a %s whose columns do not agree: %s", type(message).__name__, error)
 
         return guarded
