@@ -101,8 +101,7 @@ class Net:
         await self.engine.start()
         if self.count:
             await self.engine.wait_ready(10)
-            while sum(link.ready for link in self.engine._links.values()) < self.count:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+            await until(lambda: sum(link.ready for link in self.engine._links.values()) == self.count)
         return self
 
     @property
@@ -147,8 +146,10 @@ async def drain(stream):
     return text, tokens, last
 
 
-async def settle():
-    await asyncio.sleep(0.05)
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 @scenario()
@@ -186,7 +187,7 @@ async def test_events_that_wait_are_joined(net, _):
     for step in range(3):
         net.detokenizer.text(sent, step, [step], str(step), index=0)
         net.detokenizer.text(sent, step, [step], str(step), index=1)
-    await settle()
+    await until(lambda: len(stream.children[1].tokens) == 3)
     first, second = await anext(stream), await anext(stream)
     assert [(e.index, e.text, e.tokens) for e in (first, second)] == [(0, "012", [0, 1, 2]), (1, "012", [0, 1, 2])]
     assert stream.get_ready() == []
@@ -233,15 +234,13 @@ async def test_a_gap_is_a_loss_and_the_rest_is_asked_for_again(net, _):
 @scenario(count=2)
 async def test_a_lost_detokenizer_hands_over_what_it_held(net, _):
     stream = net.engine.submit(prompt="hi", params=SamplingParams(n=2, seed=5))
-    async with asyncio.timeout(10):
-        while not any(isinstance(x, m.Tokenize) for d in net.scheduler.detokenizers for x in d.got):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await until(lambda: any(isinstance(x, m.Tokenize) for d in net.scheduler.detokenizers for x in d.got))
     first, second = sorted(net.scheduler.detokenizers, key=lambda d: not d.got)
     sent = await first.next(m.Tokenize)
     first.accept(sent)
     first.text(sent, 0, [1, 2], "ab", index=0)
     first.text(sent, 0, [8], "x", m.Finish.STOP, index=1)
-    await settle()
+    await until(lambda: stream.children[1].finish)
     first.close()
     again = await second.next(m.Tokenize)
     assert (again.uid, again.attempt, again.seed, again.prompt) == (sent.uid, 1, 5, None)
@@ -260,10 +259,10 @@ async def test_a_broken_connection_alone_is_made_again(net, _):
     sent = await net.detokenizer.next(m.Tokenize)
     net.detokenizer.accept(sent)
     net.detokenizer.text(sent, 0, [1], "a")
-    await settle()
+    await until(lambda: stream.children[0].tokens)
     endpoint, net.detokenizer.peer = net.detokenizer.router.endpoint, None
     net.detokenizer.router.close()
-    await settle()
+    await until(lambda: not net.engine.ready)
     net.detokenizer.router = Router(m.ToDetokenizer, endpoint)
     net.detokenizer.router.attach(net.detokenizer.on_message)
     again = await net.detokenizer.next(m.Tokenize)
@@ -297,10 +296,10 @@ async def test_a_restarted_scheduler_hits_only_what_it_had(net, _):
     sent = await net.detokenizer.next(m.Tokenize)
     net.detokenizer.accept(sent)
     net.detokenizer.text(sent, 0, [1], "a")
-    await settle()
+    await until(lambda: running.children[0].tokens)
     old = net.scheduler
     old.close()
-    await settle()
+    await until(lambda: not net.engine.ready)
     assert not net.engine.ready
     net.scheduler = FakeScheduler(net.address, epoch=2000)  # its first Peers name no detokenizer yet
     again = await old.detokenizers[0].next(m.Tokenize)
@@ -319,7 +318,7 @@ async def test_a_restarted_scheduler_hits_only_what_it_had(net, _):
 async def test_peers_of_a_lower_epoch_are_ignored(net, _):
     net.scheduler.epoch, net.scheduler.ready = 1, False
     net.scheduler.tell()
-    await settle()
+    await net.engine.stats()
     assert net.engine.ready and net.engine.max_model_len == 128
 
 
@@ -406,7 +405,7 @@ async def test_no_detokenizer_is_a_503(net, monkeypatch):
 @scenario(count=2)
 async def test_what_is_not_accepted_in_time_goes_to_another(net, monkeypatch):
     stream = net.engine.submit(prompt="a")
-    await settle()
+    await until(lambda: any(isinstance(x, m.Tokenize) for d in net.scheduler.detokenizers for x in d.got))
     slow, other = sorted(net.scheduler.detokenizers, key=lambda d: not any(isinstance(x, m.Tokenize) for x in d.got))
     monkeypatch.setattr(engine_module, "ACCEPT_S", 0.1)
     again = await other.next(m.Tokenize)
@@ -424,7 +423,7 @@ async def test_what_is_not_accepted_in_time_goes_to_another(net, monkeypatch):
 @scenario(count=2)
 async def test_requests_go_to_the_least_busy(net, _):
     streams = [net.engine.submit(prompt=str(i)) for i in range(6)]
-    await settle()
+    await until(lambda: sum(isinstance(x, m.Tokenize) for d in net.scheduler.detokenizers for x in d.got) == 6)
     counts = [sum(isinstance(x, m.Tokenize) for x in d.got) for d in net.scheduler.detokenizers]
     assert counts == [3, 3]
     net.engine.fail_all(RequestError(503, "over"))
@@ -474,7 +473,7 @@ async def test_stats_and_the_limits_of_submit(net, _):
 @scenario()
 async def test_a_refusal_by_the_scheduler_ends_the_wait(net, _):
     net.scheduler.close()
-    await settle()
+    await until(lambda: not net.engine.ready)
     net.scheduler.router = Router(m.ToSchedulerFront, front_endpoint(net.address))
     net.scheduler.router.attach(
         lambda peer, message: net.scheduler.router.send(peer, m.Bye("protocol 1 is not supported; upgrade."))
