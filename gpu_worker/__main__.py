@@ -7,13 +7,17 @@ import signal
 import sys
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from ..proto.config import ConfigError, parse_service_args
+from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import load_model_config, resolve_model
 from ..proto.process import EXIT_CONFIG, die, setup_logging, watch_parent
 from ..proto.sockets import load_keys, worker_endpoint
 from .device import choose_device, choose_threads, describe, parameter_estimate, set_environment, usable_cores
 from .link import Dismissed, Link
+
+if TYPE_CHECKING:
+    from .worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -26,54 +30,59 @@ def _end(signum: int, frame: FrameType | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Load, then serve until told to end."""
-    began = time.monotonic()
     args = parse_service_args("gpu_worker", argv)
     setup_logging("gpu_worker", args.log_level)
     watch_parent()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, _end)
-    link: Link | None = None
+    farewell, link = "asked to end", None
     try:
-        endpoint, keys = worker_endpoint(args.scheduler or ""), load_keys(args.keys)
-        path = resolve_model(args.model, args.revision, args.download_dir, weights=args.load_format != "dummy")
-        config = load_model_config(path, args.max_model_len)
-        threads = choose_threads(args.cpu_threads, usable_cores(), parameter_estimate(config))
-        set_environment(threads)
-
-        import torch  # only now: OpenMP reads its environment when torch is imported
-
-        from .models.loader import load_model, resolve_dtype
-        from .worker import Worker
-
-        device = choose_device(args.device)
-        if device.type == "cpu":
-            torch.set_num_threads(threads)
-        torch.manual_seed(args.seed)
-        dtype = resolve_dtype(args.dtype, config, device)
-        imported = time.monotonic()
-        log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
-        link = Link(endpoint, describe(device, threads), keys)
-        link.start()
-        model = load_model(config, dtype, device, args.load_format, args.seed, progress=True)
-        link.loaded = True
-        log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
-        Worker(args, config, model, dtype, device).serve(link)
-        link.close("drained")
+        link, worker = _load(args)
+        worker.serve(link)
+        farewell = "drained"
+    except ConfigError as error:
+        farewell = str(error)
+        die("gpu_worker", error)
     except Dismissed as dismissal:
-        if link is not None:
-            link.close()
         if str(dismissal) not in ("", "drained"):
             # One that was never let in cannot work here; one that was expelled may start again from nothing.
             die("gpu_worker", dismissal, 1 if dismissal.served else EXIT_CONFIG)
-    except ConfigError as error:
+    finally:
         if link is not None:
-            link.close(str(error))
-        die("gpu_worker", error)
-    except SystemExit:
-        if link is not None:
-            link.close("asked to end")
-        raise
+            link.close(farewell)
     return 0
+
+
+def _load(args: EngineArgs) -> tuple[Link, Worker]:
+    began = time.monotonic()
+    endpoint, keys = worker_endpoint(args.scheduler or ""), load_keys(args.keys)
+    path = resolve_model(args.model, args.revision, args.download_dir, weights=args.load_format != "dummy")
+    config = load_model_config(path, args.max_model_len)
+    threads = choose_threads(args.cpu_threads, usable_cores(), parameter_estimate(config))
+    set_environment(threads)
+
+    import torch  # only now: OpenMP reads its environment when torch is imported
+
+    from .models.loader import load_model, resolve_dtype
+    from .worker import Worker
+
+    device = choose_device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(threads)
+    torch.manual_seed(args.seed)
+    dtype = resolve_dtype(args.dtype, config, device)
+    imported = time.monotonic()
+    log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
+    link = Link(endpoint, describe(device, threads), keys)
+    link.start()  # the scheduler learns of this worker, and assigns it, while it loads
+    try:
+        model = load_model(config, dtype, device, args.load_format, args.seed, progress=True)
+        link.loaded = True
+        log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
+        return link, Worker(args, config, model, dtype, device)
+    except BaseException as error:  # a signal's SystemExit too
+        link.close(f"not loaded: {error}")
+        raise
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ class Link:
             next_beat = time.monotonic() + BEAT_S
             while True:
                 poller.poll(max(0, int(1000 * (next_beat - time.monotonic())) + 1))
-                while (message := wire.recv()) is not None:
+                while self._inbox.qsize() <= MAX_QUEUED and (message := wire.recv()) is not None:
                     answered = True
                     if not isinstance(message, Beat):
                         self.post(message)

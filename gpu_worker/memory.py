@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..proto.config import ConfigError, EngineArgs
+from .models.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +90,15 @@ def cpu_budget(
     return Budget(available, activations, block_bytes, block_size, min(CPU_CACHE_CAP, longest_use * block_bytes))
 
 
-def step_bytes(hidden: int, intermediate: int, vocab: int, tokens: int, rows: int, itemsize: int) -> int:
-    """About the activations of a step of ``tokens`` tokens that samples ``rows`` rows."""
-    return tokens * (8 * hidden + 3 * intermediate) * itemsize + 4 * rows * vocab * 4
+def step_bytes(spec: DecoderSpec, tokens: int, rows: int, itemsize: int) -> int:
+    """About the activations of a step of ``tokens`` tokens that samples ``rows`` rows (logits are float32)."""
+    return tokens * (8 * spec.hidden_size + 3 * spec.intermediate_size) * itemsize + 4 * rows * spec.vocab_size * 4
 
 
-def cuda_budget(step: Callable[[], object], block_bytes: int, block_size: int, device: torch.device) -> Budget:
-    """A GPU's, measured while ``step`` runs the worst case."""
+def cuda_budget(
+    step: Callable[[], object], graphs: int, block_bytes: int, block_size: int, device: torch.device
+) -> Budget:
+    """A GPU's, measured while ``step`` runs the worst case; ``graphs`` bytes are kept for CUDA graphs."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -106,7 +109,7 @@ def cuda_budget(step: Callable[[], object], block_bytes: int, block_size: int, d
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)  # driver, NCCL, other processes
     log.info("worst-case step: peak %s, outside torch %s of %s", _gib(peak), _gib(others), _gib(total))
-    return Budget(total, peak + others, block_bytes, block_size)
+    return Budget(total, peak + others + graphs, block_bytes, block_size)
 
 
 def available_memory() -> int:

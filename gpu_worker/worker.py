@@ -30,6 +30,7 @@ from ..proto.messages import (
 )  # fmt: skip
 from ..proto.model_config import ModelConfig
 from ..proto.params import SamplingParams
+from .graphs import capture_sizes
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Link
 from .memory import Budget, cpu_budget, cuda_budget, fit, step_bytes
@@ -107,15 +108,16 @@ class Worker:
         block_bytes = KVCache.block_bytes(spec, block_size, self._dtype)
         self._state = RowState(max_rows, length, block_size, self._config.vocab_size, self._device)
         if self._device.type == "cpu":
-            intermediate = self._config.hf.get("intermediate_size") or 4 * spec.hidden_size
-            activations = step_bytes(
-                spec.hidden_size, intermediate, spec.vocab_size, max_tokens, max_rows, self._dtype.itemsize
-            )
+            activations = step_bytes(spec, max_tokens, max_rows, self._dtype.itemsize)
             activations += RowState.device_bytes(max_rows, length, block_size)
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
+        # Each graph keeps its output; what lies between is shared, and as large as the largest graph's.
+        sizes = [] if self._args.enforce_eager else capture_sizes(max_rows)
+        graphs = step_bytes(spec, max(sizes, default=0), 0, self._dtype.itemsize)
+        graphs += sum(sizes) * spec.hidden_size * self._dtype.itemsize
         runner = Runner(self._model, self._state, KVCache(spec, 1, block_size, self._dtype, self._device), max_tokens)
         plan = worst_case(self._state, max_tokens)
-        budget = cuda_budget(lambda: runner.launch(plan), block_bytes, block_size, self._device)
+        budget = cuda_budget(lambda: runner.launch(plan), graphs, block_bytes, block_size, self._device)
         self._state.reset()
         return budget
 

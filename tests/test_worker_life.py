@@ -111,7 +111,6 @@ def test_garbage_is_dropped_counted_and_survived(scheduler, link):
         scheduler.router.socket.send_multipart([peer.encode(), *frames])
     scheduler.send(peer, Bye("after all that"))
     assert link.get(30) == Bye("after all that")
-    assert link.bad_frames == 5
     while scheduler.get(Beat)[1].bad_frames != 5:
         pass
 
@@ -263,6 +262,23 @@ def test_bye_dismisses(scheduler):
     running.join()
     assert isinstance(running.ending, Dismissed) and str(running.ending) == "protocol 2 is spoken here"
     assert not running.ending.served
+
+
+def test_an_expelled_worker_has_served(scheduler):
+    running = Running(scheduler, num_gpu_blocks_override=32)
+    peer, _, _ = scheduler.prepare()
+    scheduler.send(peer, Bye("step 3 did not end"))
+    running.join()
+    assert isinstance(running.ending, Dismissed) and running.ending.served
+
+
+def test_configure_of_an_old_lease_is_ignored(scheduler, running):
+    peer, _ = scheduler.get(Hello)
+    old, _ = scheduler.assign(peer)
+    new, _ = scheduler.assign(peer)
+    scheduler.send(peer, Configure(old, 5))
+    scheduler.send(peer, Configure(new, 32))
+    assert scheduler.get()[1] == Ready(new)
 
 
 def test_a_model_that_does_not_fit_is_fatal(scheduler):

@@ -11,7 +11,7 @@ from worker_fakes import FakeScheduler
 from worker_toys import GREEDY, plan
 
 from quire.proto.codec import from_i32, i32
-from quire.proto.messages import Admit, Assign, Beat, Bye, Configure, Drain, Hello, StepFailed, StepResult
+from quire.proto.messages import Admit, Assign, Beat, Bye, Drain, Hello, StepFailed, StepResult
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
@@ -141,13 +141,6 @@ def test_a_scheduler_of_another_protocol_sends_it_away(model):
         assert code == 78 and last.endswith("speaks protocol 1 and the scheduler 2")
 
 
-def test_an_expelled_worker_may_be_started_again(model):
-    with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
-        peer, _, _ = scheduler.prepare()
-        scheduler.send(peer, Bye("the scheduler ended this worker's lease: step 3 did not end"))
-        assert worker.end()[0] == 1
-
-
 def test_configuration_errors_end_it_before_anything_else(tmp_path):
     with FakeScheduler() as scheduler:
         with Process(scheduler, tmp_path / "nowhere") as worker:
@@ -155,15 +148,3 @@ def test_configuration_errors_end_it_before_anything_else(tmp_path):
             assert code == 78 and "nowhere" in last
         with Process(scheduler, tmp_path, "--gpu-memory-utilization=2") as worker:
             assert worker.end()[0] == 2
-
-
-def test_configure_of_an_old_lease_is_ignored(model):
-    with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
-        peer, _ = scheduler.get(Hello)
-        old, _ = scheduler.assign(peer)
-        new, loaded = scheduler.assign(peer)
-        scheduler.send(peer, Configure(old, 5))
-        scheduler.send(peer, Configure(new, loaded.num_blocks))
-        assert scheduler.get()[1].lease == new
-        worker.process.send_signal(signal.SIGINT)
-        assert worker.end()[0] == 0

@@ -23,7 +23,12 @@ class ToyModel:
     def __init__(self, seed=0):
         gen = torch.Generator().manual_seed(seed)
         self.spec = SimpleNamespace(
-            num_layers=LAYERS, kv_heads=(HEADS,) * LAYERS, head_dim=DIM, hidden_size=HIDDEN, vocab_size=VOCAB
+            num_layers=LAYERS,
+            kv_heads=(HEADS,) * LAYERS,
+            head_dim=DIM,
+            hidden_size=HIDDEN,
+            intermediate_size=32,
+            vocab_size=VOCAB,
         )
         self.embed = torch.randn(VOCAB, HIDDEN, generator=gen)
         self.place = torch.randn(4096, HIDDEN, generator=gen)
