@@ -1,0 +1,680 @@
+"""Each rule of the scheduler by itself, with workers that keep pages so that tokens tell when a rule is wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from quire.proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
+from quire.proto.config import EngineArgs
+from quire.proto.hashing import hash_blocks
+from quire.proto.messages import (
+    Child,
+    Failed,
+    Finish,
+    Gone,
+    Lease,
+    Open,
+    StepPlan,
+    StepResult,
+    Stopped,
+    Submit,
+    TokenBatch,
+)
+from quire.proto.params import SamplingParams
+from quire.scheduler.core import Scheduler
+from quire.scheduler.fake_worker import PageStore, expected_tokens
+from quire.scheduler.replica import Replica
+
+VOCAB = 1000
+
+
+class Rig:
+    """A scheduler, workers that run when told to, and a client that collects tokens."""
+
+    def __init__(self, blocks: int | list[int] = 64, max_model_len: int = 256, **flags: object):
+        defaults = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+        self.now = 0.0
+        self.core = Scheduler(EngineArgs(**{**defaults, **flags}), clock=lambda: self.now)
+        self.max_model_len = max_model_len
+        self.stores: dict[int, PageStore] = {}
+        self.plans: dict[int, deque[StepPlan]] = {}
+        self.leases = 0
+        for number, count in enumerate([blocks] if isinstance(blocks, int) else blocks):
+            self.add(number, count)
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.ends: dict[tuple[int, int], tuple[Finish, int]] = {}
+        self.started: dict[int, int] = {}
+        self.other: list = []
+        self.last_uid = 0
+
+    def add(self, number: int, blocks: int) -> Replica:
+        config = self.core.config
+        self.leases += 1
+        self.stores[number] = PageStore(config.max_num_seqs, blocks, config.block_size, VOCAB)
+        self.plans[number] = deque()
+        replica = Replica(
+            number, Lease(1, number, self.leases), f"w{number}", config.max_num_seqs, blocks, config.block_size,
+            self.max_model_len, VOCAB, config.enable_prefix_caching,
+        )  # fmt: skip
+        self.core.add_replica(replica)
+        return replica
+
+    def submit(
+        self, prompt: list[int] | int, *, uid: int = 0, attempt: int = 1, eos: tuple[int, ...] = (), priority: int = 0,
+        children: list[Child] | None = None, losses: int = 0, arrival: float | None = None, **params: object,
+    ) -> int:  # fmt: skip
+        self.last_uid += 1
+        uid = uid or self.last_uid
+        prompt = self.prompt(prompt, uid) if isinstance(prompt, int) else prompt
+        ids = i32(prompt)
+        hashes = b"".join(hash_blocks(ids, self.core.config.block_size))
+        message = Submit(
+            uid, attempt, ids, hashes, SamplingParams(**{"max_tokens": 4, **params}), list(eos), uid,
+            float(self.last_uid) if arrival is None else arrival, children or [], priority=priority, losses=losses,
+        )  # fmt: skip
+        self.core.submit("detok", message)
+        return uid
+
+    @staticmethod
+    def prompt(length: int, salt: int) -> list[int]:
+        return [(salt * 131 + i * 7) % VOCAB for i in range(length)]
+
+    def plan(self, number: int = 0) -> StepPlan | None:
+        plan = self.core.plan(self.core.replicas[number])
+        if plan is not None:
+            self.plans[number].append(plan)
+        self.core.check_integrity()
+        return plan
+
+    def work(self, number: int = 0) -> None:
+        plan = self.plans[number].popleft()
+        tokens = self.stores[number].run(plan)
+        self.core.commit(self.core.replicas[number], StepResult(plan.lease, plan.step, tokens))
+        self.core.check_integrity()
+        self.receive()
+
+    def step(self, number: int = 0) -> StepPlan | None:
+        """One plan, run and committed."""
+        plan = self.plan(number)
+        if plan is not None:
+            self.work(number)
+        return plan
+
+    def run(self, turns: int = 500) -> None:
+        """Until nothing is left, with two plans in flight."""
+        for _ in range(turns):
+            for number in list(self.core.replicas):
+                while self.plan(number) is not None:
+                    pass
+                if self.plans[number]:
+                    self.work(number)
+            if not self.core.requests and not any(self.plans.values()):
+                break
+        self.receive()
+        assert not self.core.requests
+        assert all(r.pool.used == 0 for r in self.core.replicas.values())
+
+    def receive(self) -> None:
+        for _, message in self.core.outbox.take():
+            if not isinstance(message, TokenBatch):
+                self.other.append(message)
+                continue
+            self.started.update(zip(from_i64(message.started_uids), from_i32(message.started_cached), strict=True))
+            flat, at = from_i32(message.tokens), 0
+            for uid, index, offset, count, finish, stop in zip(
+                from_i64(message.uids), from_i32(message.indexes), from_i32(message.offsets),
+                from_i32(message.counts), from_i8(message.finishes), from_i32(message.stop_ids), strict=True,
+            ):  # fmt: skip
+                tokens = self.tokens.setdefault((uid, index), [])
+                assert offset >= len(tokens), "a token came twice"
+                tokens += flat[at : at + count]
+                at += count
+                if finish:
+                    self.ends[uid, index] = (Finish(finish), stop)
+
+    def failed(self) -> Failed:
+        self.receive()
+        (message,) = [m for m in self.other if isinstance(m, Failed)]
+        self.other.clear()
+        return message
+
+    @property
+    def replica(self) -> Replica:
+        return self.core.replicas[0]
+
+
+def oracle(rig: Rig, length: int, uid: int, count: int, index: int = 0) -> list[int]:
+    return expected_tokens(rig.prompt(length, uid), uid + index, count, VOCAB)
+
+
+def columns(plan: StepPlan) -> list[tuple[int, int, int]]:
+    return list(zip(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts), strict=True))
+
+
+# ---------------------------------------------------------------- continuous batching
+
+
+def test_decodes_come_first_then_chunks_under_the_budget() -> None:
+    rig = Rig()
+    first = rig.submit(10, max_tokens=20)
+    assert columns(rig.step()) == [(0, 0, 10)]
+    second = rig.submit(50)
+    assert columns(rig.step()) == [(0, 10, 1), (1, 0, 31)]
+    plan = rig.step()
+    assert columns(plan) == [(0, 11, 1), (1, 31, 19)]
+    assert (from_i32(plan.sample_src), from_i32(plan.sample_rows)) == ([0, 1], [0, 1])
+    rig.run()
+    assert rig.tokens[first, 0] == oracle(rig, 10, first, 20)
+    assert rig.tokens[second, 0] == oracle(rig, 50, second, 4)
+    assert rig.ends[second, 0] == (Finish.LENGTH, -1)
+
+
+def test_a_chunk_that_does_not_end_the_prompt_draws_nothing() -> None:
+    rig = Rig()
+    rig.submit(40)
+    plan = rig.step()
+    assert plan.sample_src == b""
+    assert rig.tokens == {}
+
+
+def test_no_chunks_when_chunked_prefill_is_off() -> None:
+    rig = Rig(enable_chunked_prefill=False)
+    rig.submit(20, max_tokens=30)
+    rig.submit(20)
+    assert columns(rig.step()) == [(0, 0, 20)]  # the second does not fit whole
+    assert columns(rig.step()) == [(0, 20, 1), (1, 0, 20)]
+
+
+def test_a_prompt_as_long_as_the_budget_gets_a_step_to_itself() -> None:
+    rig = Rig(enable_chunked_prefill=False)
+    rig.submit(5, max_tokens=60)
+    rig.step()
+    uids = [rig.submit(32, max_tokens=3), rig.submit(32, max_tokens=3)]
+    shapes = [columns(rig.step()) for _ in range(4)]
+    assert [[count for _, _, count in shape] for shape in shapes] == [[32], [1, 1], [32], [1, 1, 1]]
+    rig.run()
+    for uid in uids:
+        assert rig.tokens[uid, 0] == oracle(rig, 32, uid, 3)
+
+
+def test_a_plan_needs_no_token_of_the_one_before_and_no_third_is_made() -> None:
+    rig = Rig()
+    uid = rig.submit(5, max_tokens=9)
+    assert columns(rig.plan()) == [(0, 0, 5)]
+    assert columns(rig.plan()) == [(0, 5, 1)]
+    assert rig.plan() is None
+    rig.run()
+    assert rig.tokens[uid, 0] == oracle(rig, 5, uid, 9)
+
+
+def test_nothing_is_planned_past_the_last_token() -> None:
+    rig = Rig()
+    rig.submit(5, max_tokens=1)
+    rig.submit(5, max_tokens=2)
+    rig.plan()
+    assert columns(rig.plan()) == [(1, 5, 1)]
+    rig.work()
+    rig.work()
+    assert rig.plan() is None
+    assert not rig.core.requests
+
+
+def test_max_model_len_ends_a_sequence() -> None:
+    rig = Rig(max_model_len=20)
+    uid = rig.submit(15, max_tokens=100)
+    rig.run()
+    assert len(rig.tokens[uid, 0]) == 5
+    assert rig.ends[uid, 0] == (Finish.LENGTH, -1)
+
+
+def test_the_overrun_of_a_row_that_ended_is_dropped_and_its_row_used_again() -> None:
+    rig = Rig(max_num_seqs=1)
+    first_token = oracle(rig, 5, 1, 1)[0]
+    uid = rig.submit(5, max_tokens=9, eos=(first_token,))
+    rig.plan()
+    rig.plan()  # the overrun
+    rig.work()
+    assert rig.ends[uid, 0] == (Finish.STOP, -1)
+    other = rig.submit(6)
+    plan = rig.plan()
+    assert (from_i32(plan.drops), [a.row for a in plan.admits]) == ([0], [0])
+    rig.run()
+    assert rig.tokens[uid, 0] == [first_token]
+    assert rig.tokens[other, 0] == oracle(rig, 6, other, 4)
+
+
+def test_stop_ids_and_eos() -> None:
+    rig = Rig()
+    stream = oracle(rig, 5, 1, 6)
+    uid = rig.submit(5, max_tokens=6, stop_token_ids=[stream[3]])
+    rig.run()
+    assert (rig.tokens[uid, 0], rig.ends[uid, 0]) == (stream[:4], (Finish.STOP, stream[3]))
+    uid = rig.submit(rig.prompt(5, 1), uid=1, max_tokens=6, stop_token_ids=[stream[3]], eos=(stream[3],))
+    rig.tokens.clear()
+    rig.run()
+    assert (rig.tokens[uid, 0], rig.ends[uid, 0]) == (stream[:4], (Finish.STOP, -1))
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def test_a_prefix_is_found_once_its_step_has_committed() -> None:
+    rig = Rig(max_num_batched_tokens=64)
+    prompt = rig.prompt(24, 9)
+    rig.submit(prompt, max_tokens=1)
+    rig.plan()
+    early = rig.submit(prompt, max_tokens=1)
+    rig.plan()
+    rig.work()
+    rig.work()
+    late = rig.submit(prompt, max_tokens=1)
+    plan = rig.step()
+    assert rig.started[early] == 0  # planned while the step that wrote the prefix was in flight
+    assert rig.started[late] == 16  # the last token is always run
+    assert columns(plan)[-1][1:] == (16, 8)
+    rig.run()
+    assert (rig.core.prefix_queries, rig.core.prefix_hits) == (72, 16)
+
+
+def test_the_next_turn_of_a_chat_finds_generated_tokens() -> None:
+    rig = Rig(max_num_batched_tokens=64)
+    uid = rig.submit(21, max_tokens=30)
+    rig.run()
+    history = rig.prompt(21, uid) + rig.tokens[uid, 0]
+    turn = rig.submit([*history, 5, 6, 7], max_tokens=2)
+    rig.run()
+    assert rig.started[turn] == 48
+    assert rig.tokens[turn, 0] == expected_tokens([*history, 5, 6, 7], turn, 2, VOCAB)
+
+
+def test_prefix_caching_off_finds_nothing() -> None:
+    rig = Rig(max_num_batched_tokens=64, enable_prefix_caching=False)
+    for _ in range(2):
+        rig.submit(rig.prompt(24, 3), max_tokens=1)
+        rig.run()
+    assert rig.core.prefix_hits == 0
+    assert set(rig.started.values()) == {0}
+
+
+def test_a_wait_for_room_leaves_one_block_for_each_running_row() -> None:
+    rig = Rig(blocks=5, max_num_batched_tokens=64)
+    rig.submit(16, max_tokens=9)  # two blocks, one more to come
+    rig.submit(17, max_tokens=7)  # three: they fit, but then nobody could grow
+    rig.step()
+    assert rig.replica.running == 1
+    rig.run()
+    assert rig.core.preemptions == 0
+
+
+def test_who_came_last_is_preempted_and_keeps_its_place() -> None:
+    rig = Rig(blocks=6, max_num_batched_tokens=64)
+    uids = [rig.submit(8, max_tokens=20) for _ in range(3)]
+    while not rig.core.preemptions:
+        rig.step()
+    assert [seq.uid for seq in rig.replica.decoding] == uids[:2]
+    late = rig.submit(3, max_tokens=2)
+    assert [seq.uid for seq in rig.core.queue] == [uids[2], late]
+    rig.run()
+    for uid in uids:
+        assert rig.tokens[uid, 0] == oracle(rig, 8, uid, 20)
+
+
+def test_the_lowest_priority_is_preempted_and_waits_last() -> None:
+    rig = Rig(blocks=6, max_num_batched_tokens=64, scheduling_policy="priority")
+    low = rig.submit(8, max_tokens=20, priority=5)
+    high = [rig.submit(8, max_tokens=20), rig.submit(8, max_tokens=20, priority=-1)]
+    while not rig.core.preemptions:
+        rig.step()
+    assert [seq.uid for seq in rig.replica.decoding] == high[::-1]
+    assert [seq.uid for seq in rig.core.queue] == [low]
+    rig.submit(3, uid=99, priority=4)
+    assert [seq.uid for seq in rig.core.queue] == [99, low]
+    rig.run()
+    assert rig.tokens[low, 0] == oracle(rig, 8, low, 20)
+
+
+def test_priority_means_nothing_to_fcfs() -> None:
+    rig = Rig(max_num_seqs=1)
+    for uid, priority in ((5, 3), (6, -3)):
+        rig.submit(4, uid=uid, priority=priority)
+    assert [seq.uid for seq in rig.core.queue] == [5, 6]
+
+
+# ---------------------------------------------------------------- n > 1
+
+
+def test_children_of_a_short_prompt_share_its_blocks_and_one_prefill() -> None:
+    rig = Rig()
+    uid = rig.submit(12, n=4, max_tokens=6)
+    plan = rig.step()
+    assert columns(plan) == [(0, 0, 12)]
+    assert from_i32(plan.sample_src) == [0, 0, 0, 0]
+    assert from_i32(plan.sample_rows) == [0, 1, 2, 3]
+    assert rig.replica.pool.used == 2
+    plan = rig.plan()
+    assert len(from_i32(plan.copy_src)) == 3  # the last one left writes in place
+    assert len(set(from_i32(plan.copy_src))) == 1
+    assert rig.replica.pool.used == 5
+    rig.run()
+    for index in range(4):
+        assert rig.tokens[uid, index] == oracle(rig, 12, uid, 6, index)
+        assert rig.ends[uid, index] == (Finish.LENGTH, -1)
+
+
+def test_children_of_a_long_prompt_are_forked_from_its_row() -> None:
+    rig = Rig()
+    uid = rig.submit(40, n=3, max_tokens=5)
+    rig.step()
+    plan = rig.step()
+    assert (from_i32(plan.fork_src), from_i32(plan.fork_dst)) == ([0, 0], [1, 2])
+    assert columns(plan) == [(0, 32, 8)]
+    plan = rig.plan()
+    assert plan.copy_src == b""  # the prompt fills its blocks: nothing to copy
+    rig.run()
+    for index in range(3):
+        assert rig.tokens[uid, index] == oracle(rig, 40, uid, 5, index)
+
+
+def test_children_beyond_the_rows_come_later_through_the_cache() -> None:
+    rig = Rig(max_num_seqs=2)
+    uid = rig.submit(17, n=5, max_tokens=3)
+    rig.run()
+    assert rig.core.prompt_tokens == 17
+    assert rig.core.prefix_hits == 3 * 16
+    for index in range(5):
+        assert rig.tokens[uid, index] == oracle(rig, 17, uid, 3, index)
+
+
+def test_each_child_has_its_own_end() -> None:
+    rig = Rig()
+    streams = [oracle(rig, 5, 1, 8, index) for index in range(3)]
+    uid = rig.submit(5, n=3, max_tokens=8, stop_token_ids=[streams[1][2]])
+    rig.step()
+    rig.step()
+    rig.core.stopped(Stopped(uid, 1, 2, 1))
+    rig.run()
+    assert rig.ends == {(uid, 0): (Finish.LENGTH, -1), (uid, 1): (Finish.STOP, streams[1][2])}
+    assert rig.tokens[uid, 1] == streams[1][:3]
+    assert rig.tokens[uid, 2] == streams[2][:2]
+
+
+def test_a_child_that_ends_before_its_prefill_lets_its_siblings_go_on() -> None:
+    rig = Rig()
+    uid = rig.submit(40, n=3)
+    rig.step()
+    rig.core.stopped(Stopped(uid, 1, 0, 0))
+    rig.core.stopped(Stopped(uid, 1, 2, 0))
+    rig.core.check_integrity()
+    rig.run()
+    assert list(rig.tokens) == [(uid, 1)]
+    assert rig.tokens[uid, 1] == oracle(rig, 40, uid, 4, 1)
+
+
+# ---------------------------------------------------------------- attempts
+
+
+def test_a_higher_attempt_goes_on_from_what_each_child_has() -> None:
+    rig = Rig()
+    streams = [oracle(rig, 10, 1, 12, index) for index in range(3)]
+    uid = rig.submit(10, n=3, max_tokens=12)
+    rig.step()
+    rig.tokens.clear()
+    children = [Child(0, i32(streams[0][:9])), Child(2, b"")]  # child 1 ended in an earlier life
+    rig.submit(rig.prompt(10, 1), uid=uid, attempt=2, children=children, n=3, max_tokens=12)
+    rig.run()
+    assert rig.tokens == {(uid, 0): streams[0][9:], (uid, 2): streams[2]}
+
+
+def test_lower_and_equal_attempts_are_ignored() -> None:
+    rig = Rig()
+    uid = rig.submit(10, attempt=3, max_tokens=12)
+    for attempt in (2, 3):
+        rig.submit(7, uid=uid, attempt=attempt)
+    rig.core.abort(uid, 2)
+    rig.core.stopped(Stopped(uid, 2, 0, 0))
+    rig.run()
+    assert rig.tokens[uid, 0] == oracle(rig, 10, uid, 12)
+    assert rig.other == []
+
+
+def test_a_child_that_had_ended_is_ended_before_anything_is_queued() -> None:
+    rig = Rig()
+    stream = oracle(rig, 10, 1, 4)
+    children = [Child(0, i32(stream)), Child(1, i32([7, 8]))]
+    uid = rig.submit(10, attempt=2, children=children, n=2, stop_token_ids=[8])
+    rig.receive()
+    assert rig.ends == {(uid, 0): (Finish.LENGTH, -1), (uid, 1): (Finish.STOP, 8)}
+    assert rig.tokens == {(uid, 0): [], (uid, 1): []}
+    assert not rig.core.requests
+
+
+def test_abort_frees_everything_at_once() -> None:
+    rig = Rig(max_num_seqs=2)
+    uid = rig.submit(20, n=4, max_tokens=50)
+    waiting = rig.submit(5)
+    rig.step()
+    rig.plan()
+    rig.core.abort(uid, 1)
+    rig.core.abort(waiting, 1)
+    rig.core.abort(12345, 1)
+    assert rig.replica.pool.used == 0
+    assert not rig.core.requests
+    rig.run()
+
+
+def test_open_and_gone() -> None:
+    rig = Rig()
+    kept, dropped = rig.submit(5, attempt=2), rig.submit(5)
+    rig.core.open("detok", Open(i64([kept, 77]), i32([2, 1])))
+    assert list(rig.core.requests) == [kept]
+    assert dropped not in rig.core.requests
+    rig.receive()
+    assert rig.other == [Gone(i64([77]), i32([1]))]
+    rig.core.open("detok", Open(i64([kept]), i32([1])))  # it believes in an attempt long replaced
+    assert not rig.core.requests
+    with pytest.raises(BadFrame):
+        rig.core.open("detok", Open(i64([1]), b""))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("length", "params", "flags", "words"),
+    [
+        (256, {}, {}, ["256", "maximum context length"]),
+        (100, {"max_tokens": 60}, {}, ["100", "60", "20 KV", "has 16"]),
+        (33, {}, {"enable_chunked_prefill": False}, ["33", "max_num_batched_tokens=32"]),
+    ],
+)
+def test_what_no_replica_could_ever_hold_is_refused_with_the_numbers(
+    length: int, params: dict, flags: dict, words: list[str]
+) -> None:
+    rig = Rig(blocks=16, **flags)
+    rig.submit(length, **params)
+    failed = rig.failed()
+    assert failed.status == 400
+    assert failed.param
+    assert all(word in failed.message for word in words), failed.message
+    assert not rig.core.requests
+
+
+@pytest.mark.parametrize("prompt", [[1, VOCAB], [-1, 4], []])
+def test_impossible_prompts_are_refused(prompt: list[int]) -> None:
+    rig = Rig()
+    rig.submit(prompt)
+    assert rig.failed().status == 400
+
+
+def test_a_request_waits_for_a_replica_and_is_checked_when_one_is_ready() -> None:
+    rig = Rig(blocks=[])
+    fits, too_long = rig.submit(10), rig.submit(30, max_tokens=100)
+    rig.receive()
+    assert rig.other == []
+    rig.add(0, 8)
+    assert rig.failed().uid == too_long
+    rig.run()
+    assert rig.tokens[fits, 0] == oracle(rig, 10, fits, 4)
+
+
+def test_a_larger_replica_on_its_way_may_hold_it() -> None:
+    rig = Rig(blocks=8)
+    rig.core.loading = 1
+    uid = rig.submit(60, max_tokens=30)
+    assert rig.plan() is None
+    rig.core.loading = 0
+    rig.add(1, 32)
+    rig.run()
+    assert rig.tokens[uid, 0] == oracle(rig, 60, uid, 30)
+
+
+def test_a_full_queue_is_429_with_the_time_to_wait() -> None:
+    rig = Rig(max_num_seqs=1, max_num_queued_reqs=2)
+    rig.submit(5, max_tokens=1)
+    rig.step()
+    for _ in range(3):
+        rig.submit(5, max_tokens=1)
+    failed = rig.failed()
+    assert (failed.status, failed.retry_after) == (429, 1.0)
+    assert "limit is 2" in failed.message
+    rig.now = 20.0
+    rig.submit(5)
+    assert rig.failed().retry_after == 40.0  # 2 waiting, one ended in 20 s
+    rig.submit(5, attempt=2)  # a resubmission is never refused for load
+    rig.receive()
+    assert rig.other == []
+    rig.run()
+
+
+def test_the_queue_is_bounded_in_tokens_too() -> None:
+    rig = Rig(max_num_seqs=1, max_num_queued_tokens=30)
+    rig.submit(40)  # alone it may always wait
+    rig.submit(1)
+    assert "limit of 30" in rig.failed().message
+    rig.run()
+
+
+# ---------------------------------------------------------------- replicas
+
+
+def test_a_dead_replicas_requests_go_on_elsewhere() -> None:
+    rig = Rig(blocks=[64, 64])
+    uids = [rig.submit(9, max_tokens=15) for _ in range(4)]
+    for number in (0, 1, 0, 1):
+        rig.step(number)
+    for number in (0, 1):
+        rig.plan(number)
+    assert {len(r.decoding) for r in rig.core.replicas.values()} == {2}
+    rig.core.end_lease(rig.core.replicas[0])
+    rig.run()
+    for uid in uids:
+        assert rig.tokens[uid, 0] == oracle(rig, 9, uid, 15)
+
+
+def test_placement_prefers_a_cached_prefix_then_the_idle() -> None:
+    rig = Rig(blocks=[64, 64], max_num_batched_tokens=200)
+    prompt = rig.prompt(100, 1)
+    rig.submit(prompt, max_tokens=1)
+    rig.step(1) or rig.step(0)
+    rig.run()
+    home = next(n for n, r in rig.core.replicas.items() if r.last_step)
+    again = rig.submit(prompt, max_tokens=30)
+    assert rig.step(1 - home) is None
+    rig.step(home)
+    assert rig.started[again] == 96
+    third = rig.submit(rig.prompt(50, 8))
+    assert rig.step(home).admits == []
+    rig.step(1 - home)
+    assert rig.core.replicas[1 - home].decoding[0].uid == third
+    while rig.core.replicas[home].running < 3:  # load tells in the end
+        rig.submit(prompt, max_tokens=30)
+        rig.step(home)
+    moved = rig.submit(prompt[:40], max_tokens=30)
+    rig.step(home)
+    rig.step(1 - home)
+    assert moved in {seq.uid for seq in rig.core.replicas[1 - home].decoding}
+    rig.run()
+
+
+def test_the_third_loss_without_progress_fails_the_request_and_only_it() -> None:
+    rig = Rig()
+    innocent = rig.submit(9, max_tokens=40)
+    for _ in range(3):
+        rig.step()
+    poison = rig.submit(rig.prompt(9, 50), uid=50, max_tokens=9)
+    for life in range(3):
+        for _ in range(30):
+            plan = rig.plan()
+            if any(seq.uid == 50 for seq in rig.replica.in_flight[-1].sequences()):
+                break
+            rig.work()
+        alone = {seq.uid for seq in rig.replica.in_flight[-1].sequences()} == {poison}
+        assert alone == (life == 2)
+        assert plan is not None
+        rig.core.end_lease(rig.replica)
+        rig.core.check_integrity()
+        rig.add(0, 64)
+    failed = rig.failed()
+    assert (failed.uid, failed.status) == (poison, 500)
+    rig.run()
+    assert rig.tokens[innocent, 0] == oracle(rig, 9, innocent, 40)
+
+
+def test_a_long_innocent_stream_survives_any_number_of_kills() -> None:
+    rig = Rig()
+    uid = rig.submit(9, max_tokens=40)
+    for _ in range(10):
+        for _ in range(3):
+            rig.step()
+        rig.plan()
+        rig.core.end_lease(rig.replica)
+        rig.add(0, 64)
+    rig.run()
+    assert rig.tokens[uid, 0] == oracle(rig, 9, uid, 40)
+
+
+def test_losses_counted_by_engine_go_on_here() -> None:
+    rig = Rig()
+    other = rig.submit(9, max_tokens=30)
+    rig.step()
+    uid = rig.submit(20, attempt=3, losses=2)
+    seen = []
+    for _ in range(6):
+        rig.step()
+        seen.append({seq.uid for step in rig.replica.in_flight for seq in step.sequences()})
+        seen.append({seq.uid for seq in rig.replica.suspects})
+    assert {uid} in seen
+    rig.run()
+    assert rig.tokens[uid, 0] == oracle(rig, 20, uid, 4)
+    assert rig.tokens[other, 0] == oracle(rig, 9, other, 30)
+    rig.submit(5, attempt=4, losses=3)
+    assert rig.failed().status == 500
+
+
+def test_a_result_that_cannot_be_right_changes_nothing() -> None:
+    rig = Rig()
+    uid = rig.submit(5)
+    plan = rig.plan()
+    for tokens, counts, step in ((b"", b"", 1), (i32([VOCAB]), b"", 1), (i32([-1]), b"", 1), (i32([1]), i32([2]), 1),
+                                 (i32([1]), b"", 2), (b"123", b"", 1)):  # fmt: skip
+        with pytest.raises(BadFrame):
+            rig.core.commit(rig.replica, StepResult(plan.lease, step, tokens, counts))
+    rig.core.check_integrity()
+    rig.run()
+    assert rig.tokens[uid, 0] == oracle(rig, 5, uid, 4)
+
+
+def test_stats_count() -> None:
+    rig = Rig(max_num_seqs=2)
+    for _ in range(3):
+        rig.submit(10, max_tokens=6)
+    rig.step()
+    rig.step()
+    stats = rig.core.stats(5, bad_frames=2)
+    assert (stats.token, stats.running, stats.waiting, stats.blocks, stats.blocks_used) == (5, 2, 1, 64, 4)
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.steps, stats.bad_frames) == (20, 4, 2, 2)
+    assert stats.replicas[0].running == 2
+    rig.run()
+    assert rig.core.stats().generation_tokens == 18
