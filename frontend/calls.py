@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +44,6 @@ class Ended:
     stop: int | str | None
 
 
-Batch = list[tuple[Choice, StreamEvent]]
-
-
 class Call:
     """The streams of one HTTP request. ``prefix`` gives the text that ``echo`` puts before a prompt's choices."""
 
@@ -68,24 +64,12 @@ class Call:
     async def complete(self) -> tuple[list[Ended], dict[str, object]]:
         """All choices in order, and the usage. Raises RequestError; the first failure ends the whole call."""
         try:
-            if len(self._streams) == 1:
-                await self._streams[0].collect()
-            else:
-                await self._collect_all()
+            await _all([stream.collect() for stream in self._streams])
             choices = [self._ended(prompt, child) for prompt in range(len(self._streams)) for child in range(self._n)]
             self._count(streamed=False)
             return choices, self._usage()
         finally:
             self.abort()
-
-    async def _collect_all(self) -> None:
-        tasks = [asyncio.ensure_future(stream.collect()) for stream in self._streams]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, prompt: int, index: int) -> Ended:
         child = self._streams[prompt].children[index]
@@ -102,101 +86,66 @@ class Call:
         self, request: web.Request, chunks: Chunks, include_usage: bool, continuous: bool, stall_s: float
     ) -> web.StreamResponse:
         """Answer with events. What fails before the first of them is an HTTP error, later an error event."""
-        outlet: Outlet | None = None
-        held: list[bytes] = []
+        self._chunks, self._continuous = chunks, continuous
+        outlet = Outlet(request, stall_s)
         try:
-            async with aclosing(self._batches()) as batches:
-                async for batch in batches:
-                    data = self._render(batch, chunks, continuous)
-                    if outlet is None:
-                        # A refusal is better told by the status: wait until every prompt has been accepted.
-                        if any(stream.accepted is None for stream in self._streams):
-                            held.append(data)
-                            continue
-                        outlet = await Outlet.open(request, stall_s)
-                        data = b"".join([*held, data])
-                    if data:
-                        await outlet.send(data)
-            if outlet is None:
+            await _all([self._follow(prompt, outlet) for prompt in range(len(self._streams))])
+            if not outlet.opened:
                 raise ApiError(500, "the request ended without an answer.")
             self._count(streamed=True)
-            await outlet.send((chunks.usage(self._usage()) if include_usage else b"") + DONE)
+            outlet.write((chunks.usage(self._usage()) if include_usage else b"") + DONE)
         except ConnectionError:
             raise
         except Exception as error:
-            if outlet is None:
+            if not outlet.opened:
                 raise
             known = error if isinstance(error, RequestError) else internal_error(error)
             self._metrics.failed(known.status)
-            await outlet.send(b"data: " + error_body(known) + b"\n\n" + DONE)
+            outlet.write(b"data: " + error_body(known) + b"\n\n" + DONE)
         finally:
             self.abort()
         return await outlet.close()
 
-    def _render(self, batch: Batch, chunks: Chunks, continuous: bool) -> bytes:
-        """The chunks of what has come, in order."""
-        now = time.monotonic()
-        parts: list[bytes] = []
-        for choice, event in batch:
-            if not choice.opened:
-                choice.opened = True
-                parts.append(chunks.opening(choice.index))
-                if self._prefix is not None and (echo := self._prefix(self._streams[choice.prompt])):
-                    parts.append(chunks.text(choice.index, echo))
-            if count := len(event.tokens):
-                if choice.last is not None:
-                    self._metrics.inter_token.observe((now - choice.last) / count, count)
-                choice.last = now
-                choice.tokens += count
-            usage = self._usage_of(choice) if continuous else None
-            if event.finish:
-                reason = _reason(event.finish)
-                self._metrics.finished(reason)
-                parts.append(chunks.final(choice.index, event.text, reason, event.stop_reason, usage))
-            elif event.text:
-                parts.append(chunks.text(choice.index, event.text, usage))
-        return b"".join(parts)
-
-    async def _batches(self) -> AsyncGenerator[Batch]:
-        """All that is ready, each time something is. Raises RequestError of the first stream that fails."""
-        if len(self._streams) == 1:
-            stream, choices = self._streams[0], self._choices[0]
-            async for event in stream:
-                yield [(choices[event.index], event), *((choices[e.index], e) for e in stream.get_ready())]
-            return
-        inbox: Batch = []
-        wake = asyncio.Event()
-        tasks = [
-            asyncio.ensure_future(self._pump(stream, self._choices[prompt], inbox, wake))
-            for prompt, stream in enumerate(self._streams)
-        ]
-        try:
-            left = set(tasks)
-            while left or inbox:
-                if not inbox:
-                    await wake.wait()
-                wake.clear()
-                for task in [task for task in left if task.done()]:
-                    left.discard(task)
-                    task.result()
-                if inbox:
-                    batch = inbox[:]
-                    inbox.clear()
-                    yield batch
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    @staticmethod
-    async def _pump(stream: RequestStream, choices: list[Choice], inbox: Batch, wake: asyncio.Event) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            task.add_done_callback(lambda _: wake.set())
+    async def _follow(self, prompt: int, outlet: Outlet) -> None:
+        """Write the events of one prompt's choices as they come; all that is ready goes out in one write."""
+        stream, choices = self._streams[prompt], self._choices[prompt]
         async for event in stream:
-            inbox.append((choices[event.index], event))
-            inbox.extend((choices[e.index], e) for e in stream.get_ready())
-            wake.set()
+            data = self._render(choices[event.index], event)
+            if more := stream.get_ready():
+                data += b"".join([self._render(choices[event.index], event) for event in more])
+            # A refusal is better told by the status, so nothing is sent until every prompt has been accepted.
+            if not outlet.opened and all(stream.accepted for stream in self._streams):
+                await outlet.open()
+            if data:
+                outlet.write(data)
+                if outlet.behind:
+                    await outlet.catch_up()
+
+    def _render(self, choice: Choice, event: StreamEvent) -> bytes:
+        """The chunks of one event; empty while text is held back."""
+        chunks = self._chunks
+        data = b"" if choice.opened else self._opening(choice)
+        if count := len(event.tokens):
+            now = time.monotonic()
+            if choice.last is not None:
+                self._metrics.inter_token.observe((now - choice.last) / count, count)
+            choice.last = now
+            choice.tokens += count
+        usage = self._usage_of(choice) if self._continuous else None
+        if event.finish:
+            reason = _reason(event.finish)
+            self._metrics.finished(reason)
+            return data + chunks.final(choice.index, event.text, reason, event.stop_reason, usage)
+        if event.text:
+            return data + chunks.text(choice.index, event.text, usage)
+        return data
+
+    def _opening(self, choice: Choice) -> bytes:
+        choice.opened = True
+        opening = self._chunks.opening(choice.index)
+        if self._prefix is not None and (echo := self._prefix(self._streams[choice.prompt])):
+            opening += self._chunks.text(choice.index, echo)
+        return opening
 
     # -- counts
 
@@ -213,6 +162,20 @@ class Call:
         for stream in self._streams:
             prompt = len(stream.accepted.prompt_ids) if stream.accepted else 0
             self._metrics.request(stream.metrics, prompt, [len(c.tokens) for c in stream.children], streamed)
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, Any]]) -> None:
+    """Wait for all; the first failure cancels the others and is raised."""
+    if len(work) == 1:
+        await work[0]
+        return
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _reason(finish: Finish) -> str:

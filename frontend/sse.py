@@ -113,40 +113,62 @@ class ChatChunks(Chunks):
 
 
 class Outlet:
-    """An open stream to one client. A client that reads nothing for ``stall_s`` seconds is cut off."""
+    """A stream to one client. What is written before ``open`` is held; ``behind`` says that the client is slow.
 
-    def __init__(self, request: web.Request, response: web.StreamResponse, stall_s: float):
-        self._request, self._response, self._stall_s = request, response, stall_s
+    A client that reads nothing for ``stall_s`` seconds is cut off, so what waits for it stays bounded.
+    """
+
+    def __init__(self, request: web.Request, stall_s: float):
+        self._request, self._stall_s = request, stall_s
         self._protocol = request.protocol
         self._chunked = request.version >= HttpVersion11
+        self._response = web.StreamResponse(headers=HEADERS)
+        self._held: list[bytes] = []
+        self.opened = False
+        self._prepared = False
 
-    @classmethod
-    async def open(cls, request: web.Request, stall_s: float) -> Outlet:
-        """Send status 200 and the headers."""
-        response = web.StreamResponse(headers=HEADERS)
-        if request.version >= HttpVersion11:
-            response.enable_chunked_encoding()
-        await response.prepare(request)
-        return cls(request, response, stall_s)
+    async def open(self) -> None:
+        """Send status 200, the headers and what is held."""
+        self.opened = True
+        if self._chunked:
+            self._response.enable_chunked_encoding()
+        await self._response.prepare(self._request)
+        self._prepared = True
+        held, self._held = b"".join(self._held), []
+        if held:
+            self.write(held)
 
-    async def send(self, data: bytes) -> None:
-        """One write; waits while the client is behind. Raises ConnectionError where the client is gone or cut off.
+    def write(self, data: bytes) -> None:
+        """One write, whatever waits. Raises ConnectionError where the client is gone.
 
         The chunk is framed here, past aiohttp's own writer, which costs twice as much and would wait without a limit.
         """
+        if not self._prepared:
+            self._held.append(data)
+            return
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-        if self._protocol.writing_paused:
-            try:
-                async with asyncio.timeout(self._stall_s):
-                    await self._request.writer.drain()
-            except TimeoutError:
-                transport.abort()
-                raise ConnectionResetError(f"the client read nothing for {self._stall_s:g} s and was cut off") from None
+
+    @property
+    def behind(self) -> bool:
+        """True while more is unread than a connection's buffer should hold."""
+        return self._protocol.writing_paused
+
+    async def catch_up(self) -> None:
+        """Wait until the client has read. Raises ConnectionError where it was cut off."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._request.writer.drain()
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError(f"the client read nothing for {self._stall_s:g} s and was cut off") from None
 
     async def close(self) -> web.StreamResponse:
         """The end of the body."""
+        if self.behind:
+            await self.catch_up()
         await self._response.write_eof()
         return self._response
