@@ -7,6 +7,8 @@ always free in time. On a CPU both are views of the same memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -39,21 +41,13 @@ class Upload:
         """Tensors of ``arrays``, valid for kernels launched before the next plan's copies."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
-        first, starts = self._used, []
-        for array in arrays:
-            starts.append(self._used)
-            self._used += -(-array.nbytes // 16) * 16
+        first, self._used = self._used, self._used + packed_size(arrays)
         if self._used > self._capacity:
             return self._grow(arrays)
-        memory = self._pinned[self._turn].numpy()
-        for start, array in zip(starts, arrays, strict=True):
-            memory[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
+        pack(arrays, self._pinned[self._turn][first : self._used])
         self._on_device[first : self._used].copy_(self._pinned[self._turn][first : self._used], non_blocking=True)
         self._events[self._turn].record()
-        return [
-            self._on_device[start : start + array.nbytes].view(_torch_type(array.dtype)).view(array.shape)
-            for start, array in zip(starts, arrays, strict=True)
-        ]
+        return unpack(arrays, self._on_device[first : self._used])
 
     def _grow(self, arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
         """Start over in larger buffers. torch keeps the old ones until copies and kernels are done with them."""
@@ -61,8 +55,31 @@ class Upload:
         return self(*arrays)
 
 
-def _torch_type(dtype: np.dtype) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
+def packed_size(arrays: Sequence[np.ndarray]) -> int:
+    """Bytes of ``arrays`` one after another, each from a multiple of 16 on."""
+    return sum(_padded(array) for array in arrays)
+
+
+def pack(arrays: Sequence[np.ndarray], into: torch.Tensor) -> None:
+    """Write ``arrays`` one after another into a uint8 tensor of the host."""
+    memory, start = into.numpy(), 0
+    for array in arrays:
+        memory[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
+        start += _padded(array)
+
+
+def unpack(arrays: Sequence[np.ndarray], packed: torch.Tensor) -> list[torch.Tensor]:
+    """Views of what ``pack`` wrote, in the types and shapes of ``arrays``."""
+    views, start = [], 0
+    for array in arrays:
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        views.append(packed[start : start + array.nbytes].view(dtype).view(array.shape))
+        start += _padded(array)
+    return views
+
+
+def _padded(array: np.ndarray) -> int:
+    return -(-array.nbytes // 16) * 16
 
 
 class Arrival:

@@ -7,7 +7,7 @@ from worker_toys import CPU, GREEDY, VOCAB, Hand, ToyModel, oracle, plan, prompt
 
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.state import PlanError
-from quire.gpu_worker.transfer import Upload
+from quire.gpu_worker.transfer import Upload, pack, packed_size, unpack
 from quire.proto.codec import i32
 from quire.proto.messages import Admit, StepPlan
 from quire.proto.params import SamplingParams
@@ -224,6 +224,17 @@ def test_too_many_tokens_are_refused():
         hand.admit(row, list(range(9)))
     with pytest.raises(PlanError, match="max_num_batched_tokens 16"):
         hand.run((0, 9), (1, 9))
+
+
+def test_packed_columns_come_out_as_they_went_in():
+    arrays = [
+        np.arange(5), np.array([], np.int64), np.arange(3, dtype=np.int32), np.array([2**63 + 1], np.uint64),
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+    ]  # fmt: skip
+    memory = torch.full((packed_size(arrays) + 16,), 255, dtype=torch.uint8)[16:]
+    pack(arrays, memory)
+    for array, tensor in zip(arrays, unpack(arrays, memory.clone()), strict=True):
+        assert tensor.numpy().dtype == array.dtype and np.array_equal(tensor.numpy(), array)
 
 
 def test_upload_on_a_cpu_is_the_same_memory():

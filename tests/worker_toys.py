@@ -67,10 +67,21 @@ class ToyModel:
 class Hand:
     """Writes plans for one runner and keeps its own simple books: rows, lengths, blocks."""
 
-    def __init__(self, model, rows=8, length=64, block_size=8, blocks=64, max_tokens=64, vocab=VOCAB):
+    def __init__(
+        self,
+        model,
+        rows=8,
+        length=64,
+        block_size=8,
+        blocks=64,
+        max_tokens=64,
+        vocab=VOCAB,
+        device=CPU,
+        dtype=torch.float32,
+    ):
         self.block_size = block_size
-        self.state = RowState(rows, length, block_size, vocab, CPU)
-        self.kv = KVCache(model.spec, blocks, block_size, torch.float32, CPU)
+        self.state = RowState(rows, length, block_size, vocab, device)
+        self.kv = KVCache(model.spec, blocks, block_size, dtype, device)
         self.runner = Runner(model, self.state, self.kv, max_tokens)
         self.free = list(range(blocks))[::-1]
         self.tables, self.lengths, self.done = {}, {}, {}

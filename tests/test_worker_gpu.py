@@ -1,0 +1,80 @@
+"""On a machine with a GPU: the same runner there, eager and with CUDA graphs, against the CPU. Skipped elsewhere."""
+
+import pytest
+import tiny_models
+import torch
+from worker_toys import CPU, GREEDY, Hand, plan
+
+from quire.gpu_worker.kv_cache import KVCache
+from quire.gpu_worker.memory import cuda_budget
+from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.worker import worst_case
+from quire.proto.model_config import load_model_config
+from quire.proto.params import SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+LIMITS = {"rows": 16, "length": 128, "block_size": 16, "blocks": 128, "max_tokens": 512, "vocab": tiny_models.VOCAB}
+PARAMS = [GREEDY, SamplingParams(temperature=1.0), SamplingParams(top_p=0.8, top_k=40)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The same tiny checkpoint on the CPU and on the GPU, both in float32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config = load_model_config(str(tiny_models.make("llama", tmp_path_factory.mktemp("model") / "llama")))
+    return [load_model(config, torch.float32, device) for device in (CPU, torch.device("cuda", 0))]
+
+
+def generate(hand, prompts, new):
+    """Mixed steps: prompts are admitted one a step while earlier ones decode."""
+    got = [[] for _ in prompts]
+    for row, ids in enumerate(prompts):
+        hand.admit(row, ids, params=PARAMS[row % 3], seed=row)
+        for at, token in hand.run((row, len(ids)), *[(r, 1) for r in range(row)]).items():
+            got[at].append(token)
+    while min(map(len, got)) < new:
+        for row, token in hand.run(*[(row, 1) for row in range(len(prompts)) if len(got[row]) < new]).items():
+            got[row].append(token)
+    return got
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_gpu_draws_what_the_cpu_draws(models, graphs):
+    prompts = tiny_models.random_prompts(14, seed=4, longest=60)
+    on_cpu, on_gpu = (Hand(model, device=model.device, **LIMITS) for model in models)
+    if graphs:
+        on_gpu.runner.capture(128, progress=False)
+    assert generate(on_gpu, prompts, 20) == generate(on_cpu, prompts, 20)
+
+
+def test_results_wait_for_their_own_step(models):
+    """Two steps launched before the first is waited for, many times over: the ring's buffers are not mixed up."""
+    hand = Hand(models[1], device=models[1].device, **LIMITS)
+    ids = tiny_models.random_prompts(1, seed=5)[0]
+    alone = hand.generate(0, ids, 30)
+    hand.drop(0)
+    hand.admit(1, ids)
+    arrivals, launch = [], hand.runner.launch
+
+    def later():
+        hand.step += 1
+        queued, hand.queue = hand.queue, {}
+        arrivals.append(launch(plan(hand.step, **queued)))
+        return [None] * len(queued["sample_rows"])
+
+    hand.send = later
+    hand.run((1, len(ids)))
+    got = []
+    for _ in range(29):
+        hand.run((1, 1))
+        got.append(int.from_bytes(arrivals.pop(0).wait(), "little"))
+    got.append(int.from_bytes(arrivals.pop(0).wait(), "little"))
+    assert got == alone
+
+
+def test_the_worst_step_is_measured(models):
+    hand = Hand(models[1], device=models[1].device, **{**LIMITS, "blocks": 1})
+    worst = worst_case(hand.state, 512)
+    bytes_of = KVCache.block_bytes(models[1].spec, 16, torch.float32)
+    budget = cuda_budget(lambda: hand.runner.launch(worst), 0, bytes_of, 16, models[1].device)
+    assert 0 < budget.used < budget.total
