@@ -62,7 +62,17 @@ def test_the_wheel_holds_every_module_and_the_demo_model(wheel, tmp_path):
 
 
 def test_services_load_only_what_they_use():
-    heavy = {"torch", "triton", "transformers", "tokenizers", "aiohttp", "jinja2", "numpy", "uvloop", "prometheus_client"}
+    heavy = {
+        "torch",
+        "triton",
+        "transformers",
+        "tokenizers",
+        "aiohttp",
+        "jinja2",
+        "numpy",
+        "uvloop",
+        "prometheus_client",
+    }
     allowed = {
         "quire": set(),
         "quire.scheduler.loop": set(),
