@@ -56,9 +56,8 @@ class Child:
         process = self.process
         if process is None or process.returncode is not None:
             return True
-        with contextlib.suppress(ChildProcessError):  # someone else has reaped it
-            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return False
+        if not _ended(process):
+            return False
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
         process.wait()
@@ -69,6 +68,16 @@ class Child:
         code = self.process.returncode if self.process is not None else 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return self.error or f"quire.{self.service} {how}; what it said is above."
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has, without reaping it where the system can tell: its number must stay its own for a while."""
+    if not hasattr(os, "waitid"):
+        return process.poll() is not None
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # someone else has reaped it
+        return True
 
 
 def without_errors(child: Child, data: bytes) -> bytes:

@@ -10,6 +10,7 @@ One Engine lives in one event loop; nothing here is thread-safe but the dropping
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -199,8 +200,9 @@ class Engine:
 
     def _abandon(self, uid: int) -> None:
         """A stream was dropped, perhaps by the garbage collector in another thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._abort, uid)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
+                self._loop.call_soon_threadsafe(self._abort, uid)
 
     def _abort(self, uid: int) -> None:
         request = self._open.get(uid)

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 
 from ..proto.config import ConfigError, EngineArgs
-from ..proto.model_config import DEMO_MODEL, resolve_model
+from ..proto.model_config import DEMO_MODEL, load_model_config, resolve_model
 from ..proto.process import EXIT_CONFIG, PARENT_FD
 from ..proto.sockets import load_keys
 from .background import EngineThread
@@ -49,7 +49,8 @@ class LaunchError(RuntimeError):
 
 
 class Stack:
-    """The processes of one quire. ``address`` is the scheduler's; ``args`` are as the children see them.
+    """The processes of one quire. ``address`` is the scheduler's; ``args`` are as the children see them; ``config``
+    is the model's.
 
     Raises ConfigError where the model, the tokenizer or the key file cannot be had; nothing runs before ``start``.
     """
@@ -58,6 +59,7 @@ class Stack:
         load_keys(args.keys)
         served = args.served_model_name or [args.model or DEMO_MODEL]
         model = resolve_model(args.model, args.revision, args.download_dir, weights=args.load_format != "dummy")
+        self.config = load_model_config(model, args.max_model_len)
         tokenizer = args.tokenizer
         if tokenizer is not None:
             revision = args.tokenizer_revision

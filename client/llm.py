@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ..proto.config import ConfigError, EngineArgs
-from ..proto.model_config import load_model_config
 from ..proto.params import SamplingParams
 from .batch import Job, Offline, Progress
 from .outputs import RequestOutput
@@ -82,7 +81,6 @@ class LLM:
         self._lock = threading.Lock()
         self._tokenizer: Any = own
         self._running = Offline(args, own)
-        self._config = load_model_config(self._running.stack.args.model or "", args.max_model_len)
         self._finalizer = weakref.finalize(self, self._running.close)
 
     # ------------------------------------------------------------ generate
@@ -179,7 +177,7 @@ class LLM:
             raise ValueError("The lengths of prompts and priority must be the same.")
         per_prompt = parse_params(params, len(inputs))
         for given, each in zip(inputs, per_prompt, strict=True):
-            check_input(given, each, self._config)
+            check_input(given, each, self._running.stack.config)
         with self._lock:
             first, self._request_count = self._request_count, self._request_count + len(inputs)
             seeds = [self._random.getrandbits(64) for _ in inputs]
