@@ -68,13 +68,15 @@ def check(args, **options):
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-MIXED = [(1, 1), (1, 33), (1, 0), (1, 150), (5, 5), (17, 40), (2, 16), (40, 100)]
-PREFILL = [(70, 70), (3, 3), (16, 64)]
-DECODE = [(1, 17), (1, 0), (1, 200), (1, 1), (1, 16), (1, 0)]
+MIXED = [(1, 1), (1, 33), (1, 0), (1, 90), (5, 5), (17, 40), (2, 70)]
+PREFILL = [(50, 50), (3, 3), (16, 64)]
+DECODE = [(1, 17), (1, 0), (1, 130), (1, 1), (1, 16)]
 
 
-@pytest.mark.parametrize("rows", [MIXED, PREFILL, DECODE], ids=["mixed", "prefill", "decode"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (14, 2), (6, 2)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads"),
+    [(MIXED, 4, 4), (MIXED, 4, 1), (MIXED, 14, 2), (PREFILL, 6, 2), (DECODE, 2, 2), (DECODE, 14, 2)],
+)
 def test_rows_and_groups(rows, heads, kv_heads):
     check(make(rows, heads, kv_heads))
 
@@ -84,8 +86,7 @@ def test_head_dims(dim):
     check(make([(1, 20), (1, 130), (9, 30)], heads=4, kv_heads=2, dim=dim))
 
 
-@pytest.mark.parametrize("page", [8, 16, 32])
-@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize(("page", "order"), [(8, LAYOUTS[0]), (32, LAYOUTS[1]), (16, LAYOUTS[2]), (16, LAYOUTS[0])])
 def test_pages_and_layouts(page, order):
     check(make(MIXED, page=page, order=order))
 
@@ -98,7 +99,7 @@ def test_dtypes(dtype, rows):
     check(make(rows, dim=64, dtype=dtype))
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 64, 1000])
+@pytest.mark.parametrize("window", [1, 16, 50])
 @pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
 def test_sliding_window(window, rows):
     check(make(rows), window=window)

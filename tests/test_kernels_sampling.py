@@ -36,7 +36,7 @@ def packed(params):
     return state.packed
 
 
-@pytest.mark.parametrize("vocab", [5, 2048, 4099])
+@pytest.mark.parametrize("vocab", [5, 4099])
 @pytest.mark.parametrize("ties", [False, True])
 def test_draw(vocab, ties):
     logits = torch.randn(len(MIXED), vocab, generator=torch.Generator().manual_seed(vocab)) * 3
@@ -52,7 +52,7 @@ def test_draw(vocab, ties):
     )
 
 
-@pytest.mark.parametrize("vocab", [5, 1000, 4099])
+@pytest.mark.parametrize("vocab", [5, 4099])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 20.0])
 @pytest.mark.parametrize("ties", [False, True])
 def test_cut(vocab, spread, ties):

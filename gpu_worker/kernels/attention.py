@@ -92,15 +92,18 @@ def decode_tiles(
         and 2 * splits * MIN_KEYS_PER_SPLIT <= context
     ):
         splits *= 2
-    return _fit(Tiles(max(16, _power(group)), 64, splits), head_dim, dtype, memory)
+    return _fit(Tiles(max(16, _power(group)), 64 if dtype.itemsize == 2 else 32, splits), head_dim, dtype, memory)
 
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype, group: int, max_query_len: int, memory: int) -> Tiles:
     """Tiles for rows of up to ``max_query_len`` tokens."""
-    # 128 rows of 128 half-precision values; the accumulator is this large too, in registers.
-    most = max(16, 128 * 128 * 2 // max(128 * 2, _power(head_dim) * dtype.itemsize))
+    # The accumulator lives in registers: 128 rows of 128 values over 8 warps. float32 products need three passes and
+    # more registers still.
+    wide, half = max(128, _power(head_dim)), dtype.itemsize == 2
+    most = (128 if half else 32) * 128 // wide
     block_m = max(16, _power(group), min(most, _power(max_query_len * group)))
-    return _fit(Tiles(block_m, 64, warps=8 if block_m >= 128 else 4), head_dim, dtype, memory)
+    tiles = Tiles(block_m, 64 if half else 32, warps=8 if block_m * wide >= 128 * 128 else 4)
+    return _fit(tiles, head_dim, dtype, memory)
 
 
 def _fit(tiles: Tiles, head_dim: int, dtype: torch.dtype, memory: int) -> Tiles:

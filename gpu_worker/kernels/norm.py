@@ -15,30 +15,27 @@ def rms_norm(
     """x / rms(x) * weight over the last axis, computed in float32, in x's dtype.
 
     Args:
-        x: [..., D], rows contiguous and evenly spaced (a slice of a fused projection is fine).
+        x: [T, D] or [T, heads, D], last axis contiguous (heads of a fused projection are fine).
         weight: [D].
-        residual: like x; x is added to it first, and the sum is normalised and returned as the second value.
+        residual: shaped like x; x is added to it first, and the sum is normalised and returned as the second value.
         plus_one: Gemma's form, multiply by 1 + weight.
     """
     from . import norm_jit
 
-    rows = x.reshape(-1, x.shape[-1])
-    width = rows.shape[1]
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    total, past = out, rows
+    width = x.shape[-1]
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, width)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total, past = out, out
     if residual is not None:
-        past = residual.reshape(-1, width)
-        total = torch.empty_like(out)
-    if len(rows):
+        total, past = torch.empty_like(out), residual.contiguous()
+    if x.numel():
         block = max(16, 1 << (width - 1).bit_length())
-        norm_jit.rms_norm_kernel[(len(rows),)](
-            rows, rows.stride(0), past, past.stride(0), weight, out, total, width, eps,
+        norm_jit.rms_norm_kernel[(rows.shape[0], rows.shape[1])](
+            rows, rows.stride(0), rows.stride(1), past, weight, out, total, width, eps,
             HAS_RESIDUAL=residual is not None, PLUS_ONE=plus_one, BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
-    if residual is None:
-        return out.view(x.shape)
-    return out.view(x.shape), total.view(x.shape)
+    return out if residual is None else (out, total)
 
 
 def rms_norm_torch(

@@ -6,16 +6,18 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_kernel(
-    x, x_stride, residual, residual_stride, weight, out, total, width, eps,
+    x, x_token, x_head, residual, weight, out, total, width, eps,
     HAS_RESIDUAL: tl.constexpr, PLUS_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row; the row is read once."""
-    row = tl.program_id(0).to(tl.int64)
+    """One program a row (a token, or a head of one); the row is read once."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = token * tl.num_programs(1) + head
     at = tl.arange(0, BLOCK)
     inside = at < width
-    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
+    value = tl.load(x + token * x_token + head * x_head + at, mask=inside, other=0.0)
     if HAS_RESIDUAL:
-        past = tl.load(residual + row * residual_stride + at, mask=inside, other=0.0)
+        past = tl.load(residual + row * width + at, mask=inside, other=0.0)
         # Rounded to the tensor's type before it is normalised, as the sum that later layers read.
         value = (value.to(tl.float32) + past.to(tl.float32)).to(value.dtype)
         tl.store(total + row * width + at, value, mask=inside)
