@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+from typing import Any
 
 from aiohttp import web
 
@@ -15,6 +16,7 @@ from ..client.engine import Engine
 from ..client.stream import RequestError
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import DEMO_MODEL, load_model_config, resolve_model
+from ..proto.params import ParamError, SamplingParams
 from ..proto.process import die, setup_logging, watch_parent
 from ..proto.sockets import load_keys
 from .app import make_app
@@ -60,18 +62,26 @@ def new_loop() -> asyncio.AbstractEventLoop:
 def settings_of(args: EngineArgs) -> Settings:
     """Settings by the flags, the environment and the model's folder. Raises ConfigError."""
     path = resolve_model(args.model, args.revision, args.download_dir, weights=False)
-    generation = load_model_config(path, args.max_model_len).generation
-    defaults = {name: generation[name] for name in _FROM_GENERATION_CONFIG if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        defaults = {}
-    if defaults:
-        log.info("requests start from the sampling values of the model's generation_config.json: %s", defaults)
     return Settings(
         names=args.served_model_name or [args.model or DEMO_MODEL],
         api_key=args.api_key or os.environ.get(API_KEY_ENV) or None,
         max_request_bytes=args.max_request_bytes,
-        defaults=defaults,
+        defaults=sampling_defaults(load_model_config(path, args.max_model_len).generation),
     )
+
+
+def sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
+    """The values of generation_config.json that requests start from; none where the model is meant to be greedy."""
+    defaults = {name: generation[name] for name in _FROM_GENERATION_CONFIG if generation.get(name) is not None}
+    if not defaults or generation.get("do_sample") is False:
+        return {}
+    try:
+        SamplingParams(**defaults)
+    except ParamError as error:
+        log.warning("the model's generation_config.json is left aside: %s", error)
+        return {}
+    log.info("requests start from the sampling values of the model's generation_config.json: %s", defaults)
+    return defaults
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -135,3 +135,5 @@ def test_settings_take_the_models_defaults(tmp_path: Path, monkeypatch: pytest.M
     assert settings_of(EngineArgs(model=str(tmp_path), served_model_name=["x", "y"], api_key="k")).names == ["x", "y"]
     (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "do_sample": False}))
     assert settings_of(EngineArgs(model=str(tmp_path))).defaults == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 9.0}))
+    assert settings_of(EngineArgs(model=str(tmp_path))).defaults == {}
