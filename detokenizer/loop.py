@@ -253,7 +253,7 @@ class Detokenizer:
             self._drop(old)
         size = _size(message)
         full = self.queued >= MAX_QUEUED or self.queued_bytes + size > MAX_QUEUED_BYTES
-        if full and message.attempt <= 1:  # a resubmission is never refused for load
+        if full and message.attempt < 1:  # a resubmission (Engine counts from 0) is never refused for load
             wait = max(1.0, round(self.queued * self._seconds_each, 1))
             text = f"{self.queued} prompts ({self.queued_bytes} bytes) wait to be encoded; try again in {wait:g} s."
             self._send(peer, Failed(message.uid, message.attempt, 429, text, retry_after=wait))

@@ -119,10 +119,10 @@ def _message(n: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(f"messages[{n}] must be an object with a role.", "messages")
     message = {key: value for key, value in message.items() if value is not None}
-    content = message.get("content")
+    content = message.setdefault("content", "")  # null or left out beside tool calls; templates want a string
     if isinstance(content, list):
         message["content"] = "\n".join(_part(n, part) for part in content)
-    elif content is not None and not isinstance(content, str):
+    elif not isinstance(content, str):
         raise Refused(f"messages[{n}].content must be a string or a list of parts, got {content!r}"[:300], "messages")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(n, message["tool_calls"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
@@ -16,9 +17,12 @@ from typing import Any
 import pytest
 import zmq
 
+from quire.detokenizer import loop
+from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import load_tokenizer
 from quire.proto import messages as m
 from quire.proto.codec import from_i8, from_i32, from_i64, i8, i32, i64
+from quire.proto.model_config import load_model_config
 from quire.proto.params import SamplingParams
 from quire.proto.sockets import Dealer, Router, front_endpoint
 
@@ -324,6 +328,39 @@ def test_requests_before_the_first_peers_wait() -> None:
             assert stack.scheduler(m.Submit).uid == 2
         finally:
             stack.close()
+
+
+def test_a_full_queue_refuses_new_requests_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "MAX_QUEUED", 2)
+    monkeypatch.setattr(loop, "MAX_QUEUED_BYTES", 10_000)
+    preparer = Preparer(TOKENIZER, load_model_config(MODEL))
+    sent: list[Any] = []
+
+    async def drive() -> None:
+        process = loop.Detokenizer(preparer, f"ipc://{tmp_path}", "detokenizer-x", f"ipc://{tmp_path}/d")
+        monkeypatch.setattr(process, "_send", lambda peer, message: sent.append(message))
+
+        def ask(uid: int, attempt: int, prompt: str) -> None:
+            message = m.Tokenize(uid=uid, attempt=attempt, params=SamplingParams(), seed=0, arrival=0.0, prompt=prompt)
+            process._from_engine("frontend-0", message)
+
+        ask(1, 0, "x" * 20_000)  # too many bytes
+        ask(2, 0, "a")
+        ask(3, 0, "b")
+        ask(4, 0, "c")  # too many prompts
+        ask(5, 1, "d")  # a resubmission
+        assert [(f.uid, f.status, f.retry_after >= 1) for f in sent] == [(1, 429, True), (4, 429, True)]
+        assert (process.queued, sorted(process.requests)) == (3, [2, 3, 5])
+        process._from_scheduler(m.Peers(1, [], 16, True, 0))
+        for _ in range(2000):
+            await asyncio.sleep(0.01)
+            if not process.queued:
+                break
+        assert process.queued_bytes == 0 and sum(isinstance(x, m.Accepted) for x in sent) == 3
+        process.stop()
+        await process.run()
+
+    asyncio.run(drive())
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,7 @@ def test_content_parts_are_joined_and_others_refused() -> None:
     chat = ChatTemplate({"default": CHATML}, {})
     parts = [{"type": "text", "text": "a"}, "b", {"type": "text", "text": "c"}]
     assert "a\nb\nc<|im_end|>" in chat.render([{"role": "user", "content": parts}], None)
+    assert chat.render([{"role": "user", "content": None}], None).startswith("<|im_start|>user\n<|im_end|>")
     for content in ([{"type": "image_url", "image_url": {}}], [{"type": "text"}], [None], 5, {"type": "text"}):
         with pytest.raises(Refused) as refused:
             chat.render([{"role": "user", "content": content}], None)
