@@ -1,17 +1,13 @@
 """Paged attention: Triton against the twin, the twin against plain attention. Compiled on a GPU, else interpreted."""
 
-import os
-
 import pytest
 import torch
+from kernel_device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the first launch does
 pytest.importorskip("triton")
 
-from quire.gpu_worker.batch import StepBatch  # noqa: E402
-from quire.gpu_worker.kernels import attention  # noqa: E402
+from quire.gpu_worker.batch import StepBatch
+from quire.gpu_worker.kernels import attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 PLAIN = torch.float32 if DEVICE == "cpu" else torch.float16  # compiled, float32 takes long to compile; tested once

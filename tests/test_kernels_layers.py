@@ -3,17 +3,13 @@
 Compiled where there is a GPU, else under Triton's interpreter.
 """
 
-import os
-
 import pytest
 import torch
+from kernel_device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the first launch does
 pytest.importorskip("triton")
 
-from quire.gpu_worker.kernels import activation, norm, rope  # noqa: E402
+from quire.gpu_worker.kernels import activation, norm, rope
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)

@@ -1,18 +1,14 @@
 """The cut and the draw: Triton against the twins. Compiled where there is a GPU, else interpreted."""
 
-import os
-
 import pytest
 import torch
+from kernel_device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the first launch does
 pytest.importorskip("triton")
 
-from quire.gpu_worker.kernels import sampling  # noqa: E402
-from quire.gpu_worker.sampler import SamplingState  # noqa: E402
-from quire.proto.params import SamplingParams  # noqa: E402
+from quire.gpu_worker.kernels import sampling
+from quire.gpu_worker.sampler import SamplingState
+from quire.proto.params import SamplingParams
 
 MIXED = [
     SamplingParams(temperature=1.0),
