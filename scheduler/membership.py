@@ -54,21 +54,23 @@ MAX_BLOCKS = 2**31 - 1
 class FrontPeer:
     """A detokenizer or frontend. ``lost_at`` is when its connection broke, None while it stands."""
 
-    __slots__ = ("hello", "lost_at")
+    __slots__ = ("bad_frames", "hello", "lost_at")
 
     def __init__(self, hello: Hello):
         self.hello = hello
         self.lost_at: float | None = None
+        self.bad_frames = 0  # it has counted, by its last Beat
 
 
 class Worker:
     """One worker under one lease."""
 
-    __slots__ = ("beat_at", "hello", "lease", "loaded", "phase", "replica")
+    __slots__ = ("bad_frames", "beat_at", "hello", "lease", "loaded", "phase", "replica")
 
     def __init__(self, hello: Hello, lease: Lease, now: float):
         self.hello, self.lease, self.beat_at = hello, lease, now
         self.phase = "loading"
+        self.bad_frames = 0  # it has counted, by its last Beat
         self.loaded: Loaded | None = None
         self.replica: Replica | None = None
 
@@ -105,7 +107,9 @@ class Membership:
             except BadFrame as error:
                 self._bad(peer, error)
         elif isinstance(message, GetStats):
-            self.core.outbox.put(peer, self.core.stats(message.token, self.wire_bad_frames))
+            self.core.outbox.put(peer, self.core.stats(message.token, self.bad_frames()))
+        elif isinstance(message, Beat):
+            self.front[peer].bad_frames = message.bad_frames
         elif isinstance(message, Bye):
             self.front_gone(peer)
 
@@ -167,6 +171,7 @@ class Membership:
             return  # of a lease that ended, or of a scheduler before this one
         elif isinstance(message, Beat):
             worker.beat_at = self.core.clock()
+            worker.bad_frames = message.bad_frames
         elif isinstance(message, Bye):
             self.worker_gone(peer, "left", blame=False)
         elif message.lease != worker.lease:
@@ -294,6 +299,12 @@ class Membership:
                 self._expel(peer, f"it was silent for {SILENT_WORKER_S:.0f} s")
             elif steps and now - steps[0].sent_at > STEP_LIMIT_S:
                 self._expel(peer, f"step {steps[0].number} did not end in {STEP_LIMIT_S:.0f} s")
+
+    def bad_frames(self) -> int:
+        """Frames dropped here and, by their last Beats, by everyone else who is here."""
+        elsewhere = sum(peer.bad_frames for peer in self.front.values())
+        elsewhere += sum(worker.bad_frames for worker in self.workers.values())
+        return self.wire_bad_frames + elsewhere
 
     def timeout(self) -> float:
         """Seconds until ``tick`` has something to do."""

@@ -31,7 +31,8 @@ def test_source_keeps_the_rules(path):
     if "gpu_worker" not in path.parts:
         assert not names & {"torch", "triton"}
     for node in ast.walk(tree):
-        assert not isinstance(node, ast.Assert), f"line {node.lineno}: assert vanishes under -O"
+        if isinstance(node, ast.Assert):  # vanishes under -O: it may tell the type checker something, no more
+            assert ast.unparse(node.test).endswith(" is not None"), f"line {node.lineno}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("eval", "exec"), f"line {node.lineno}"
         if isinstance(node, ast.Attribute):
