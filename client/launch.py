@@ -123,7 +123,8 @@ class Stack:
         args = self.args
         environment = dict(os.environ, **{PARENT_FD: str(self._read_end)})
         if sys.stderr is not None and sys.stderr.isatty():
-            environment.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))  # for progress bars
+            size = shutil.get_terminal_size()  # for progress bars: the children write to a pipe
+            environment.update(COLUMNS=str(size.columns), LINES=str(size.lines))
         counts = {
             "scheduler": 1, "gpu_worker": args.data_parallel_size, "detokenizer": args.detokenizer_count,
             "frontend": args.api_server_count if self.http else 0,
@@ -255,7 +256,8 @@ class Stack:
                 return
             self._closed = True
             self._end(["frontend"])
-            self._end(["gpu_worker", "detokenizer", "scheduler"])
+            self._end(["gpu_worker", "detokenizer"])
+            self._end(["scheduler"])
             _close_fd(self._alive_fd)
             _close_fd(self._read_end)
             for child in self._children:
