@@ -80,6 +80,9 @@ def _load(args: EngineArgs) -> tuple[Link, Worker]:
         link.loaded = True
         log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
         return link, Worker(args, config, model, dtype, device)
+    except torch.OutOfMemoryError as error:
+        link.close("out of memory")
+        raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error
     except BaseException as error:  # a signal's SystemExit too
         link.close(f"not loaded: {error}")
         raise

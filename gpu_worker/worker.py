@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..proto.codec import i32
-from ..proto.config import EngineArgs
+from ..proto.config import ConfigError, EngineArgs
 from ..proto.messages import (
     Admit,
     Assign,
@@ -35,7 +35,7 @@ from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Link
 from .memory import Budget, cpu_budget, cuda_budget, fit, step_bytes
 from .runner import Runner
-from .state import RowState
+from .state import PlanError, RowState
 from .transfer import RING, Arrival
 
 if TYPE_CHECKING:
@@ -125,20 +125,29 @@ class Worker:
         if configure.lease != self._lease or self._assigned is None or self._state is None:
             return
         if not 1 <= configure.num_blocks <= self._num_blocks:
-            error = ValueError(f"Configure asks for {configure.num_blocks} blocks; {self._num_blocks} fit")
+            error = PlanError(f"Configure asks for {configure.num_blocks} blocks; {self._num_blocks} fit")
             self._fail(0, error)
             return
         if self._runner is None or self._runner.kv.num_blocks != configure.num_blocks:
             self._runner = None
-            block_size, _, max_tokens = self._assigned
-            kv = KVCache(self._model.spec, configure.num_blocks, block_size, self._dtype, self._device)
-            self._runner = Runner(self._model, self._state, kv, max_tokens)
-            if self._device.type == "cuda" and not self._args.enforce_eager:
-                self._runner.capture(self._args.max_seq_len_to_capture, progress=True)
+            try:
+                self._runner = self._prepare(configure.num_blocks, self._state, *self._assigned)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                raise ConfigError(
+                    f"no memory for {configure.num_blocks} KV blocks after all ({error}); lower "
+                    "`gpu_memory_utilization`, `kv_cache_memory_bytes` or `num_gpu_blocks_override`."
+                ) from error
         self._next_step = 1
         self._link.last_step = 0
         self._link.send(Ready(configure.lease))
         log.info("ready under lease %d.%d", configure.lease.replica, configure.lease.counter)
+
+    def _prepare(self, num_blocks: int, state: RowState, block_size: int, max_rows: int, max_tokens: int) -> Runner:
+        kv = KVCache(self._model.spec, num_blocks, block_size, self._dtype, self._device)
+        runner = Runner(self._model, state, kv, max_tokens)
+        if self._device.type == "cuda" and not self._args.enforce_eager:
+            runner.capture(self._args.max_seq_len_to_capture, progress=True)
+        return runner
 
     def _end_lease(self) -> None:
         """Let the device finish what was launched, then forget every row."""
@@ -156,7 +165,7 @@ class Worker:
             return
         try:
             if self._runner is None or plan.step != self._next_step:
-                raise ValueError(f"step {plan.step} came where {self._next_step or 'Configure'} was expected")
+                raise PlanError(f"step {plan.step} came where {self._next_step or 'Configure'} was expected")
             arrival = self._runner.launch(plan)
             self._results.put(lease, plan.step, arrival)
             self._next_step += 1
@@ -167,7 +176,7 @@ class Worker:
         lease = self._lease
         if lease is None:
             return
-        log.error("step %d failed: %s", step, error, exc_info=None if isinstance(error, ValueError) else error)
+        log.error("step %d failed: %s", step, error, exc_info=None if isinstance(error, PlanError) else error)
         self._link.send(StepFailed(lease, step, f"{type(error).__name__}: {error}"[:2000]))
         self._link.renew()
         if self._device.type == "cuda":

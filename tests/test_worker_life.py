@@ -281,6 +281,15 @@ def test_configure_of_an_old_lease_is_ignored(scheduler, running):
     assert scheduler.get()[1] == Ready(new)
 
 
+def test_a_cache_that_cannot_be_had_is_fatal(scheduler):
+    running = Running(scheduler, num_gpu_blocks_override=2**40)
+    peer, _ = scheduler.get(Hello)
+    lease, loaded = scheduler.assign(peer)
+    scheduler.send(peer, Configure(lease, loaded.num_blocks))
+    running.join()
+    assert isinstance(running.ending, ConfigError) and "`num_gpu_blocks_override`" in str(running.ending)
+
+
 def test_a_model_that_does_not_fit_is_fatal(scheduler):
     running = Running(scheduler, num_gpu_blocks_override=3)
     peer, _ = scheduler.get(Hello)
