@@ -85,9 +85,17 @@ def run_transformers(args: argparse.Namespace) -> float:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=torch.float32).eval()
+    with no_init_weights():  # filling half a billion numbers from a normal distribution takes longer than the test
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -0.02, 0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
 
     def generate(batch: list[list[int]], tokens: int) -> Any:
         longest = max(map(len, batch))

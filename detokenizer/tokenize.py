@@ -108,8 +108,7 @@ class Preparer:
 
     def _bounded(self, text: str, max_model_len: int, truncate: int | None) -> str:
         """Refuse a text that cannot fit without encoding it; cut one of which only the end will be kept."""
-        longest = self.tokenizer.longest
-        if longest is None:
+        if len(text) <= max_model_len or (longest := self.tokenizer.longest) is None:
             return text
         if truncate is not None:
             return text[-(truncate * longest + _TAIL_MARGIN) :]

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class TextTokenizer:
     ``encode(text, add_special_tokens)`` gives ids; ``decode(ids, skip_special_tokens)`` gives text.
     ``backend`` is the `tokenizers.Tokenizer`, or None for a slow one. ``special`` maps bos_token and the other names
     to their text; ``bos_id`` and ``eos_id`` are their ids. ``templates`` maps names ("default", "tool_use") to chat
-    templates. ``longest`` is the most characters one token can stand for, or None where there is no such number.
+    templates.
     """
 
     def __init__(
@@ -48,13 +49,20 @@ class TextTokenizer:
         special: dict[str, str],
         token_id: Callable[[str], int | None],
         templates: dict[str, str],
-        longest: int | None,
     ):
         self.encode, self.decode, self.backend = encode, decode, backend
-        self.special, self.templates, self.longest = special, templates, longest
+        self.special, self.templates = special, templates
         self.bos_id, self.eos_id = (
             token_id(special[name]) if name in special else None for name in ("bos_token", "eos_token")
         )
+
+    @cached_property
+    def longest(self) -> int | None:
+        """The most characters one token can stand for; None where an unknown token may stand for any number.
+
+        It takes a walk through the vocabulary, so only a prompt that may be too long asks for it.
+        """
+        return None if self.backend is None else _longest(self.backend)
 
 
 def load_tokenizer(
@@ -81,7 +89,7 @@ def load_tokenizer(
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    return TextTokenizer(encode, decode, backend, special, backend.token_to_id, templates, _longest(backend))
+    return TextTokenizer(encode, decode, backend, special, backend.token_to_id, templates)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -136,7 +144,6 @@ def _add_special_tokens(backend: Tokenizer, config: dict[str, Any], special: dic
 
 
 def _longest(backend: Tokenizer) -> int | None:
-    """Characters of the longest token, where the model has no unknown token that could stand for any length."""
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     kinds = {state.get("type"), *(d.get("type") for d in state.get("decoders", []))}
     if not kinds & {"ByteLevel", "ByteFallback"}:
@@ -210,4 +217,4 @@ def _load_slow(path: str, mode: str, templates: dict[str, str], trust_remote_cod
         )
 
     special = {name: str(slow.special_tokens_map[name]) for name in NAMED if slow.special_tokens_map.get(name)}
-    return TextTokenizer(encode, decode, None, special, slow.convert_tokens_to_ids, templates, None)
+    return TextTokenizer(encode, decode, None, special, slow.convert_tokens_to_ids, templates)

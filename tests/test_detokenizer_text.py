@@ -93,7 +93,7 @@ def wrap(backend: Tokenizer) -> TextTokenizer:
     return TextTokenizer(
         lambda text, special: backend.encode(text, add_special_tokens=special).ids,
         lambda ids, skip: backend.decode(ids, skip_special_tokens=skip),
-        backend, {}, backend.token_to_id, {}, None,
+        backend, {}, backend.token_to_id, {},
     )  # fmt: skip
 
 
