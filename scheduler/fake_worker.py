@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
+import sys
 import time
 from array import array
 from hashlib import blake2b
@@ -250,6 +252,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     setup_logging("fake_worker")
     watch_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     worker = FakeWorker(args.num_blocks, args.max_model_len, args.vocab_size, args.page_store == "on")
     _serve(worker, args.scheduler, tuple(args.delay_ms), random.Random(args.seed))
 
@@ -291,7 +295,7 @@ def _run_lease(worker: FakeWorker, wire: Dealer, delay_ms: tuple[float, float], 
                 if isinstance(answer, StepFailed):
                     return
                 if isinstance(answer, Bye):
-                    raise SystemExit(0)
+                    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -67,10 +67,11 @@ def plan(core: Scheduler, replica: Replica) -> StepPlan | None:
         _plan_alone(core, replica, draft)
     if not replica.suspects and not draft.rows:
         wait = _decodes_wait(core, replica)
-        preempted = False if wait else _plan_decodes(core, replica, draft, replica.decoding)
+        if not wait:
+            _plan_decodes(core, replica, draft, replica.decoding)
         for seq in list(replica.prefilling):
             _plan_chunk(core, replica, draft, seq)
-        if not preempted and not replica.draining:
+        if not replica.draining:
             _admit(core, replica, draft)
         if wait and not draft.rows:
             _plan_decodes(core, replica, draft, replica.decoding)
@@ -100,12 +101,8 @@ def _decodes_wait(core: Scheduler, replica: Replica) -> bool:
 # -- decodes
 
 
-def _plan_decodes(core: Scheduler, replica: Replica, draft: Draft, seqs: list[Sequence]) -> bool:
-    """One token for each; True where some were preempted to make room.
-
-    Preemption takes sequences off the end of ``seqs`` while it is iterated, which a list allows.
-    """
-    before = core.preemptions
+def _plan_decodes(core: Scheduler, replica: Replica, draft: Draft, seqs: list[Sequence]) -> None:
+    """One token for each. Preemption takes sequences off the end of ``seqs`` while it is iterated: a list allows it."""
     rows, starts, decodes = draft.rows, draft.starts, draft.decodes
     for seq in seqs:
         position = seq.planned
@@ -116,7 +113,6 @@ def _plan_decodes(core: Scheduler, replica: Replica, draft: Draft, seqs: list[Se
         starts.append(position)
         decodes.append(seq)
     draft.budget -= len(rows)
-    return core.preemptions > before
 
 
 def _make_room(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence) -> bool:

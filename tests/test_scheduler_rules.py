@@ -102,6 +102,15 @@ class Rig:
             self.work(number)
         return plan
 
+    def step_until_preempted(self) -> StepPlan:
+        """The plan that preempted somebody."""
+        for _ in range(100):
+            plan = self.step()
+            if self.core.preemptions:
+                assert plan is not None
+                return plan
+        raise AssertionError("nobody was preempted")
+
     def run(self, turns: int = 500) -> None:
         """Until nothing is left, with two plans in flight."""
         for _ in range(turns):
@@ -278,6 +287,17 @@ def test_a_prefix_is_found_once_its_step_has_committed() -> None:
     assert (rig.core.prefix_queries, rig.core.prefix_hits) == (72, 16)
 
 
+def test_blocks_in_flight_are_not_registered() -> None:
+    rig = Rig()
+    rig.submit(60)
+    rig.plan()
+    rig.plan()
+    rig.work()
+    hashes = hash_blocks(i32(rig.prompt(60, 1)), 8)
+    assert len(rig.replica.pool.find(hashes, 8)) == 4  # the second chunk's three are still being written
+    rig.run()
+
+
 def test_the_next_turn_of_a_chat_finds_generated_tokens() -> None:
     rig = Rig(max_num_batched_tokens=64)
     uid = rig.submit(21, max_tokens=30)
@@ -311,8 +331,7 @@ def test_a_wait_for_room_leaves_one_block_for_each_running_row() -> None:
 def test_who_came_last_is_preempted_and_keeps_its_place() -> None:
     rig = Rig(blocks=6, max_num_batched_tokens=64)
     uids = [rig.submit(8, max_tokens=20) for _ in range(3)]
-    while not rig.core.preemptions:
-        rig.step()
+    rig.step_until_preempted()
     assert [seq.uid for seq in rig.replica.decoding] == uids[:2]
     late = rig.submit(3, max_tokens=2)
     assert [seq.uid for seq in rig.core.queue] == [uids[2], late]
@@ -321,12 +340,27 @@ def test_who_came_last_is_preempted_and_keeps_its_place() -> None:
         assert rig.tokens[uid, 0] == oracle(rig, 8, uid, 20)
 
 
+def test_a_prompt_under_way_is_preempted_for_an_earlier_decode_and_nobody_takes_its_room() -> None:
+    rig = Rig(blocks=20, max_num_batched_tokens=8)
+    first = rig.submit(8, max_tokens=40)
+    rig.step()
+    last = rig.submit(136, max_tokens=2)  # all that is left but one block
+    small = rig.submit(3, max_tokens=2)
+    plan = rig.step_until_preempted()
+    assert columns(plan) == [(0, plan.step + 6, 1)]
+    assert plan.admits == []
+    assert [seq.uid for seq in rig.core.queue] == [last, small]
+    assert rig.core.preemptions == 1
+    rig.run()
+    for uid, length, count in ((first, 8, 40), (last, 136, 2), (small, 3, 2)):
+        assert rig.tokens[uid, 0] == oracle(rig, length, uid, count)
+
+
 def test_the_lowest_priority_is_preempted_and_waits_last() -> None:
     rig = Rig(blocks=6, max_num_batched_tokens=64, scheduling_policy="priority")
     low = rig.submit(8, max_tokens=20, priority=5)
     high = [rig.submit(8, max_tokens=20), rig.submit(8, max_tokens=20, priority=-1)]
-    while not rig.core.preemptions:
-        rig.step()
+    rig.step_until_preempted()
     assert [seq.uid for seq in rig.replica.decoding] == high[::-1]
     assert [seq.uid for seq in rig.core.queue] == [low]
     rig.submit(3, uid=99, priority=4)
@@ -588,7 +622,7 @@ def test_placement_prefers_a_cached_prefix_then_the_idle() -> None:
     assert rig.step(home).admits == []
     rig.step(1 - home)
     assert rig.core.replicas[1 - home].decoding[0].uid == third
-    while rig.core.replicas[home].running < 3:  # load tells in the end
+    for _ in range(2):  # load tells in the end
         rig.submit(prompt, max_tokens=30)
         rig.step(home)
     moved = rig.submit(prompt[:40], max_tokens=30)
