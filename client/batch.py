@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..proto.config import EngineArgs
-from ..proto.messages import Finish
+from ..proto.messages import Finish, Stats
 from ..proto.params import SamplingParams
 from ..proto.sockets import load_keys
 from .background import EngineThread
@@ -81,6 +81,12 @@ class Offline:
         if self._thread is not None:
             self._thread.close()
         self.stack.close()
+
+    def stats(self) -> Stats:
+        """The scheduler's counters and gauges. RuntimeError once closed."""
+        if self._dead is not None or self._thread is None:
+            raise RuntimeError(self._dead or _CLOSED)
+        return self._thread.run(self._thread.engine.stats()).result()
 
     def run(self, jobs: list[Job], progress: Progress) -> list[RequestOutput]:
         """Run all jobs, a bounded number at a time. KeyboardInterrupt aborts what is open and is raised again."""

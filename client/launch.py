@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.model_config import DEMO_MODEL, load_model_config, resolve_model
-from ..proto.process import EXIT_CONFIG, PARENT_FD
+from ..proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ..proto.sockets import load_keys
 from .background import EngineThread
 from .child import Child, say, without_errors
@@ -136,6 +136,7 @@ class Stack:
                 own = dict(environment)
                 if service == "gpu_worker" and count > 1:
                     own["CUDA_VISIBLE_DEVICES"] = _device(number)
+                    own[LOCAL_WORKERS] = str(count)
                 if service == "frontend" and self._api_key is not None:
                     own["QUIRE_API_KEY"] = self._api_key
                 children.append(Child(service, command, own))

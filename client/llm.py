@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..proto.config import ConfigError, EngineArgs
+from ..proto.messages import Stats
 from ..proto.params import SamplingParams
 from .batch import Job, Offline, Progress
 from .outputs import RequestOutput
@@ -155,6 +156,10 @@ class LLM:
                 args.tokenizer or args.model, use_fast=args.tokenizer_mode != "slow", trust_remote_code=False
             )
         return self._tokenizer
+
+    def stats(self) -> Stats:
+        """The scheduler's counters and gauges at this moment. RuntimeError once closed."""
+        return self._running.stats()
 
     def close(self) -> None:
         """End every process and remove what was on disk. Idempotent; ``generate`` then raises RuntimeError."""

@@ -101,6 +101,8 @@ class OpenRequest:
                 for index, child in enumerate(self.children)
                 if child.finish == Finish.NONE
             ]
+            if not any(child.tokens or child.chars or child.finish for child in self.children):
+                resume = []  # all from the start, so that they share the prompt again
             changes.update(
                 prompt=None, messages=None, template=None, ids=i32(self.accepted.prompt_ids),
                 params=self.accepted.params, resume=resume,
