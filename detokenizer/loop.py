@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import Any
 
-from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i8, i32, i64
+from ..proto.codec import BadFrame, from_i32, i32, i64
 from ..proto.config import ConfigError
 from ..proto.messages import (
     PROTOCOL,
@@ -31,16 +31,16 @@ from ..proto.messages import (
     Stats,
     Stopped,
     Submit,
-    TextBatch,
     ToDetokenizer,
     TokenBatch,
     Tokenize,
 )
 from ..proto.process import resident_bytes
 from ..proto.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
+from .columns import Outbox, check_tokenize, pairs_of, rows_of
 from .errors import Refused
 from .pool import Pool
-from .sequence import News, TextSequence
+from .sequence import TextSequence
 from .tokenize import Prepared, Preparer
 
 log = logging.getLogger(__name__)
@@ -61,30 +61,6 @@ class Request:
         self.uid, self.attempt, self.peer, self.include, self.size = uid, attempt, peer, include, size
         self.sequences: dict[int, TextSequence] = {}
         self.submitted = False
-
-
-class Outbox:
-    """The columns of one Engine's next TextBatch."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, int, int, int, int, str, int, int | str | None, int]] = []
-        self.tokens: list[int] = []
-        self.started: list[tuple[int, int]] = []
-
-    def add(self, request: Request, index: int, offset: int, tokens: list[int], news: News) -> None:
-        self.rows.append((request.uid, request.attempt, index, offset, len(tokens), news.text, news.finish,
-                          news.reason, news.length))  # fmt: skip
-        self.tokens += tokens
-
-    def batch(self) -> TextBatch:
-        columns: Any = zip(*self.rows, strict=True) if self.rows else ((),) * 9
-        uids, attempts, indexes, offsets, counts, texts, finishes, reasons, lengths = columns
-        return TextBatch(
-            uids=i64(uids), attempts=i32(attempts), indexes=i32(indexes), offsets=i32(offsets), counts=i32(counts),
-            tokens=i32(self.tokens), texts=list(texts), finishes=i8(finishes), stop_reasons=list(reasons),
-            lengths=i32(lengths), started_uids=i64([uid for uid, _ in self.started]),
-            started_cached=i32([cached for _, cached in self.started]),
-        )  # fmt: skip
 
 
 class Detokenizer:
@@ -234,7 +210,7 @@ class Detokenizer:
 
     def _compare(self, peer: str, message: Open) -> None:
         """Answer Gone for what we lack; drop what the Engine no longer lists."""
-        listed = dict(_pairs(message.uids, message.attempts))
+        listed = dict(pairs_of(message.uids, message.attempts))
         for request in [r for r in self.requests.values() if r.peer == peer and r.attempt > listed.get(r.uid, -1)]:
             self._drop(request)
         gone = []
@@ -246,6 +222,7 @@ class Detokenizer:
             self._send(peer, Gone(i64([u for u, _ in gone]), i32([a for _, a in gone])))
 
     def _tokenize(self, peer: str, message: Tokenize) -> None:
+        check_tokenize(message)
         old = self.requests.get(message.uid)
         if old is not None:
             if old.attempt >= message.attempt:
@@ -310,7 +287,7 @@ class Detokenizer:
         if prepared.replayed:
             outbox = Outbox()
             for index, offset, news in prepared.replayed:
-                outbox.add(request, index, offset, [], news)
+                outbox.add(uid, attempt, index, offset, [], news)
             self._send(request.peer, outbox.batch())
         if not request.sequences:  # all had ended before; only the news of it was lost
             self.requests.pop(uid, None)
@@ -365,7 +342,7 @@ class Detokenizer:
 
     def _gone(self, message: Gone) -> None:
         lost: dict[str, list[Request]] = {}
-        for uid, attempt in _pairs(message.uids, message.attempts):
+        for uid, attempt in pairs_of(message.uids, message.attempts):
             request = self.requests.get(uid)
             if request is not None and request.submitted and request.attempt == attempt:
                 del self.requests[uid]
@@ -375,10 +352,10 @@ class Detokenizer:
 
     def _tokens(self, message: TokenBatch) -> None:
         """One step's tokens: decode each child's, and send each Engine its share in one frame."""
-        rows = _rows(message)
+        rows = rows_of(message)
         tokens = from_i32(message.tokens)
         outboxes: dict[str, Outbox] = {}
-        for uid, cached in _pairs(message.started_uids, message.started_cached):
+        for uid, cached in pairs_of(message.started_uids, message.started_cached):
             if (request := self.requests.get(uid)) is not None:
                 _outbox(outboxes, request.peer).started.append((uid, cached))
         start = 0
@@ -400,7 +377,7 @@ class Detokenizer:
                     continue
             offset = sequence.count
             news = sequence.advance(mine, finish, stop_id, request.include)
-            _outbox(outboxes, request.peer).add(request, index, offset, mine[: news.used], news)
+            _outbox(outboxes, request.peer).add(uid, attempt, index, offset, mine[: news.used], news)
             if sequence.done:
                 self._ended(request, index, finish == Finish.NONE)
         for peer, outbox in outboxes.items():
@@ -425,28 +402,6 @@ def _outbox(outboxes: dict[str, Outbox], peer: str) -> Outbox:
     if outbox is None:
         outbox = outboxes[peer] = Outbox()
     return outbox
-
-
-def _rows(message: TokenBatch) -> list[tuple[int, int, int, int, int, int, int]]:
-    """(uid, attempt, index, offset, count, finish, stop id) of each row. Raises BadFrame where columns disagree."""
-    counts, finishes = from_i32(message.counts), from_i8(message.finishes)
-    columns = [from_i64(message.uids), from_i32(message.attempts), from_i32(message.indexes),
-               from_i32(message.offsets), counts, finishes, from_i32(message.stop_ids)]  # fmt: skip
-    if len({len(column) for column in columns}) != 1:
-        raise BadFrame(f"TokenBatch has columns of {[len(column) for column in columns]} items")
-    if min(counts, default=0) < 0 or 4 * sum(counts) != len(message.tokens):
-        raise BadFrame(f"TokenBatch counts {sum(counts)} tokens and holds {len(message.tokens)} bytes of them")
-    if min(finishes, default=0) < 0 or max(finishes, default=0) > max(Finish):
-        raise BadFrame("TokenBatch holds an unknown finish")
-    return list(zip(*columns, strict=True))  # type: ignore[arg-type]
-
-
-def _pairs(uids: bytes, others: bytes) -> list[tuple[int, int]]:
-    """An int64 and an int32 column side by side."""
-    first, second = from_i64(uids), from_i32(others)
-    if len(first) != len(second):
-        raise BadFrame(f"columns of {len(first)} uids and {len(second)} other items")
-    return list(zip(first, second, strict=True))
 
 
 def _size(message: Tokenize) -> int:

@@ -198,6 +198,10 @@ def test_refusals_and_garbage_end_nothing_else(stack: Stack) -> None:
     engine.socket.send_multipart([b"a", b"b"])
     engine.send(m.Open(b"123", b""))
     engine.send(m.Open(i64([1, 2]), i32([1])))
+    stack.ask(engine, 2**63, prompt="Hello")
+    stack.ask(engine, 6, attempt=2**31, prompt="Hello")
+    for resume in ([m.Resume(1, b"", 0)], [m.Resume(0, b"", 0)] * 2, [m.Resume(0, b"", -1)]):
+        stack.ask(engine, 7, attempt=1, prompt="Hello", resume=resume)
     batch = m.TokenBatch(i64([5]), i32([1]), i32([0]), i32([0]), i32([2]), i32([40]), i8([0]), i32([-1]))
     for field, value in (
         ("uids", i64([5])), ("counts", i32([-1])), ("uids", b"1"), ("finishes", i8([77])), ("finishes", b""),
@@ -212,7 +216,7 @@ def test_refusals_and_garbage_end_nothing_else(stack: Stack) -> None:
         stack.front.send(stack.peer, bad)
     stack.tokens((5, 1, 0, 0, TOKENIZER.encode("ok", False), m.Finish.LENGTH, -1))
     assert rows(stack.got(engine, m.TextBatch))[0][5] == "ok"
-    assert stack.scheduler(m.Beat, lambda beat: beat.bad_frames > 0).bad_frames == 5 + 5 + 1 + 2 + 7
+    assert stack.scheduler(m.Beat, lambda beat: beat.bad_frames > 0).bad_frames == 5 + 5 + 1 + 2 + 5 + 7
 
 
 def test_aborts_and_lost_engines_reach_the_scheduler(stack: Stack) -> None:
