@@ -153,11 +153,12 @@ def test_children_end_when_the_parent_is_killed():
         if copy == 0:
             stack.close()
             {SLEEP}
-        print(*stack.pids, copy, flush=True)
+        print(*stack.pids, copy, stack.run_dir, flush=True)
         {SLEEP}
     """
     parent = subprocess.Popen(program(code), stdout=subprocess.PIPE, text=True)
-    pid, copy = map(int, parent.stdout.readline().split())
+    *pids, folder = parent.stdout.readline().split()
+    pid, copy = map(int, pids)
     try:
         assert not gone(pid)
         parent.kill()
@@ -166,6 +167,7 @@ def test_children_end_when_the_parent_is_killed():
     finally:
         os.kill(copy, signal.SIGKILL)
         parent.stdout.close()
+        shutil.rmtree(folder)
 
 
 def test_folders_of_killed_launchers_are_swept():
