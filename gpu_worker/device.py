@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..proto.config import ConfigError
 from ..proto.model_config import ModelConfig
+from ..proto.process import LOCAL_WORKERS
 
 if TYPE_CHECKING:
     import torch
@@ -24,11 +25,15 @@ SMALL_MODEL = 30_000_000
 
 
 def usable_cores() -> int:
-    """Physical cores this process may use: its affinity, less hyperthreads, within the cgroup's quota."""
+    """Physical cores this process may use: its affinity, less hyperthreads, within the cgroup's quota.
+
+    Workers started together share them evenly.
+    """
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = {_siblings(cpu) for cpu in cpus}
     quota = _cgroup_quota()
-    return max(1, min(len(cores), int(quota) if quota else len(cores)))
+    share = int(os.environ.get(LOCAL_WORKERS, "1"))
+    return max(1, min(len(cores), int(quota) if quota else len(cores)) // max(1, share))
 
 
 def _siblings(cpu: int) -> str:

@@ -19,6 +19,9 @@ PARENT_FD = "QUIRE_PARENT_FD"
 
 PARENT_GRACE_S = 5.0
 
+LOCAL_WORKERS = "QUIRE_LOCAL_WORKERS"
+"""Environment variable: how many workers share this machine's cores, where one launcher started several."""
+
 
 def new_incarnation(kind: str) -> str:
     """A process's identity on every socket; never used again."""
