@@ -50,10 +50,6 @@ _TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": _gelu_tanh,
 }
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": _gelu_tanh,
-}
 
 
 def _unknown(kind: str) -> str:
