@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import torch
 
 from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.models.loader import load_model
-from quire.proto.model_config import load_model_config
+from quire.proto.model_config import ModelConfig, load_model_config
 
 BLOCK = 8
 CPU = torch.device("cpu")
@@ -108,3 +111,81 @@ def test_family_equals_transformers(row: str, tmp_path: Path) -> None:
         assert want.std() > 0.3
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
         assert got.argmax(-1).tolist() == want.argmax(-1).tolist()
+
+
+def test_a_row_does_not_depend_on_its_company(tmp_path: Path) -> None:
+    """The same decode alone and among others; wide enough that products are packed and heads folded."""
+    torch.set_num_threads(1)
+    hf = {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512,
+    }  # fmt: skip
+    runner = PagedRunner(load_model(ModelConfig("", hf, 512, 300), torch.float32, CPU, "dummy"), blocks=200)
+    rows = [Row(prompt) for prompt in tiny_models.random_prompts(12, seed=1, shortest=2, longest=90)]
+    for row in rows:
+        runner.step([(row, len(row.tokens) - 1)])
+    together = runner.step([(row, 1) for row in rows])
+    for row in rows:
+        row.computed -= 1
+    alone = torch.cat([runner.step([(row, 1)]) for row in rows])
+    torch.testing.assert_close(alone, together, atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_longrope_past_the_original_length(tmp_path: Path) -> None:
+    """With max_model_len past the original length every sequence has the long factors, as long ones have there."""
+    torch.set_num_threads(1)
+    folder = tiny_models.make("phi3-longrope", tmp_path, seed=4)
+    (tokens,) = tiny_models.random_prompts(1, seed=2, shortest=300, longest=300)
+    row, runner = Row(tokens), PagedRunner(load(folder, 512))
+    got = torch.cat([runner.step([(row, 100)]) for _ in range(3)])
+    want = expected_logits(tiny_models.reference(folder), tokens)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_dynamic_rope_grows_past_the_trained_length(tmp_path: Path) -> None:
+    """transformers, decoding token by token with its cache past max_position_embeddings, gives the same logits."""
+    torch.set_num_threads(1)
+    folder = tiny_models.make("llama-dynamic", tmp_path, seed=4, max_position_embeddings=40)
+    reference = tiny_models.reference(folder)
+    (tokens,) = tiny_models.random_prompts(1, seed=2, shortest=70, longest=70)
+    row, runner = Row(tokens), PagedRunner(load(folder))
+    first = reference(torch.tensor([tokens[:38]]), use_cache=True)
+    want, cache = [first.logits[0]], first.past_key_values
+    for at in range(38, 70):
+        out = reference(
+            torch.tensor([tokens[at : at + 1]]),
+            past_key_values=cache,
+            position_ids=torch.tensor([[at]]),
+            use_cache=True,
+        )
+        want.append(out.logits[0])
+    got = torch.cat([runner.step([(row, n)]) for n in (38, *[1] * 32)])
+    torch.testing.assert_close(got, torch.cat(want), atol=1e-4, rtol=1e-5)
+
+
+KERNELS = """
+import sys, pathlib, torch
+sys.path.insert(0, sys.argv[2])
+import test_models as t
+from quire.gpu_worker.layers import dispatch
+model = t.load(pathlib.Path(sys.argv[1]))
+results = []
+for use in (False, True):
+    dispatch.use_kernels = lambda x, use=use: use
+    runner, rows = t.PagedRunner(model, 16), [t.Row(list(range(n))) for n in (9, 12)]
+    results.append(torch.cat([runner.step([(rows[0], 8), (rows[1], 12)]), runner.step([(rows[0], 1)])]))
+torch.testing.assert_close(*results, atol=1e-4, rtol=1e-5)
+print("same")
+"""
+
+
+@pytest.mark.parametrize("row", ["qwen3", "gemma"])
+def test_the_gpu_path_under_the_interpreter(row: str, tmp_path: Path) -> None:
+    """The decoder's kernels, interpreted on the CPU, give what its CPU path gives."""
+    folder = tiny_models.make(row, tmp_path, num_hidden_layers=1)
+    command = [sys.executable, "-c", KERNELS, str(folder), str(Path(__file__).parent)]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.strip() == "same", done.stderr

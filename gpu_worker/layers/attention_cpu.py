@@ -23,7 +23,7 @@ _TILE = 128
 
 @dataclass(slots=True)
 class _Decodes:
-    """Decode rows of like context: ``pages`` [rows * width] block ids, ``mask`` [rows, 1, width * block_size]."""
+    """Decode rows of one rounded width: ``pages`` [rows * width] block ids, ``mask`` [rows, 1, width * block_size]."""
 
     rows: torch.Tensor
     pages: torch.Tensor
@@ -39,6 +39,16 @@ class _Prefill:
     position: int
     first_key: int
     pages: torch.Tensor
+
+
+def _rounded(blocks: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, ...: rows of one width share a product.
+
+    A row's width comes from its own context alone, for another width sums in another order: so a row's result has the
+    same bits in any company.
+    """
+    power = 1 << (blocks - 1).bit_length()
+    return power * 3 // 4 if blocks <= power * 3 // 4 else power
 
 
 class AttentionPlan:
@@ -63,18 +73,17 @@ class AttentionPlan:
 
     def _plan_decodes(self, batch: StepBatch, lens: list[int], dtype: torch.dtype, page_values: int) -> list[_Decodes]:
         size = self.block_size
-        blocks = {row: -(-(n - self._first_key(n - 1)) // size) for row, n in enumerate(lens) if n}
-        order = sorted(blocks, key=blocks.__getitem__)
+        widths = {row: _rounded(-(-(n - self._first_key(n - 1)) // size)) for row, n in enumerate(lens) if n}
+        order = sorted(widths, key=widths.__getitem__)
         groups, at = [], 0
         while at < len(order):
-            # As many rows as fit the buffer, and none that needs twice the pages of the first.
-            end, first = at + 1, blocks[order[at]]
-            while end < len(order):
-                width = blocks[order[end]]
-                if width > 2 * first + 2 or (end + 1 - at) * width * page_values > _GATHER:
-                    break
+            # Rows of one width, as many as fit the buffer.
+            width = widths[order[at]]
+            most = at + max(1, _GATHER // (width * page_values))
+            end = at + 1
+            while end < min(most, len(order)) and widths[order[end]] == width:
                 end += 1
-            groups.append(self._decode_group(batch, order[at:end], lens, blocks[order[end - 1]], dtype))
+            groups.append(self._decode_group(batch, order[at:end], lens, width, dtype))
             at = end
         return groups
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from . import dispatch
 from .linear import Linear
 
 
@@ -21,7 +22,7 @@ class GatedMLP:
 
 def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     """[T, 2 * I] -> [T, I], activation(first half) * second half. The CPU works within ``gate_up``."""
-    if gate_up.is_cuda:
+    if dispatch.use_kernels(gate_up):
         from ..kernels.activation import gated_activation as kernel
 
         return kernel(gate_up, kind)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from . import dispatch
+
 
 class RMSNorm:
     """x * rsqrt(mean(x^2) + eps) * w, in float32 inside; ``plus_one`` is Gemma's 1 + w."""
@@ -13,23 +15,24 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float, plus_one: bool = False) -> None:
         self.weight, self.eps, self.plus_one = weight, eps, plus_one
         self._cpu_weight = weight.float() + 1 if plus_one else weight
-        if weight.is_cuda:
-            from ..kernels.norm import rms_norm
-
-            self._kernel: Any = rms_norm  # returns one tensor, or two where it adds
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of ``x`` [..., hidden]."""
-        if x.is_cuda:
-            return self._kernel(x, self.weight, self.eps, None, self.plus_one)
+        if dispatch.use_kernels(x):
+            return self._kernel(x, None)
         return self._norm(x)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual). The CPU adds into ``residual`` itself."""
-        if x.is_cuda:
-            return self._kernel(x, self.weight, self.eps, residual, self.plus_one)
+        if dispatch.use_kernels(x):
+            return self._kernel(x, residual)
         residual += x
         return self._norm(residual), residual
+
+    def _kernel(self, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        from ..kernels.norm import rms_norm
+
+        return rms_norm(x, self.weight, self.eps, residual, self.plus_one)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..batch import StepBatch
+from ..layers import dispatch
 from ..layers.attention import Attention, StepContext
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMLP
@@ -121,7 +122,7 @@ class Decoder:
         hidden = F.embedding(batch.token_ids, self.embed)
         if self.spec.embed_scale != 1.0:
             hidden = hidden * self.embed_scale
-        step = None if hidden.is_cuda else StepContext(batch, *self.tables)
+        step = None if dispatch.use_kernels(hidden) else StepContext(batch, *self.tables)
         first = self.layers[0]
         residual, x = hidden, first.attn_norm(hidden)
         for index, layer in enumerate(self.layers):
@@ -133,7 +134,7 @@ class Decoder:
         return x
 
     def _mlp(self, mlp: GatedMLP, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda or x.shape[0] <= _MLP_ROWS:
+        if dispatch.use_kernels(x) or x.shape[0] <= _MLP_ROWS:
             return mlp(x)
         out = torch.empty_like(x)
         for part, into in zip(x.split(_MLP_ROWS), out.split(_MLP_ROWS), strict=True):
