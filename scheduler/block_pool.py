@@ -96,7 +96,8 @@ class BlockPool:
         """Let others find this held, full and committed block. The first block of a content stays its only one."""
         if not self.caching or block_hash in self._by_hash:
             return
-        self._forget(block)
+        if self._hash_of[block] is not None:
+            self._forget(block)
         self._by_hash[block_hash] = block
         self._hash_of[block] = block_hash
 

@@ -37,12 +37,13 @@ class Loop:
 
     def run(self) -> None:
         """Until ``stop``."""
+        settled = True
         while not self._stopping:
-            self._poller.poll(int(self.membership.timeout() * 1000) + 1)
+            self._poller.poll(int(self.membership.timeout() * 1000) + 1 if settled else 0)
             self._ingest()
             self.membership.tick()
             self.membership.plans()
-            self._send()
+            settled = self._send()
 
     def stop(self, *_: object) -> None:
         """End ``run`` soon; safe in a signal handler."""
@@ -75,16 +76,19 @@ class Loop:
                 if not self.front.send(peer, Beat()):
                     membership.front_gone(peer)
 
-    def _send(self) -> None:
-        """Everything owed. What cannot be delivered may owe others something in turn."""
-        membership = self.membership
+    def _send(self) -> bool:
+        """Everything owed. False where something could not be delivered: others are owed something in turn."""
+        membership, settled = self.membership, True
         messages, membership.to_workers = membership.to_workers, []
         for peer, message in messages:
             if not self.workers.send(peer, message):
                 membership.worker_gone(peer, "is gone: it cannot be reached")
+                settled = False
         for peer, message in self.core.outbox.take():
             if not self.front.send(peer, message):
                 membership.undelivered(peer, message)
+                settled = False
+        return settled
 
 
 def _connection_lost(wire: Router) -> bool:

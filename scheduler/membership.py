@@ -48,7 +48,8 @@ SILENT_WORKER_S = 30.0
 """A ready worker that has not beaten for this long is hung (beats do not wait for a step)."""
 STEP_LIMIT_S = 300.0
 """A step that has been in flight for this long is never coming: its kernel hangs."""
-MAX_BLOCKS = 2**31 - 1
+MAX_BLOCKS, INT32_MAX = 2**22, 2**31 - 1
+"""The most a worker may claim: 64 million tokens in blocks of 16 is beyond any machine, and books cost memory."""
 
 
 class FrontPeer:
@@ -209,7 +210,8 @@ class Membership:
 
     def _loaded(self, peer: str, worker: Worker, message: Loaded) -> None:
         sizes = (message.num_blocks, message.max_model_len, message.vocab_size)
-        if worker.phase != "loading" or not all(1 <= size <= MAX_BLOCKS for size in sizes):
+        sound = 1 <= message.num_blocks <= MAX_BLOCKS and all(1 <= size <= INT32_MAX for size in sizes)
+        if worker.phase != "loading" or not sound:
             self._expel(peer, f"it said Loaded{sizes} while {worker.phase}")
             return
         worker.phase, worker.loaded = "configuring", message

@@ -141,7 +141,8 @@ def _make_room(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence) -
         draft.delta_rows.append(seq.row)
         draft.delta_slots.append(slot)
         draft.delta_blocks.append(block)
-    seq.horizon = min((slot + 1) * replica.block_size, seq.limit - 1)
+    full, end = (slot + 1) * replica.block_size, seq.limit - 1
+    seq.horizon = full if full < end else end
     return True
 
 

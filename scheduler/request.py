@@ -163,8 +163,8 @@ class Sequence:
         hashes = self.hashes
         if not hashes:
             hashes.extend(self.request.hashes)
-        for slot in range(len(hashes), count):
-            hashes.append(hash_block(hashes[-1] if hashes else ROOT, self._tokens(slot, block_size)))
+        while len(hashes) < count:
+            hashes.append(hash_block(hashes[-1] if hashes else ROOT, self._tokens(len(hashes), block_size)))
         return hashes
 
     def _tokens(self, slot: int, block_size: int) -> bytes:
