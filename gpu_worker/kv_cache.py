@@ -42,7 +42,7 @@ class KVCache:
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy blocks ``src`` [N] over blocks ``dst`` [N] in every layer; all are read before any is written."""
         for pool in self._pools:
-            pool.index_copy_(1, dst, pool.index_select(1, src))
+            pool[:, dst] = pool[:, src]  # index_select would make the whole permuted pool contiguous first
 
     @staticmethod
     def block_bytes(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:

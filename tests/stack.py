@@ -101,9 +101,10 @@ class Server:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            for process in [*children, psutil.Process(self.process.pid)]:
+            for process in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+            self.process.kill()
             self.process.wait(10)
         self.process.stdout.close()
         self.log.close()

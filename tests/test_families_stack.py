@@ -15,10 +15,13 @@ MAX_TOKENS = 24
 
 def greedy(model, prompt):
     """transformers' greedy tokens of one prompt, with nothing around it."""
+    ids = torch.tensor([prompt])
     with torch.inference_mode():
+        # The mask is given: transformers would guess it from the padding id, which a random prompt may hold.
         out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
     return out[0, len(prompt) :].tolist()
 
 
