@@ -110,7 +110,7 @@ class Membership:
         elif isinstance(message, GetStats):
             self.core.outbox.put(peer, self.core.stats(message.token, self.bad_frames()))
         elif isinstance(message, Beat):
-            self.front[peer].bad_frames = message.bad_frames
+            self.front[peer].bad_frames = _count(message.bad_frames)
         elif isinstance(message, Bye):
             self.front_gone(peer)
 
@@ -172,7 +172,7 @@ class Membership:
             return  # of a lease that ended, or of a scheduler before this one
         elif isinstance(message, Beat):
             worker.beat_at = self.core.clock()
-            worker.bad_frames = message.bad_frames
+            worker.bad_frames = _count(message.bad_frames)
         elif isinstance(message, Bye):
             self.worker_gone(peer, "left", blame=False)
         elif message.lease != worker.lease:
@@ -316,6 +316,11 @@ class Membership:
         self.core.bad_messages += 1
         if self.core.bad_messages <= 20 or self.core.bad_messages % 1000 == 0:
             log.warning("dropped a bad message from %s (%d so far): %s", peer, self.core.bad_messages, why)
+
+
+def _count(claimed: int) -> int:
+    """A peer's own count, kept where sums of it still fit a message."""
+    return max(0, min(claimed, INT32_MAX))
 
 
 def _wrong_protocol(hello: Hello) -> Bye:

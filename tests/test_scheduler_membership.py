@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
-from quire.proto.codec import i32, i64
+from quire.proto.codec import BadFrame, Decoder, encode, i32, i64
 from quire.proto.config import EngineArgs
 from quire.proto.messages import (
     PROTOCOL,
@@ -14,6 +15,7 @@ from quire.proto.messages import (
     Assign,
     Beat,
     Bye,
+    Child,
     Configure,
     Drain,
     GetStats,
@@ -21,14 +23,18 @@ from quire.proto.messages import (
     Hello,
     Lease,
     Loaded,
+    Open,
     Peers,
     Ready,
     Stats,
     StepFailed,
     StepPlan,
     StepResult,
+    Stopped,
     Submit,
     TokenBatch,
+    ToSchedulerFront,
+    ToSchedulerWorkers,
 )
 from quire.proto.params import SamplingParams
 from quire.scheduler.core import Scheduler
@@ -285,3 +291,82 @@ def test_stats_answer_the_one_who_asks(house: House) -> None:
     house.members.on_front("f1", GetStats(9))
     (stats,) = house.told("f1", Stats)
     assert (stats.token, stats.bad_frames) == (9, 3)
+
+
+def test_sound_messages_with_mad_values_break_nothing(house: House) -> None:
+    """Everything that decodes is handled: refused, counted or ignored, and the books still balance."""
+    rng = random.Random(5)
+    front, workers = Decoder(ToSchedulerFront), Decoder(ToSchedulerWorkers)
+    house.hello("d1")
+    house.worker("w1")
+
+    def number() -> int:
+        return rng.choice([0, 1, 1, 2, 3, 7, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1, rng.getrandbits(20)])
+
+    def column() -> bytes:
+        return rng.choice([b"", i32([1]), i32([1, 2, 3]), i64([1, 2]), i32([-1]), b"odd", i32([5] * 40)])
+
+    def lease() -> Lease:
+        worker = house.members.workers.get("w1")
+        return worker.lease if worker and rng.random() < 0.8 else Lease(number(), number(), number())
+
+    def params() -> SamplingParams:
+        return SamplingParams(n=rng.randint(1, 20), max_tokens=rng.choice([None, 1, 20, 2**31 - 1]))
+
+    def answer() -> Any:
+        worker = house.members.workers.get("w1")
+        if worker is None or worker.replica is None or not worker.replica.in_flight:
+            return Submit(rng.randint(10, 30), 1, i32([1, 2, 3]), b"", SamplingParams(max_tokens=20), [], 1, 1.0)
+        step = worker.replica.in_flight[0]
+        return StepResult(worker.lease, step.number, i32([5] * step.samples()))
+
+    makers = [
+        *[answer] * 12,
+        lambda: Submit(
+            number(),
+            number(),
+            column(),
+            rng.choice([b"", column()]),
+            params(),
+            [number()],
+            number(),
+            rng.choice([1.0, float("nan"), -1e300]),
+            rng.choice([[], [Child(number(), column())]]),
+            priority=number(),
+            losses=number(),
+        ),
+        lambda: Abort(number(), number()),
+        lambda: Stopped(number(), number(), number(), number()),
+        lambda: Open(column(), column()),
+        lambda: GetStats(number()),
+        lambda: Hello(rng.choice(["detokenizer", "gpu_worker", ""]), "w1", rng.choice([1, number()]), number()),
+        lambda: Loaded(lease(), number(), number(), number()),
+        lambda: Ready(lease()),
+        lambda: StepResult(lease(), rng.choice([number(), 1, 2, 3, 4, 5]), column(), column()),
+        lambda: StepFailed(lease(), number(), "?"),
+        lambda: Beat(number(), number(), number()),
+        Bye,
+    ]
+    for turn in range(4000):
+        if turn % 40 == 0:
+            house.hello("d1")
+            house.members.worker_gone("w1", "makes room for the next")
+            house.worker("w1")
+        frame = encode(rng.choice(makers)())
+        for decode, handle, peer in (
+            (front, house.members.on_front, "d1"),
+            (workers, house.members.on_worker, "w1"),
+        ):
+            try:
+                message = decode(frame)
+            except BadFrame:
+                continue
+            handle(peer, message)
+        house.later(0.05)
+        house.members.plans()
+        for _, out in [*house.core.outbox.take(), *house.members.to_workers]:
+            encode(out)
+        house.members.to_workers.clear()
+        house.core.check_integrity()
+    assert house.core.bad_messages > 100
+    assert house.core.steps > 0
