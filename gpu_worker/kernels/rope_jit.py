@@ -14,7 +14,7 @@ def rope_write_kernel(
 ):  # fmt: skip
     """One head of one token: query heads first, then the key heads, which also carry their values along."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     is_query = head < heads
     kv_head = head - heads
     x = q + token * q_token + head * q_head
