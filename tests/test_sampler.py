@@ -1,6 +1,8 @@
 """The sampler: noise, filters, distribution, and that a draw depends on (seed, position, logits) alone."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -275,3 +277,12 @@ def test_tokens_stay_inside_the_vocabulary():
     logits[2] = math.inf
     for p in (SamplingParams(), SamplingParams(top_k=3, top_p=0.5, min_p=0.1)):
         assert all(0 <= t < 10 for t in run(logits, [p] * 3, [1, 2, 3], [0, 1, 2]))
+
+
+def test_the_cpu_path_never_imports_triton():
+    code = (
+        "import sys, torch; from quire.gpu_worker.sampler import *; from quire.proto.params import SamplingParams\n"
+        "s = SamplingState(1); s.set(0, SamplingParams(top_k=2), 1); at = torch.zeros(1, dtype=torch.int64)\n"
+        "sample(torch.zeros(1, 9), s, at, at, s.needs([0])); sys.exit('triton' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
