@@ -2,8 +2,8 @@
 
 Two numbers keep histories apart. ``lease`` is in every message on a worker link: a result of any other lease than
 the current one is dropped. ``attempt`` is in every message about a request: a higher attempt replaces a lower one
-everywhere, and lower ones are dropped everywhere. A request has a ``uid`` (int64, chosen by Engine, never reused);
-its n children are (uid, index).
+everywhere, and lower ones are dropped everywhere. The first is 0; a later one is never refused for load. A request
+has a ``uid`` (int64, chosen by Engine, never reused); its n children are (uid, index).
 
 Columns are little-endian arrays as bytes; the comment beside each says its item. Columns of one group have one
 length unless said otherwise.

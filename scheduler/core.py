@@ -61,7 +61,7 @@ class Scheduler:
             self.bad_messages += 1
             self._refuse(owner, message, 400, f"The request does not make sense: {error}.")
             return
-        full = self.queue.full(request.prompt_len) if message.attempt <= 1 else None
+        full = self.queue.full(request.prompt_len) if not message.attempt else None
         if full:
             text = f"The server is full: {full}. Please try again later."
             self._refuse(owner, message, 429, text, retry_after=self.queue.retry_after(self.clock()))

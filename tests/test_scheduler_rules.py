@@ -62,7 +62,7 @@ class Rig:
         return replica
 
     def submit(
-        self, prompt: list[int] | int, *, uid: int = 0, attempt: int = 1, eos: tuple[int, ...] = (), priority: int = 0,
+        self, prompt: list[int] | int, *, uid: int = 0, attempt: int = 0, eos: tuple[int, ...] = (), priority: int = 0,
         children: list[Child] | None = None, losses: int = 0, arrival: float | None = None, **params: object,
     ) -> int:  # fmt: skip
         self.last_uid += 1
@@ -427,7 +427,7 @@ def test_each_child_has_its_own_end() -> None:
     uid = rig.submit(5, n=3, max_tokens=8, stop_token_ids=[streams[1][2]])
     rig.step()
     rig.step()
-    rig.core.stopped(Stopped(uid, 1, 2, 1))
+    rig.core.stopped(Stopped(uid, 0, 2, 1))
     rig.run()
     assert rig.ends == {(uid, 0): (Finish.LENGTH, -1), (uid, 1): (Finish.STOP, streams[1][2])}
     assert rig.tokens[uid, 1] == streams[1][:3]
@@ -438,8 +438,8 @@ def test_a_child_that_ends_before_its_prefill_lets_its_siblings_go_on() -> None:
     rig = Rig()
     uid = rig.submit(40, n=3)
     rig.step()
-    rig.core.stopped(Stopped(uid, 1, 0, 0))
-    rig.core.stopped(Stopped(uid, 1, 2, 0))
+    rig.core.stopped(Stopped(uid, 0, 0, 0))
+    rig.core.stopped(Stopped(uid, 0, 2, 0))
     rig.core.check_integrity()
     rig.run()
     assert list(rig.tokens) == [(uid, 1)]
@@ -576,7 +576,7 @@ def test_a_full_queue_is_429_with_the_time_to_wait() -> None:
     rig.now = 20.0
     rig.submit(5)
     assert rig.failed().retry_after == 40.0  # 2 waiting, one ended in 20 s
-    rig.submit(5, attempt=2)  # a resubmission is never refused for load
+    rig.submit(5, attempt=1)  # a resubmission is never refused for load
     rig.receive()
     assert rig.other == []
     rig.run()
