@@ -103,7 +103,7 @@ def load_model_config(path: str, max_model_len: int | None = None) -> ModelConfi
         hf=text,
         max_model_len=_max_len(path, text, max_model_len),
         vocab_size=vocab,
-        eos_token_ids=_eos(generation) or _eos(text),
+        eos_token_ids=_eos(path, generation) or _eos(path, text),
         generation=generation,
     )
 
@@ -122,10 +122,12 @@ def _read_json(path: Path, required: bool) -> dict[str, Any]:
     return data
 
 
-def _eos(config: dict[str, Any]) -> list[int]:
+def _eos(path: str, config: dict[str, Any]) -> list[int]:
     value = config.get("eos_token_id")
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if type(v) is int]
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(v) is int for v in values):
+        raise ConfigError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}.")
+    return values
 
 
 def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +144,8 @@ def _max_len(path: str, hf: dict[str, Any], asked: int | None) -> int:
     if not lengths:
         log.warning("%s/config.json names no maximum length; using %d", path, asked or _DEFAULT_LENGTH)
         return asked or _DEFAULT_LENGTH
+    if asked is not None and asked < 2:
+        raise ConfigError(f"max_model_len must be at least 2 (a token in and a token out), got {asked}.")
     derived = min(lengths)
     rope = rope_parameters(hf)
     kind, factor = rope["rope_type"], rope.get("factor") or 1.0

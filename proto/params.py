@@ -6,6 +6,7 @@ version does not honour yet is refused in the same way rather than ignored (``NO
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from enum import IntEnum
@@ -152,10 +153,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.repetition_penalty != 1.0:
             _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
-            log.warning(
-                "temperature %s is below %s, where the logits overflow; using %s",
-                self.temperature, MIN_TEMPERATURE, MIN_TEMPERATURE,
-            )  # fmt: skip
+            _warn_once(f"a temperature below {MIN_TEMPERATURE} overflows the logits; {MIN_TEMPERATURE} is used instead")
             self.temperature = MIN_TEMPERATURE
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, 0, 2**31 - 1, hint="0 or -1 keeps every token")
@@ -199,6 +197,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             value = getattr(self, name)
             if value != unset:
                 raise ParamError(f"{name}={value!r} is not supported yet by this version; leave it out.", name)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """A warning that a client could otherwise repeat as often as it likes."""
+    log.warning(message)
 
 
 def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:

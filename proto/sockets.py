@@ -63,6 +63,8 @@ class Keys:
     def load(cls, path: str) -> Keys:
         """Raises ConfigError where the file is missing, readable by others, or no key file."""
         try:
+            if not os.path.isfile(path):
+                raise ConfigError(f"key file {path} is not a file; make one with `quire keygen {path}`.")
             if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
                 raise ConfigError(f"key file {path} can be read by others; run `chmod 600 {path}`.")
             data = json.loads(Path(path).read_text())
@@ -85,7 +87,12 @@ def private_dir(path: str) -> str:
         raise ConfigError(
             f"socket folder {path!r} is {len(path)} characters long, over {MAX_FOLDER}; choose a shorter one."
         )
-    os.makedirs(path, mode=0o700, exist_ok=True)
+    try:
+        os.mkdir(path, mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"socket folder {path} cannot be made: {error.strerror}; name another.") from error
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(f"{path} must be a folder of this user with mode 0700; name another with --scheduler ipc://…")

@@ -252,3 +252,20 @@ def test_every_packing_gives_the_product(backend: str, bias: bool, monkeypatch: 
         x = torch.randn(rows, 280)
         want = torch.nn.functional.linear(x.double(), weight.double(), shift if shift is None else shift.double())
         torch.testing.assert_close(product(x), want.float(), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rms_norm_eps": "a"}, "rms_norm_eps must be a positive number, got 'a'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta must be a positive number, got 0"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "needs a factor above 0"),
+    ],
+)
+def test_a_config_whose_numbers_cannot_work_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = tiny_models.make("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=said):
+        load_model(load_model_config(str(folder)), torch.float32, torch.device("cpu"), "auto", 0, False)

@@ -193,6 +193,11 @@ def test_the_longest_request_follows_from_the_config(tmp_path, extra, length, mo
     assert load_model_config(folder, length + 1).max_model_len == length + 1
 
 
+def test_one_token_is_too_short_for_any_request(tmp_path):
+    with pytest.raises(ConfigError, match="at least 2"):
+        load_model_config(write(tmp_path, {"vocab_size": 8, "max_position_embeddings": 100}), 1)
+
+
 def test_no_length_at_all_is_2048(tmp_path):
     assert load_model_config(write(tmp_path, {"vocab_size": 8})).max_model_len == model_config._DEFAULT_LENGTH
 
@@ -202,6 +207,8 @@ def test_eos_ids_come_from_the_generation_config_first(tmp_path):
     assert load_model_config(write(tmp_path, config)).eos_token_ids == [1]
     assert load_model_config(write(tmp_path, config, {"eos_token_id": [3, 4]})).eos_token_ids == [3, 4]
     assert load_model_config(write(tmp_path, {"vocab_size": 8, "eos_token_id": None}, {"x": 1})).eos_token_ids == []
+    with pytest.raises(ConfigError, match="eos_token_id must be a token id"):
+        load_model_config(write(tmp_path, {"vocab_size": 8, "eos_token_id": "x"}))
 
 
 def test_rope_settings_are_read_in_both_spellings():

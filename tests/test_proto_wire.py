@@ -125,8 +125,9 @@ def test_key_files_are_private(tmp_path):
     (tmp_path / "keys").chmod(0o644)
     with pytest.raises(config.ConfigError, match="chmod 600"):
         sockets.Keys.load(path)
-    with pytest.raises(config.ConfigError, match="quire keygen"):
-        sockets.Keys.load(str(tmp_path / "none"))
+    for path in ("none", "."):
+        with pytest.raises(config.ConfigError, match="not a file; make one with `quire keygen"):
+            sockets.Keys.load(str(tmp_path / path))
 
 
 def test_socket_folder_must_be_ours_alone(tmp_path):
@@ -134,6 +135,12 @@ def test_socket_folder_must_be_ours_alone(tmp_path):
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(config.ConfigError, match="0700"):
         sockets.private_dir(str(tmp_path / "open"))
+
+
+def test_no_folders_are_made_on_the_way_to_the_socket_folder(tmp_path):
+    with pytest.raises(config.ConfigError, match="cannot be made"):
+        sockets.private_dir(str(tmp_path / "no" / "q"))
+    assert not (tmp_path / "no").exists()
 
 
 def test_endpoints():

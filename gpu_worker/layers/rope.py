@@ -47,6 +47,8 @@ def _number(spec: RopeSpec, key: str, default: float | None = None) -> float:
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"config.json: rope type {spec.type!r} needs a number for {key}, got {value!r}.")
+    if key == "factor" and not 0 < value < math.inf:
+        raise ConfigError(f"config.json: rope type {spec.type!r} needs a factor above 0, got {value!r}.")
     return value
 
 

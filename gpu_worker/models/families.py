@@ -7,6 +7,7 @@ configs are read: transformers 5 (``rope_parameters``, ``dtype``) and older (``r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,14 @@ def _int(hf: Config, key: str, default: int | None = None) -> int:
     return value
 
 
+def _positive(hf: Config, key: str, default: float) -> float:
+    value = hf.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}.")
+    return float(value)
+
+
 def _activation(hf: Config, key: str = "hidden_act") -> str:
     name = hf.get(key) or "silu"
     if name not in _ACTIVATIONS:
@@ -52,7 +61,8 @@ def _activation(hf: Config, key: str = "hidden_act") -> str:
 def _rope(hf: Config, head_dim: int, trained_len: int) -> RopeSpec:
     values = rope_parameters(hf)
     kind = str(values.pop("rope_type"))
-    theta = values.pop("rope_theta")
+    theta = _positive(values, "rope_theta", 10000.0)
+    del values["rope_theta"]
     fraction = values.pop("partial_rotary_factor", None)
     fraction = hf.get("partial_rotary_factor") if fraction is None else fraction
     # Phi-3 keeps this beside the dict, and there it wins; elsewhere the config's length is the default.
@@ -60,11 +70,11 @@ def _rope(hf: Config, head_dim: int, trained_len: int) -> RopeSpec:
     if outside is not None:
         values["original_max_position_embeddings"] = outside
     values.setdefault("original_max_position_embeddings", trained_len)
-    fraction = 1.0 if fraction is None else fraction
+    fraction = _positive({"partial_rotary_factor": fraction}, "partial_rotary_factor", 1.0)
     if kind == "proportional":  # turns every dim, those past the fraction by nothing
         values["fraction"], fraction = fraction, 1.0
     kind = {"su": "longrope"}.get(kind, kind)
-    return RopeSpec(int(head_dim * fraction), float(theta or 10000.0), kind, values, trained_len)
+    return RopeSpec(int(head_dim * fraction), theta, kind, values, trained_len)
 
 
 def _windows(hf: Config, layers: int, window: int | None) -> tuple[int | None, ...]:
@@ -98,7 +108,7 @@ def _llama(hf: Config, **changes: Any) -> DecoderSpec:
         "rope": _rope(hf, head_dim, _int(hf, "max_position_embeddings", 2048)),
         "attn_scale": head_dim**-0.5,
         "windows": (None,) * layers,
-        "norm_eps": float(hf.get("rms_norm_eps") or 1e-6),
+        "norm_eps": _positive(hf, "rms_norm_eps", 1e-6),
         "qkv_bias": bool(hf.get("attention_bias")),
         "o_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
