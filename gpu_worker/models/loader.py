@@ -144,6 +144,7 @@ def _fill_from_files(parts: _Parts, names: WeightNames, folder: Path, progress: 
                     _put_checked(parts, places[name], name, tensor, file)
                 elif not skip.fullmatch(name):
                     left_over.append(name)
+        bar.update(total - bar.n)  # what the files hold besides weights: their headers
     checkpoint = {place: name for name, place in places.items()}
     missing = [checkpoint.get((name, part)) or checkpoint[name, None] for name, part in parts.missing()]
     if missing:
