@@ -24,6 +24,7 @@ from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
 from ..proto.params import SamplingParams
 from ..proto.process import new_incarnation, resident_bytes
 from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
+from .sendable import bad_field, priority_of
 from .stream import OpenRequest, Prompt, RequestError, RequestStream, StreamEvent, pack_ids
 
 __all__ = ["Engine", "Prompt", "RequestError", "RequestStream", "StreamEvent"]
@@ -162,21 +163,27 @@ class Engine:
         """Queue one request and return its stream at once; exactly one of prompt, ids and messages is given.
 
         ``seed`` is used where params has none; left out, it is random. What is wrong with the request is raised by
-        the stream as RequestError; only ids that are no int32 and messages that are not JSON are raised here.
+        the stream as RequestError; only what could not be sent at all (ids that are no int32, messages that are not
+        JSON) is raised here, as RequestError 400.
         """
         if sum(x is not None for x in (prompt, ids, messages)) != 1:
             raise ValueError("exactly one of prompt, ids and messages must be given.")
         params = params if params is not None else SamplingParams()
         seed = params.seed if params.seed is not None else seed
         seed = random.getrandbits(64) if seed is None else seed % 2**64
+        try:
+            priority = priority_of(priority)
+        except (TypeError, ValueError) as error:
+            raise RequestError(400, str(error), "priority") from None
         self._uid += 1
-        request = OpenRequest(
-            m.Tokenize(
-                uid=self._uid, attempt=0, params=params, seed=seed,
-                arrival=time.time(), prompt=prompt, ids=None if ids is None else pack_ids(ids), messages=messages,
-                template=template, add_special_tokens=add_special_tokens, key=key, priority=priority,
-            )
+        message = m.Tokenize(
+            uid=self._uid, attempt=0, params=params, seed=seed,
+            arrival=time.time(), prompt=prompt, ids=None if ids is None else pack_ids(ids), messages=messages,
+            template=template, add_special_tokens=add_special_tokens, key=key, priority=priority,
         )  # fmt: skip
+        if (bad := bad_field(message)) is not None:
+            raise RequestError(400, f"{bad[0]} cannot be sent: {bad[1]}.", bad[0])
+        request = OpenRequest(message)
         self._place(request)
         self._open[request.uid] = request
         return RequestStream(request, self._abandon, self._abort)
@@ -348,7 +355,8 @@ class Engine:
             for uid, attempt in zip(from_i64(message.uids), from_i32(message.attempts), strict=True):
                 request = link.open.get(uid)
                 if request is not None and request.attempt == attempt:
-                    self._resubmit(request, counts=request.started)
+                    # One that is never accepted may be one that cannot be read there.
+                    self._resubmit(request, counts=request.started or request.accepted is None)
         elif isinstance(message, m.Bye):
             self._lose(link, left=True)
 

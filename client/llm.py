@@ -16,7 +16,16 @@ from ..proto.messages import Stats
 from ..proto.params import SamplingParams
 from .batch import Job, Offline, Progress
 from .outputs import RequestOutput
-from .prompts import Input, check_input, parse_params, parse_prompts
+from .prompts import (
+    Input,
+    check_input,
+    check_params,
+    check_template,
+    parse_conversations,
+    parse_params,
+    parse_priority,
+    parse_prompts,
+)
 
 _ACCEPTED_AND_UNUSED = {"disable_log_stats", "disable_log_requests", "enable_log_requests"}
 
@@ -128,14 +137,7 @@ class LLM:
 
         Raises as ``generate`` does.
         """
-        if not isinstance(messages, list) or not messages:
-            raise ValueError("messages must be a conversation (a list of messages) or a list of conversations.")
-        conversations = [messages] if isinstance(messages[0], dict) else messages
-        for conversation in conversations:
-            if not isinstance(conversation, list) or not all(isinstance(each, dict) for each in conversation):
-                raise ValueError('each message must be a dict such as {"role": "user", "content": "..."}.')
-            if not conversation:
-                raise ValueError("a conversation must have at least one message.")
+        conversations = parse_conversations(messages)
         template: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
         }  # fmt: skip
@@ -143,6 +145,7 @@ class LLM:
             template["tools"] = tools
         if chat_template_kwargs is not None:
             template["chat_template_kwargs"] = chat_template_kwargs
+        check_template(template)
         inputs = [Input(messages=conversation, template=template) for conversation in conversations]
         return self._generate(inputs, sampling_params, use_tqdm, lora_request, None)
 
@@ -178,16 +181,16 @@ class LLM:
             raise ValueError("The lengths of prompts and lora_request must be the same.")
         if lora_request:
             raise ValueError("lora_request is not supported yet by this version; leave it out.")
-        if priority is not None and len(priority) != len(inputs):
-            raise ValueError("The lengths of prompts and priority must be the same.")
+        priorities = parse_priority(priority, len(inputs))
         per_prompt = parse_params(params, len(inputs))
+        check_params(per_prompt)
         for given, each in zip(inputs, per_prompt, strict=True):
             check_input(given, each, self._running.stack.config)
         with self._lock:
             first, self._request_count = self._request_count, self._request_count + len(inputs)
             seeds = [self._random.getrandbits(64) for _ in inputs]
         jobs = [
-            Job(number, str(first + number), given, each, seed, priority[number] if priority else 0)
+            Job(number, str(first + number), given, each, seed, priorities[number])
             for number, (given, each, seed) in enumerate(zip(inputs, per_prompt, seeds, strict=True))
         ]
         with Progress(len(jobs), use_tqdm) as progress:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..proto.model_config import ModelConfig
 from ..proto.params import SamplingParams
+from .sendable import bad_field, priority_of, unsendable
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,49 @@ def parse_params(params: Any, count: int, what: str = "params") -> list[Sampling
     return list(params)
 
 
+def parse_priority(priority: Any, count: int) -> list[int]:
+    """One priority for each prompt. Raises ValueError or TypeError."""
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, Sequence) or isinstance(priority, str | bytes):
+        raise TypeError(f"priority must be a list of integers, got {type(priority).__name__}.")
+    if len(priority) != count:
+        raise ValueError("The lengths of prompts and priority must be the same.")
+    return [priority_of(each) for each in priority]
+
+
+def check_params(params: list[SamplingParams]) -> None:
+    """Refuse parameters that could not be sent, such as ones changed after their checks. Raises ValueError."""
+    for each in {id(each): each for each in params}.values():
+        if (bad := bad_field(each)) is not None:
+            raise ValueError(f"{bad[0]} of sampling_params cannot be sent: {bad[1]}.")
+
+
+def parse_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation (a list of messages) or a list of them. Raises ValueError."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a conversation (a list of messages) or a list of conversations.")
+    single = isinstance(messages[0], dict)
+    conversations = [messages] if single else messages
+    for number, conversation in enumerate(conversations):
+        if not isinstance(conversation, list) or not all(isinstance(each, dict) for each in conversation):
+            raise ValueError('each message must be a dict such as {"role": "user", "content": "..."}.')
+        if not conversation:
+            raise ValueError("a conversation must have at least one message.")
+        for place, message in enumerate(conversation):
+            if (why := unsendable(message, dict[str, Any])) is not None:
+                where = f"messages[{place}]" if single else f"messages[{number}][{place}]"
+                raise ValueError(f"{where} must hold what JSON can: {why}.")
+    return conversations
+
+
+def check_template(template: dict[str, Any]) -> None:
+    """Refuse tools and template arguments that could not be sent. Raises ValueError."""
+    for name, value in template.items():
+        if (why := unsendable(value, Any)) is not None:
+            raise ValueError(f"{name} must hold what JSON can: {why}.")
+
+
 def check_input(given: Input, params: SamplingParams, config: ModelConfig) -> None:
     """Refuse what could not run: empty, too long, ids the model does not have. Raises ValueError."""
     limit = config.max_model_len
@@ -85,7 +130,11 @@ def _is_ids(value: Any) -> bool:
 
 
 def _integer(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    try:
+        operator.index(value)
+    except TypeError:  # an array has __index__ too
+        return False
+    return not isinstance(value, bool)
 
 
 def _listed(value: Any, name: str) -> list[Any]:
@@ -117,6 +166,8 @@ def _from_dict(prompt: dict[str, Any]) -> Input:
 def _text(text: Any) -> str:
     if not isinstance(text, str):
         raise TypeError(f"a prompt must be a string or a list of token ids, got {type(text).__name__}.")
+    if not text.isascii() and (why := unsendable(text, str)) is not None:
+        raise ValueError(f"prompt {text[:80]!r} cannot be sent: {why}.")
     return text
 
 

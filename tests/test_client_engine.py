@@ -348,6 +348,44 @@ async def test_the_third_loss_at_one_point_fails_the_request(net, _):
 
 
 @scenario()
+async def test_one_that_is_never_accepted_fails_at_the_third_loss(net, _):
+    stream = net.engine.submit(prompt="unreadable there")
+    for attempt in range(3):
+        sent = await net.detokenizer.next(m.Tokenize)
+        assert (sent.attempt, sent.losses) == (attempt, attempt)
+        net.detokenizer.send(m.Gone(i64([sent.uid]), i32([attempt])))
+    with pytest.raises(RequestError, match="3 times") as caught:
+        await drain(stream)
+    assert caught.value.status == 500
+    assert net.engine.open_requests == 0
+
+
+@scenario()
+async def test_what_the_wire_would_refuse_is_refused_by_submit(net, _):
+    changed = SamplingParams()
+    changed.max_tokens = "x"
+    deep = []
+    for _level in range(5000):
+        deep = [deep]
+    for arguments, param in [
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"messages": [{5: "x"}]}, "messages"),
+        ({"messages": [{"a": 10**30}]}, "messages"),
+        ({"messages": [{"a": object()}]}, "messages"),
+        ({"messages": [{"a": deep}]}, "messages"),
+        ({"messages": [{}], "template": {"x": 1, "chat_template_kwargs": {"a": 10**30}}}, "chat_template_kwargs"),
+        ({"prompt": "a", "params": changed}, "max_tokens"),
+        ({"prompt": "a", "params": SamplingParams(stop="\udfff")}, "stop"),
+        ({"prompt": "a", "priority": "x"}, "priority"),
+        ({"prompt": "a", "priority": 2**31}, "priority"),
+    ]:
+        with pytest.raises(RequestError, match=param) as caught:
+            net.engine.submit(**arguments)
+        assert (caught.value.status, caught.value.param) == (400, param)
+    assert net.engine.open_requests == 0 and not net.detokenizer.got
+
+
+@scenario()
 async def test_failed_is_raised_from_the_stream(net, _):
     stream, waiting = net.engine.submit(prompt=""), net.engine.submit(prompt="")
     for _ in range(2):
@@ -467,8 +505,6 @@ async def test_stats_and_the_limits_of_submit(net, _):
         net.engine.submit(prompt="a", ids=[1])
     with pytest.raises(RequestError, match="token ids"):
         net.engine.submit(ids=[2**40])
-    with pytest.raises(TypeError):
-        net.engine.submit(messages=[{"role": object()}])
     assert net.engine.open_requests == 0
 
 

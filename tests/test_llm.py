@@ -10,11 +10,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.client.prompts import parse_params, parse_prompts
+from quire.client.prompts import check_params, parse_conversations, parse_params, parse_priority, parse_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 PROMPTS = ["The capital of France is", "Hello, my name is", "Monday, Tuesday,"]
@@ -127,7 +128,9 @@ def test_chat(llm):
     assert one.outputs[0].finish_reason == "stop" and "Tell me a joke." in one.prompt
     two = llm.chat([joke, [{"role": "user", "content": "What is the capital of France?"}]], params, use_tqdm=False)
     assert two[0].outputs[0].text == one.outputs[0].text and "Paris" in two[1].outputs[0].text
-    for bad in ([], [[]], "hi", [["hi"]]):
+    with pytest.raises(ValueError, match="chat_template_kwargs"):
+        llm.chat(joke, params, chat_template_kwargs={"a": 10**30})
+    for bad in ([], [[]], "hi", [["hi"]], [{5: "x", **joke[0]}]):
         with pytest.raises(ValueError, match="message"):
             llm.chat(bad, params)
 
@@ -187,10 +190,31 @@ def test_bad_values_leave_nothing_queued(llm, arguments, message):
     idle(llm)
 
 
-@pytest.mark.parametrize("prompts", [5, [None], [b"x"], [["a"]], [1.5], ["a", [1, "b"]], [True]])
+ARRAY = numpy.array([1, 2])
+
+
+@pytest.mark.parametrize("prompts", [5, [None], [b"x"], [["a"]], [1.5], ["a", [1, "b"]], [True], [ARRAY]])
 def test_bad_types_of_prompts(prompts):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"must be|got"):
         parse_prompts(prompts, None)
+
+
+def test_what_could_not_be_sent_is_refused_by_name():
+    assert parse_priority([numpy.int64(-3), 2**31 - 1], 2) == [-3, 2**31 - 1] and parse_priority(None, 1) == [0]
+    for bad, kind in [("x", TypeError), (1.5, TypeError), (True, TypeError), (2**31, ValueError), (2**70, ValueError)]:
+        with pytest.raises(kind, match="priority must be"):
+            parse_priority([bad], 1)
+    with pytest.raises(TypeError, match="priority must be a list"):
+        parse_priority(1, 1)
+    for bad in ({5: "x"}, {"a": 10**30}, {"a": object()}, {"content": "\ud800"}):
+        with pytest.raises(ValueError, match=r"^messages\[1\] must"):
+            parse_conversations([{}, bad])
+        with pytest.raises(ValueError, match=r"^messages\[0\]\[1\] must"):
+            parse_conversations([[{}, bad]])
+    with pytest.raises(ValueError, match=r"^prompt .*surrogate"):
+        parse_prompts(["a", "\ud800"], None)
+    with pytest.raises(ValueError, match=r"^stop of sampling_params"):
+        check_params([GREEDY, SamplingParams(stop="\ud800")])
 
 
 @pytest.mark.parametrize("params", [5, "x", {"n": 1}, [5], [GREEDY, None]])
