@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import http.client
 import logging
 import os
@@ -301,8 +302,11 @@ def _free_port(host: str, port: int) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
             return probe.getsockname()[1]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} is no address to listen on: {error}; choose another with --host.") from error
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port.") from error
+        flag = "--port" if error.errno == errno.EADDRINUSE else "--host or --port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}.") from error
 
 
 def _device(number: int) -> str:

@@ -197,6 +197,12 @@ def test_a_taken_port_is_refused_before_anything_starts():
         assert stack.run_dir is None
 
 
+def test_a_bad_host_is_named():
+    for host in ("999.1.1.1", "x" * 70):
+        with pytest.raises(ConfigError, match=r"choose another with --host\."):
+            launch._free_port(host, 8000)
+
+
 def test_commands(tmp_path):
     args = EngineArgs(data_parallel_size=2, detokenizer_count=2, api_key="secret", port=1, scheduler="ipc:///x")
     stack = Stack(args, http=True)
