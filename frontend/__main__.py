@@ -21,6 +21,7 @@ from ..proto.process import die, setup_logging, watch_parent
 from ..proto.sockets import load_keys
 from .app import make_app
 from .front import FRONT, Front, Settings
+from .protocol import Runner
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ def settings_of(args: EngineArgs) -> Settings:
         names=args.served_model_name or [args.model or DEMO_MODEL],
         api_key=args.api_key or os.environ.get(API_KEY_ENV) or None,
         max_request_bytes=args.max_request_bytes,
+        max_queued=args.max_num_queued_reqs,
         defaults=sampling_defaults(load_model_config(path, args.max_model_len).generation),
     )
 
@@ -118,7 +120,7 @@ def url_of(sock: socket.socket) -> str:
 
 def app_runner(app: web.Application) -> web.AppRunner:
     """How the application is run: a client that leaves cancels its handler, and nothing is unpacked unasked."""
-    return web.AppRunner(
+    return Runner(
         app, handle_signals=False, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=1.0,
         handler_cancellation=True, auto_decompress=False,
     )  # fmt: skip

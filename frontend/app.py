@@ -52,6 +52,11 @@ async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method == "POST":  # health checks are asked all the time
             front.metrics.failed(error.status)
         raise
+    except ConnectionError:
+        raise
+    except Exception:
+        front.metrics.failed(500)
+        raise
     finally:
         front.leave()
 

@@ -81,19 +81,22 @@ async def errors_middleware(request: web.Request, handler: Handler) -> web.Strea
     except RequestError as error:
         return error_response(error)
     except web.HTTPException as error:
-        return error_response(_from_http(request, error))
+        return error_response(from_http(request, error))
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:  # noqa: BLE001 - logged with its traceback, and the client told
         return error_response(internal_error(error))
 
 
-def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
+def from_http(request: web.Request, error: web.HTTPException) -> ApiError:
     """aiohttp's own refusals: unknown path, wrong method, body too large."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{request.method} is not allowed on {request.path}; use {allowed}."
         return ApiError(405, message, headers={"Allow": allowed})
     if error.status == 404:
-        return ApiError(404, f"there is no {request.path} here; GET /v1/models is a place to start.")
+        path = request.path or f"{request.method} {request.raw_path}".rstrip()  # CONNECT has no path
+        return ApiError(404, f"there is no {path} here; GET /v1/models is a place to start.")
+    if error.status == 417:
+        return ApiError(417, f"Expect: {request.headers.get('Expect', '')} is not supported; leave it out.")
     return ApiError(error.status, error.reason or "request refused.")

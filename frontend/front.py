@@ -31,6 +31,7 @@ class Settings:
     names: list[str]
     api_key: str | None = None
     max_request_bytes: int = 8 * 2**20
+    max_queued: int = MAX_CHOICES  # requests that may wait in the scheduler; a longer list of prompts never fits
     defaults: dict[str, Any] = field(default_factory=dict)
     body_s: float = 60.0  # for a request's body to arrive
     stall_s: float = 30.0  # that a client may leave a full stream unread
@@ -119,6 +120,13 @@ class Front:
         if prompts * params.n > MAX_CHOICES:
             raise ApiError(
                 400, f"{prompts} prompts with n={params.n} are over the limit of {MAX_CHOICES} choices a request.", "n"
+            )
+        if prompts > self.settings.max_queued:
+            raise ApiError(
+                400,
+                f"prompt holds {prompts} prompts, over the {self.settings.max_queued} requests that may wait at once; "
+                "send them in smaller lists, or raise --max-num-queued-reqs.",
+                "prompt",
             )
         return params
 

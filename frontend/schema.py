@@ -242,9 +242,14 @@ def _decode_typed(body: bytes, kind: type[Any]) -> Any:
     """A number too large to decode: decoding into the struct tells in which field it is."""
     try:
         msgspec.json.decode(body, type=kind)
-        msgspec.json.decode(body)
+        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
+    for name, value in raw.items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError as error:
+            raise ApiError(400, f"{name} holds a number that is out of range.", name) from error
     raise ApiError(400, "the body holds a number that is out of range.")
 
 

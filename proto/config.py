@@ -71,7 +71,7 @@ class EngineArgs:
     enable_prefix_caching: bool = _flag(True, _CORE, "share the KV blocks of equal prefixes")
     enable_chunked_prefill: bool = _flag(True, _CORE, "split long prompts over steps")
     scheduling_policy: str = _flag("fcfs", _CORE, "priority: lower number first", ("fcfs", "priority"))
-    max_num_queued_reqs: int = _flag(2048, _CORE, "requests that may wait; more get 429")
+    max_num_queued_reqs: int = _flag(2048, ("scheduler", "frontend"), "requests that may wait; more get 429")
     max_num_queued_tokens: int | None = _flag(None, _CORE, "prompt tokens that may wait; more get 429")
 
     # HTTP

@@ -276,8 +276,65 @@ def test_garbage_instead_of_http(server: FakeServer) -> None:
         with socket.create_connection((host, int(port)), timeout=20) as sock:
             sock.sendall(bytes_sent)
             answer = sock.recv(65536)
-        assert not answer or b" 400 " in answer.split(b"\r\n")[0]
+        assert not answer or answer.split(b" ")[1] in (b"400", b"431")
     assert post(server, HI)[0] == 200
+
+
+MUCH = b"Host: x\r\nX: " + b"y" * 9000
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "words"),
+    [
+        (POST + b"Content-Length: abc\r\n\r\n", 400, "not valid HTTP"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\nx\r\n", 400, "not valid HTTP"),
+        (b"GET /version HTTP/1.1\r\n" + MUCH + b"\r\n\r\n", 431, "header"),
+        (b"GET /" + b"y" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "URL"),
+        (b"F(O /version HTTP/1.1\r\nHost: x\r\n\r\n", 400, "method"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400, "HTTP"),
+        (POST + b"Content-Length: 2\r\nExpect: banana\r\n\r\n{}", 417, "banana"),
+        (b"CONNECT a.example:443 HTTP/1.1\r\nHost: a.example\r\n\r\n", 404, "there is no CONNECT"),
+    ],
+    ids=["length", "chunk", "header", "line", "method", "tls", "expect", "connect"],
+)
+def test_what_is_no_http_is_refused_in_json_and_one_line(
+    server: FakeServer, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, words: str
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with caplog.at_level("INFO"), socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(sent)
+        answer = http.client.HTTPResponse(sock)
+        answer.begin()
+        error = error_of((answer.status, json.loads(answer.read())), status)
+    assert words in error["message"]
+    assert "yyy" not in error["message"]
+    assert "b'" not in error["message"]
+    assert len(caplog.records) <= 1
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_numbers_that_cannot_be_sent(server: FakeServer) -> None:
+    big = 123456789012345678901234567890
+    for body, param in [
+        ({"messages": [{"role": "user", "content": "x", "a": big}]}, "messages"),
+        ({**CHAT, "chat_template_kwargs": {"a": big}}, "chat_template_kwargs"),
+    ]:
+        assert error_of(post(server, body, "/v1/chat/completions"), 400)["param"] == param
+    for name in (b"logprobs", b"suffix", b"presence_penalty", b"logit_bias", b"temperature"):
+        answer = post(server, b'{"prompt": "a", "%s": 1e400}' % name)
+        assert error_of(answer, 400)["param"] == name.decode()
+    assert not server.engine.requests
+
+
+def test_a_list_of_prompts_that_could_never_wait() -> None:
+    with FakeServer(max_queued=2) as server:
+        error = error_of(post(server, {**HI, "prompt": ["a", "b", "c"]}), 400)
+        assert error["param"] == "prompt"
+        assert "3 prompts" in error["message"]
+        assert "over the 2" in error["message"]
+        assert "--max-num-queued-reqs" in error["message"]
+        assert post(server, {**HI, "prompt": ["a", "b"], "n": 3})[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -332,6 +389,7 @@ def test_a_fault_of_ours_is_a_500_that_tells_nothing(server: FakeServer) -> None
     server.engine.refuse = lambda request: None
     server.engine.submit = script  # type: ignore[assignment, method-assign] - anything that raises
     assert "secret" not in error_of(post(server, HI), 500)["message"]
+    assert b'http_errors_total{model_name="fake",status="500"} 2.0' in ask(server, "GET", "/metrics")[1]
 
 
 # ---------------------------------------------------------------- keys
