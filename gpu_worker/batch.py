@@ -30,6 +30,8 @@ class StepBatch:
     max_query_len: int
     max_context_len: int
     block_size: int
+    # [S] int64: tokens whose hidden states are wanted, so that the last layer computes no others; None: all.
+    outputs: torch.Tensor | None = None
     # The same as lists, for code that runs on the host; empty on a GPU.
     host_query_starts: list[int] = field(default_factory=list)
     host_context_lens: list[int] = field(default_factory=list)

@@ -53,12 +53,13 @@ class Runner:
             return self._download(torch.empty(0, dtype=torch.int32, device=state.device))
         batch, last, rows, positions = self._batch(run)
         if self.graphs is not None and self.graphs.covers(batch):
-            hidden = self.graphs.run(batch)
+            hidden = self.graphs.run(batch).index_select(0, last)
         else:
+            batch.outputs = last
             hidden = self.model.forward(batch, self.kv)
         if not len(run.sample_src):
             return self._download(torch.empty(0, dtype=torch.int32, device=state.device))
-        logits = self.model.logits(hidden.index_select(0, last))
+        logits = self.model.logits(hidden)
         needs = state.sampling.needs(run.sample_rows)
         tokens = sample(logits, state.sampling, rows, positions, needs).to(torch.int32)
         state.tokens.index_put_((rows, positions), tokens)

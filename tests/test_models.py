@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -189,3 +190,23 @@ def test_the_gpu_path_under_the_interpreter(row: str, tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.strip() == "same", done.stderr
+
+
+def test_wanted_outputs_are_the_same_bits_as_among_all(tmp_path: Path) -> None:
+    """The last layer may compute only the tokens that are sampled; their keys and values are written all the same."""
+    model = load(tiny_models.make("llama", tmp_path, seed=1))
+    prompts = tiny_models.random_prompts(3, seed=2, shortest=20, longest=40)
+    whole, some = PagedRunner(model), PagedRunner(model)
+    forward, wanted = model.forward, torch.tensor([0, 7, 7, 30])
+
+    def only_wanted(batch: StepBatch, kv: Any) -> torch.Tensor:
+        batch.outputs = wanted
+        return forward(batch, kv)
+
+    want = whole.step([(Row(list(prompt)), len(prompt)) for prompt in prompts])
+    some.model = type("Partial", (), {"forward": staticmethod(only_wanted), "logits": staticmethod(model.logits)})
+    got = some.step([(Row(list(prompt)), len(prompt)) for prompt in prompts])
+    assert torch.equal(got, want[wanted])
+    assert all(torch.equal(a, b) for a, b in zip(whole.k + whole.v, some.k + some.v, strict=True))
+    wanted = torch.tensor([], dtype=torch.int64)
+    assert some.step([(Row(list(prompts[0])), len(prompts[0]))]).shape[0] == 0

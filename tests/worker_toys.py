@@ -40,7 +40,7 @@ class ToyModel:
         hidden = self.embed[batch.token_ids] + self.place[batch.positions]
         for layer in range(LAYERS):
             hidden = hidden + self._layer(hidden, batch, kv.k[layer], kv.v[layer])
-        return hidden
+        return hidden if batch.outputs is None else hidden[batch.outputs]
 
     def _layer(self, hidden, batch, keys, values):
         parts = hidden.view(-1, HEADS, DIM)
@@ -171,6 +171,7 @@ def oracle(model, ids, count):
         kv = KVCache(model.spec, 1, 512, torch.float32, CPU)
         length = len(ids)
         batch = SimpleNamespace(
+            outputs=None,
             token_ids=torch.tensor(ids), positions=torch.arange(length), slots=torch.arange(length),
             query_starts=torch.tensor([0, length]), context_lens=torch.tensor([length]),
             block_tables=torch.zeros(1, 1, dtype=torch.int32), block_size=512,

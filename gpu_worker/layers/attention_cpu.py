@@ -23,9 +23,13 @@ _TILE = 128
 
 @dataclass(slots=True)
 class _Decodes:
-    """Decode rows of one rounded width: ``pages`` [rows * width] block ids, ``mask`` [rows, 1, width * block_size]."""
+    """Decode rows of one rounded width: ``pages`` [rows * width] block ids, ``mask`` [rows, 1, width * block_size].
 
-    rows: torch.Tensor
+    ``rows`` is a slice where they are neighbours, which saves copies of queries and results.
+    """
+
+    rows: torch.Tensor | slice
+    count: int
     pages: torch.Tensor
     mask: torch.Tensor
 
@@ -102,7 +106,9 @@ class AttentionPlan:
         if self.window is not None:
             hidden |= key < context - self.window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        return _Decodes(index, pages.flatten(), mask[:, None])
+        neighbours = rows[-1] - rows[0] == len(rows) - 1 and rows == sorted(rows)
+        where = slice(rows[0], rows[-1] + 1) if neighbours else index
+        return _Decodes(where, len(rows), pages.flatten(), mask[:, None])
 
     def _plan_prefill(self, batch: StepBatch, row: int, start: int, stop: int, context: int) -> _Prefill:
         position = context - (stop - start)
@@ -175,11 +181,11 @@ def paged_attention(
     q = q.view(tokens, kv_heads, heads // kv_heads, dim)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.decodes:
-        keys = _gather("k", k_cache, group.pages, len(group.rows))
-        values = _gather("v", v_cache, group.pages, len(group.rows))
-        query = q.index_select(0, group.rows).transpose(0, 1)  # [kv_heads, rows, group, dim]
+        keys = _gather("k", k_cache, group.pages, group.count)
+        values = _gather("v", v_cache, group.pages, group.count)
+        query = q[group.rows].transpose(0, 1)  # [kv_heads, rows, group, dim]
         seen = _attend(query, keys, values, group.mask[None], scale, softcap)
-        out.index_copy_(0, group.rows, seen.transpose(0, 1))
+        out[group.rows] = seen.transpose(0, 1)
     for row in plan.prefills:
         keys = _gather("k", k_cache, row.pages, 1)
         values = _gather("v", v_cache, row.pages, 1)

@@ -119,7 +119,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Cache) -> torch.Tensor:
-        """Hidden states [T, hidden] after the last norm, of the step's tokens; writes their keys and values."""
+        """Hidden states after the last norm, [T, hidden], or [S, hidden] of ``batch.outputs``; writes keys and values."""
         hidden = F.embedding(batch.token_ids, self.embed)
         if self.spec.embed_scale != 1.0:
             hidden = hidden * self.embed_scale
@@ -128,6 +128,10 @@ class Decoder:
         residual, x = hidden, first.attn_norm(hidden)
         for index, layer in enumerate(self.layers):
             x = layer.attention(x, batch, kv.k[index], kv.v[index], step)
+            if layer is self.layers[-1] and batch.outputs is not None:
+                x, residual = x.index_select(0, batch.outputs), residual.index_select(0, batch.outputs)
+                if not len(x):
+                    return x
             x, residual = layer.mlp_norm.add(x, residual)
             x = self._mlp(layer.mlp, x)
             following = self.layers[index + 1].attn_norm if index + 1 < len(self.layers) else self.final_norm
