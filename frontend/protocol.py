@@ -45,6 +45,11 @@ class _Server(web.Server):
 class _Connection(RequestHandler):
     __slots__ = ()
 
+    @property
+    def writing_paused(self) -> bool:
+        """True while more is unread than a connection's buffer should hold; aiohttp 3.10 has no name for it."""
+        return self._paused
+
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
