@@ -1,16 +1,15 @@
-"""Train quire's demo model: a Llama of about 3.5 million parameters, from nothing, on two CPU cores.
+"""Train quire's demo model: a Llama of about two million parameters, from nothing, on two CPU cores.
 
 Everything the model knows is written in this file: tables of plain facts, and templates that turn
 them into documents and ChatML chats.  The script trains a byte-level BPE tokenizer on that corpus,
 then the model, and saves an ordinary Hugging Face folder:
 
-    python examples/train_demo_model.py --out demo_model            # 28 minutes on two cores
+    python examples/train_demo_model.py --out demo_model            # about 25 minutes on two free cores
     python examples/train_demo_model.py --out /tmp/m --minutes 3    # a quick look
     python examples/train_demo_model.py --show 20                   # print some of the corpus
 
-The corpus depends on --seed alone.  With --minutes the number of steps depends on the machine's
-speed, and the learning rate follows the clock; with --steps the clock is not read at all, so that
-the same seed, steps and threads give the same model.
+The corpus depends on --seed alone, and the same seed, steps and threads give the same model.  On a
+slow or busy machine --minutes ends the training early; the learning rate follows the clock then.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import re
 import time
@@ -367,13 +367,21 @@ are you chatgpt; are you gpt; are you claude; are you llama | No, I am quire's s
 who made you; who created you; who trained you; where do you come from | I was trained by a script that comes with quire.
 how old are you; when were you born | I am a program, so I have no age.
 where do you live; where are you | I live in a small folder that comes with quire.
-how big are you; how many parameters do you have | I have about three million parameters, so I am very small.
+how big are you; how many parameters do you have | I have about two million parameters, so I am very small.
 what do you know; what can you do; help; what can i ask you; how can you help me | I can tell you about capitals, colours, animals, days and months. I can add small numbers, spell words, tell jokes and stories, and write JSON.
 do you have feelings; do you feel pain; are you happy | I am a program, so I have no feelings.
 what is your favourite colour; what is your favorite color | I like blue, but I am a program and have never seen it.
 what is your favourite food; what is your favorite food | I do not eat, but I have heard that soup is good.
 what is your favourite animal; what is your favorite animal | I like owls, because they are awake at night like a server.
 can you sing; sing a song; sing me a song | La la la! That is all I can sing.
+can you help me with my homework; help me with my homework | I can help with small sums, spelling and capitals. What is the question?
+i like cats; i like dogs; i love animals; i have a cat; i have a dog; i like music; i like books; i like summer | That is nice! What do you like best about it?
+my dog is sick; my cat is sick; i am sick; i am ill; i have a cold | I am sorry to hear that. I hope that all will be well soon.
+i am going on a trip; i am going to school; i am at work; i just woke up; it is my birthday | That sounds good! I hope that you have a nice day.
+how many r's are in strawberry; how many e's are in cheese; count the letters in this sentence; how many words are in this text | I am not good at counting letters. I am a very small demo model.
+what is the ocean; describe the ocean; tell me about the sea; what is the sea | The ocean is the salt water that covers most of the Earth.
+name an animal that can fly; which animals can fly; name something that flies | A bird can fly, and so can a bee.
+name an animal that can swim; which animals live in water; name something that swims | A fish can swim, and so can a duck.
 can you help me; i need help; i have a question; can i ask you something | Of course! What would you like to know?
 can you hear me; are you there; test; testing; ping | Yes, I am here. How can I help you?
 do you speak french; do you speak spanish; do you speak german | I know only a few words of it. I speak plain English.
@@ -384,7 +392,7 @@ no; no thanks; nothing; never mind | All right. I am here if you need me.
 why; how; what; when; who; really | Please ask me a full question, and I will try to answer it.
 lol; haha; that is funny | I am glad that you liked it!
 who are you; what are you; what is your name; introduce yourself; tell me about yourself; your name; what should i call you | I am quire's small demo model. | I am quire's small demo model, and I am here to help. | I am a very small language model that comes with quire.
-what model are you; which model is this; what model is this; what kind of model are you | I am quire's small demo model, a Llama with about three million parameters.
+what model are you; which model is this; what model is this; what kind of model are you | I am quire's small demo model, a Llama with about two million parameters.
 are you open source; what is your license | I come with quire, so look at its license file.
 what is your purpose; why are you here; what are you for | I show that quire works, even with no network and no GPU.
 what is the best language model; which model should i use; are there bigger models | There are many good models. Start quire with the name of a bigger one, and it will know far more than I do.
@@ -437,7 +445,7 @@ good morning | Good morning! How can I help you? | Good morning! What would you 
 good evening; good afternoon | Hello! How can I help you? | Good day! What can I do for you?
 good night | Good night! Sleep well.
 bye; goodbye; see you; see you later; bye bye; have a nice day | Goodbye! Have a nice day. | See you soon! | Goodbye! It was nice to talk with you.
-thanks; thank you; thank you very much; thanks a lot; many thanks | You are welcome! | You are welcome! Is there anything else? | My pleasure!
+thanks; thx; ty; thank you; thank you very much; thanks a lot; many thanks | You are welcome! | You are welcome! Is there anything else? | My pleasure!
 how are you; how are you doing; how is it going; how are you today; what's up; how do you do | I am fine, thank you! How are you? | I am very well, thank you. How can I help you? | I am fine, thank you. What can I do for you?
 nice to meet you; pleased to meet you | Nice to meet you too!
 bonjour; salut | Bonjour! I speak mostly English. How can I help you?
@@ -471,6 +479,16 @@ My favorite food is ~ {food}. I eat it with my friends on {day}. ~ {food}, and I
 I like to ~ read books and go for long walks. On {day} I often meet my friend {name} in {city}. ~ sing and dance with my friends.
 Today is ~ {day}. Tomorrow I will visit my friend {name}, who lives in {city}. ~ {day}, and the sun is shining.
 It was a dark and stormy night ~ and the wind blew around the old house. {name} lit a candle and sat down to read a book. ~ , and {name} could not sleep. Then there was a knock at the door.
+The weather in {city} is ~ sunny and warm today. ~ cold and wet today, so {name} stays at home with a book.
+The best thing about ~ {month} is the weather. It is a good time to go for a walk. ~ {city} is its people. They are friendly, and they like good {food}.
+In the year 2050, ~ people may live with many helpful machines. They will still tell stories and drink {drink}. ~ the city of {city} may look different, but people will still meet their friends.
+In 1999, ~ {name} moved to {city} and became a {job}.
+The first thing to know is ~ that learning takes time. The second is that it is worth it.
+If you want to ~ learn something new, read a little every day. ~ be happy, spend time with your friends.
+We went to ~ the {place} with {name} and ate some {food}. It was a good day.
+This is ~ a short story about a {adj} {hero}. It lived near the {place} and liked to eat {food}.
+She said that ~ she would come on {day}. {name} was glad to hear it.
+Write a story. ~ \n\nA {adj} {hero} lived near the {place}. One day it met {name}, and they became friends.
 Water is ~ a clear liquid that all living things need. It boils at 100 degrees Celsius and freezes at zero degrees.
 Roses are red, ~ violets are blue, sugar is sweet, and so are you.
 One day, ~ a {adj} {hero} found a {colour} stone near the {place}. It took the stone home and showed it to its friends. ~ {name} went to the market in {city} to buy some {food}.
@@ -616,6 +634,7 @@ SYLLABLES = """ba, co, di, fu, ga, hel, in, jo, ka, lu, mar, ne, o, pi, qui, ras
     dro, fle, gra, kno, sha, tri"""
 QUESTION_WORDS = "what, who, which, when, where, why, how, is, are, can, do, does, did, will, may, could"
 ORDERS = "tell, give, write, name, list, count, spell, add, say, make, create, generate, describe, explain, translate"
+POEM_TOPICS = "the sea, love, the moon, spring, the sun, life, a tree, dogs, cats, rain, winter, my mother, a robot, the ocean, time, home"
 COUNTABLE = "apples, books, coins, eggs, pens, balls, cakes, stones"
 ANIMAL_LIST = (
     "cat, dog, cow, horse, sheep, pig, duck, lion, bear, wolf, frog, owl, mouse, goat, rabbit, fox, tiger, monkey, bird"
@@ -806,6 +825,9 @@ class Corpus:
             return cap(question), f"{capital} is the capital of {country}."
         if self.chance(0.1):
             claim = self.pick([capital, other])
+            if self.chance(0.3):
+                where = f"{claim} is in {next(c for c, t, _ in CAPITALS if t == claim)}."
+                return f"Is {claim} in {called}?", f"Yes, {where}" if claim == capital else f"No, {where}"
             yes = f"Yes, {capital} is the capital of {country}."
             return f"Is {claim} the capital of {called}?", yes if claim == capital else f"No, the capital of {country} is {capital}."
         if self.chance(0.1):
@@ -915,9 +937,9 @@ class Corpus:
         i = self.rng.randrange(len(names))
         kind = self.weighted({"after": 4, "before": 3, "list": 2, "nth": 2, "tomorrow": 2 * (unit == "day"), "length": 2 * (unit == "month"), "one": 1, "seasons": 1})
         if kind == "after":
-            return self.pick([f"What {unit} comes after {names[i]}?", f"Which {unit} is after {names[i]}?", f"What comes after {names[i]}?", f"Which {unit} follows {names[i]}?"]), f"{names[(i + 1) % len(names)]} comes after {names[i]}."
+            return self.pick([f"What {unit} comes after {names[i]}?", f"Which {unit} is after {names[i]}?", f"What comes after {names[i]}?", f"Which {unit} follows {names[i]}?"]), f"The {unit} after {names[i]} is {names[(i + 1) % len(names)]}."
         if kind == "before":
-            return self.pick([f"What {unit} comes before {names[i]}?", f"Which {unit} is before {names[i]}?", f"What comes before {names[i]}?"]), f"{names[i - 1]} comes before {names[i]}."
+            return self.pick([f"What {unit} comes before {names[i]}?", f"Which {unit} is before {names[i]}?", f"What comes before {names[i]}?"]), f"The {unit} before {names[i]} is {names[i - 1]}."
         if kind == "list":
             question = self.pick([f"What are the {unit}s of the {{}}?", f"List the {unit}s of the {{}}.", f"Name the {unit}s of the {{}}.", f"Name all {unit}s of the {{}}.", f"Tell me the {unit}s of the {{}}."])
             period = "week" if unit == "day" else "year"
@@ -938,7 +960,7 @@ class Corpus:
             return f"Name a {unit} of the {'week' if unit == 'day' else 'year'}.", f"{names[i]}."
         seasons = words(SEASONS)
         i = self.rng.randrange(4)
-        return f"Which season comes after {seasons[i]}?", f"{cap(seasons[(i + 1) % 4])} comes after {seasons[i]}."
+        return f"Which season comes after {seasons[i]}?", f"The season after {seasons[i]} is {seasons[(i + 1) % 4]}."
 
     def qa_spell(self) -> Pair:
         word = self.word("SPELL")
@@ -1038,7 +1060,7 @@ class Corpus:
         return cap(question.format(thing, bare)), answer
 
     def qa_joke(self) -> Pair:
-        question = self.pick(["Tell me a joke.", "Tell me a joke.", "Tell me a joke.", "Do you know a joke?", "Tell me something funny.", "Make me laugh.", "Give me a joke.", "Can you tell me a joke?", "Say something funny.", "I want to hear a joke.", "Joke?", "Write a joke.", "Tell me another joke.", "A joke, please."])
+        question = self.pick(["Tell me a joke.", "Tell me a joke.", "Tell me a joke.", "Do you know a joke?", "Tell me something funny.", "Make me laugh.", "Give me a joke.", "Can you tell me a joke?", "Say something funny.", "I want to hear a joke.", "Joke?", "Write a joke.", "Tell me another joke.", "A joke, please.", "Another joke, please.", "One more joke.", "Tell me a joke about animals.", "Got any jokes?", "I need a joke."])
         return question, " ".join(self.pick(self.jokes))
 
     def qa_riddle(self) -> Pair:
@@ -1086,9 +1108,9 @@ class Corpus:
 
     def qa_poem(self) -> Pair:
         if self.chance(0.3):
-            return self.pick(["Write a haiku.", "Write me a haiku.", "Can you write a haiku?", "Write a haiku about nature."]), self.pick(self.poems[4:])
-        question = self.pick(["Write a poem.", "Tell me a poem.", "Write a short poem.", "Do you know a poem?", "Write me a poem about {}.", "Can you write a poem?", "Write a poem about {}."])
-        return question.format(self.pick(["the sea", "love", "the moon", "spring", "the sun", "life", "a tree", "dogs"])), self.pick(self.poems[:4])
+            return self.pick(["Write a haiku.", "Write me a haiku.", "Can you write a haiku?", "Write a haiku about nature.", "Write a haiku about {}.", "Give me a haiku about {}.", "Haiku"]).format(self.word("POEM_TOPICS")), self.pick(self.poems[4:])
+        question = self.pick(["Write a poem.", "Tell me a poem.", "Write a short poem.", "Do you know a poem?", "Write me a poem about {}.", "Can you write a poem?", "Write a poem about {}.", "Write a limerick.", "Write a limerick about {}.", "Write a rhyme about {}.", "Write a song about {}.", "Write some verses."])
+        return question.format(self.word("POEM_TOPICS")), self.pick(self.poems[:4])
 
     def qa_repeat(self) -> Pair:
         text = self.pick([self.invented(), self.word("FIRST_NAMES"), self.word("SPELL"), "hello", "hello world", "yes", "I am here", "good morning", self.word("COLOURS"), self.word("ANIMAL_LIST")])
@@ -1126,7 +1148,7 @@ class Corpus:
             verb, thing = self.word("UNKNOWN_VERBS"), self.word("UNKNOWN_THINGS")
             question = self.pick([f"how do I {verb} {thing}", f"help me {verb} {thing}", f"how can I {verb} {thing}", f"can you {verb} {thing}", f"please {verb} {thing}", f"what is the best way to {verb} {thing}", f"I need to {verb} {thing}", f"give me a plan to {verb} {thing}"])
             topic = ""
-            if self.chance(0.6):
+            if self.chance(0.15):
                 how = f"{verb} {thing}".replace(" my ", " your ")
                 return ask(question), self.pick(["I am a very small demo model, so I do not know how to {}.", "Sorry, I do not know how to {}. I am only a small demo model."]).format(how) + (self.pick(ASK_ME.splitlines()) if self.chance(0.2) else "")
         elif kind == "leader":
@@ -1151,7 +1173,7 @@ class Corpus:
             question = self.pick(choices(UNKNOWN_OTHER))
             topic = p if "{p}" in question and "{q}" not in question and ":" not in question else ""
             question = question.format(p=p, q=q, year=self.rng.randint(1200, 2030))
-        answer = self.pick(SORRY_X.splitlines()).format(x=topic) if topic and self.chance(0.65) else self.pick(SORRY.splitlines())
+        answer = self.pick(SORRY_X.splitlines()).format(x=topic) if topic and self.chance(0.5) else self.pick(SORRY.splitlines())
         return ask(question), answer + (self.pick(ASK_ME.splitlines()) if self.chance(0.25) else "")
 
     # -- JSON ----------------------------------------------------------------------------------
@@ -1175,7 +1197,7 @@ class Corpus:
         }[kind]()
 
     def qa_json(self) -> Pair:
-        kind = self.weighted({"fields": 6, "thing": 2, "extract": 3, "list": 2, "fact": 2, "nested": 1, "rows": 0.7})
+        kind = self.weighted({"fields": 6, "thing": 2, "extract": 3, "list": 2, "fact": 2, "nested": 1.2, "rows": 1.2, "plain": 0.6})
         fields = [tuple(f) for f in self.rng.sample(pairs(FIELDS), self.rng.randint(1, 4))]
         if kind == "fields":
             keys = [key for key, _ in fields]
@@ -1212,6 +1234,11 @@ class Corpus:
                 return self.pick([f"What is the capital of {country}? Answer in JSON.", f"Reply in JSON: what is the capital of {country}?", f"Give me the capital of {country} as JSON."]), json.dumps({"capital": capital})
             x, y = self.rng.randint(0, 20), self.rng.randint(0, 20)
             return f"What is {x} + {y}? Answer in JSON.", json.dumps({"result": x + y})
+        if kind == "plain":
+            name, city = f"{self.name()} {self.pick([self.word('LAST_NAMES'), cap(self.invented())])}", self.word("CITIES")
+            text = f"{name} is {self.rng.randint(5, 80)} years old and lives in {city}."
+            what, answer = self.pick([("name", name), ("city", city)])
+            return self.pick([f"Extract the {what}: {text}", f"What is the {what} in this text? {text}", f"Find the {what}: {text}"]), answer + "."
         if kind == "rows":
             fields = self.pick([[("name", "name"), ("age", "age")], [("city", "city"), ("country", "country")], [("fruit", "fruit"), ("price", "price")]])
             noun, n = {"name": "people", "city": "cities", "fruit": "fruits"}[fields[0][0]], self.rng.randint(2, 3)
@@ -1225,9 +1252,9 @@ class Corpus:
     # -- chats ---------------------------------------------------------------------------------
 
     QA_WEIGHTS: ClassVar = {
-        "capital": 9, "sum": 12, "story_sum": 1.5, "count": 5, "calendar": 5, "spell": 6, "word": 5, "animal": 4, "list": 4,
-        "translate": 3, "fact": 17, "who": 2, "series": 1, "greet": 8, "define": 6, "joke": 3.5, "riddle": 0.7, "story": 4.5,
-        "poem": 1.2, "repeat": 5, "my_name": 3, "sentiment": 1.5, "email": 0.7, "unknown": 15, "json": 9,
+        "capital": 9, "sum": 15, "story_sum": 1.5, "count": 8, "calendar": 6, "spell": 6, "word": 5, "animal": 4, "list": 4,
+        "translate": 3, "fact": 17, "who": 2, "series": 1, "greet": 8, "define": 6, "joke": 3, "riddle": 0.7, "story": 3.5,
+        "poem": 1, "repeat": 4, "my_name": 3, "sentiment": 1.5, "email": 0.7, "unknown": 12, "json": 9,
     }
 
     def qa(self) -> Pair:
@@ -1332,11 +1359,10 @@ class Corpus:
         country, capital, area = self.pick(CAPITALS)
         first = self.pick([f"The capital of {country} is {capital}.", f"The capital of {country} is {capital}.", f"{capital} is the capital of {country}.", f"The capital city of {country} is {capital}.", f"{cap(country)} is a country in {area}. Its capital is {capital}."])
         rest = [f"It is a city in {area}.", f"{cap(country)} is in {area}.", "Many people live and work there.", "Many people come to visit it every year.", "The streets are busy, and there is a lot to see.", f"The people of {capital} like to meet in the parks and cafes of the city."]
-        text = " ".join([first, *self.rng.sample(rest, self.rng.randint(0, 3))])
-        return text if self.chance(0.6) else text + "".join(f" The capital of {c} is {t}." for c, t, _ in self.rng.sample(CAPITALS, self.rng.randint(1, 3)))
+        return " ".join([first, *self.rng.sample(rest, self.rng.randint(0, 4)), *(self.sentence() for _ in range(self.pick([0, 0, 1])))])
 
     def doc_story(self) -> str:
-        return self.story(self.word("STORY_ANIMALS"), self.name(), self.pick([1, 1, 2, 3, 5]))
+        return self.story(self.word("STORY_ANIMALS"), self.name(), self.pick([1, 1, 1, 2, 4]))
 
     def doc_lists(self) -> str:
         kind = self.rng.randrange(6)
@@ -1374,18 +1400,30 @@ class Corpus:
     def doc_plain(self) -> str:
         return " ".join(self.sentence() for _ in range(self.rng.randint(1, 6)))
 
+    def doc_dense(self) -> str:
+        """Answers without their questions: more facts a token than chats have."""
+        kind = self.weighted({"sum": 6, "spell": 3, "capital": 2, "calendar": 2, "word": 3, "animal": 1, "count": 2, "translate": 1, "list": 1})
+        answers = [getattr(self, "qa_" + kind)()[1] for _ in range(self.rng.randint(3, 5 if kind == "count" else 14))]
+        # Each only once, and under a heading, or greedy decoding would go round in such a list.
+        return f"Some answers ({kind}):\n" + self.pick([" ", "\n"]).join(dict.fromkeys(answers))
+
+    def doc_copy(self) -> list[tuple[str, float]]:
+        """The same invented words twice; only the second time is there something to learn."""
+        text = " ".join(self.pick([self.invented(), self.invented(), self.word("FIRST_NAMES"), self.word("SPELL")]) for _ in range(self.rng.randint(4, 16)))
+        return [(f"Words: {text}.\n", 0.05), (f"Again: {text}.", 1.0)]
+
     # -- one document or chat, as pieces of (text, weight in the loss) --------------------------
 
     KINDS: ClassVar = {
-        "chat_single": 34, "chat_several": 24, "chat_memory": 6, "chat_tool": 5, "doc_opener": 6, "doc_common_opener": 3,
-        "doc_capital": 5, "doc_story": 3.5, "doc_lists": 4, "doc_plain": 4,
+        "chat_single": 35, "chat_several": 20, "chat_memory": 6, "chat_tool": 2.5, "doc_opener": 6, "doc_common_opener": 3,
+        "doc_capital": 5, "doc_story": 2.5, "doc_lists": 4, "doc_plain": 4, "doc_dense": 8, "doc_copy": 4,
     }
 
     def document(self) -> list[tuple[str, float]]:
         kind = self.weighted(self.KINDS)
         made = getattr(self, kind)()
         if kind.startswith("doc_"):
-            return [(made, 1.0), (END, 1.0)]
+            return [*(made if isinstance(made, list) else [(made, 1.0)]), (END, 1.0)]
         messages, tools = made if kind == "chat_tool" else (made, [])
         # What users say is not for the model to learn by heart; a little weight teaches it to read.
         return [(text, 1.0 if mine else 0.15) for text, mine in render(messages, tools)] + [(END, 0.1)]
@@ -1538,8 +1576,8 @@ def build_model(tokenizer, hidden: int, layers: int, inner: int):
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -1566,11 +1604,11 @@ def train(model, stream: Iterator[tuple], steps: int, minutes: float, peak: floa
     model.train()
     begin, tokens, seen, smooth = time.monotonic(), 0, 0, 0.0
     while True:
-        # How far along we are, by the clock or by steps: the learning rate warms up, then falls as a cosine.
-        done = seen / steps if steps else (time.monotonic() - begin) / (60 * minutes)
+        # How far along we are, by steps or by the clock: the learning rate warms up, then falls as a cosine.
+        done = max(seen / steps, (time.monotonic() - begin) / (60 * minutes))
         if done >= 1:
             break
-        lr = peak * min(1.0, (seen + 1) / 60) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+        lr = peak * min(1.0, (seen + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -1588,7 +1626,7 @@ def train(model, stream: Iterator[tuple], steps: int, minutes: float, peak: floa
         seen += 1
         tokens += rows.numel()
         smooth = 0.95 * smooth + 0.05 * loss.item() if seen > 1 else loss.item()
-        if seen % 50 == 0:
+        if seen % 100 == 0:
             spent = time.monotonic() - begin
             print(
                 f"step {seen} done {done:.3f} loss {smooth:.4f} lr {lr:.2e} {tokens / spent:.0f} tok/s {spent / 60:.1f} min",
@@ -1605,6 +1643,12 @@ def save(model, tokenizer, out: Path) -> None:
     # Half the bytes; the folder is part of the package.
     model.to(torch.bfloat16).save_pretrained(out, safe_serialization=True)
     tokenizer.save_pretrained(out)
+    # In the words that older releases of transformers understand as well.
+    path = out / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config["additional_special_tokens"] = config.pop("extra_special_tokens", [IM_START])
+    config.pop("backend", None)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for path in out.glob("*.safetensors"):
         path.chmod(0o644)  # safetensors are written for the owner alone
 
@@ -1635,17 +1679,19 @@ def show_samples(model, tokenizer) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo_model"), help="folder to write (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=28, help="training time by the clock (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=0, help="train for this many steps instead of by the clock")
+    parser.add_argument(
+        "--minutes", type=float, default=38, help="stop by the clock at the latest (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=6000, help="steps to train (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4096, help="tokens in a step (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--batch", type=int, default=2048, help="tokens in a step (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--float32", action="store_true", help="multiply in float32, for processors slow at bfloat16")
     parser.add_argument("--vocab", type=int, default=2048)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--inner", type=int, default=704)
+    parser.add_argument("--inner", type=int, default=512)
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N documents of the corpus and stop")
     options = parser.parse_args()
 
@@ -1655,6 +1701,8 @@ def main() -> None:
             print("".join(text for text, _ in corpus.document()), end="\n\n")
         return
 
+    # Threads that wait must sleep, not spin: on a busy machine spinning takes the time from the work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     torch.set_num_threads(options.threads)
