@@ -119,7 +119,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Cache) -> torch.Tensor:
-        """Hidden states after the last norm, [T, hidden], or [S, hidden] of ``batch.outputs``; writes keys and values."""
+        """Hidden states after the last norm, [T, hidden] or [S, hidden] of ``batch.outputs``; writes the cache."""
         hidden = F.embedding(batch.token_ids, self.embed)
         if self.spec.embed_scale != 1.0:
             hidden = hidden * self.embed_scale
