@@ -159,10 +159,12 @@ class Engine:
         key: str = "",
         priority: int = 0,
         seed: int | None = None,
+        echo: bool = False,
     ) -> RequestStream:
         """Queue one request and return its stream at once; exactly one of prompt, ids and messages is given.
 
-        ``seed`` is used where params has none; left out, it is random. What is wrong with the request is raised by
+        ``seed`` is used where params has none; left out, it is random. ``echo`` has ``accepted.prompt`` set where ids
+        are given, too. What is wrong with the request is raised by
         the stream as RequestError; only what could not be sent at all (ids that are no int32, messages that are not
         JSON) is raised here, as RequestError 400.
         """
@@ -179,7 +181,7 @@ class Engine:
         message = m.Tokenize(
             uid=self._uid, attempt=0, params=params, seed=seed,
             arrival=time.time(), prompt=prompt, ids=None if ids is None else pack_ids(ids), messages=messages,
-            template=template, add_special_tokens=add_special_tokens, key=key, priority=priority,
+            template=template, add_special_tokens=add_special_tokens, key=key, priority=priority, echo=echo,
         )  # fmt: skip
         if (bad := bad_field(message)) is not None:
             raise RequestError(400, f"{bad[0]} cannot be sent: {bad[1]}.", bad[0])

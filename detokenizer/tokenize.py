@@ -68,6 +68,8 @@ class Preparer:
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         self._check(ids, max_model_len)
+        if message.echo and prompt is None:
+            prompt = self.tokenizer.decode(ids, params.skip_special_tokens)
         room = max_model_len - len(ids)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         packed = array("i", ids).tobytes()

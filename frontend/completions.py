@@ -9,7 +9,6 @@ from aiohttp import web
 
 from ..client.stream import RequestStream
 from .calls import Call, Ended, json_body
-from .errors import ApiError
 from .front import FRONT, request_id
 from .schema import CompletionRequest
 from .sse import CompletionChunks
@@ -23,16 +22,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompts = body.prompts()
     params = front.params(body, len(prompts))
     by_ids = isinstance(prompts[0], list)
-    if body.echo and by_ids:
-        raise ApiError(
-            400, "echo with token ids is not supported yet by this version; send the prompt as text.", "echo"
-        )
     await front.wait_ready()
     streams = front.submit(
         [{"ids" if by_ids else "prompt": prompt} for prompt in prompts],
         params,
         body.priority or 0,
         add_special_tokens=True if body.add_special_tokens is None else body.add_special_tokens,
+        echo=bool(body.echo),
     )
     call = Call(streams, params.n, front.metrics, _echo if body.echo else None)
     id, created = request_id(request, body, "cmpl-"), int(time.time())

@@ -76,6 +76,7 @@ class Tokenize(Message):
     priority: int = 0
     resume: list[Resume] = []
     losses: int = 0
+    echo: bool = False  # the client wants the prompt's text: decode it where ids alone were given
 
 
 class Child(msgspec.Struct, array_like=True, gc=False):

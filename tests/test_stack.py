@@ -97,6 +97,9 @@ def test_stop_strings_and_echo(client):
     cut = client.completions.create(**ask, stop=stop, echo=True).choices[0]
     assert cut.text == ask["prompt"] + free[: free.index(stop)]
     assert cut.finish_reason == "stop"
+    ids = client.completions.create(**{**ask, "prompt": [417, 33, 90]}, echo=True).choices[0].text
+    alone = client.completions.create(**{**ask, "prompt": [417, 33, 90]}).choices[0].text
+    assert ids.endswith(alone) and len(ids) > len(alone)
 
 
 def test_prompt_forms_agree(client):
