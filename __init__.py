@@ -10,16 +10,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .client.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from .client.engine import Engine
     from .client.llm import LLM
-    from .client.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from .client.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from .proto.params import RequestOutputKind, SamplingParams
+    from .proto.structured import GuidedDecodingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": ".client.engine",
     "LLM": ".client.llm",
+    "BeamSearchOutput": ".client.beams",
+    "BeamSearchParams": ".client.beams",
+    "BeamSearchSequence": ".client.beams",
+    "GuidedDecodingParams": ".proto.structured",
+    "Logprob": ".client.outputs",
+    "StructuredOutputsParams": ".proto.structured",
     "CompletionOutput": ".client.outputs",
     "RequestMetrics": ".client.outputs",
     "RequestOutput": ".client.outputs",
@@ -29,12 +37,18 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Engine",
+    "GuidedDecodingParams",
+    "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -53,6 +53,11 @@ def i32(values: Iterable[int]) -> bytes:
     return array("i", values).tobytes()
 
 
+def f32(values: Iterable[float]) -> bytes:
+    """Pack as float32."""
+    return array("f", values).tobytes()
+
+
 def i64(values: Iterable[int]) -> bytes:
     """Pack as int64."""
     return array("q", values).tobytes()
@@ -63,7 +68,7 @@ def u64(values: Iterable[int]) -> bytes:
     return array("Q", values).tobytes()
 
 
-def _unpack(code: str, column: bytes) -> list[int]:
+def _unpack(code: str, column: bytes) -> list[Any]:
     out = array(code)
     try:
         out.frombytes(column)
@@ -80,6 +85,11 @@ def from_i8(column: bytes) -> list[int]:
 def from_i32(column: bytes) -> list[int]:
     """Unpack int32; BadFrame if the length is not a multiple of 4."""
     return _unpack("i", column)
+
+
+def from_f32(column: bytes) -> list[float]:
+    """Unpack float32; BadFrame if the length is not a multiple of 4."""
+    return _unpack("f", column)
 
 
 def from_i64(column: bytes) -> list[int]:

@@ -32,6 +32,7 @@ _CORE = ("scheduler",)
 _WORK = ("gpu_worker",)
 _TEXT = ("detokenizer",)
 _HTTP = ("frontend",)
+_WORDS = ("detokenizer", "gpu_worker")  # the worker's grammars are made of the tokenizer's tokens
 
 
 @dataclass
@@ -44,15 +45,34 @@ class EngineArgs:
     download_dir: str | None = _flag(None, _MODEL, "where downloads are kept (default: the hub's cache)")
     trust_remote_code: bool = _flag(False, _MODEL, "accepted for vLLM's sake; no family here needs remote code")
     max_model_len: int | None = _flag(None, _MODEL, "longest prompt + output in tokens; 32k, 32K")
-    tokenizer: str | None = _flag(None, _TEXT, "folder or hub id of the tokenizer (default: the model's)")
+    tokenizer: str | None = _flag(None, _WORDS, "folder or hub id of the tokenizer (default: the model's)")
     tokenizer_mode: str = _flag("auto", _TEXT, "auto: the fast tokenizer if there is one", ("auto", "slow"))
-    tokenizer_revision: str | None = _flag(None, _TEXT, "branch, tag or commit of the tokenizer")
+    tokenizer_revision: str | None = _flag(None, _WORDS, "branch, tag or commit of the tokenizer")
+    skip_tokenizer_init: bool = _flag(
+        False, ("frontend", "detokenizer", "gpu_worker"), "no tokenizer: prompts are token ids, and no text comes out"
+    )
     chat_template: str | None = _flag(None, _TEXT, "a jinja file, or the template itself, in place of the model's")
     load_format: str = _flag("auto", _WORK, "dummy: random weights by config", ("auto", "safetensors", "dummy"))
     dtype: str = _flag(
         "auto", _WORK, "type of weights and activations",
         ("auto", "half", "float16", "bfloat16", "float", "float32"),
     )  # fmt: skip
+
+    # Generation
+    generation_config: str = _flag(
+        "auto", _HTTP, "where default sampling parameters come from: auto (the model's generation_config.json), quire "
+        "(SamplingParams' own), or a folder with such a file",
+    )  # fmt: skip
+    override_generation_config: str | None = _flag(None, _HTTP, "JSON object of sampling defaults over those")
+    max_logprobs: int = _flag(20, ("detokenizer", "gpu_worker"), "most logprobs a token may be asked for; -1: no limit")
+    logprobs_mode: str = _flag(
+        "raw_logprobs", _WORK, "what logprobs are of: raw: the model's own logits (and a grammar's mask); processed: "
+        "after penalties, temperature and filters",
+        ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+    )  # fmt: skip
+    logits_processor: list[str] | None = _flag(
+        None, _WORK, "functions that requests may name in logits_processors, as package.module:function"
+    )
 
     # Device and memory
     device: str = _flag("auto", _WORK, "auto: cuda where there is one", ("auto", "cpu", "cuda"))
@@ -109,6 +129,8 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}.")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs must be at least -1 (no limit), got {self.max_logprobs}.")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
         if not 0 <= self.port <= 65535:

@@ -18,7 +18,7 @@ import msgspec
 
 from .params import SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 
@@ -42,6 +42,21 @@ class Lease(msgspec.Struct, array_like=True, gc=False, frozen=True):
     epoch: int
     replica: int
     counter: int
+
+
+class Logprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of n tokens: for each the token itself, then the k most likely ones, best first.
+
+    ``ranks`` are of the tokens themselves: 1 + the number of tokens strictly more likely. ``texts`` is filled by the
+    detokenizer, one for each id (empty where nothing is to be detokenized); ``raw`` has the bytes of those tokens that
+    are no whole characters, by place in ``ids``.
+    """
+
+    ids: bytes  # i32, n * (k + 1)
+    values: bytes  # f32, n * (k + 1)
+    ranks: bytes  # i32, n
+    texts: list[str] = []
+    raw: dict[int, bytes] = {}
 
 
 # ---------------------------------------------------------------- requests, towards the model
@@ -77,6 +92,7 @@ class Tokenize(Message):
     resume: list[Resume] = []
     losses: int = 0
     echo: bool = False  # the client wants the prompt's text: decode it where ids alone were given
+    prompt_logprobs_from: int = 0  # on a resubmission: leading prompt tokens whose logprobs Engine has
 
 
 class Child(msgspec.Struct, array_like=True, gc=False):
@@ -89,8 +105,9 @@ class Child(msgspec.Struct, array_like=True, gc=False):
 class Submit(Message):
     """detokenizer -> scheduler. ``ids`` int32 prompt; ``hashes`` 16 bytes for each full block of the prompt.
 
-    ``params`` are resolved: ``max_tokens`` is a number. ``eos`` holds the ids that end a sequence with no stop
-    reason (empty with ignore_eos).
+    ``params`` are resolved: ``max_tokens`` is a number, ``n`` counts the children that are run (best_of of them,
+    where that is asked for), but for a beam search, where it counts those that are returned. ``eos`` holds the ids
+    that end a sequence with no stop reason (empty with ignore_eos).
     """
 
     uid: int
@@ -105,6 +122,11 @@ class Submit(Message):
     key: str = ""
     priority: int = 0
     losses: int = 0
+    masked: bytes = (
+        b""  # i32, ids not to be generated before min_tokens: every EOS and stop id; empty without min_tokens
+    )
+    bad_words: list[list[int]] = []  # token ids of each form of each bad word
+    prompt_logprobs_from: int = 0  # leading prompt tokens whose logprobs the client has
 
 
 class Abort(Message):
@@ -121,6 +143,15 @@ class Stopped(Message):
     attempt: int
     index: int
     length: int
+
+
+class BeamStopped(Message):
+    """detokenizer -> scheduler, answering BeamTokens: the candidates that a stop string ends."""
+
+    uid: int
+    attempt: int
+    step: int
+    stopped: bytes  # i32, indexes of candidates
 
 
 class Open(Message):
@@ -156,6 +187,35 @@ class TokenBatch(Message):
     stop_ids: bytes  # i32, the stop token id that ended it, -1 otherwise (EOS included)
     started_uids: bytes = b""  # i64: requests put into their first step since the last batch
     started_cached: bytes = b""  # i32: prompt tokens each found in the prefix cache
+    logprob_rows: bytes = b""  # i32, rising: rows of these columns whose tokens have logprobs
+    logprobs: list[Logprobs] = []  # one for each of logprob_rows, of its ``counts`` tokens
+
+
+class PromptLogprobs(Message):
+    """scheduler -> detokenizer -> frontend: logprobs of prompt tokens ``start``, ... The first copy of each wins.
+
+    ``logprobs.ids`` begins each group with the prompt's own token. Token 0 has none: ``start`` is at least 1. All of
+    a prompt's are sent before its first output token.
+    """
+
+    uid: int
+    attempt: int
+    start: int
+    logprobs: Logprobs
+
+
+class BeamTokens(Message):
+    """scheduler -> detokenizer: one step's candidates of a beam search that has stop strings.
+
+    ``parents`` index the candidates of the step before (all 0 in step 1: the empty output). The group goes on when
+    BeamStopped has come. The texts of what is returned travel in a TokenBatch at the end, each child's tokens at once.
+    """
+
+    uid: int
+    attempt: int
+    step: int  # from 1: output tokens of every candidate
+    parents: bytes  # i32
+    tokens: bytes  # i32
 
 
 class TextBatch(Message):
@@ -173,6 +233,8 @@ class TextBatch(Message):
     lengths: bytes  # i32, output tokens that count (a stop string cuts there); -1 until finished
     started_uids: bytes = b""  # i64
     started_cached: bytes = b""  # i32
+    logprob_rows: bytes = b""  # i32, as in TokenBatch
+    logprobs: list[Logprobs] = []  # with texts; of exactly the row's ``counts`` tokens
 
 
 class Failed(Message):
@@ -329,10 +391,13 @@ class Admit(msgspec.Struct, array_like=True, gc=False):
     prompt_len: int
     params: SamplingParams
     seed: int  # already the child's own: (seed + index) mod 2**64
+    masked: bytes = b""  # i32, as in Submit
+    bad_words: list[list[int]] = []
+    prompt_logprobs_from: int = -1  # first prompt token whose logprobs are wanted from this row; -1: none
 
 
 class StepPlan(Message):
-    """scheduler -> the group's leader. Applied in this order: drops, forks, copies, admits, deltas, run.
+    """scheduler -> the group's leader. Applied in this order: drops, forks, copies, admits, deltas, appends, run.
 
     Forks and copies are gathered in full before any is written: a source may be another's destination.
     Every value is an index: rows are persistent rows, blocks physical blocks. ``starts[i]`` is the position of the
@@ -340,6 +405,8 @@ class StepPlan(Message):
     worker wrote its own samples, so a decode needs no value from the previous step's result.
     Slot k draws from the logits of the last token of compute row ``sample_src[k]`` with the parameters of row
     ``sample_rows[k]``, for position starts + counts of that compute row, and writes the token into that row.
+    A row of a beam search (``params.use_beam_search``) draws nothing and nothing is written there: its slot answers
+    with the logprobs of the best max(2 * width, logprobs) tokens, and a later plan appends the token that was chosen.
     """
 
     lease: Lease
@@ -354,6 +421,8 @@ class StepPlan(Message):
     delta_rows: bytes = b""  # i32: block table entries to set
     delta_slots: bytes = b""  # i32, index within the row's table
     delta_blocks: bytes = b""  # i32
+    append_rows: bytes = b""  # i32 rows (each at most once) that get a next token the scheduler chose
+    append_tokens: bytes = b""  # i32
     rows: bytes = b""  # i32 compute rows: prefill chunks and decodes mixed, decodes first
     starts: bytes = b""  # i32
     counts: bytes = b""  # i32
@@ -361,13 +430,36 @@ class StepPlan(Message):
     sample_rows: bytes = b""  # i32, destination rows
 
 
+class PromptChunk(msgspec.Struct, array_like=True, gc=False):
+    """Logprobs of prompt tokens ``start``, ... of compute row ``at``."""
+
+    at: int
+    start: int
+    logprobs: Logprobs
+
+
+class SlotFailed(msgspec.Struct, array_like=True, gc=False):
+    """No token can be drawn for a slot: a logits processor raised, or a grammar ran into its limits."""
+
+    slot: int
+    status: int
+    message: str
+
+
 class StepResult(Message):
-    """sampling rank -> scheduler, one a plan even when it samples nothing: tokens in sample-slot order."""
+    """sampling rank -> scheduler, one a plan even when it samples nothing: tokens in sample-slot order.
+
+    The token of a failed slot means nothing. That of a beam search's is the most likely one.
+    """
 
     lease: Lease
     step: int
     tokens: bytes  # i32
     counts: bytes = b""  # i32 tokens of each slot; empty: one each
+    logprob_slots: bytes = b""  # i32, rising: slots whose rows ask for logprobs
+    logprobs: list[Logprobs] = []  # one for each of logprob_slots, of one token
+    prompts: list[PromptChunk] = []
+    failed: list[SlotFailed] = []
 
 
 class StepFailed(Message):
@@ -383,13 +475,13 @@ class StepFailed(Message):
 ToDetokenizer = Tokenize | Abort | Open | Beat | Bye
 """Engine -> detokenizer."""
 
-FromDetokenizer = Accepted | TextBatch | Failed | Gone | Beat | Bye
+FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Failed | Gone | Beat | Bye
 """detokenizer -> Engine."""
 
-ToSchedulerFront = Hello | Submit | Abort | Stopped | Open | GetStats | Beat | Bye
+ToSchedulerFront = Hello | Submit | Abort | Stopped | BeamStopped | Open | GetStats | Beat | Bye
 """detokenizer, Engine -> the scheduler's front socket."""
 
-FromSchedulerFront = Peers | TokenBatch | Failed | Gone | Stats | Beat | Bye
+FromSchedulerFront = Peers | TokenBatch | PromptLogprobs | BeamTokens | Failed | Gone | Stats | Beat | Bye
 """the scheduler's front socket -> detokenizer, Engine."""
 
 ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Beat | Bye

@@ -1,7 +1,7 @@
 """SamplingParams: vLLM's fields, defaults and range checks.
 
-A value out of range is a ValueError whose message names the field, the limit and the value. A field that this
-version does not honour yet is refused in the same way rather than ignored (``NOT_YET``).
+A value out of range is a ValueError whose message names the field, the limit and the value. What needs the model or
+its tokenizer (ids in the vocabulary, ``max_logprobs``) is checked where a prompt is tokenized.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import functools
 import logging
 import math
 from enum import IntEnum
+from types import NoneType
 from typing import Any
 
 import msgspec
+
+from .structured import StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +23,15 @@ MAX_N = 16384
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 1024
+MAX_BEAMS = 64
+MAX_INT = 2**31 - 1
+
+_STRUCTURED, _SKIP_CACHE = "structured_outputs", "skip_reading_prefix_cache"
+_FLAGS = (
+    "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "use_beam_search",
+)  # fmt: skip
 
 
 class RequestOutputKind(IntEnum):
@@ -38,37 +50,18 @@ class ParamError(ValueError):
         self.param = param
 
 
-# Fields that exist in the interface but whose effect is not built yet, with the value that means "not asked for".
-NOT_YET: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "use_beam_search": False,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    "bad_words": [],
-    "min_tokens": 0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "detokenize": True,
-    "spaces_between_special_tokens": True,
-    "logits_processors": None,
-    "structured_outputs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "extra_args": None,
-}
-
-
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How to generate. Names, defaults and ranges are vLLM's.
 
     ``temperature`` below 1e-5 is greedy: top_p, top_k and min_p are then reset and n must be 1.
     ``top_k`` of 0 or -1 keeps every token. ``max_tokens=None`` generates up to ``max_model_len``.
-    With ``n > 1`` child i draws with seed ``seed + i``.
+    With ``n > 1`` child i draws with seed ``seed + i``; of ``best_of`` children the n with the highest
+    ``cumulative_logprob`` are returned. With ``use_beam_search`` the width is ``best_of``, or n where it is left out.
+    ``logprobs`` and ``prompt_logprobs``: so many of the most likely tokens beside the token itself; -1 is all.
+    ``logits_processors`` names functions that the workers were started with (``--logits-processor package.module:fn``).
 
     Raises:
-        ParamError (a ValueError): a value is of the wrong type or out of range, or not honoured yet.
+        ParamError (a ValueError): a value is of the wrong type or out of range.
     """
 
     n: int = 1
@@ -91,32 +84,37 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | bool | None = None
+    prompt_logprobs: int | bool | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
-    logits_processors: Any = None
+    logits_processors: list[str] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None  # older name; moved to structured_outputs
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    extra_args: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
         self._check_ranges()
-        self._check_supported()
-        if self.greedy:
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
-            if self.n > 1:
-                raise ParamError(f"n must be 1 when using greedy sampling (temperature 0), got n={self.n}.", "n")
+        self._check_stops()
+        self._check_ids()
+        self._check_lists()
+        self._check_search()
 
     @property
     def greedy(self) -> bool:
         """True when the most likely token is taken and nothing is drawn."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def width(self) -> int:
+        """Sequences that are run: the beams of a beam search, else best_of, else n."""
+        return self.best_of or self.n
 
     def clone(self) -> SamplingParams:
         """An independent copy (lists are copied; Python callables are shared)."""
@@ -142,41 +140,65 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.top_k = 0
         if self.best_of is not None and self.best_of == self.n:
             self.best_of = None
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if isinstance(value, bool):
+                setattr(self, name, 1 if value else None)
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise ParamError("give structured_outputs or guided_decoding, its older name, not both.", _STRUCTURED)
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if not self.logits_processors and isinstance(self.logits_processors, list):
+            self.logits_processors = None
 
     def _check_ranges(self) -> None:
         _integer("n", self.n, 1, MAX_N)
         if self.best_of is not None:
-            _integer("best_of", self.best_of, self.n, MAX_N)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+            _integer("best_of", self.best_of, 1, MAX_N)
+            if self.best_of < self.n:
+                raise ParamError(
+                    f"best_of must be greater than or equal to n, got n={self.n} and best_of={self.best_of}.", "best_of"
+                )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         _number("temperature", self.temperature, 0.0, 2.0)
-        if self.repetition_penalty != 1.0:
-            _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
             _warn_once(f"a temperature below {MIN_TEMPERATURE} overflows the logits; {MIN_TEMPERATURE} is used instead")
             self.temperature = MIN_TEMPERATURE
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, 0, 2**31 - 1, hint="0 or -1 keeps every token")
+        _integer("top_k", self.top_k, 0, MAX_INT, hint="0 or -1 keeps every token")
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            _integer("max_tokens", self.max_tokens, 1, MAX_INT)
+        _integer("min_tokens", self.min_tokens, 0, MAX_INT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParamError(
                 f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}.",
                 "min_tokens",
             )
-        if self.truncate_prompt_tokens is not None:
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), -1, MAX_INT, hint="-1 is the whole vocabulary")
+        keep = self.truncate_prompt_tokens
+        if keep is not None and not (type(keep) is int and keep == -1):
+            _integer("truncate_prompt_tokens", keep, 1, MAX_INT, hint="-1 keeps what the model's context holds")
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ParamError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
-        self._check_stops()
+        if not isinstance(self.skip_reading_prefix_cache, (bool, NoneType)):
+            given = self.skip_reading_prefix_cache
+            raise ParamError(f"skip_reading_prefix_cache must be true or false, got {given!r}.", _SKIP_CACHE)
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            kinds = ", ".join(f"{kind.value} ({kind.name})" for kind in RequestOutputKind)
+            raise ParamError(f"output_kind must be one of {kinds}, got {self.output_kind!r}.", "output_kind") from None
 
     def _check_stops(self) -> None:
-        stop, ids = self.stop, self.stop_token_ids
+        stop = self.stop
         if not isinstance(stop, list) or not all(isinstance(s, str) for s in stop):
             raise ParamError(f"stop must be a string or a list of strings, got {stop!r}.", "stop")
         if "" in stop:
@@ -187,16 +209,104 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ParamError(
                 "stop strings are only supported when detokenize is True. Set detokenize=True to use stop.", "stop"
             )
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-            raise ParamError(f"stop_token_ids must be a list of token ids, got {ids!r}.", "stop_token_ids")
 
-    def _check_supported(self) -> None:
-        if self.best_of is not None:
-            raise ParamError(f"best_of={self.best_of} is not supported yet by this version; leave it out.", "best_of")
-        for name, unset in NOT_YET.items():
-            value = getattr(self, name)
-            if value != unset:
-                raise ParamError(f"{name}={value!r} is not supported yet by this version; leave it out.", name)
+    def _check_ids(self) -> None:
+        _ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            _ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ParamError(
+                    "allowed_token_ids is empty, so that no token could be generated.", "allowed_token_ids"
+                )
+        if self.logit_bias is not None:
+            self.logit_bias = _bias(self.logit_bias) or None
+
+    def _check_lists(self) -> None:
+        words = self.bad_words
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ParamError(f"bad_words must be a list of strings, got {words!r:.80}.", "bad_words")
+        if not all(word.strip() for word in words):
+            raise ParamError("bad_words cannot contain an empty string.", "bad_words")
+        if len(words) > MAX_BAD_WORDS:
+            raise ParamError(f"bad_words must have at most {MAX_BAD_WORDS} strings, got {len(words)}.", "bad_words")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, NoneType)):
+            given = type(self.structured_outputs).__name__
+            raise ParamError(f"structured_outputs must be StructuredOutputsParams, got {given}.", _STRUCTURED)
+        names = self.logits_processors
+        if names is None:
+            return
+        if callable(names) or (isinstance(names, list) and any(callable(name) for name in names)):
+            raise ParamError(
+                "logits_processors holds a Python callable, which cannot be sent to the process that samples. Put it "
+                "into a module, start with logits_processor=['package.module:function'] (--logits-processor), and give "
+                "that name here.",
+                "logits_processors",
+            )
+        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+            raise ParamError(f"logits_processors must be a list of names, got {names!r:.80}.", "logits_processors")
+
+    def _check_search(self) -> None:
+        """Greedy, beam search and the rest each have fields that would mean nothing."""
+        _number("length_penalty", self.length_penalty, -math.inf, math.inf)
+        early = self.early_stopping
+        if not (isinstance(early, bool) or early == "never"):
+            raise ParamError(f"early_stopping must be True, False, or 'never', got {early!r}.", "early_stopping")
+        if self.use_beam_search:
+            self._check_beams()
+            return
+        if early is not False:
+            raise ParamError(
+                "early_stopping is not effective and must be False when not using beam search.", "early_stopping"
+            )
+        if self.length_penalty != 1.0:
+            raise ParamError(
+                "length_penalty is not effective and must be the default value of 1.0 when not using beam search.",
+                "length_penalty",
+            )
+        if self.greedy:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+            if self.n > 1:
+                raise ParamError(f"n must be 1 when using greedy sampling (temperature 0), got n={self.n}.", "n")
+            if self.best_of is not None:
+                raise ParamError(f"best_of must be 1 when using greedy sampling. Got {self.best_of}.", "best_of")
+
+    def _check_beams(self) -> None:
+        if self.width < 2:
+            raise ParamError(f"best_of must be greater than 1 when using beam search. Got {self.width}.", "best_of")
+        if self.width > MAX_BEAMS:
+            raise ParamError(
+                f"best_of must be at most {MAX_BEAMS} when using beam search. Got {self.width}.", "best_of"
+            )
+        if not self.greedy:
+            raise ParamError(f"temperature must be 0 when using beam search. Got {self.temperature}.", "temperature")
+        for name, neutral, shown in (("top_p", 1, "1"), ("top_k", 0, "-1"), ("min_p", 0, "0")):
+            if getattr(self, name) != neutral:
+                raise ParamError(f"{name} must be {shown} when using beam search. Got {getattr(self, name)}.", name)
+
+
+def _ids(name: str, ids: Any) -> None:
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise ParamError(f"{name} must be a list of token ids, got {ids!r:.80}.", name)
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """Token id -> bias; ids may be written as strings, as JSON must. Values are held to [-100, 100], as in vLLM."""
+    if not isinstance(given, dict):
+        raise ParamError(f"logit_bias must map token ids to numbers, got {given!r:.80}.", "logit_bias")
+    bias = {}
+    for key, value in given.items():
+        try:
+            token = int(key) if isinstance(key, str) else key
+        except ValueError:
+            token = key
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise ParamError(f"logit_bias has the key {key!r:.80}, which is no token id.", "logit_bias")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ParamError(
+                f"logit_bias of token {token} must be a number in [-100, 100], got {value!r}.", "logit_bias"
+            )
+        bias[token] = max(-100.0, min(100.0, float(value)))
+    return bias
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quire.proto.codec import encode
-from quire.proto.params import NOT_YET, ParamError, RequestOutputKind, SamplingParams
+from quire.proto.params import ParamError, RequestOutputKind, SamplingParams
 
 DEFAULTS = {
     "n": 1, "best_of": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": [],
@@ -56,23 +56,6 @@ def test_refuses_naming_field_limit_and_value(name, value, said):
     assert caught.value.param == name
     assert name in str(caught.value)
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("presence_penalty", 0.5), ("frequency_penalty", -1.0), ("repetition_penalty", 1.1), ("use_beam_search", True),
-        ("length_penalty", 2.0), ("early_stopping", True), ("bad_words", ["x"]), ("min_tokens", 3), ("logprobs", 0),
-        ("prompt_logprobs", 1), ("detokenize", False), ("spaces_between_special_tokens", False), ("best_of", 3),
-        ("logits_processors", [1]), ("structured_outputs", {"json": {}}), ("logit_bias", {1: 2.0}),
-        ("allowed_token_ids", [1]), ("extra_args", {"a": 1}),
-    ],
-)  # fmt: skip
-def test_what_is_not_honoured_yet_is_refused(name, value):
-    with pytest.raises(ParamError, match="not supported yet") as caught:
-        SamplingParams(**{name: value})
-    assert caught.value.param == name
-    assert name in NOT_YET or name == "best_of"
 
 
 def test_greedy_resets_what_does_not_matter_and_needs_n_1():

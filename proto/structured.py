@@ -1,0 +1,75 @@
+"""StructuredOutputsParams: the form that an output must have. Names are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MAX_CHARACTERS = 2**20
+"""Characters that a schema, pattern, grammar or list of choices may have."""
+
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The form of an output; exactly one of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object`` is given.
+
+    Args:
+        json: a JSON schema, as an object or as text.
+        regex: a regular expression that the whole output must match.
+        choice: strings of which the output is one.
+        grammar: a context-free grammar in Lark's or in GBNF's notation.
+        json_object: any JSON object.
+        disable_any_whitespace: JSON in its shortest form, with no blanks or line breaks.
+        disable_additional_properties: objects have no properties but those their schema names.
+        whitespace_pattern: regular expression of what may stand between the parts of JSON.
+
+    Raises:
+        ValueError: none or several are given, or one has the wrong type.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            self.json_object = None
+        given = [name for name in _FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs must have exactly one of {', '.join(_FORMS)}; got {' and '.join(given) or 'none'}."
+            )
+        self._check_types()
+
+    def _check_types(self) -> None:
+        if self.json is not None and not isinstance(self.json, (str, dict, bool)):
+            raise ValueError(f"structured_outputs.json must be a JSON schema, got {type(self.json).__name__}.")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"structured_outputs.{name} must be a string that is not empty, got {value!r:.80}.")
+        if self.choice is not None:
+            texts = isinstance(self.choice, list) and all(isinstance(each, str) and each for each in self.choice)
+            if not texts or not self.choice:
+                raise ValueError("structured_outputs.choice must be a list of strings, none empty, at least one.")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"structured_outputs.{name} must be true or false, got {getattr(self, name)!r:.80}.")
+        if self.json_object is not None and self.json_object is not True:
+            raise ValueError(f"structured_outputs.json_object must be true, got {self.json_object!r:.80}.")
+        size = sum(map(len, self.choice or ())) + sum(
+            len(value) for value in (self.json, self.regex, self.grammar) if isinstance(value, str)
+        )
+        if size > MAX_CHARACTERS:
+            raise ValueError(f"structured_outputs has {size} characters, over the limit of {MAX_CHARACTERS}.")
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""vLLM's older name."""
