@@ -138,7 +138,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.seed = None
         if self.top_k == -1:
             self.top_k = 0
-        if self.best_of is not None and self.best_of == self.n:
+        if type(self.best_of) is int and self.best_of == self.n:
             self.best_of = None
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

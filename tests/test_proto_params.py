@@ -1,68 +1,53 @@
-"""SamplingParams: defaults, both sides of each bound, wrong types, and fields that are refused rather than ignored."""
-
-import math
+"""SamplingParams against the table of its fields, and what the class does beyond checking them."""
 
 import msgspec
+import params_table
 import pytest
 
 from quire.proto.codec import encode
-from quire.proto.params import ParamError, RequestOutputKind, SamplingParams
-
-DEFAULTS = {
-    "n": 1, "best_of": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": [],
-    "stop_token_ids": [], "include_stop_str_in_output": False, "ignore_eos": False, "max_tokens": 16, "min_tokens": 0,
-    "skip_special_tokens": True, "truncate_prompt_tokens": None, "output_kind": RequestOutputKind.CUMULATIVE,
-    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logprobs": None, "detokenize": True,
-}  # fmt: skip
-
-GOOD = [
-    ("n", 1), ("n", 16384), ("temperature", 0), ("temperature", 0.0), ("temperature", 2.0), ("top_p", 1e-6),
-    ("top_p", 1), ("top_k", -1), ("top_k", 0), ("top_k", 1), ("min_p", 0), ("min_p", 1.0), ("seed", -5),
-    ("seed", 2**64 - 1), ("stop", "x"), ("stop", ["a", "b"]), ("stop_token_ids", [0, 7]), ("max_tokens", 1),
-    ("max_tokens", None), ("truncate_prompt_tokens", 1), ("best_of", 1), ("presence_penalty", 0.0),
-]  # fmt: skip
-
-BAD = [
-    ("n", 0, "at least 1"), ("n", 16385, "at most"), ("n", 1.5, "integer"), ("n", True, "integer"),
-    ("n", "2", "integer"), ("temperature", -0.1, "[0, 2]"), ("temperature", 2.1, "[0, 2]"),
-    ("temperature", math.nan, "[0, 2]"), ("temperature", math.inf, "[0, 2]"), ("temperature", "hot", "number"),
-    ("temperature", True, "number"), ("top_p", 0, "(0, 1]"), ("top_p", 1.5, "(0, 1]"), ("top_p", math.nan, "(0, 1]"),
-    ("top_k", -2, "0 or -1"), ("top_k", 1.0, "integer"), ("top_k", 2**31, "at most"), ("min_p", -0.1, "[0, 1]"),
-    ("min_p", 1.1, "[0, 1]"), ("seed", 2**64, "at most"), ("seed", 1.0, "integer"), ("stop", "", "empty"),
-    ("stop", ["a", ""], "empty"), ("stop", [1], "list of strings"), ("stop", ["x"] * 65, "at most 64"),
-    ("stop_token_ids", [-1], "token ids"), ("stop_token_ids", ["a"], "token ids"), ("stop_token_ids", 5, "token ids"),
-    ("max_tokens", 0, "at least 1"), ("max_tokens", -1, "at least 1"), ("max_tokens", 1.0, "integer"),
-    ("min_tokens", -1, "at least 0"), ("min_tokens", 17, "less than or equal to max_tokens"),
-    ("truncate_prompt_tokens", 0, "at least 1"), ("ignore_eos", 1, "true or false"), ("best_of", 0, "at least"),
-    ("presence_penalty", 2.5, "[-2, 2]"), ("repetition_penalty", 0, "(0, inf]"), ("skip_special_tokens", None, "true"),
-]  # fmt: skip
+from quire.proto.params import ParamError, SamplingParams
+from quire.proto.structured import GuidedDecodingParams, StructuredOutputsParams
 
 
-def test_defaults_are_vllms():
+def test_the_table_has_every_field_with_vllms_default():
     params = SamplingParams()
-    assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
+    assert {name: getattr(params, name) for name in params.__struct_fields__} == {
+        name: row.default for name, row in params_table.ROWS.items()
+    }
 
 
-@pytest.mark.parametrize(("name", "value"), GOOD)
-def test_accepts(name, value):
-    SamplingParams(**{name: value})
+@pytest.mark.parametrize(("name", "value"), params_table.cells("good"))
+def test_accepts_and_survives_the_wire(name, value):
+    params = SamplingParams(**params_table.given(name, value))
+    assert msgspec.msgpack.decode(encode(params), type=SamplingParams) == params
 
 
-@pytest.mark.parametrize(("name", "value", "said"), BAD)
-def test_refuses_naming_field_limit_and_value(name, value, said):
-    with pytest.raises(ValueError, match=r".") as caught:
-        SamplingParams(**{name: value})
-    assert isinstance(caught.value, ParamError)
-    assert caught.value.param == name
-    assert name in str(caught.value)
+@pytest.mark.parametrize(("name", "value", "said"), params_table.cells("bad"))
+def test_refuses_naming_the_field_and_the_limit(name, value, said):
+    with pytest.raises(ParamError) as caught:
+        SamplingParams(**params_table.given(name, value))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.param in str(caught.value) or caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("fields", params_table.STRUCTURED.good)
+def test_structured_outputs_accepts(fields):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    assert msgspec.msgpack.decode(encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(("fields", "said"), params_table.STRUCTURED.bad)
+def test_structured_outputs_refuses(fields, said):
+    with pytest.raises(ValueError, match="structured_outputs") as caught:
+        StructuredOutputsParams(**fields)
     assert said in str(caught.value)
 
 
-def test_greedy_resets_what_does_not_matter_and_needs_n_1():
+def test_greedy_resets_what_does_not_matter():
     params = SamplingParams(temperature=0, top_p=0.5, top_k=5, min_p=0.2)
     assert (params.greedy, params.top_p, params.top_k, params.min_p) == (True, 1.0, 0, 0.0)
-    with pytest.raises(ParamError, match="n must be 1 when using greedy sampling"):
-        SamplingParams(temperature=0, n=2)
+    assert SamplingParams(temperature=0.9e-5).greedy and not SamplingParams(temperature=1e-5).greedy
 
 
 def test_normal_forms():
@@ -70,17 +55,28 @@ def test_normal_forms():
     assert SamplingParams(seed=-1).seed is None
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(temperature=0.001).temperature == 0.01
+    assert SamplingParams(logprobs=True).logprobs == 1
+    assert SamplingParams(n=3, best_of=3).best_of is None
+    assert SamplingParams(logit_bias={"3": 500, 4: -101}).logit_bias == {3: 100.0, 4: -100.0}
+    form = GuidedDecodingParams(regex="a")
+    params = SamplingParams(guided_decoding=form)
+    assert (params.structured_outputs, params.guided_decoding) == (form, None)
 
 
-def test_survives_the_wire_and_is_checked_there_too():
-    params = SamplingParams(n=3, temperature=0.7, stop=["a"], seed=2**64 - 1)
-    assert msgspec.msgpack.decode(encode(params), type=SamplingParams) == params
+def test_the_width_is_what_is_run():
+    assert SamplingParams().width == 1
+    assert SamplingParams(n=2, best_of=5).width == 5
+    assert SamplingParams(use_beam_search=True, n=4, temperature=0).width == 4
+
+
+def test_checked_on_the_wire_too():
     with pytest.raises(msgspec.ValidationError, match="top_p"):
         msgspec.msgpack.decode(encode({"top_p": 7.0}), type=SamplingParams)
 
 
 def test_clone_shares_no_lists():
-    params = SamplingParams(stop=["a"])
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0})
     copy = params.clone()
     copy.stop.append("b")
-    assert params.stop == ["a"]
+    copy.logit_bias[5] = 1.0
+    assert params.stop == ["a"] and params.logit_bias == {1: 2.0}
