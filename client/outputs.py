@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .stream import TokenLogprobs
+
+
+@dataclass(slots=True)
+class Logprob:
+    """A token's log-probability, its rank (1: none is likelier) and its text (None where nothing is detokenized)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+def to_dict(found: TokenLogprobs, k: int) -> dict[int, Logprob]:
+    """vLLM's form: the token itself first, then the ``k`` most likely (-1: all there are). Equal values share a rank."""
+    texts: list[Any] = found.texts or [None] * len(found.ids)
+    result = {found.ids[0]: Logprob(found.values[0], found.rank, texts[0])}
+    end = len(found.ids) if k < 0 else min(k + 1, len(found.ids))
+    likeliest = [-value for value in found.values[1:end]]  # rising
+    for place in range(1, end):
+        if found.ids[place] != found.ids[0]:
+            rank = 1 + bisect_left(likeliest, -found.values[place])
+            result[found.ids[place]] = Logprob(found.values[place], rank, texts[place])
+    return result
 
 
 @dataclass(slots=True)

@@ -36,8 +36,26 @@ class RequestError(Exception):
 
 
 @dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one place: entry 0 of each list is the token itself, the rest the most likely, best first.
+
+    ``rank`` is the token's own: 1 + the number of tokens strictly more likely. ``texts`` is empty where nothing is
+    detokenized; ``raw`` has the bytes of those entries that are no whole characters.
+    """
+
+    ids: list[int]
+    values: list[float]
+    rank: int
+    texts: list[str]
+    raw: dict[int, bytes]
+
+
+@dataclass(slots=True)
 class StreamEvent:
-    """What is new of one child since its last event. ``length`` is the output tokens that count, once finished."""
+    """What is new of one child since its last event. ``length`` is the output tokens that count, once finished.
+
+    ``logprobs`` has one entry for each of ``tokens`` where the request asked for them, and is empty otherwise.
+    """
 
     index: int
     text: str = ""
@@ -45,6 +63,7 @@ class StreamEvent:
     finish: Finish = Finish.NONE
     stop_reason: int | str | None = None
     length: int = -1
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +77,19 @@ class Prompt:
 
 @dataclass(slots=True)
 class Child:
-    """What has come of one of the n children. ``parts`` join to its text; ``chars`` is that text's length."""
+    """What has come of one of the n children. ``parts`` join to its text; ``chars`` is that text's length.
+
+    ``logprobs`` has one entry a token where the request asked for them; ``cumulative`` is the sum of the tokens' own,
+    None where none were computed.
+    """
 
     tokens: list[int] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     chars: int = 0
     finish: Finish = Finish.NONE
     stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative: float | None = None
 
 
 class OpenRequest:
@@ -78,6 +103,7 @@ class OpenRequest:
         self.accepted: Prompt | None = None
         self.started = False  # in this attempt
         self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.losses = 0
         self.mark = -1  # most output tokens there were at a loss that counted
         self.link: Any = None  # the detokenizer it sticks to
@@ -228,6 +254,11 @@ class RequestStream(AsyncIterator[StreamEvent]):
     def cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache when it was first scheduled."""
         return self._request.cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """One entry for each prompt token, the first None; None where not asked for. Complete before the first event."""
+        return self._request.prompt_logprobs
 
     @property
     def children(self) -> list[Child]:
