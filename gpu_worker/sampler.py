@@ -15,13 +15,14 @@ other rows, or on which stages other rows needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..proto.params import SamplingParams
+from ..proto.messages import Admit
 from .kernels import sampling
 from .kernels.sampling import COLUMNS, INV_T, LOG_MIN_P, SEED_HIGH, SEED_LOW, TOP_K, TOP_P
 
@@ -48,7 +49,10 @@ class SamplingState:
     ``sample``. The columns are described in ``kernels.sampling``.
     """
 
-    def __init__(self, max_rows: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device | str = "cpu", logprobs_mode: str = "raw_logprobs"
+    ):
+        self.vocab_size, self.logprobs_mode = vocab_size, logprobs_mode
         self.device = torch.device(device)
         self._ints = np.zeros((max_rows, COLUMNS), dtype=np.int32)
         self._floats = self._ints.view(np.float32)
@@ -58,14 +62,15 @@ class SamplingState:
             (max_rows, COLUMNS), dtype=torch.int32, device=self.device
         )  # fmt: skip
 
-    def set(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Give ``row`` its parameters. ``seed`` is the sequence's own, any int (taken modulo 2^64)."""
+    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
+        """Give ``row`` to ``admit``. ``ids`` int32: the prompt, then outputs it resumes from."""
+        params = admit.params
         floats, ints = self._floats[row], self._ints[row]
         floats[INV_T] = 0.0 if params.greedy else 1.0 / params.temperature
         floats[LOG_MIN_P] = math.log(params.min_p) if params.min_p > 0 else -math.inf
         floats[TOP_P] = params.top_p
         ints[TOP_K] = max(params.top_k, 0)
-        self._set_seed(row, seed)
+        self._set_seed(row, admit.seed)
 
     def copy(self, src_rows: Sequence[int], dst_rows: Sequence[int], seeds: Sequence[int]) -> None:
         """Fork: parameters of ``src_rows`` to ``dst_rows`` with new seeds; all are read before any is written."""
@@ -73,8 +78,14 @@ class SamplingState:
         for row, seed in zip(dst_rows, seeds, strict=True):
             self._set_seed(row, seed)
 
-    def needs(self, rows: Sequence[int] | np.ndarray) -> SamplingNeeds:
-        """What these rows (host integers) ask for."""
+    def drop(self, rows: Sequence[int] | np.ndarray) -> None:
+        """Release what the rows hold."""
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Count tokens that the scheduler chose (beams); int64 [N] each, on the host."""
+
+    def needs(self, rows: np.ndarray, positions: np.ndarray) -> SamplingNeeds:
+        """What these rows ask for when they draw the tokens of ``positions``; int64 [S] each, on the host."""
         at = np.asarray(rows, dtype=np.int64)
         floats, random = self._floats[at], self._floats[at, INV_T] != 0
         return SamplingNeeds(
@@ -100,20 +111,50 @@ class SamplingState:
         self._dirty = True
 
 
+class LogprobGroup(NamedTuple):
+    """Logprobs of the sample slots that ask for the same ``k``: for each the token itself, then the k best."""
+
+    slots: np.ndarray  # int64 [s], rising, on the host
+    k: int
+    ids: torch.Tensor  # int32 [s, k + 1]
+    values: torch.Tensor  # float32 [s, k + 1]
+    ranks: torch.Tensor  # int32 [s], 1 + the number of tokens strictly more likely than the first
+
+
+class Sampled(NamedTuple):
+    """What a step draws."""
+
+    tokens: torch.Tensor  # int64 [S]
+    logprobs: list[LogprobGroup] | None
+
+
 def sample(
-    logits: torch.Tensor, state: SamplingState, rows: torch.Tensor, positions: torch.Tensor, needs: SamplingNeeds
-) -> torch.Tensor:
-    """Draw one token for each row of ``logits``; int64 [S] on their device.
+    logits: torch.Tensor,
+    state: SamplingState,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    needs: SamplingNeeds,
+    host_rows: np.ndarray,
+    host_positions: np.ndarray,
+    history: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    edit: Callable[[torch.Tensor], None] | None = None,
+) -> Sampled:
+    """Draw one token for each row of ``logits``, which are changed in place.
 
     Args:
         logits: float32 [S, V], each row contiguous.
         state: parameters of the persistent rows, on the same device.
         rows: int64 [S], the persistent row of each row of logits.
         positions: int64 [S], absolute positions of the tokens being drawn (the prompt's first token is 0).
-        needs: ``state.needs`` of the same rows.
+        needs: ``state.needs`` of the same rows and positions.
+        host_rows, host_positions: rows and positions on the host, int64 [S].
+        history: int32 [max_rows, L] on the device: the token ids of each persistent row.
+        mask: int32 [S, ceil(V / 32)] on the device: bit i of word w set means that token 32 * w + i is allowed.
+        edit: called with the logits at the place of the user's logits processors; changes them in place.
     """
     if not needs.random or not len(logits):
-        return greedy(logits)
+        return Sampled(greedy(logits), None)
     state.upload()
     params = state.packed[rows]
     if logits.is_cuda:
@@ -121,7 +162,7 @@ def sample(
     else:
         cut, draw = sampling.cut_torch, sampling.draw_torch
     cuts = cut(logits, params, needs.min_p, needs.top_k, needs.top_p) if needs.cut else None
-    return draw(logits, params, positions, cuts)
+    return Sampled(draw(logits, params, positions, cuts), None)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
