@@ -30,7 +30,7 @@ def default_sampling(generation: dict[str, Any], mode: str = "auto", override: s
         mode: "auto" takes ``generation``, "quire" nothing, anything else is a folder with such a file.
         override: a JSON object of values over those; null takes one away.
 
-    What the file holds that cannot be used is left aside with a warning. Raises ConfigError for a flag that cannot work.
+    What the file holds and cannot be used is left aside with a warning. Raises ConfigError for a bad flag.
     """
     if mode == "quire":
         generation = {}

@@ -21,9 +21,11 @@ import zmq
 
 from ..proto import messages as m
 from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
-from ..proto.params import SamplingParams
+from ..proto.params import ParamError, SamplingParams
 from ..proto.process import new_incarnation, resident_bytes
 from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
+from .best import to_wire
+from .logprobs import by_row, unpack
 from .sendable import bad_field, priority_of
 from .stream import OpenRequest, Prompt, RequestError, RequestStream, StreamEvent, pack_ids
 
@@ -164,9 +166,9 @@ class Engine:
         """Queue one request and return its stream at once; exactly one of prompt, ids and messages is given.
 
         ``seed`` is used where params has none; left out, it is random. ``echo`` has ``accepted.prompt`` set where ids
-        are given, too. What is wrong with the request is raised by
-        the stream as RequestError; only what could not be sent at all (ids that are no int32, messages that are not
-        JSON) is raised here, as RequestError 400.
+        are given, too. With best_of and beam search every event comes at the end. What is wrong with the request is
+        raised by the stream as RequestError; only what could not be sent at all (ids that are no int32, messages that
+        are not JSON) is raised here, as RequestError 400.
         """
         if sum(x is not None for x in (prompt, ids, messages)) != 1:
             raise ValueError("exactly one of prompt, ids and messages must be given.")
@@ -185,7 +187,11 @@ class Engine:
         )  # fmt: skip
         if (bad := bad_field(message)) is not None:
             raise RequestError(400, f"{bad[0]} cannot be sent: {bad[1]}.", bad[0])
-        request = OpenRequest(message)
+        try:
+            message.params = to_wire(params)
+        except ParamError as error:  # changed after its checks
+            raise RequestError(400, str(error), error.param) from None
+        request = OpenRequest(message, params)
         self._place(request)
         self._open[request.uid] = request
         return RequestStream(request, self._abandon, self._abort)
@@ -346,6 +352,10 @@ class Engine:
     def _on_detokenizer(self, link: _Link, message: Any) -> None:
         if isinstance(message, m.TextBatch):
             self._on_text(message)
+        elif isinstance(message, m.PromptLogprobs):
+            found = unpack(message.logprobs)
+            if (request := self._current(message)) is not None and not request.take_prompt(message.start, found):
+                self._broken(request)
         elif isinstance(message, m.Accepted):
             if (request := self._current(message)) is not None:
                 request.accept(message)
@@ -362,9 +372,13 @@ class Engine:
         elif isinstance(message, m.Bye):
             self._lose(link, left=True)
 
-    def _current(self, message: m.Accepted | m.Failed) -> OpenRequest | None:
+    def _current(self, message: m.Accepted | m.Failed | m.PromptLogprobs) -> OpenRequest | None:
         request = self._open.get(message.uid)
         return request if request is not None and request.attempt == message.attempt else None
+
+    def _broken(self, request: OpenRequest) -> None:
+        log.warning("request %d: what came does not follow what is here; sending it again", request.uid)
+        self._resubmit(request, counts=True)
 
     def _on_text(self, batch: m.TextBatch) -> None:
         now = time.monotonic()
@@ -374,18 +388,19 @@ class Engine:
         counts, tokens = from_i32(batch.counts), from_i32(batch.tokens)
         if sum(counts) != len(tokens) or min(counts, default=0) < 0:
             raise BadFrame(f"counts add up to {sum(counts)} and there are {len(tokens)} tokens")
+        logprobs = by_row(batch, counts)
         end = 0
-        for uid, attempt, index, offset, count, text, finish, reason, length in zip(
+        for row, (uid, attempt, index, offset, count, text, finish, reason, length) in enumerate(zip(
             from_i64(batch.uids), from_i32(batch.attempts), from_i32(batch.indexes), from_i32(batch.offsets), counts,
             batch.texts, from_i8(batch.finishes), batch.stop_reasons, from_i32(batch.lengths), strict=True,
-        ):  # fmt: skip
+        )):  # fmt: skip
             end += count
             request = self._open.get(uid)
             if request is None or request.attempt != attempt:
                 continue  # aborted, or an attempt given up
-            if not request.take(index, offset, tokens[end - count : end], text, finish, reason, length, now):
-                log.warning("request %d: what came does not follow what is here; sending it again", uid)
-                self._resubmit(request, counts=True)
+            found = unpack(logprobs[row], count) if row in logprobs else []
+            if not request.take(index, offset, tokens[end - count : end], text, finish, reason, length, now, found):
+                self._broken(request)
             elif request.done:
                 self._finish(request, None)
 

@@ -20,7 +20,7 @@ class Logprob:
 
 
 def to_dict(found: TokenLogprobs, k: int) -> dict[int, Logprob]:
-    """vLLM's form: the token itself first, then the ``k`` most likely (-1: all there are). Equal values share a rank."""
+    """vLLM's form: the token itself, then the ``k`` most likely (-1: all there are). Equal values share a rank."""
     texts: list[Any] = found.texts or [None] * len(found.ids)
     result = {found.ids[0]: Logprob(found.values[0], found.rank, texts[0])}
     end = len(found.ids) if k < 0 else min(k + 1, len(found.ids))
@@ -37,7 +37,8 @@ class RequestMetrics:
     """When things happened to a request, all in seconds of one clock, ``time.monotonic``.
 
     arrival_time <= first_scheduled_time <= first_token_time <= last_token_time <= finished_time, and
-    time_in_queue is first_scheduled_time - arrival_time. What has not happened is None.
+    time_in_queue is first_scheduled_time - arrival_time. What has not happened is None. The last three are vLLM's,
+    and always None: a step is shared by many requests.
     """
 
     arrival_time: float
@@ -46,6 +47,9 @@ class RequestMetrics:
     first_token_time: float | None = None
     time_in_queue: float | None = None
     finished_time: float | None = None
+    scheduler_time: float | None = field(default=None, repr=False)
+    model_forward_time: float | None = field(default=None, repr=False)
+    model_execute_time: float | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True, repr=False)

@@ -21,6 +21,7 @@ import msgspec
 from ..proto.codec import from_i32, i32
 from ..proto.messages import Accepted, Finish, Resume, Tokenize
 from ..proto.params import SamplingParams
+from .best import choose, from_wire, is_held
 from .outputs import RequestMetrics
 
 MAX_LOSSES = 3
@@ -68,7 +69,10 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt as run: its ids, its text (None when ids were given) and the parameters with max_tokens resolved."""
+    """The prompt as run: its ids, its text (None when ids were given) and the parameters with max_tokens resolved.
+
+    The parameters are in the user's terms; what was sent may differ (``best_of``).
+    """
 
     prompt_ids: list[int]
     prompt: str | None
@@ -93,17 +97,25 @@ class Child:
 
 
 class OpenRequest:
-    """Everything needed to send a request again, whatever was lost."""
+    """Everything needed to send a request again, whatever was lost.
 
-    def __init__(self, message: Tokenize):
+    ``message`` has the parameters as sent, ``asked`` are the user's. A held request (best_of, beam search) shows
+    nothing before its end: which children are returned, and as which, is not known earlier.
+    """
+
+    def __init__(self, message: Tokenize, asked: SamplingParams):
         self.message = message  # as first sent; `again` derives later attempts from it
+        self.asked, self.held = asked, is_held(asked)
         self.uid, self.attempt = message.uid, message.attempt
-        self.children = [Child() for _ in range(message.params.n)]
-        self.live = message.params.n
+        self.summed = message.params.logprobs is not None  # every token comes with its logprobs
+        self._begin()
         self.accepted: Prompt | None = None
+        self._resolved = message.params
         self.started = False  # in this attempt
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if asked.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # the first token has none
         self.losses = 0
         self.mark = -1  # most output tokens there were at a loss that counted
         self.link: Any = None  # the detokenizer it sticks to
@@ -114,6 +126,11 @@ class OpenRequest:
         self.done = False
         self.error: RequestError | None = None
         self._changed = asyncio.Event()
+
+    def _begin(self) -> None:
+        """Nothing has come."""
+        self.live = self.message.params.n
+        self.children = [Child(cumulative=0.0 if self.summed else None) for _ in range(self.live)]
 
     # -- towards the model
 
@@ -131,8 +148,10 @@ class OpenRequest:
                 resume = []  # all from the start, so that they share the prompt again
             changes.update(
                 prompt=None, messages=None, template=None, ids=i32(self.accepted.prompt_ids),
-                params=self.accepted.params, resume=resume,
+                params=self._resolved, resume=resume,
             )  # fmt: skip
+            if self.prompt_logprobs is not None and len(self.prompt_logprobs) > 1:
+                changes["prompt_logprobs_from"] = len(self.prompt_logprobs)
         return msgspec.structs.replace(message, **changes)
 
     def lost(self, counts: bool) -> bool:
@@ -147,6 +166,8 @@ class OpenRequest:
             self.mark = max(self.mark, reached)
         self.attempt += 1
         self.started = False
+        if self.asked.use_beam_search:  # a group is made again whole: parts of two searches do not mix
+            self._begin()
         return self.losses < MAX_LOSSES
 
     # -- from the model
@@ -154,7 +175,8 @@ class OpenRequest:
     def accept(self, message: Accepted) -> None:
         """The prompt's ids are known; the first acceptance is kept, later ones repeat it without its text."""
         if self.accepted is None:
-            self.accepted = Prompt(from_i32(message.ids), message.prompt, message.params)
+            self._resolved = message.params
+            self.accepted = Prompt(from_i32(message.ids), message.prompt, from_wire(message.params, self.asked))
             self._changed.set()
 
     def start(self, now: float, cached: int) -> None:
@@ -165,9 +187,25 @@ class OpenRequest:
             self.metrics.time_in_queue = now - self.metrics.arrival_time
             self.cached_tokens = cached
 
+    def take_prompt(self, start: int, found: list[TokenLogprobs]) -> bool:
+        """Take logprobs of prompt tokens ``start``, ...; False where they do not follow what is here.
+
+        The first copy of each is kept.
+        """
+        have = self.prompt_logprobs
+        if have is None:
+            return True
+        if self.accepted is None or not 1 <= start <= len(have):
+            return False
+        new = found[len(have) - start :]
+        if [each.ids[0] for each in new] != self.accepted.prompt_ids[len(have) : len(have) + len(new)]:
+            return False
+        have += new
+        return True
+
     def take(
         self, index: int, offset: int, tokens: list[int], text: str, finish: int, reason: int | str | None,
-        length: int, now: float,
+        length: int, now: float, logprobs: list[TokenLogprobs],
     ) -> bool:  # fmt: skip
         """Take one entry of a TextBatch; False where it does not follow what is here, so that something was lost."""
         if not 0 <= index < len(self.children):
@@ -176,11 +214,17 @@ class OpenRequest:
         have = len(child.tokens)
         if child.finish != Finish.NONE or (tokens and offset + len(tokens) <= have):
             return True  # a duplicate
-        if offset != have:
+        if offset != have or (tokens and not self._complete(tokens, logprobs)):
             return False
+        if not self.summed:
+            logprobs = []
         if finish != Finish.NONE and length >= 0:
             del tokens[max(0, length - have) :]
+            del logprobs[len(tokens) :]
         child.tokens += tokens
+        if logprobs:
+            child.logprobs += logprobs
+            child.cumulative = _sum(child.cumulative, logprobs)
         if text:
             child.parts.append(text)
             child.chars += len(text)
@@ -192,15 +236,24 @@ class OpenRequest:
             self.metrics.last_token_time = now
         if finish != Finish.NONE:
             child.finish, child.stop_reason = Finish(finish), reason
-            del child.tokens[length if length >= 0 else len(child.tokens) :]
+            if 0 <= length < len(child.tokens):
+                del child.tokens[length:], child.logprobs[length:]
+                child.cumulative = _sum(0.0, child.logprobs) if self.summed else None
             self.live -= 1
-        if not self.quiet:
-            self._announce(index, child, tokens, text)
+        if not (self.quiet or self.held):
+            self._announce(index, child, tokens, text, logprobs)
         if self.live == 0:
             self.end()
         return True
 
-    def _announce(self, index: int, child: Child, tokens: list[int], text: str) -> None:
+    def _complete(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:
+        """Whether new tokens come with all that was asked for with them, and after all that comes before them."""
+        if self.summed and [each.ids[0] for each in logprobs] != tokens:
+            return False
+        prompt = self.prompt_logprobs
+        return prompt is None or (self.accepted is not None and len(prompt) == len(self.accepted.prompt_ids))
+
+    def _announce(self, index: int, child: Child, tokens: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
         event = self.pending.get(index)
         if event is None:
             if not tokens and not text and child.finish == Finish.NONE:
@@ -208,6 +261,7 @@ class OpenRequest:
             event = self.pending[index] = StreamEvent(index)
         event.tokens += tokens
         event.text += text
+        event.logprobs += logprobs
         if child.finish != Finish.NONE:
             event.finish, event.stop_reason, event.length = child.finish, child.stop_reason, len(child.tokens)
         self._changed.set()
@@ -217,7 +271,21 @@ class OpenRequest:
         if not self.done:
             self.done, self.error = True, error
             self.metrics.finished_time = time.monotonic()
+            if self.held:
+                self._settle()
             self._changed.set()
+
+    def _settle(self) -> None:
+        """Only now are the children those of the user: the best, with what was asked for."""
+        if not self.asked.use_beam_search:
+            scores = [child.cumulative for child in self.children]
+            self.children = choose(self.children, scores, self.asked.n)
+        if self.asked.logprobs is None:
+            for child in self.children:
+                child.logprobs = []
+        if self.live == 0 and not self.quiet:
+            for index, child in enumerate(self.children):
+                self._announce(index, child, child.tokens, "".join(child.parts), child.logprobs)
 
     async def change(self) -> None:
         """Wait until something has happened since the last look."""
@@ -257,13 +325,14 @@ class RequestStream(AsyncIterator[StreamEvent]):
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """One entry for each prompt token, the first None; None where not asked for. Complete before the first event."""
+        """One entry a prompt token, the first None; None where not asked for. Complete before the first event."""
         return self._request.prompt_logprobs
 
     @property
     def children(self) -> list[Child]:
-        """All that has come so far, by child."""
-        return self._request.children
+        """All that has come so far, by child. With best_of and beam search nothing has before the end."""
+        request = self._request
+        return request.children if request.done or not request.held else [Child() for _ in range(request.asked.n)]
 
     @property
     def done(self) -> bool:
@@ -320,6 +389,14 @@ class RequestStream(AsyncIterator[StreamEvent]):
     def __del__(self) -> None:
         if not self._request.done:
             self._abandon(self._request.uid)
+
+
+def _sum(start: float | None, logprobs: list[TokenLogprobs]) -> float:
+    """``start`` and the tokens' own logprobs in double precision, term by term: the same however they came."""
+    total = start or 0.0
+    for each in logprobs:
+        total += each.values[0]
+    return total
 
 
 def pack_ids(ids: list[int]) -> bytes:
