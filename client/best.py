@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 
 def to_wire(params: SamplingParams) -> SamplingParams:
-    """The parameters that are sent for those of the user; the same object for most. Raises ParamError."""
+    """The parameters that are sent for those of the user; the same object for most."""
     logprobs = 0 if params.logprobs is None else params.logprobs
     if params.use_beam_search:
         return params if params.logprobs is not None else msgspec.structs.replace(params, logprobs=logprobs)

@@ -21,7 +21,7 @@ import zmq
 
 from ..proto import messages as m
 from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
-from ..proto.params import ParamError, SamplingParams
+from ..proto.params import SamplingParams
 from ..proto.process import new_incarnation, resident_bytes
 from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
 from .best import to_wire
@@ -187,10 +187,7 @@ class Engine:
         )  # fmt: skip
         if (bad := bad_field(message)) is not None:
             raise RequestError(400, f"{bad[0]} cannot be sent: {bad[1]}.", bad[0])
-        try:
-            message.params = to_wire(params)
-        except ParamError as error:  # changed after its checks
-            raise RequestError(400, str(error), error.param) from None
+        message.params = to_wire(params)
         request = OpenRequest(message, params)
         self._place(request)
         self._open[request.uid] = request

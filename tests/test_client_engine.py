@@ -9,7 +9,7 @@ import pytest
 from quire.client import engine as engine_module
 from quire.client.engine import Engine, RequestError
 from quire.proto import messages as m
-from quire.proto.codec import from_i32, from_i64, i8, i32, i64
+from quire.proto.codec import f32, from_i32, from_i64, i8, i32, i64
 from quire.proto.params import SamplingParams
 from quire.proto.process import new_incarnation
 from quire.proto.sockets import Router, front_endpoint
@@ -66,10 +66,14 @@ class FakeDetokenizer:
         assert self.router.send(self.peer, message)
 
     def accept(self, tokenize, ids=(1, 2, 3), text="hi"):
-        params = SamplingParams(max_tokens=16, n=tokenize.params.n)
+        params = tokenize.params.clone()
+        params.max_tokens = 16
         self.send(m.Accepted(tokenize.uid, tokenize.attempt, i32(ids), text, params))
 
-    def text(self, tokenize, offset, tokens, text, finish=m.Finish.NONE, index=0, length=-1, attempt=None, reason=None):
+    def text(
+        self, tokenize, offset, tokens, text, finish=m.Finish.NONE, index=0, length=-1, attempt=None, reason=None,
+        logprobs=(),
+    ):  # fmt: skip
         attempt = tokenize.attempt if attempt is None else attempt
         if finish and length < 0:
             length = offset + len(tokens)
@@ -79,6 +83,7 @@ class FakeDetokenizer:
                 counts=i32([len(tokens)]), tokens=i32(tokens), texts=[text], finishes=i8([finish]),
                 stop_reasons=[reason], lengths=i32([length]), started_uids=i64([tokenize.uid] if offset == 0 else []),
                 started_cached=i32([2] if offset == 0 else []),
+                logprob_rows=i32(range(len(logprobs))), logprobs=list(logprobs),
             )
         )  # fmt: skip
 
@@ -518,3 +523,48 @@ async def test_a_refusal_by_the_scheduler_ends_the_wait(net, _):
     )
     with pytest.raises(RuntimeError, match="protocol 1"):
         await net.engine.wait_ready(10)
+
+
+def logprobs_of(tokens):
+    return m.Logprobs(i32(tokens), f32([-0.5] * len(tokens)), i32([1] * len(tokens)), [f"<{t}>" for t in tokens])
+
+
+@scenario()
+async def test_best_of_prompt_logprobs_and_a_restart_in_between(net, _):
+    stream = net.engine.submit(prompt="hi", params=SamplingParams(n=1, best_of=2, prompt_logprobs=0, seed=1))
+    sent = await net.detokenizer.next(m.Tokenize)
+    assert (sent.params.n, sent.params.best_of, sent.params.logprobs, sent.prompt_logprobs_from) == (2, None, 0, 0)
+    net.detokenizer.accept(sent)
+    net.detokenizer.send(m.PromptLogprobs(sent.uid, -1, 1, logprobs_of([2, 3])))  # of an attempt given up
+    net.detokenizer.send(m.PromptLogprobs(sent.uid, 0, 1, m.Logprobs(b"abc", b"", b"")))
+    net.detokenizer.send(m.PromptLogprobs(sent.uid, 0, 1, logprobs_of([2])))
+    net.detokenizer.send(m.PromptLogprobs(sent.uid, 0, 3, logprobs_of([4])))  # a gap
+    again = await net.detokenizer.next(m.Tokenize)
+    assert (again.attempt, again.prompt_logprobs_from, again.resume, again.params.n) == (1, 2, [], 2)
+    net.detokenizer.accept(again)
+    net.detokenizer.send(m.PromptLogprobs(sent.uid, 1, 1, logprobs_of([2, 3])))
+    for index in range(2):
+        row = ([8], "x", m.Finish.STOP, index)
+        net.detokenizer.text(again, 0, *row, logprobs=[m.Logprobs(i32([8]), f32([-1.0 - index]), i32([1]))])
+    event = await anext(stream)
+    assert (event.index, event.tokens, event.finish, event.logprobs) == (0, [8], m.Finish.STOP, [])
+    assert [None if each is None else each.ids for each in stream.prompt_logprobs] == [None, [2], [3]]
+    assert [child.cumulative for child in stream.children] == [-1.0] and net.engine.bad_frames == 1
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+@scenario()
+async def test_logprobs_in_step_with_tokens(net, _):
+    stream = net.engine.submit(prompt="hi", params=SamplingParams(logprobs=0))
+    sent = await net.detokenizer.next(m.Tokenize)
+    net.detokenizer.accept(sent)
+    net.detokenizer.text(sent, 0, [7], "a", logprobs=[logprobs_of([7, 8])])  # does not fit: the whole frame is dropped
+    net.detokenizer.text(sent, 0, [7], "a", logprobs=[logprobs_of([7])])
+    net.detokenizer.text(sent, 1, [8], "b")  # a token without: something was lost
+    again = await net.detokenizer.next(m.Tokenize)
+    assert (again.attempt, [from_i32(each.ids) for each in again.resume]) == (1, [[7]])
+    net.detokenizer.text(again, 1, [8], "b", m.Finish.STOP, logprobs=[logprobs_of([8])])
+    found = [each async for event in stream for each in event.logprobs]
+    assert [(each.ids, each.texts) for each in found] == [([7], ["<7>"]), ([8], ["<8>"])]
+    assert stream.children[0].cumulative == -1.0 and net.engine.bad_frames == 1
