@@ -1,11 +1,13 @@
 """One step: a plan in, sampled tokens out.
 
 ``launch`` applies a plan to the rows, runs the model and the sampler, and writes each token into its row on the
-device, so that the next plan can be launched before anybody has seen the tokens. ``Arrival.wait`` hands them over.
+device, so that the next plan can be launched before anybody has seen the tokens. ``Outcome`` hands them over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,12 +17,18 @@ from ..proto.messages import StepPlan
 from .batch import StepBatch
 from .graphs import CudaRecorder, DecodeGraphs, capture_sizes
 from .kv_cache import KVCache
-from .sampler import sample
-from .state import RowState, Run
-from .transfer import Arrival, Download
+from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
+from .processors import SlotError
+from . import sampler
+from .sampler import Sampled, sample
+from .state import RowState, Run, Span
+from .transfer import Download
 
 if TYPE_CHECKING:
     from .models.decoder import Decoder
+
+PROMPT_SLICE = 128
+"""Prompt positions whose logits are computed at a time, so that a long prompt's need no more memory than so many."""
 
 
 class Runner:
@@ -32,6 +40,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self._on_host = state.device.type == "cpu"
         self._download = Download(state.max_rows, state.device)
+        self._nothing = torch.empty(0, dtype=torch.int32, device=state.device)
 
     @torch.inference_mode()
     def capture(self, max_context: int, progress: bool) -> None:
@@ -44,30 +53,121 @@ class Runner:
         self.graphs = graphs
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Arrival:
+    def launch(self, plan: StepPlan) -> Outcome:
         """Carry out a plan. Raises PlanError on one that cannot be; any exception leaves the rows undefined."""
         state = self.state
         state.apply(plan, self.kv)
         run = state.checked_run(plan, self.max_tokens)
-        if not len(run.rows):
-            return self._download(torch.empty(0, dtype=torch.int32, device=state.device))
-        batch, last, rows, positions = self._batch(run)
-        if self.graphs is not None and self.graphs.covers(batch):
-            hidden = self.graphs.run(batch).index_select(0, last)
-        else:
-            batch.outputs = last
-            hidden = self.model.forward(batch, self.kv)
-        if not len(run.sample_src):
-            return self._download(torch.empty(0, dtype=torch.int32, device=state.device))
-        logits = self.model.logits(hidden)
-        needs = state.sampling.needs(run.sample_rows)
-        tokens = sample(logits, state.sampling, rows, positions, needs).to(torch.int32)
-        state.tokens.index_put_((rows, positions), tokens)
-        state.known[run.sample_rows] = run.positions + 1
-        return self._download(tokens)
+        outcome = self._run(run) if len(run.rows) else Outcome(self._download, self._nothing)
+        for follower in state.followers:
+            follower.settle(wait=False)
+        return outcome
 
-    def _batch(self, run: Run) -> tuple[StepBatch, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The batch, and for each sample slot: index of its token, destination row, position to write."""
+    def _run(self, run: Run) -> Outcome:
+        state, drawn = self.state, len(run.sample_src)
+        spans = state.prompt_spans(run, ROOM) if state.asking else []
+        batch, outputs, rows, positions, prompt_tokens = self._batch(run, spans)
+        if self.graphs is not None and self.graphs.covers(batch):
+            hidden = self.graphs.run(batch).index_select(0, outputs)
+        else:
+            batch.outputs = outputs
+            hidden = self.model.forward(batch, self.kv)
+        prompts = self._prompts(hidden[drawn:], prompt_tokens, spans) if spans else []
+        if not drawn:
+            return Outcome(self._download, self._nothing, prompts=prompts)
+        failed: dict[int, tuple[int, str]] = {}
+        sampled = self._sample(self.model.logits(hidden[:drawn] if spans else hidden), run, rows, positions, failed)
+        tokens = sampled.tokens.to(torch.int32)
+        # A beam's token lands beyond those its row has, where nothing reads it before an append replaces it.
+        state.tokens.index_put_((rows, positions), tokens)
+        state.known[run.sample_rows] = run.positions + state.grows[run.sample_rows]
+        outcome = Outcome(self._download, tokens, sampled.logprobs or (), prompts, failed)
+        self._follow(run, outcome, failed)
+        return outcome
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        run: Run,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        failed: dict[int, tuple[int, str]],
+    ) -> Sampled:
+        """Draw; slots that cannot are added to ``failed``, and their tokens mean nothing."""
+        state, mask, edit = self.state, None, None
+        if state.doomed or any(follower.rows for follower in state.followers):
+            drawing = run.sample_rows.tolist()
+            failed.update((slot, state.doomed[row]) for slot, row in enumerate(drawing) if row in state.doomed)
+            mask, edit = self._mask(drawing, failed), self._edit(drawing, failed)
+        needs = state.sampling.needs(run.sample_rows, run.positions)
+        sampled = sample(
+            logits, state.sampling, rows, positions, needs, run.sample_rows, run.positions, state.tokens, mask, edit
+        )
+        if self._on_host:  # on a GPU the look would cost each step; there NaN shows where logprobs are asked for
+            chosen = logits.numpy()[np.arange(len(logits)), sampled.tokens.numpy()]
+            for slot in np.flatnonzero(~(chosen > -np.inf)).tolist():
+                failed.setdefault(slot, NAN if np.isnan(chosen[slot]) else FORBIDDEN)
+        return sampled
+
+    def _mask(self, drawing: list[int], failed: dict[int, tuple[int, str]]) -> torch.Tensor | None:
+        """The grammars' mask of the rows that draw; waits for the last step's tokens while this one's run."""
+        grammars = self.state.grammars
+        if grammars is None or grammars.rows.isdisjoint(drawing):
+            return None
+        grammars.settle(wait=True)
+        mask, bad = grammars.histories.fill(drawing)
+        for slot, status, message in bad:
+            failed.setdefault(slot, (status, message))
+        return self.state.upload(mask)[0]
+
+    def _edit(self, drawing: list[int], failed: dict[int, tuple[int, str]]) -> Callable[[torch.Tensor], None] | None:
+        """What calls the users' functions for the rows that draw."""
+        processors = self.state.processors
+        if processors is None or processors.rows.isdisjoint(drawing):
+            return None
+        processors.settle(wait=True)
+
+        def edit(logits: torch.Tensor) -> None:
+            for slot, row in enumerate(drawing):
+                if row in processors.rows and slot not in failed:
+                    try:
+                        processors.histories.apply(row, logits[slot])
+                    except SlotError as error:
+                        failed[slot] = (error.status, str(error))
+
+        return edit
+
+    def _follow(self, run: Run, outcome: Outcome, failed: dict[int, tuple[int, str]]) -> None:
+        """Doom the rows that failed; the others' followers take their tokens when these arrive."""
+        state = self.state
+        for slot, why in failed.items():
+            state.doomed[int(run.sample_rows[slot])] = why
+        if any(follower.rows for follower in state.followers):
+            kept = [row if state.grows[row] and row not in state.doomed else -1 for row in run.sample_rows.tolist()]
+            for follower in state.followers:
+                follower.drawn(kept, outcome.arrival)
+
+    def _prompts(self, hidden: torch.Tensor, tokens: torch.Tensor, spans: list[Span]) -> list[PromptGroup]:
+        """Logprobs of prompt tokens [N] from the hidden states [N, hidden] before them, a slice at a time."""
+        raw = "raw_logits" if self.state.sampling.logprobs_mode.endswith("logits") else "raw_logprobs"
+        groups, start = [], 0
+        for k, same in groupby(spans, key=lambda span: span.k):
+            members = list(same)
+            end = start + sum(span.count for span in members)
+            parts = []
+            for low in range(start, end, PROMPT_SLICE):
+                at = slice(low, min(low + PROMPT_SLICE, end))
+                parts.append(sampler.token_logprobs(self.model.logits(hidden[at]), tokens[at], k, raw))
+            groups.append(PromptGroup(members, *(torch.cat(column) for column in zip(*parts, strict=True))))
+            start = end
+        return groups
+
+    def _batch(
+        self, run: Run, spans: list[Span]
+    ) -> tuple[StepBatch, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The batch; the tokens whose hidden states are wanted: of each sample slot, then of ``spans``; for each slot
+        the destination row and the position to write; and the prompt tokens that ``spans`` describe.
+        """
         state, size = self.state, self.state.block_size
         ends = run.starts + run.counts
         query_starts = np.zeros(len(run.rows) + 1, np.int64)
@@ -80,13 +180,19 @@ class Runner:
             token_rows = np.repeat(run.rows, run.counts)
             positions = np.arange(query_starts[-1]) + np.repeat(run.starts - query_starts[:-1], run.counts)
         slots = state.tables_host[token_rows, positions // size].astype(np.int64) * size + positions % size
-        last = query_starts[1:][run.sample_src] - 1
+        outputs = query_starts[1:][run.sample_src] - 1
         longest_context = int(ends.max())
+        prompt_tokens = self._nothing
+        if spans:
+            at = np.repeat([span.at for span in spans], [span.count for span in spans])
+            told = np.concatenate([np.arange(span.first, span.first + span.count) for span in spans])
+            outputs = np.concatenate([outputs, query_starts[at] + told - 1 - run.starts[at]])
+            prompt_tokens = state.tokens[tuple(state.upload(run.rows[at], told))].long()
         uploaded = state.upload(
-            run.rows, token_rows, positions, slots, last, run.sample_rows, run.positions,
+            run.rows, token_rows, positions, slots, outputs, run.sample_rows, run.positions,
             query_starts.astype(np.int32), ends.astype(np.int32),
         )  # fmt: skip
-        rows_d, token_rows_d, positions_d, slots_d, last_d, sample_rows_d, sample_positions_d, starts_d, ends_d = (
+        rows_d, token_rows_d, positions_d, slots_d, outputs_d, sample_rows_d, sample_positions_d, starts_d, ends_d = (
             uploaded
         )
         batch = StepBatch(
@@ -103,4 +209,4 @@ class Runner:
             host_query_starts=query_starts.tolist() if self._on_host else [],
             host_context_lens=ends.tolist() if self._on_host else [],
         )
-        return batch, last_d, sample_rows_d, sample_positions_d
+        return batch, outputs_d, sample_rows_d, sample_positions_d, prompt_tokens

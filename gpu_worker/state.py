@@ -1,8 +1,9 @@
 """Persistent rows: what the device remembers of each running sequence between steps, and how a plan changes it.
 
-A row holds its token ids, its block table and its sampling parameters. A plan is applied in the order of DESIGN
-section 4: drops, forks, block copies, admits, deltas, then the run. Everything in a plan is checked before it is
-used, because an index out of range would read or write another sequence's memory, not fail.
+A row holds its token ids, its block table and its sampling parameters; followers keep what more some rows need on the
+host. A plan is applied in the order that ``StepPlan`` gives: drops, forks, block copies, admits, deltas, appends, then
+the run. Everything in a plan is checked before it is used, because an index out of range would read or write another
+sequence's memory, not fail.
 
 The tables and lengths are kept on the host as well: slots are computed there, and checks cost no wait for a GPU. On a
 CPU device both are the same memory.
@@ -11,18 +12,35 @@ CPU device both are the same memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..proto.messages import Admit, StepPlan
+from .followers import Follower
 from .kv_cache import KVCache
 from .sampler import SamplingState
 from .transfer import Upload
 
+if TYPE_CHECKING:
+    from .grammar import Grammars
+    from .processors import Processors
+
 
 class PlanError(ValueError):
     """A plan that cannot be carried out; it names the column, the value and the limit."""
+
+
+def logprob_bytes(tokens: int, k: int) -> int:
+    """Bytes of the logprobs of ``tokens`` tokens with ``k`` others each, as they are sent."""
+    return tokens * (8 * (k + 1) + 4)
+
+
+_TOO_MUCH = (
+    "the prompt's logprobs do not fit one answer of a worker: {count} tokens of this step with {k} others each; ask "
+    "for a smaller prompt_logprobs, or start with a smaller --max-num-batched-tokens."
+)
 
 
 @dataclass(slots=True)
@@ -35,6 +53,17 @@ class Run:
     sample_src: np.ndarray
     sample_rows: np.ndarray
     positions: np.ndarray
+
+
+@dataclass(slots=True)
+class Span:
+    """``count`` prompt tokens from position ``first`` on, of compute row ``at``, whose logprobs this step can tell."""
+
+    at: int
+    row: int
+    first: int
+    count: int
+    k: int
 
 
 def column(name: str, data: bytes, limit: int, low: int = 0) -> np.ndarray:
@@ -63,9 +92,20 @@ class RowState:
 
     ``tokens`` [max_rows, max_model_len + 1] int32 (one more for the token sampled past the end) and ``tables``
     [max_rows, max_blocks] int32 are on the device; ``tables_host`` and ``known`` (tokens of each row) on the host.
+    ``doomed`` rows cannot draw any more: their slots answer with the status and message given here.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device):
+    def __init__(
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        logprobs_mode: str = "raw_logprobs",
+        grammars: Follower[Grammars] | None = None,
+        processors: Follower[Processors] | None = None,
+    ):
         self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
         self.vocab_size, self.device = vocab_size, device
         self.max_blocks = -(-max_model_len // block_size)
@@ -73,6 +113,11 @@ class RowState:
         self.known = np.zeros(max_rows, np.int64)  # 0: the row is nobody's
         self.blocks_set = np.zeros(max_rows, np.int64)  # leading entries of each table that are set
         self.prompt_len = np.zeros(max_rows, np.int64)
+        self.grows = np.ones(max_rows, np.int64)  # tokens a draw adds: none to a beam, which waits for an append
+        self.asking: dict[int, tuple[int, int]] = {}  # rows that want prompt logprobs: from which position, how many
+        self.doomed: dict[int, tuple[int, str]] = {}
+        self.grammars, self.processors = grammars, processors
+        self.followers: list[Follower[Any]] = [each for each in (grammars, processors) if each is not None]
         self._on_host = device.type == "cpu"
         if self._on_host:
             self.tables = torch.from_numpy(self.tables_host)
@@ -80,24 +125,26 @@ class RowState:
         else:
             self.tables = torch.zeros(self.tables_host.shape, dtype=torch.int32, device=device)
             self.tokens = torch.zeros((max_rows, max_model_len + 1), dtype=torch.int32, device=device)
-        self.sampling = SamplingState(max_rows, device)
+        self.sampling = SamplingState(max_rows, vocab_size, device, logprobs_mode)
         self.upload = Upload(device)
 
     @staticmethod
-    def device_bytes(max_rows: int, max_model_len: int, block_size: int) -> int:
-        """Bytes of the tensors above."""
-        return 4 * max_rows * (max_model_len + 1 + -(-max_model_len // block_size))
+    def device_bytes(max_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> int:
+        """Bytes of the tensors above, and of the sampler's counts of each row's tokens."""
+        return 4 * max_rows * (max_model_len + 1 + -(-max_model_len // block_size) + vocab_size)
 
     def reset(self) -> None:
         """Forget every row."""
-        self.known[:] = 0
+        self._drop(np.flatnonzero(self.known))
         self.blocks_set[:] = 0
+        for follower in self.followers:
+            follower.reset()
 
     def apply(self, plan: StepPlan, kv: KVCache) -> None:
         """Carry out all but the run. Raises PlanError."""
         self.upload.begin()
-        drops = column("drops", plan.drops, self.max_rows)
-        self.known[drops] = 0
+        if plan.drops:
+            self._drop(column("drops", plan.drops, self.max_rows))
         if plan.fork_src or plan.fork_dst:
             self._fork(plan)
         if plan.copy_src or plan.copy_dst:
@@ -106,6 +153,18 @@ class RowState:
             self._admit(plan.admits)
         if plan.delta_rows or plan.delta_slots or plan.delta_blocks:
             self._set_tables(plan, kv.num_blocks)
+        if plan.append_rows or plan.append_tokens:
+            self._append(plan)
+
+    def _drop(self, rows: np.ndarray) -> None:
+        self.known[rows] = 0
+        gone = rows.tolist()
+        for row in gone:
+            self.asking.pop(row, None)
+            self.doomed.pop(row, None)
+        self.sampling.drop(gone)
+        for follower in self.followers:
+            follower.drop(gone)
 
     def _fork(self, plan: StepPlan) -> None:
         src = column("fork_src", plan.fork_src, self.max_rows)
@@ -119,13 +178,22 @@ class RowState:
             raise PlanError(f"fork_src names row {src[self.known[src] == 0][0]}, which has no owner")
         length = int(self.known[src].max(initial=0))
         # A right-hand side is gathered in full before anything is written, so a source may be a destination too.
-        for array in (self.known, self.blocks_set, self.prompt_len, self.tables_host):
+        for array in (self.known, self.blocks_set, self.prompt_len, self.grows, self.tables_host):
             array[dst] = array[src]
         from_rows, to_rows = self.upload(src, dst)
         self.tokens[to_rows, :length] = self.tokens[from_rows, :length]
         if not self._on_host:
             self.tables.index_copy_(0, to_rows, self.tables.index_select(0, from_rows))
-        self.sampling.copy(src.tolist(), dst.tolist(), seeds.tolist())
+        sources, copies = src.tolist(), dst.tolist()
+        self.sampling.copy(sources, copies, seeds.tolist())
+        doomed = [self.doomed.get(row) for row in sources]
+        for row, doom in zip(copies, doomed, strict=True):
+            self.asking.pop(row, None)  # one child of a request tells its prompt's logprobs
+            self.doomed.pop(row, None)
+            if doom is not None:
+                self.doomed[row] = doom
+        for follower in self.followers:
+            follower.copy(sources, copies)
 
     def _copy_blocks(self, plan: StepPlan, kv: KVCache) -> None:
         src = column("copy_src", plan.copy_src, kv.num_blocks)
@@ -135,12 +203,28 @@ class RowState:
         kv.copy_blocks(*self.upload(src, dst))
 
     def _admit(self, admits: list[Admit]) -> None:
-        ids = self.upload(*[self._checked_ids(admit) for admit in admits])
-        for admit, tokens in zip(admits, ids, strict=True):
-            row, length = admit.row, len(tokens)
+        checked = [self._checked_ids(admit) for admit in admits]
+        for admit, ids, tokens in zip(admits, checked, self.upload(*checked), strict=True):
+            row, length, params = admit.row, len(ids), admit.params
+            if self.known[row]:
+                self._drop(np.array([row]))
             self.known[row], self.prompt_len[row], self.blocks_set[row] = length, admit.prompt_len, 0
+            self.grows[row] = not params.use_beam_search
             self.tokens[row, :length] = tokens
-            self.sampling.set(row, admit.params, admit.seed)
+            self.sampling.admit(row, admit, ids)
+            if admit.prompt_logprobs_from >= 0 and params.prompt_logprobs is not None:
+                k = params.prompt_logprobs
+                self.asking[row] = (admit.prompt_logprobs_from, self.vocab_size if k < 0 else min(k, self.vocab_size))
+            if params.structured_outputs is not None:
+                self._follow(self.grammars, "grammars", admit, ids)
+            if params.logits_processors:
+                self._follow(self.processors, "logits processors", admit, ids)
+
+    @staticmethod
+    def _follow(follower: Follower[Any] | None, kind: str, admit: Admit, ids: np.ndarray) -> None:
+        if follower is None:
+            raise PlanError(f"row {admit.row} needs {kind}, which these rows were made without")
+        follower.admit(admit.row, admit, ids)
 
     def _checked_ids(self, admit: Admit) -> np.ndarray:
         if not 0 <= admit.row < self.max_rows:
@@ -150,7 +234,21 @@ class RowState:
             raise PlanError(f"admits holds {len(ids)} ids, which is not in [1, {self.max_model_len}]")
         if not 0 <= admit.prompt_len <= len(ids):
             raise PlanError(f"admits holds prompt_len {admit.prompt_len} for {len(ids)} ids")
+        if admit.prompt_logprobs_from < -1:
+            raise PlanError(f"admits holds prompt_logprobs_from {admit.prompt_logprobs_from}, which is below -1")
+        column("admits.masked", admit.masked, self.vocab_size)
+        params = admit.params
+        self._check_ids("bad_words", [token for word in admit.bad_words for token in word])
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or [])
+        self._check_ids("logit_bias", list(params.logit_bias or ()))
+        if not all(admit.bad_words):
+            raise PlanError("admits.bad_words holds a word of no tokens")
         return ids.astype(np.int32)
+
+    def _check_ids(self, name: str, ids: list[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            bad = min(ids) if min(ids) < 0 else max(ids)
+            raise PlanError(f"admits.{name} holds {bad}, which is not in [0, {self.vocab_size})")
 
     def _set_tables(self, plan: StepPlan, num_blocks: int) -> None:
         rows = column("delta_rows", plan.delta_rows, self.max_rows)
@@ -174,6 +272,24 @@ class RowState:
             r, s, b = self.upload(rows, slots, blocks.astype(np.int32))
             self.tables.index_put_((r, s), b)
 
+    def _append(self, plan: StepPlan) -> None:
+        rows = column("append_rows", plan.append_rows, self.max_rows)
+        tokens = column("append_tokens", plan.append_tokens, self.vocab_size)
+        _same_length(append_rows=rows, append_tokens=tokens)
+        _distinct("append_rows", rows)
+        known = self.known[rows]
+        if not known.all():
+            raise PlanError(f"append_rows names row {rows[known == 0][0]}, which has no owner")
+        if (known > self.max_model_len).any():
+            row = rows[known > self.max_model_len][0]
+            raise PlanError(f"append_rows names row {row}, which is full with {self.known[row]} tokens")
+        r, at, values = self.upload(rows, known, tokens.astype(np.int32))
+        self.tokens.index_put_((r, at), values)
+        self.known[rows] += 1
+        self.sampling.append(rows, tokens)
+        for follower in self.followers:
+            follower.append(rows.tolist(), tokens.tolist())
+
     def checked_run(self, plan: StepPlan, max_tokens: int) -> Run:
         """The run part; call after ``apply``. Raises PlanError where it asks for tokens or blocks a row lacks."""
         rows = column("rows", plan.rows, self.max_rows)
@@ -196,6 +312,32 @@ class RowState:
             row, position = dst[wrong][0], positions[wrong][0]
             raise PlanError(f"sample_rows draws position {position} of row {row}, which has {self.known[row]} tokens")
         return Run(rows, starts, counts, src, dst, positions)
+
+    def prompt_spans(self, run: Run, room: int) -> list[Span]:
+        """The prompt tokens that this run can tell the logprobs of, those with as many others each side by side.
+
+        A token's logprob comes of the logits at the position before it. Rows whose logprobs would take more than
+        ``room`` bytes of the answer are doomed: they fail when they first draw.
+        """
+        spans = []
+        for at, row in enumerate(run.rows.tolist()):
+            if row not in self.asking:
+                continue
+            (wanted, k), end = self.asking[row], int(self.prompt_len[row])
+            first = max(wanted, int(run.starts[at]) + 1)
+            count = min(int(run.starts[at] + run.counts[at]) + 1, end) - first
+            if count <= 0:
+                continue
+            size = logprob_bytes(count, k)
+            if size > room:
+                self.doomed[row] = (400, _TOO_MUCH.format(count=count, k=k))
+                del self.asking[row]
+                continue
+            room -= size
+            spans.append(Span(at, row, first, count, k))
+            if first + count == end:
+                del self.asking[row]
+        return sorted(spans, key=lambda span: span.k)
 
     @staticmethod
     def _check_each(name: str, values: np.ndarray, limits: np.ndarray, rows: np.ndarray, of: str) -> None:

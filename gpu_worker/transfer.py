@@ -7,12 +7,15 @@ always free in time. On a CPU both are views of the same memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 RING = 3
+PINNED_BYTES = 1 << 24
+"""Most that one buffer of the ring holds beside tokens; the logprobs of 97,000 tokens with 20 others each."""
 
 
 class Upload:
@@ -79,26 +82,48 @@ def unpack(arrays: Sequence[np.ndarray], packed: torch.Tensor) -> list[torch.Ten
 
 
 def _padded(array: np.ndarray) -> int:
-    return -(-array.nbytes // 16) * 16
+    return _aligned(array.nbytes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
 
 
 class Arrival:
-    """Sampled tokens on their way to the host; ``wait`` sleeps until they are there."""
+    """Sampled tokens on their way to the host, and arrays beside them."""
 
-    def __init__(self, host: torch.Tensor, event: torch.cuda.Event | None):
-        self._host, self._event = host, event
+    def __init__(self, tokens: torch.Tensor, extras: list[torch.Tensor], event: torch.cuda.Event | None):
+        self._tokens, self._extras, self._event = tokens, extras, event
+        self._lock = threading.Lock()
+        self._bytes: bytes | None = None
+
+    @property
+    def landed(self) -> bool:
+        """True where ``wait`` would not sleep."""
+        return self._bytes is not None or self._event is None or self._event.query()
 
     def wait(self) -> bytes:
-        """The tokens as an int32 column."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.numpy().tobytes()
+        """The tokens as an int32 column; sleeps until they are there.
+
+        Any number of threads may wait. The first one keeps the bytes, so that later ones need no buffer of the ring.
+        """
+        with self._lock:
+            if self._bytes is None:
+                if self._event is not None:
+                    self._event.synchronize()
+                self._bytes = self._tokens.numpy().tobytes()
+            return self._bytes
+
+    def extras(self) -> list[np.ndarray]:
+        """The other arrays, once ``wait`` has returned; to be copied before the buffer comes round again."""
+        return [tensor.numpy() for tensor in self._extras]
 
 
 class Download:
-    """Device int32 tensors of at most ``size`` items to the host, on a side stream, in a ring of pinned buffers.
+    """int32 tokens (at most ``size``) and other tensors to the host, on a side stream, in a ring of pinned buffers.
 
-    The caller waits for an arrival before its buffer comes round again (RING calls later).
+    The caller waits for an arrival before its buffer comes round again (RING calls later). A step's other tensors
+    share a buffer that grows up to PINNED_BYTES; those of a step that needs more are copied at once, holding it up.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -106,17 +131,34 @@ class Download:
         if device.type != "cpu":
             self._stream = torch.cuda.Stream(device)
             self._pinned = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+            self._beside = [torch.empty(0, dtype=torch.uint8) for _ in range(RING)]
             self._events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
 
-    def __call__(self, tokens: torch.Tensor) -> Arrival:
+    def __call__(self, tokens: torch.Tensor, extras: Sequence[torch.Tensor] = ()) -> Arrival:
         """Start copying; later work on the compute stream is not held up."""
         if self._device.type == "cpu":
-            return Arrival(tokens, None)
+            return Arrival(tokens, list(extras), None)
         self._turn = (self._turn + 1) % RING
         self._stream.wait_stream(torch.cuda.current_stream())
-        tokens.record_stream(self._stream)
-        host = self._pinned[self._turn][: tokens.numel()]
+        landing = self._landing(extras)
+        moves = [(self._pinned[self._turn][: tokens.numel()], tokens), *zip(landing, extras, strict=True)]
         with torch.cuda.stream(self._stream):
-            host.copy_(tokens, non_blocking=True)
+            for host, source in moves:
+                source.record_stream(self._stream)
+                host.copy_(source, non_blocking=True)
             self._events[self._turn].record()
-        return Arrival(host, self._events[self._turn])
+        return Arrival(moves[0][0], landing, self._events[self._turn])
+
+    def _landing(self, extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where ``extras`` go on the host: views of this turn's buffer, or memory that is not pinned."""
+        total = sum(_aligned(tensor.nbytes) for tensor in extras)
+        if total > PINNED_BYTES:
+            return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in extras]
+        if total > self._beside[self._turn].numel():
+            self._beside[self._turn] = torch.empty(1 << total.bit_length(), dtype=torch.uint8, pin_memory=True)
+        views, start = [], 0
+        for tensor in extras:
+            view = self._beside[self._turn][start : start + tensor.nbytes]
+            views.append(view.view(tensor.dtype).view(tensor.shape))
+            start += _aligned(tensor.nbytes)
+        return views

@@ -26,17 +26,19 @@ from ..proto.messages import (
     Ready,
     StepFailed,
     StepPlan,
-    StepResult,
 )  # fmt: skip
 from ..proto.model_config import ModelConfig
-from ..proto.params import SamplingParams
+from ..proto.params import MAX_BEAMS, SamplingParams
+from .followers import Follower
 from .graphs import capture_sizes
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Link
 from .memory import Budget, cpu_budget, cuda_budget, fit, step_bytes
-from .runner import Runner
+from .outcome import Outcome
+from .processors import Function, Processors
+from .runner import PROMPT_SLICE, Runner
 from .state import PlanError, RowState
-from .transfer import RING, Arrival
+from .transfer import RING
 
 if TYPE_CHECKING:
     from .models.decoder import Decoder
@@ -54,9 +56,19 @@ class _Failure:
 class Worker:
     """Serves one loaded model until it is drained, dismissed or interrupted."""
 
-    def __init__(self, args: EngineArgs, config: ModelConfig, model: Decoder, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        args: EngineArgs,
+        config: ModelConfig,
+        model: Decoder,
+        dtype: torch.dtype,
+        device: torch.device,
+        functions: dict[str, Function] | None = None,
+    ):
         self._args, self._config, self._model = args, config, model
         self._dtype, self._device = dtype, device
+        self._grammars = None  # until grammar.py is there
+        self._processors = Follower(Processors(functions or {}))
         self._lease: Lease | None = None
         self._epoch = 0
         self._next_step = 0  # 0: not ready
@@ -106,17 +118,23 @@ class Worker:
     def _measure(self, block_size: int, max_rows: int, max_tokens: int) -> Budget:
         spec, length = self._model.spec, self._config.max_model_len
         block_bytes = KVCache.block_bytes(spec, block_size, self._dtype)
-        self._state = RowState(max_rows, length, block_size, self._config.vocab_size, self._device)
+        vocab = self._config.vocab_size
+        self._state = RowState(
+            max_rows, length, block_size, vocab, self._device, self._args.logprobs_mode, self._grammars,
+            self._processors,
+        )  # fmt: skip
+        most = vocab if self._args.max_logprobs < 0 else min(vocab, max(self._args.max_logprobs, 2 * MAX_BEAMS))
         if self._device.type == "cpu":
-            activations = step_bytes(spec, max_tokens, max_rows, self._dtype.itemsize)
-            activations += RowState.device_bytes(max_rows, length, block_size)
+            activations = step_bytes(spec, max_tokens, max_rows + PROMPT_SLICE, self._dtype.itemsize)
+            activations += RowState.device_bytes(max_rows, length, block_size, vocab)
+            activations += 8 * most * (max_rows + max_tokens)
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
         # Each graph keeps its output; what lies between is shared, and as large as the largest graph's.
         sizes = [] if self._args.enforce_eager else capture_sizes(max_rows)
         graphs = step_bytes(spec, max(sizes, default=0), 0, self._dtype.itemsize)
         graphs += sum(sizes) * spec.hidden_size * self._dtype.itemsize
         runner = Runner(self._model, self._state, KVCache(spec, 1, block_size, self._dtype, self._device), max_tokens)
-        plan = worst_case(self._state, max_tokens)
+        plan = worst_case(self._state, max_tokens, most)
         budget = cuda_budget(lambda: runner.launch(plan), graphs, block_bytes, block_size, self._device)
         self._state.reset()
         return budget
@@ -166,8 +184,8 @@ class Worker:
         try:
             if self._runner is None or plan.step != self._next_step:
                 raise PlanError(f"step {plan.step} came where {self._next_step or 'Configure'} was expected")
-            arrival = self._runner.launch(plan)
-            self._results.put(lease, plan.step, arrival)
+            outcome = self._runner.launch(plan)
+            self._results.put(lease, plan.step, outcome)
             self._next_step += 1
         except Exception as error:  # noqa: BLE001  # whatever a step raises ends its lease and no more
             self._fail(plan.step, error)
@@ -193,46 +211,56 @@ class _Results:
 
     def __init__(self, link: Link, threaded: bool):
         self._link = link
-        self._queue: queue.Queue[tuple[Lease, int, Arrival]] = queue.Queue(maxsize=RING - 2)
+        self._queue: queue.Queue[tuple[Lease, int, Outcome]] = queue.Queue(maxsize=RING - 2)
         self._threaded = threaded
         if threaded:
             threading.Thread(target=self._run, name="results", daemon=True).start()
 
-    def put(self, lease: Lease, step: int, arrival: Arrival) -> None:
+    def put(self, lease: Lease, step: int, outcome: Outcome) -> None:
         if self._threaded:
-            self._queue.put((lease, step, arrival))
+            self._queue.put((lease, step, outcome))
         else:
-            self._send(lease, step, arrival)
+            self._send(lease, step, outcome)
 
     def drain(self) -> None:
         """Wait until all is sent."""
         self._queue.join()
 
-    def _send(self, lease: Lease, step: int, arrival: Arrival) -> None:
-        self._link.send(StepResult(lease, step, arrival.wait()))
+    def _send(self, lease: Lease, step: int, outcome: Outcome) -> None:
+        self._link.send(outcome.result(lease, step))
         self._link.last_step = step
 
     def _run(self) -> None:
         while True:
-            lease, step, arrival = self._queue.get()
+            lease, step, outcome = self._queue.get()
             try:
-                self._send(lease, step, arrival)
+                self._send(lease, step, outcome)
             except Exception as error:  # noqa: BLE001  # CUDA reports a kernel's failure here
                 self._link.post(_Failure(lease, step, error))
             finally:
                 self._queue.task_done()
 
 
-def worst_case(state: RowState, max_tokens: int) -> StepPlan:
-    """A plan of ``max_tokens`` tokens over all rows, each sampled with every filter on; all use block 0."""
+def worst_case(state: RowState, max_tokens: int, logprobs: int) -> StepPlan:
+    """A plan of ``max_tokens`` tokens over all rows, each with every stage of sampling on; all use block 0.
+
+    ``logprobs`` others are told beside each prompt token and each drawn one.
+    """
     rows = min(state.max_rows, max_tokens)
     length = min(state.max_model_len, max_tokens // rows)
     blocks = -(-length // state.block_size)
-    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
-    every = i32(range(rows))
+    params = SamplingParams(
+        temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
+        repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0, 1, 2], min_tokens=1,
+        logprobs=logprobs, prompt_logprobs=logprobs,
+    )  # fmt: skip
+    ids, every = i32([0] * length), i32(range(rows))
     return StepPlan(
         Lease(0, 0, 0), 0,
-        admits=[Admit(row, 0, row, i32([0] * length), length, params, row) for row in range(rows)],
+        admits=[
+            Admit(row, 0, row, ids, length, params, row, masked=i32([1]), bad_words=[[2]], prompt_logprobs_from=1)
+            for row in range(rows)
+        ],
         delta_rows=i32(row for row in range(rows) for _ in range(blocks)),
         delta_slots=i32(list(range(blocks)) * rows), delta_blocks=i32([0] * (rows * blocks)),
         rows=every, starts=i32([0] * rows), counts=i32([length] * rows), sample_src=every, sample_rows=every,

@@ -219,10 +219,10 @@ def test_long_contexts_and_large_batches_run_eager():
 
 def test_the_worst_case_is_a_valid_plan_that_fills_the_budget():
     hand = Hand(MODEL, rows=4, length=64, max_tokens=64, blocks=1)
-    worst = worst_case(hand.state, 64)
+    worst = worst_case(hand.state, 64, 5)
     hand.runner.launch(worst)
     assert MODEL.batches[-1].token_ids.numel() == 64
     hand.state.reset()
     assert not hand.state.known.any()
-    assert RowState.device_bytes(4, 64, 8) == 4 * 4 * (65 + 8)
+    assert RowState.device_bytes(4, 64, 8, 100) == 4 * 4 * (65 + 8 + 100)
     assert hand.generate(0, [1, 2, 3], 1, params=GREEDY) == oracle(MODEL, [1, 2, 3], 1)
