@@ -8,15 +8,14 @@ import logging
 import os
 import signal
 import socket
-from typing import Any
 
 from aiohttp import web
 
+from ..client.defaults import default_sampling
 from ..client.engine import Engine
 from ..client.stream import RequestError
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import DEMO_MODEL, load_model_config, resolve_model
-from ..proto.params import ParamError, SamplingParams
 from ..proto.process import die, setup_logging, watch_parent
 from ..proto.sockets import load_keys
 from .app import make_app
@@ -31,8 +30,6 @@ KEEPALIVE_S = 75.0
 """How long a connection may be idle, or take to send its headers."""
 DRAIN_S = 4.0
 """How long open requests may go on after SIGTERM."""
-
-_FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p")
 
 
 def main() -> None:
@@ -63,27 +60,19 @@ def new_loop() -> asyncio.AbstractEventLoop:
 def settings_of(args: EngineArgs) -> Settings:
     """Settings by the flags, the environment and the model's folder. Raises ConfigError."""
     path = resolve_model(args.model, args.revision, args.download_dir, weights=False)
+    model = load_model_config(path, args.max_model_len)
+    defaults = default_sampling(model.generation, args.generation_config, args.override_generation_config)
+    if "max_tokens" in defaults:  # not a request's own mistake where it is too much
+        defaults["max_tokens"] = min(defaults["max_tokens"], model.max_model_len)
+    if defaults:
+        log.info("requests start from %s", defaults)
     return Settings(
         names=args.served_model_name or [args.model or DEMO_MODEL],
         api_key=args.api_key or os.environ.get(API_KEY_ENV) or None,
         max_request_bytes=args.max_request_bytes,
         max_queued=args.max_num_queued_reqs,
-        defaults=sampling_defaults(load_model_config(path, args.max_model_len).generation),
+        defaults=defaults,
     )
-
-
-def sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    """The values of generation_config.json that requests start from; none where the model is meant to be greedy."""
-    defaults = {name: generation[name] for name in _FROM_GENERATION_CONFIG if generation.get(name) is not None}
-    if not defaults or generation.get("do_sample") is False:
-        return {}
-    try:
-        SamplingParams(**defaults)
-    except ParamError as error:
-        log.warning("the model's generation_config.json is left aside: %s", error)
-        return {}
-    log.info("requests start from the sampling values of the model's generation_config.json: %s", defaults)
-    return defaults
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -14,10 +14,13 @@ from typing import Any
 
 from aiohttp import web
 
-from ..client.stream import RequestError, RequestStream, StreamEvent
+from ..client.stream import RequestError, RequestStream, StreamEvent, TokenLogprobs
 from ..proto.messages import Finish
+from ..proto.params import SamplingParams
 from .errors import ApiError, error_body, internal_error
+from .extras import ChatLogprobs, CompletionLogprobs
 from .metrics import Metrics
+from .schema import GenerateRequest
 from .sse import DONE, Chunks, Outlet, to_json, usage_of
 
 REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort"}
@@ -32,6 +35,7 @@ class Choice:
     tokens: int = 0
     last: float | None = None  # when its last token came
     opened: bool = False
+    logprobs: ChatLogprobs | CompletionLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -39,17 +43,27 @@ class Ended:
     """One of the answers of a call, complete."""
 
     index: int
+    echo: str
     text: str
     reason: str
     stop: int | str | None
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    stream: RequestStream
 
 
 class Call:
     """The streams of one HTTP request. ``prefix`` gives the text that ``echo`` puts before a prompt's choices."""
 
-    def __init__(self, streams: list[RequestStream], n: int, metrics: Metrics, prefix: Any = None):
-        self._streams, self._n, self._metrics = streams, n, metrics
+    def __init__(
+        self, streams: list[RequestStream], body: GenerateRequest, params: SamplingParams, metrics: Metrics,
+        prefix: Any = None,
+    ):  # fmt: skip
+        self._streams, self._body, self._params, self._metrics = streams, body, params, metrics
         self._prefix = prefix
+        self._extras = body.extras()
+        self._render = self._plain if self._extras is None and not body.prompt_only else self._rich
+        self._n = n = params.n
         self._choices = [
             [Choice(prompt * n + child, prompt) for child in range(n)] for prompt in range(len(streams))
         ]  # fmt: skip
@@ -68,25 +82,29 @@ class Call:
             choices = [self._ended(prompt, child) for prompt in range(len(self._streams)) for child in range(self._n)]
             self._count(streamed=False)
             return choices, self._usage()
+        except RequestError as error:
+            raise self._body.own_words(error) from error
         finally:
             self.abort()
 
     def _ended(self, prompt: int, index: int) -> Ended:
         child = self._streams[prompt].children[index]
-        text = "".join(child.parts)
-        if self._prefix is not None:
-            text = self._prefix(self._streams[prompt]) + text
+        stream = self._streams[prompt]
+        echo = self._prefix(stream) if self._prefix is not None else ""
+        place = prompt * self._n + index
         reason = _reason(child.finish)
         self._metrics.finished(reason)
-        return Ended(prompt * self._n + index, text, reason, child.stop_reason)
+        if self._body.prompt_only:
+            return Ended(place, echo, "", "length", None, [], [], stream)
+        text = "".join(child.parts)
+        return Ended(place, echo, text, reason, child.stop_reason, child.tokens, child.logprobs, stream)
 
     # -- a stream of events
 
-    async def stream(
-        self, request: web.Request, chunks: Chunks, include_usage: bool, continuous: bool, stall_s: float
-    ) -> web.StreamResponse:
+    async def stream(self, request: web.Request, chunks: Chunks, stall_s: float) -> web.StreamResponse:
         """Answer with events. What fails before the first of them is an HTTP error, later an error event."""
-        self._chunks, self._continuous = chunks, continuous
+        self._chunks = chunks
+        include_usage, self._continuous = self._body.usage_options()
         outlet = Outlet(request, stall_s)
         try:
             await _all([self._follow(prompt, outlet) for prompt in range(len(self._streams))])
@@ -97,9 +115,12 @@ class Call:
         except ConnectionError:
             raise
         except Exception as error:
+            known = self._body.own_words(error) if isinstance(error, RequestError) else None
             if not outlet.opened:
-                raise
-            known = error if isinstance(error, RequestError) else internal_error(error)
+                if known is None:
+                    raise
+                raise known from error
+            known = known or internal_error(error)
             self._metrics.failed(known.status)
             outlet.write(b"data: " + error_body(known) + b"\n\n" + DONE)
         finally:
@@ -121,16 +142,12 @@ class Call:
                 if outlet.behind:
                     await outlet.catch_up()
 
-    def _render(self, choice: Choice, event: StreamEvent) -> bytes:
+    def _plain(self, choice: Choice, event: StreamEvent) -> bytes:
         """The chunks of one event; empty while text is held back."""
         chunks = self._chunks
         data = b"" if choice.opened else self._opening(choice)
         if count := len(event.tokens):
-            now = time.monotonic()
-            if choice.last is not None:
-                self._metrics.inter_token.observe((now - choice.last) / count, count)
-            choice.last = now
-            choice.tokens += count
+            self._note(choice, count)
         usage = self._usage_of(choice) if self._continuous else None
         if event.finish:
             reason = _reason(event.finish)
@@ -147,6 +164,49 @@ class Call:
             opening += self._chunks.text(choice.index, echo)
         return opening
 
+    def _rich(self, choice: Choice, event: StreamEvent) -> bytes:
+        """The same with logprobs and token ids: a chunk has those of its event, and comes even while text is held."""
+        data = b"" if choice.opened else self._rich_opening(choice)
+        reason = None
+        if event.finish:
+            reason = _reason(event.finish)
+            self._metrics.finished(reason)
+        if self._body.prompt_only:
+            if reason is None:
+                return data
+            event, reason = StreamEvent(event.index), "length"
+        if count := len(event.tokens):
+            self._note(choice, count)
+        usage = self._usage_of(choice) if self._continuous else None
+        more: dict[str, Any] = {}
+        if choice.logprobs is not None and event.tokens:
+            more["logprobs"] = choice.logprobs.of(event.logprobs)
+        if self._extras is not None and self._extras.token_ids:
+            more["token_ids"] = event.tokens
+        return data + self._chunks.rich(choice.index, event.text, more, reason, event.stop_reason, usage)
+
+    def _rich_opening(self, choice: Choice) -> bytes:
+        choice.opened = True
+        extras, stream = self._extras, self._streams[choice.prompt]
+        prompt_ids = stream.accepted.prompt_ids if stream.accepted else []
+        opening = self._chunks.opening(choice.index, prompt_ids if extras is not None and extras.token_ids else None)
+        if extras is not None and extras.logprobs is not None:
+            choice.logprobs = self._chunks.logprobs(extras)
+        if self._prefix is None or not (echo := self._prefix(stream)):
+            return opening
+        more = {}
+        if isinstance(choice.logprobs, CompletionLogprobs):
+            more["logprobs"] = choice.logprobs.echo(echo, prompt_ids, stream.prompt_logprobs)
+        return opening + self._chunks.rich(choice.index, echo, more)
+
+    def _note(self, choice: Choice, count: int) -> None:
+        """New tokens of a choice have come."""
+        now = time.monotonic()
+        if choice.last is not None:
+            self._metrics.inter_token.observe((now - choice.last) / count, count)
+        choice.last = now
+        choice.tokens += count
+
     # -- counts
 
     def _usage_of(self, choice: Choice) -> dict[str, object]:
@@ -156,12 +216,15 @@ class Call:
     def _usage(self) -> dict[str, object]:
         prompt = sum(len(stream.accepted.prompt_ids) for stream in self._streams if stream.accepted)
         output = sum(len(child.tokens) for stream in self._streams for child in stream.children)
+        output = 0 if self._body.prompt_only else output
         return usage_of(prompt, output, sum(stream.cached_tokens for stream in self._streams))
 
     def _count(self, streamed: bool) -> None:
         for stream in self._streams:
             prompt = len(stream.accepted.prompt_ids) if stream.accepted else 0
             self._metrics.request(stream.metrics, prompt, [len(c.tokens) for c in stream.children], streamed)
+            resolved = stream.accepted.params if stream.accepted else self._params
+            self._metrics.parameters(self._params.n, self._params.width, resolved.max_tokens or 0)
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, Any]]) -> None:

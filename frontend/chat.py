@@ -7,7 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
+from ..client.stream import RequestStream
 from .calls import Call, Ended, json_body
+from .extras import ChatLogprobs, Extras, prompt_logprobs
 from .front import FRONT, request_id
 from .schema import ChatRequest
 from .sse import ChatChunks
@@ -31,35 +33,48 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         add_special_tokens=bool(body.add_special_tokens),
     )
     echo = _last_words(messages) if body.echo else ""
-    call = Call(streams, params.n, front.metrics, (lambda _: echo) if echo else None)
+    call = Call(streams, body, params, front.metrics, (lambda _: echo) if echo else None)
     id, created = request_id(request, body, "chatcmpl-"), int(time.time())
     if body.stream:
-        options = body.stream_options
-        include_usage = bool(options and options.include_usage)
-        continuous = bool(options and options.continuous_usage_stats)
+        include_usage, continuous = body.usage_options()
         chunks = ChatChunks(id, created, model, include_usage and not continuous)
-        return await call.stream(request, chunks, include_usage, continuous, front.settings.stall_s)
+        return await call.stream(request, chunks, front.settings.stall_s)
     choices, usage = await call.complete()
-    return json_body(
-        {
-            "id": id,
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
-            "choices": [_choice(choice) for choice in choices],
-            "usage": usage,
-        }
-    )
+    extras = body.extras()
+    answer = {
+        "id": id,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [_choice(choice, extras) for choice in choices],
+        "usage": usage,
+    }
+    return json_body(answer if extras is None else {**answer, **_of_prompt(streams[0], extras)})
 
 
-def _choice(choice: Ended) -> dict[str, Any]:
-    return {
+def _choice(choice: Ended, extras: Extras | None) -> dict[str, Any]:
+    fields = {
         "index": choice.index,
-        "message": {"role": ROLE, "content": choice.text, "refusal": None},
+        "message": {"role": ROLE, "content": choice.echo + choice.text, "refusal": None},
         "logprobs": None,
         "finish_reason": choice.reason,
         "stop_reason": choice.stop,
     }
+    if extras is not None:
+        fields["logprobs"] = ChatLogprobs(extras).of(choice.logprobs)
+        if extras.token_ids:
+            fields["token_ids"] = choice.tokens
+    return fields
+
+
+def _of_prompt(stream: RequestStream, extras: Extras) -> dict[str, Any]:
+    """What is told of the prompt, once for all choices."""
+    fields: dict[str, Any] = {}
+    if extras.token_ids and stream.accepted:
+        fields["prompt_token_ids"] = stream.accepted.prompt_ids
+    if extras.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs, extras.prompt_logprobs)
+    return fields
 
 
 def _last_words(messages: list[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ..client.stream import RequestStream
 from .calls import Call, Ended, json_body
+from .extras import CompletionLogprobs, Extras, prompt_logprobs
 from .front import FRONT, request_id
 from .schema import CompletionRequest
 from .sse import CompletionChunks
@@ -30,35 +31,51 @@ async def completions(request: web.Request) -> web.StreamResponse:
         add_special_tokens=True if body.add_special_tokens is None else body.add_special_tokens,
         echo=bool(body.echo),
     )
-    call = Call(streams, params.n, front.metrics, _echo if body.echo else None)
+    call = Call(streams, body, params, front.metrics, _echo if body.echo else None)
     id, created = request_id(request, body, "cmpl-"), int(time.time())
     if body.stream:
-        options = body.stream_options
-        include_usage = bool(options and options.include_usage)
-        continuous = bool(options and options.continuous_usage_stats)
+        include_usage, continuous = body.usage_options()
         chunks = CompletionChunks(id, created, model, include_usage and not continuous)
-        return await call.stream(request, chunks, include_usage, continuous, front.settings.stall_s)
+        return await call.stream(request, chunks, front.settings.stall_s)
     choices, usage = await call.complete()
+    extras = body.extras()
     return json_body(
         {
             "id": id,
             "object": "text_completion",
             "created": created,
             "model": model,
-            "choices": [_choice(choice) for choice in choices],
+            "choices": [_choice(choice, extras) for choice in choices],
             "usage": usage,
         }
     )
 
 
-def _choice(choice: Ended) -> dict[str, Any]:
-    return {
+def _choice(choice: Ended, extras: Extras | None) -> dict[str, Any]:
+    fields = {
         "index": choice.index,
-        "text": choice.text,
+        "text": choice.echo + choice.text,
         "logprobs": None,
         "finish_reason": choice.reason,
         "stop_reason": choice.stop,
     }
+    return fields if extras is None else {**fields, **_extra_fields(choice, extras)}
+
+
+def _extra_fields(choice: Ended, extras: Extras) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    found, accepted = choice.stream.prompt_logprobs, choice.stream.accepted
+    prompt_ids = accepted.prompt_ids if accepted else []
+    if extras.logprobs is not None:
+        form = CompletionLogprobs(extras)
+        echoed = form.echo(choice.echo, prompt_ids, found) if choice.echo else None
+        own = form.of(choice.logprobs) or {}
+        fields["logprobs"] = own if echoed is None else {name: echoed[name] + own[name] for name in own}
+    if extras.token_ids:
+        fields |= {"prompt_token_ids": prompt_ids, "token_ids": choice.tokens}
+    if extras.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(found, extras.prompt_logprobs)
+    return fields
 
 
 def _echo(stream: RequestStream) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 from ..client.engine import Engine
-from ..client.stream import OpenRequest, RequestError
+from ..client.stream import OpenRequest, RequestError, TokenLogprobs
 from ..proto.codec import from_i32, i32
 from ..proto.messages import Accepted, Finish, ReplicaStats, Stats
 from .__main__ import app_runner, listen, new_loop, url_of
@@ -33,6 +33,7 @@ class Say:
     tokens: int = 1
     finish: Finish = Finish.NONE
     stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # made up where they are asked for and not given
 
 
 Script = Callable[[OpenRequest], Iterator[Say | RequestError | float]]
@@ -106,6 +107,9 @@ class FakeEngine(Engine):
         message = request.message
         ids = from_i32(message.ids) if message.ids is not None else list(range(len(_words(request))))
         request.accept(Accepted(uid=request.uid, attempt=0, ids=i32(ids), prompt=message.prompt, params=message.params))
+        if (k := message.params.prompt_logprobs) is not None and len(ids) > 1:
+            texts = [" " + word for word in _words(request)] if message.ids is None else [f" {i}" for i in ids]
+            request.take_prompt(1, [likely(i, text, k, 0) for i, text in zip(ids[1:], texts[1:], strict=True)])
         now = request.metrics.arrival_time
         request.start(now, 0)
         for said in self.script(request):
@@ -119,9 +123,22 @@ class FakeEngine(Engine):
                 have = len(request.children[said.index].tokens)
                 tokens = list(range(have, have + said.tokens))
                 end = len(tokens) + have if said.finish else -1
-                request.take(said.index, have, tokens, said.text, said.finish, said.stop_reason, end, now)
+                found = said.logprobs
+                if (k := message.params.logprobs) is not None and not found:
+                    texts = [said.text, *[""] * (said.tokens - 1)]
+                    found = [likely(i, text, k, said.index) for i, text in zip(tokens, texts, strict=False)]
+                request.take(said.index, have, tokens, said.text, said.finish, said.stop_reason, end, now, found)
         if request.done:
             self._finish(request, request.error)
+
+
+def likely(token: int, text: str, k: int, index: int) -> TokenLogprobs:
+    """Logprobs of a token of child ``index``: second among its like, and the likelier the later the child."""
+    own = -1.0 / (index + 2)
+    others = [-0.25 / (index + 2), own, *(own - place for place in range(1, k))][:k]
+    ids = [token, *[token + 1000, token, *(token + 1000 + place for place in range(1, k))][:k]]
+    texts = [text, *["?", text, *(f"?{place}" for place in range(1, k))][:k]]
+    return TokenLogprobs(ids, [own, *others], 2, texts, {})
 
 
 def _words(request: OpenRequest) -> list[str]:

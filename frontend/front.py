@@ -116,11 +116,11 @@ class Front:
 
     def params(self, body: GenerateRequest, prompts: int = 1) -> SamplingParams:
         """The request's parameters; room for its choices. Raises ApiError."""
-        params = body.sampling(self.settings.defaults, self.engine.max_model_len)
-        if prompts * params.n > MAX_CHOICES:
-            raise ApiError(
-                400, f"{prompts} prompts with n={params.n} are over the limit of {MAX_CHOICES} choices a request.", "n"
-            )
+        params = body.sampling(self.settings.defaults)
+        if prompts * params.width > MAX_CHOICES:
+            name = "n" if params.best_of is None else "best_of"
+            asked = f"{prompts} prompts with {name}={params.width}"
+            raise ApiError(400, f"{asked} are over the limit of {MAX_CHOICES} choices a request.", name)
         if prompts > self.settings.max_queued:
             raise ApiError(
                 400,

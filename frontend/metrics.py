@@ -69,6 +69,7 @@ _ITL = (
     80,
 )
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_CHOICES = (1, 2, 5, 10, 20)
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
@@ -109,6 +110,12 @@ class Metrics(Collector):
         self.queue = Histogram("quire:request_queue_time_seconds", "arrival to the first step", _E2E)
         self.prompt = Histogram("quire:request_prompt_tokens", "prompt tokens of a request", _TOKENS)
         self.generation = Histogram("quire:request_generation_tokens", "output tokens of a request", _TOKENS)
+        self.longest = Histogram(
+            "quire:request_max_num_generation_tokens", "output tokens of a request's longest sequence", _TOKENS
+        )
+        self.n = Histogram("quire:request_params_n", "n of a request", _CHOICES)
+        self.width = Histogram("quire:request_params_best_of", "sequences run: beams, best_of or n", _CHOICES)
+        self.max_tokens = Histogram("quire:request_params_max_tokens", "max_tokens of a request", _TOKENS)
         self._finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0}
         self._errors: dict[str, int] = {}
 
@@ -124,6 +131,7 @@ class Metrics(Collector):
         """A request ended with ``outputs`` tokens of each of its sequences."""
         self.prompt.observe(prompt)
         self.generation.observe(sum(outputs))
+        self.longest.observe(max(outputs, default=0))
         first, last = times.first_token_time, times.last_token_time
         if times.finished_time is not None:
             self.end_to_end.observe(times.finished_time - times.arrival_time)
@@ -137,6 +145,12 @@ class Metrics(Collector):
             self.per_token.observe(mean)
             if not streamed:  # nobody watched its tokens come, so each counts as the mean
                 self.inter_token.observe(mean, steps)
+
+    def parameters(self, n: int, width: int, max_tokens: int) -> None:
+        """What a request that ended had asked for."""
+        self.n.observe(n)
+        self.width.observe(width)
+        self.max_tokens.observe(max_tokens)
 
     def render(self, stats: Stats | None) -> bytes:
         """The text of /metrics. Without ``stats`` (no scheduler answers) it holds this process's own only."""
@@ -158,7 +172,7 @@ class Metrics(Collector):
             errors.add_metric([self.model, status], count)
         yield errors
         for histogram in (self.first_token, self.inter_token, self.per_token, self.end_to_end, self.queue,
-                          self.prompt, self.generation):  # fmt: skip
+                          self.prompt, self.generation, self.longest, self.n, self.width, self.max_tokens):  # fmt: skip
             yield histogram.family(self.model)
 
     def _of_scheduler(self, stats: Stats) -> Iterator[Metric]:

@@ -1,85 +1,44 @@
-"""What a request may hold: msgspec structs, and the refusal of everything else by the name of its field.
+"""What a request may hold: msgspec structs, and what they mean as SamplingParams.
 
-A body is decoded once to plain objects, so that fields which are known but not honoured yet can be refused by name
-and unknown ones merely noted; then it is converted to a struct, which checks types strictly: no ``true`` for an
-integer, no ``"5"`` for a 5. Ranges are ``SamplingParams``' business.
+Scalars are checked by type while a body is parsed; ranges, and what lists and objects hold, are ``SamplingParams``'
+business. Errors name the request's own field, whatever it is called further in.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from ..client.stream import RequestError
 from ..proto.params import ParamError, SamplingParams
+from ..proto.structured import StructuredOutputsParams
 from .errors import ApiError
+from .extras import Extras
+from .parsing import Request, kind_of, parse
+from .structured import OBJECT, form_field, form_of
 
-log = logging.getLogger(__name__)
+__all__ = ["MAX_CHOICES", "MAX_PROMPTS", "ChatRequest", "CompletionRequest", "GenerateRequest", "parse"]
 
 MAX_PROMPTS = 2048
 """Prompts in one request at most."""
 
 MAX_CHOICES = 16384
-"""Prompts times n of one request at most."""
+"""Prompts times n (or best_of) of one request at most."""
 
 _PASSED_ON = (
-    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
+    "min_p", "seed", "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "bad_words",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "detokenize", "skip_special_tokens",
+    "spaces_between_special_tokens", "truncate_prompt_tokens", "logits_processors", "logit_bias", "allowed_token_ids",
+    "skip_reading_prefix_cache",
 )  # fmt: skip
 
-# Known fields that are not honoured yet, and the values (beside null) that ask for nothing.
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "cache_salt": (),
-    "chat_template": (),
-    "detokenize": (True,),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "logprobs": (False,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
-    "repetition_detection": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
+_NOT_OF_BEAMS = ("temperature", "top_p", "top_k", "min_p")
+"""Defaults of a model that a beam search cannot have."""
 
-_PATH = re.compile(r"(?P<what>.*?) - at `\$(?P<path>.*)`$", re.S)
-_NAMES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
-          "object": "an object", "null": "null"}  # fmt: skip
-
-R = TypeVar("R", bound="GenerateRequest")
+_COMPLETION_TOKENS = 16
 
 
 class StreamOptions(msgspec.Struct):
@@ -89,24 +48,50 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True):
+class GenerateRequest(Request, kw_only=True):
     """Fields that completions and chat completions share. None means: not given."""
 
     model: str | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    bad_words: Any = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    detokenize: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    logits_processors: Any = None
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    skip_reading_prefix_cache: bool | None = None
+    prompt_logprobs: int | bool | None = None
+    response_format: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None  # of vLLM's several; here is one
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     stream: bool | None = None
@@ -119,25 +104,76 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
         """Output tokens at most; None: as many as the context holds."""
         return self.max_tokens
 
-    def sampling(self, defaults: dict[str, Any], max_model_len: int) -> SamplingParams:
+    @property
+    def prompt_only(self) -> bool:
+        """True where the answer is the prompt alone (``echo`` with ``max_tokens`` 0), to learn its logprobs."""
+        return False
+
+    def likeliest(self) -> int | None:
+        """How many of the most likely tokens are wanted beside each token; None: no logprobs."""
+        raise NotImplementedError
+
+    def likeliest_of_prompt(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return _count(self.prompt_logprobs)
+
+    def extras(self) -> Extras | None:
+        """What the answer is to carry beside text; None: nothing, as for most."""
+        logprobs, of_prompt = self.likeliest(), _count(self.prompt_logprobs)
+        if logprobs is None and of_prompt is None and not self.return_token_ids:
+            return None
+        return Extras(logprobs, of_prompt, bool(self.return_token_ids), bool(self.return_tokens_as_token_ids))
+
+    def sampling(self, defaults: dict[str, Any]) -> SamplingParams:
         """SamplingParams of this request, over the model's own defaults. Raises ApiError naming the field."""
         values = dict(defaults)
+        most = values.pop("max_tokens", None)
+        if self.use_beam_search:
+            self._check_width()
+            values = {name: value for name, value in values.items() if name not in _NOT_OF_BEAMS} | {"temperature": 0.0}
         for name in _PASSED_ON:
             value = getattr(self, name)
             if value is not None:
                 values[name] = value
-        values["max_tokens"] = limit = self.token_limit()
-        if (keep := self.truncate_prompt_tokens) is not None:
-            # -1 keeps as much of the prompt as leaves room for the output
-            values["truncate_prompt_tokens"] = max(1, max_model_len - (limit or 1)) if keep == -1 else keep
+        limit = 1 if self.prompt_only else self.token_limit()
+        values["max_tokens"] = min((x for x in (limit, most) if x is not None), default=None)
         try:
-            return SamplingParams(**values)
-        except ParamError as error:
-            raise self._own_words(error) from error
+            return SamplingParams(
+                logprobs=self.likeliest(), prompt_logprobs=self.likeliest_of_prompt(), structured_outputs=form_of(self),
+                **values,
+            )  # fmt: skip
+        except (ParamError, ApiError) as error:
+            raise self.own_words(error) from error
 
-    def _own_words(self, error: ParamError) -> ApiError:
+    def usage_options(self) -> tuple[bool, bool]:
+        """Whether a stream ends with a usage chunk, and whether each of its chunks has the usage so far."""
+        options = self.stream_options
+        return bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
+
+    def _check_width(self) -> None:
+        if self.best_of is None and self.n is None:
+            raise ApiError(400, "use_beam_search needs a width: give n, or best_of, of at least 2.", "use_beam_search")
+
+    def own_names(self) -> dict[str | None, str]:
+        """What this request calls a field, by its name in SamplingParams, where that differs."""
+        names: dict[str | None, str] = {}
+        if self.use_beam_search and self.best_of is None:
+            names["best_of"] = "n"  # the width is best_of, or n
+        form = form_field(self)
+        if form is not None and form != OBJECT:
+            names |= dict.fromkeys((OBJECT, *StructuredOutputsParams.__struct_fields__), form)
+        return names
+
+    def own_words(self, error: ParamError | RequestError) -> RequestError:
         """The error, in this request's own names of its fields."""
-        return ApiError(400, str(error), error.param)
+        known = error if isinstance(error, RequestError) else ApiError(400, str(error), error.param)
+        names = self.own_names()
+        words = known.message
+        for name in {known.param, "max_tokens"} & names.keys():
+            words = re.sub(rf"\b{name}(\.(json|regex|choice|grammar|json_object))?\b", names[name], words)
+        if words == known.message and known.param not in names:
+            return known
+        return ApiError(known.status, words, names.get(known.param, known.param), known.retry_after)
 
     def check(self) -> None:
         """Refuse combinations that mean nothing. Raises ApiError."""
@@ -145,15 +181,48 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
             raise ApiError(400, "stream_options is only allowed with stream=true.", "stream_options")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise ApiError(400, f"priority must be a 32-bit integer, got {self.priority}.", "priority")
+        if self.stream:
+            self._check_stream()
+
+    def _check_stream(self) -> None:
+        if self.use_beam_search:
+            raise ApiError(
+                400, "Streaming is not currently supported with beam search: use_beam_search needs stream=false.",
+                "use_beam_search",
+            )  # fmt: skip
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            said = f"best_of={self.best_of} must equal n={self.n or 1} when stream=true"
+            raise ApiError(400, said + ": which are the best is known at the end.", "best_of")
+        if _count(self.prompt_logprobs) is not None:
+            raise ApiError(400, "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions. ``prompt`` is a string, a list of strings, token ids, or a list of lists of ids."""
 
     prompt: Any = None
+    logprobs: int | bool | None = None
 
     def token_limit(self) -> int | None:
-        return 16 if self.max_tokens is None else self.max_tokens
+        return max(_COMPLETION_TOKENS, self.min_tokens or 0) if self.max_tokens is None else self.max_tokens
+
+    @property
+    def prompt_only(self) -> bool:
+        return self.max_tokens == 0 and bool(self.echo)
+
+    def likeliest(self) -> int | None:
+        return _count(self.logprobs)
+
+    def likeliest_of_prompt(self) -> int | None:
+        asked = _count(self.prompt_logprobs)
+        shown = _count(self.logprobs) if self.echo else None
+        if asked is None or shown is None:
+            return shown if asked is None else asked
+        return -1 if -1 in (asked, shown) else max(asked, shown)
+
+    def own_names(self) -> dict[str | None, str]:
+        names = GenerateRequest.own_names(self)
+        return names if self.prompt_logprobs is not None else {**names, "prompt_logprobs": "logprobs"}  # of echo
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, at least one, none empty. Raises ApiError."""
@@ -167,7 +236,7 @@ class CompletionRequest(GenerateRequest):
         elif prompt is None:
             raise ApiError(400, "prompt must be given and must not be empty.", "prompt")
         else:
-            raise ApiError(400, f"prompt must be a string or a list, got {_kind(prompt)}.", "prompt")
+            raise ApiError(400, f"prompt must be a string or a list, got {kind_of(prompt)}.", "prompt")
         if not prompts:
             raise ApiError(400, "prompt must be given and must not be empty.", "prompt")
         if len(prompts) > MAX_PROMPTS:
@@ -183,6 +252,8 @@ class ChatRequest(GenerateRequest):
 
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -190,10 +261,17 @@ class ChatRequest(GenerateRequest):
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def _own_words(self, error: ParamError) -> ApiError:
-        if error.param != "max_tokens" or self.max_completion_tokens is None:
-            return GenerateRequest._own_words(self, error)
-        return ApiError(400, str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def own_names(self) -> dict[str | None, str]:
+        names = {**GenerateRequest.own_names(self), "logprobs": "top_logprobs"}
+        return names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
+
+    def check(self) -> None:
+        GenerateRequest.check(self)
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
 
     def template(self) -> dict[str, Any]:
         """How the chat template is to be rendered; the detokenizer refuses what cannot be."""
@@ -213,94 +291,22 @@ class ChatRequest(GenerateRequest):
         return [_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
 
 
-def parse(body: bytes, kind: type[R]) -> R:
-    """Bytes of a request to its struct, checked. Raises ApiError 400 naming the field."""
-    try:
-        raw = msgspec.json.decode(body)
-    except msgspec.ValidationError:
-        raw = _decode_typed(body, kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}.") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply.") from error
-    if not isinstance(raw, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {_kind(raw)}.")
-    _refuse_not_yet(raw)
-    try:
-        request = msgspec.convert(raw, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise _invalid(error) from error
-    if log.isEnabledFor(logging.DEBUG):
-        unknown = sorted(raw.keys() - set(kind.__struct_fields__) - _NOT_YET.keys())
-        if unknown:
-            log.debug("ignored unknown fields %s", unknown[:20])
-    request.check()
-    return request
-
-
-def _decode_typed(body: bytes, kind: type[Any]) -> Any:
-    """A number too large to decode: decoding into the struct tells in which field it is."""
-    try:
-        msgspec.json.decode(body, type=kind)
-        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError as error:
-        raise _invalid(error) from error
-    for name, value in raw.items():
-        try:
-            msgspec.json.decode(value)
-        except msgspec.ValidationError as error:
-            raise ApiError(400, f"{name} holds a number that is out of range.", name) from error
-    raise ApiError(400, "the body holds a number that is out of range.")
-
-
-def _invalid(error: msgspec.ValidationError) -> ApiError:
-    """msgspec's words as ours: which field, what was expected, what came."""
-    match = _PATH.fullmatch(str(error))
-    if match is None:
-        return ApiError(400, f"the body is not valid: {error}.")
-    path = match["path"].removeprefix(".")
-    param = re.split(r"[.\[]", path, maxsplit=1)[0] or None
-    what = match["what"]
-    if types := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
-        wanted = [_NAMES.get(t, t) for t in types[1].split(" | ") if t != "null"]
-        what = f"must be {' or '.join(wanted)}, got {_NAMES.get(types[2], types[2])}"
-    else:
-        what = f"is not valid: {what[:1].lower()}{what[1:]}"
-    if path.startswith("["):
-        return ApiError(400, f"a value of the body {what}.")
-    return ApiError(400, f"{path} {what}.", param)
-
-
-def _refuse_not_yet(raw: dict[str, Any]) -> None:
-    for name in raw.keys() & _NOT_YET.keys():
-        value = raw[name]
-        if value is not None and not any(_same(value, neutral) for neutral in _NOT_YET[name]):
-            shown = repr(value)
-            shown = shown if len(shown) <= 80 else shown[:80] + "..."
-            raise ApiError(400, f"{name}={shown} is not supported yet by this version; leave it out.", name)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equality that tells false from 0."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
-    return names.get(type(value), "a list" if isinstance(value, list) else "an object")
+def _count(given: int | bool | None) -> int | None:
+    """A number of logprobs: true asks for one, false for none."""
+    return (1 if given else None) if isinstance(given, bool) else given
 
 
 def _check_prompt(prompt: Any, kind: type[Any], where: str) -> None:
     if type(prompt) is not kind or kind not in (str, list):
         raise ApiError(
-            400, f"{where} must be a string or a list of token ids, all alike; got {_kind(prompt)}.", "prompt"
+            400, f"{where} must be a string or a list of token ids, all alike; got {kind_of(prompt)}.", "prompt"
         )
     if not prompt:
         raise ApiError(400, f"{where} must not be empty.", "prompt")
     if kind is list:
         if set(map(type, prompt)) != {int}:
             odd = next(i for i in prompt if type(i) is not int)
-            raise ApiError(400, f"{where} must hold integers (token ids), got {_kind(odd)}.", "prompt")
+            raise ApiError(400, f"{where} must hold integers (token ids), got {kind_of(odd)}.", "prompt")
         if min(prompt) < 0 or max(prompt) >= 2**31:
             odd = next(i for i in prompt if not 0 <= i < 2**31)
             raise ApiError(400, f"{where} holds {odd}, which is no token id.", "prompt")
@@ -309,11 +315,11 @@ def _check_prompt(prompt: Any, kind: type[Any], where: str) -> None:
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ApiError(400, f"{where}.role must be a string such as 'user', got {_kind(role)}.", "messages")
+        raise ApiError(400, f"{where}.role must be a string such as 'user', got {kind_of(role)}.", "messages")
     if content is None or isinstance(content, str):
         return message
     if not isinstance(content, list):
-        raise ApiError(400, f"{where}.content must be a string or a list of parts, got {_kind(content)}.", "messages")
+        raise ApiError(400, f"{where}.content must be a string or a list of parts, got {kind_of(content)}.", "messages")
     texts = []
     for position, part in enumerate(content):
         at = f"{where}.content[{position}]"
@@ -321,11 +327,11 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
             texts.append(part)
             continue
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise ApiError(400, f"{at} must be an object with a type, got {_kind(part)}.", "messages")
+            raise ApiError(400, f"{at} must be an object with a type, got {kind_of(part)}.", "messages")
         if part["type"] not in ("text", "input_text", "output_text", "refusal"):
             raise ApiError(400, f"{at} of type {part['type']!r} is not supported yet by this version.", "messages")
         text = part.get("refusal" if part["type"] == "refusal" else "text")
         if not isinstance(text, str):
-            raise ApiError(400, f"{at}.text must be a string, got {_kind(text)}.", "messages")
+            raise ApiError(400, f"{at}.text must be a string, got {kind_of(text)}.", "messages")
         texts.append(text)
     return {**message, "content": "\n".join(texts)}

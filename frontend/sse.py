@@ -7,9 +7,12 @@ JSON of the text. All that is ready for a connection goes out in one write.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
+
+from .extras import ChatLogprobs, CompletionLogprobs
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -32,10 +35,12 @@ def usage_of(prompt: int, completion: int, cached: int | None = None) -> dict[st
 class Chunks:
     """The chunks of one streamed answer. Text arrives as it is; everything else is ready-made bytes.
 
-    ``usage_null`` puts ``"usage": null`` into each chunk, as OpenAI does where a usage chunk will follow.
+    ``rich`` makes the chunks of requests that asked for more than text, from objects. ``usage_null`` puts
+    ``"usage": null`` into each chunk, as OpenAI does where a usage chunk will follow.
     """
 
     kind = ""
+    logprobs: type[ChatLogprobs] | type[CompletionLogprobs]
     before_text = b""
     after_text = b""
 
@@ -59,15 +64,25 @@ class Chunks:
             return self._head(index) + to_json(text) + self._tail
         return self._head(index) + to_json(text) + self.after_text + self._with_usage(usage)
 
-    def opening(self, index: int) -> bytes:
-        """What comes before a choice's first text."""
-        return b""
+    def opening(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
+        """What comes before a choice's first text; ``prompt_ids`` where they are wanted."""
+        raise NotImplementedError
 
     def final(
         self, index: int, text: str, reason: str, stop: int | str | None, usage: dict[str, object] | None = None
     ) -> bytes:
         """The end of a choice, with the last of its text."""
         raise NotImplementedError
+
+    def rich(
+        self, index: int, text: str, more: dict[str, Any], reason: str | None = None, stop: int | str | None = None,
+        usage: dict[str, object] | None = None,
+    ) -> bytes:  # fmt: skip
+        """Text with ``more`` fields of the choice (logprobs, token ids); with a reason, the choice's end."""
+        raise NotImplementedError
+
+    def _choice(self, choice: dict[str, Any], usage: dict[str, object] | None = None) -> bytes:
+        return self._start + to_json(choice) + self._with_usage(usage)
 
     def usage(self, usage: dict[str, object]) -> bytes:
         """The chunk with no choices that carries the usage of the whole request."""
@@ -81,6 +96,7 @@ class CompletionChunks(Chunks):
     """Chunks of POST /v1/completions."""
 
     kind = "text_completion"
+    logprobs = CompletionLogprobs
     before_text = b'"text":'
     after_text = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
@@ -90,17 +106,42 @@ class CompletionChunks(Chunks):
         end = b',"logprobs":null,"finish_reason":"%b","stop_reason":%b}' % (reason.encode(), to_json(stop))
         return self._head(index) + to_json(text) + end + self._with_usage(usage)
 
+    def opening(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
+        return b"" if prompt_ids is None else self.rich(index, "", {"prompt_token_ids": prompt_ids})
+
+    def rich(
+        self, index: int, text: str, more: dict[str, Any], reason: str | None = None, stop: int | str | None = None,
+        usage: dict[str, object] | None = None,
+    ) -> bytes:  # fmt: skip
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": stop, **more}
+        return self._choice(choice, usage)
+
 
 class ChatChunks(Chunks):
     """Chunks of POST /v1/chat/completions."""
 
     kind = "chat.completion.chunk"
+    logprobs = ChatLogprobs
+    _prompt_told = False
     before_text = b'"delta":{"content":'
     after_text = b'},"logprobs":null,"finish_reason":null}'
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
-        return self._start + delta + self._end
+        if prompt_ids is None or self._prompt_told:
+            return self._start + delta + self._end
+        self._prompt_told = True
+        return self._start + delta + b'],"prompt_token_ids":' + to_json(prompt_ids) + self._end[1:]
+
+    def rich(
+        self, index: int, text: str, more: dict[str, Any], reason: str | None = None, stop: int | str | None = None,
+        usage: dict[str, object] | None = None,
+    ) -> bytes:  # fmt: skip
+        choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None, **more}
+        if reason is None:
+            return self._choice(choice, usage)
+        last = self._choice(choice) if text or any(more.values()) else b""
+        return last + self.final(index, "", reason, stop, usage)
 
     def final(
         self, index: int, text: str, reason: str, stop: int | str | None, usage: dict[str, object] | None = None

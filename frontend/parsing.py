@@ -1,0 +1,132 @@
+"""Bytes of a request to a struct, and the refusal of everything else by the name of its field.
+
+A body is decoded once to plain objects, so that fields which are known but not honoured yet can be refused by name
+and unknown ones merely noted; then it is converted to a struct, which checks types strictly: no ``true`` for an
+integer, no ``"5"`` for a 5.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from .errors import ApiError
+
+log = logging.getLogger(__name__)
+
+# Known fields that are not honoured yet, and the values (beside null) that ask for nothing.
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "kv_transfer_params": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": ("none",),
+    "repetition_detection": (),
+    "suffix": ("",),
+    "thinking_token_budget": (-1,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+
+_PATH = re.compile(r"(?P<what>.*?) - at `\$(?P<path>.*)`$", re.S)
+_NAMES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
+          "object": "an object", "null": "null"}  # fmt: skip
+
+
+class Request(msgspec.Struct):
+    """The fields of a request. None means: not given."""
+
+    def check(self) -> None:
+        """Refuse combinations that mean nothing. Raises ApiError."""
+
+
+R = TypeVar("R", bound=Request)
+
+
+def parse(body: bytes, kind: type[R]) -> R:
+    """Bytes of a request to its struct, checked. Raises ApiError 400 naming the field."""
+    try:
+        raw = msgspec.json.decode(body)
+    except msgspec.ValidationError:
+        raw = _decode_typed(body, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}.") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply.") from error
+    if not isinstance(raw, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {kind_of(raw)}.")
+    _refuse_not_yet(raw)
+    try:
+        request = msgspec.convert(raw, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+    if log.isEnabledFor(logging.DEBUG):
+        unknown = sorted(raw.keys() - set(kind.__struct_fields__) - _NOT_YET.keys())
+        if unknown:
+            log.debug("ignored unknown fields %s", unknown[:20])
+    request.check()
+    return request
+
+
+def _decode_typed(body: bytes, kind: type[Any]) -> Any:
+    """A number too large to decode: decoding into the struct tells in which field it is."""
+    try:
+        msgspec.json.decode(body, type=kind)
+        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+    for name, value in raw.items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError as error:
+            raise ApiError(400, f"{name} holds a number that is out of range.", name) from error
+    raise ApiError(400, "the body holds a number that is out of range.")
+
+
+def _invalid(error: msgspec.ValidationError) -> ApiError:
+    """msgspec's words as ours: which field, what was expected, what came."""
+    match = _PATH.fullmatch(str(error))
+    if match is None:
+        return ApiError(400, f"the body is not valid: {error}.")
+    path = match["path"].removeprefix(".")
+    param = re.split(r"[.\[]", path, maxsplit=1)[0] or None
+    what = match["what"]
+    if types := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
+        wanted = [_NAMES.get(t, t) for t in types[1].split(" | ") if t != "null"]
+        what = f"must be {' or '.join(wanted)}, got {_NAMES.get(types[2], types[2])}"
+    else:
+        what = f"is not valid: {what[:1].lower()}{what[1:]}"
+    if path.startswith("["):
+        return ApiError(400, f"a value of the body {what}.")
+    return ApiError(400, f"{path} {what}.", param)
+
+
+def _refuse_not_yet(raw: dict[str, Any]) -> None:
+    for name in raw.keys() & _NOT_YET.keys():
+        value = raw[name]
+        if value is not None and not any(_same(value, neutral) for neutral in _NOT_YET[name]):
+            shown = repr(value)
+            shown = shown if len(shown) <= 80 else shown[:80] + "..."
+            raise ApiError(400, f"{name}={shown} is not supported yet by this version; leave it out.", name)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equality that tells false from 0."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls it."""
+    names = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
+    return names.get(type(value), "a list" if isinstance(value, list) else "an object")
