@@ -25,12 +25,14 @@ def load(args: EngineArgs) -> Preparer:
     began = time.monotonic()
     path = resolve_model(args.model, args.revision, args.download_dir, weights=False)
     model = load_model_config(path, args.max_model_len)
+    if args.skip_tokenizer_init:
+        return Preparer(None, model, args.max_logprobs)
     folder = path
     if args.tokenizer is not None or args.tokenizer_revision is not None:
         revision = args.tokenizer_revision or (args.revision if args.tokenizer is None else None)
         folder = resolve_model(args.tokenizer or args.model, revision, args.download_dir, weights=False)
     tokenizer = load_tokenizer(folder, args.tokenizer_mode, args.chat_template, args.trust_remote_code)
-    preparer = Preparer(tokenizer, model)
+    preparer = Preparer(tokenizer, model, args.max_logprobs)
     if tokenizer.templates:
         try:
             preparer.template.check()

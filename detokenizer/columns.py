@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i8, i32, i64
-from ..proto.messages import Finish, TextBatch, TokenBatch, Tokenize
+from ..proto.messages import Finish, Logprobs, TextBatch, TokenBatch, Tokenize
 from .sequence import News
 
 
@@ -16,8 +16,14 @@ class Outbox:
         self.rows: list[tuple[int, int, int, int, int, str, int, int | str | None, int]] = []
         self.tokens: list[int] = []
         self.started: list[tuple[int, int]] = []
+        self.logprobs: dict[int, Logprobs] = {}  # by row
 
-    def add(self, uid: int, attempt: int, index: int, offset: int, tokens: list[int], news: News) -> None:
+    def add(
+        self, uid: int, attempt: int, index: int, offset: int, tokens: list[int], news: News,
+        logprobs: Logprobs | None = None,
+    ) -> None:  # fmt: skip
+        if logprobs is not None:
+            self.logprobs[len(self.rows)] = logprobs
         self.rows.append((uid, attempt, index, offset, len(tokens), news.text, news.finish,
                           news.reason, news.length))  # fmt: skip
         self.tokens += tokens
@@ -30,6 +36,7 @@ class Outbox:
             tokens=i32(self.tokens), texts=list(texts), finishes=i8(finishes), stop_reasons=list(reasons),
             lengths=i32(lengths), started_uids=i64([uid for uid, _ in self.started]),
             started_cached=i32([cached for _, cached in self.started]),
+            logprob_rows=i32(self.logprobs), logprobs=list(self.logprobs.values()),
         )  # fmt: skip
 
 
@@ -56,6 +63,8 @@ def check_tokenize(message: Tokenize) -> None:
         raise BadFrame(f"resumed children {indexes[:8]} of n={message.params.n} are out of range or named twice")
     if any(resume.text_sent < 0 for resume in message.resume):
         raise BadFrame("a resumed child has a negative text_sent")
+    if not 0 <= message.prompt_logprobs_from < 2**31:
+        raise BadFrame(f"prompt_logprobs_from {message.prompt_logprobs_from} is out of range")
 
 
 def pairs_of(uids: bytes, others: bytes) -> list[tuple[int, int]]:

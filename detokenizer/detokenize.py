@@ -46,44 +46,76 @@ class Stream(Protocol):
     def finish(self) -> str:
         """What was held back, as decoding everything at once would show it."""
 
+    def copy(self) -> Stream:
+        """An independent stream at the same place."""
+
 
 class Streams:
     """Makes streams for one tokenizer; tables of pieces are shared and filled as ids are met."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self._tokenizer = tokenizer
-        self._open: dict[bool, Callable[[Sequence[int]], Stream]] = {s: self._choose(s) for s in (True, False)}
+        self.piece: Callable[[int], str | bytes] = self._piece_by_window
+        self._open: dict[bool, _Opener] = {s: self._choose(s) for s in (True, False)}
+        self._anchor: list[int] | None = None
 
-    def open(self, context: Sequence[int], skip_special_tokens: bool) -> Stream:
-        """A stream for what follows the prompt ``context`` (a word after a prompt keeps its leading space)."""
-        return self._open[skip_special_tokens](context)
+    def open(self, context: Sequence[int], skip_special_tokens: bool, spaces: bool = True) -> Stream:
+        """A stream for what follows the prompt ``context`` (a word after a prompt keeps its leading space).
 
-    def _choose(self, skip: bool) -> Callable[[Sequence[int]], Stream]:
+        ``spaces`` is vLLM's spaces_between_special_tokens. Where special tokens are shown and it is False, decoders
+        that put spaces between tokens put none between one added token and the next, and slow tokenizers none
+        around added tokens. To the other decoders it means nothing.
+        """
+        return self._open[skip_special_tokens](context, spaces)
+
+    def _choose(self, skip: bool) -> _Opener:
+        """How to open streams. ``piece`` becomes the text, or the bytes, that a token adds after other text."""
         backend = self._tokenizer.backend
 
-        def window(context: Sequence[int]) -> Stream:
-            return WindowStream(lambda ids: self._tokenizer.decode(ids, skip), context)
+        def window(context: Sequence[int], spaces: bool = True) -> Stream:
+            return WindowStream(lambda ids: self._tokenizer.decode(ids, skip, spaces), context)
 
         if backend is None:
             return window
         kinds = _decoder_kinds(backend)
-        made: Callable[[Sequence[int]], Stream]
+        made: _Opener
+        piece: Callable[[int], str | bytes]
         if kinds and kinds <= {"ByteLevel", "Fuse"} and "ByteLevel" in kinds:
             table = BytePieces(backend, skip)
+            piece = table.__getitem__
 
-            def made(context: Sequence[int]) -> Stream:
+            def made(context: Sequence[int], spaces: bool = True) -> Stream:
                 return ByteStream(table)
         elif kinds <= _PIECEWISE:
             pieces = Pieces(backend, skip)
+            piece = pieces.whole
 
-            def made(context: Sequence[int]) -> Stream:
-                return PieceStream(pieces, context)
+            def made(context: Sequence[int], spaces: bool = True) -> Stream:
+                return PieceStream(pieces, context, pieces.added if not (spaces or skip) else None)
         else:
             return window
         if _agrees(backend, made, skip):
+            if not skip:
+                self.piece = piece
             return made
         log.warning("the tokenizer's decoder %s is not what its parts suggest; decoding by window", sorted(kinds))
         return window
+
+    def _piece_by_window(self, token: int) -> str | bytes:
+        """The text of a token by decoding it after another; its bytes where that is known and no whole character."""
+        decode = self._tokenizer.decode
+        if self._anchor is None:
+            some = (i for i in range(4096) if (text := decode([i], False)) and text.isascii() and text.isalpha())
+            self._anchor = [i for i, _ in zip(some, range(1), strict=False)]
+        before, after = decode(self._anchor, False), decode([*self._anchor, token], False)
+        text = after[len(before) :] if after.startswith(before) else decode([token], False)
+        return (_bytes_of(self._tokenizer.piece(token)) or text) if "�" in text else text
+
+
+class _Opener(Protocol):
+    """Opens a stream after a prompt; Streams.open says what ``spaces`` is."""
+
+    def __call__(self, context: Sequence[int], spaces: bool = True) -> Stream: ...
 
 
 def _decoder_kinds(backend: Tokenizer) -> set[str]:
@@ -94,7 +126,7 @@ def _decoder_kinds(backend: Tokenizer) -> set[str]:
     return {part["type"] for part in state["decoders"]} if state["type"] == "Sequence" else {state["type"]}
 
 
-def _agrees(backend: Tokenizer, made: Callable[[Sequence[int]], Stream], skip: bool) -> bool:
+def _agrees(backend: Tokenizer, made: _Opener, skip: bool) -> bool:
     """Compare streams of random ids with the whole decode."""
     draw = random.Random(0)
     size = backend.get_vocab_size(with_added_tokens=True)
@@ -140,6 +172,15 @@ def _byte_alphabet() -> dict[str, int]:
 _ALPHABET = _byte_alphabet()
 
 
+def _bytes_of(piece: str | None) -> bytes | None:
+    """The bytes that a token's own name stands for, if it does."""
+    if piece is None:
+        return None
+    if _BYTE_TOKEN.fullmatch(piece):
+        return bytes([int(piece[3:5], 16)])
+    return bytes([_ALPHABET[c] for c in piece]) if all(c in _ALPHABET for c in piece) else None
+
+
 class BytePieces(_Table):
     """Id -> its text where that is whole characters, else its bytes."""
 
@@ -162,6 +203,11 @@ class ByteStream:
     def __init__(self, table: BytePieces):
         self._table = table
         self._pending = b""
+
+    def copy(self) -> ByteStream:
+        other = ByteStream(self._table)
+        other._pending = self._pending
+        return other
 
     def push(self, token: int) -> str:
         piece = self._table[token]
@@ -200,11 +246,20 @@ class Pieces(_Table):
         self._decoder: Any = backend.decoder if backend.decoder is not None else _Joined
         self._fallback = "ByteFallback" in _decoder_kinds(backend)
         self._anchor = len(self._decoder.decode(["a"]))
+        self.added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
 
     def make(self, text: str) -> str | _Byte:
         if self._fallback and _BYTE_TOKEN.fullmatch(text):
             return _Byte(text)
         return self.after([text])
+
+    def whole(self, token: int) -> str | bytes:
+        """Text that a token adds to other text; the byte it stands for where that is no character."""
+        piece = self[token]
+        if type(piece) is not _Byte:
+            return piece or ""
+        byte = int(piece[3:5], 16)
+        return chr(byte) if byte < 128 else bytes([byte])
 
     def after(self, tokens: list[str]) -> str:
         """Text that tokens add to other text."""
@@ -228,18 +283,32 @@ class _Byte(str):
 class PieceStream:
     """Texts of tokens, one after another; a run of byte tokens waits for its end."""
 
-    __slots__ = ("_first", "_loose", "_pieces", "_run")
+    __slots__ = ("_after_added", "_first", "_loose", "_pieces", "_run", "_tight")
 
-    def __init__(self, pieces: Pieces, context: Sequence[int]):
+    def __init__(self, pieces: Pieces, context: Sequence[int], tight: dict[int, str] | None = None):
+        """``tight``: added tokens by id, which follow each other with nothing between them."""
         self._pieces = pieces
+        self._tight = tight
+        self._after_added = False
         self._run: list[str] = []
         self._loose = False  # the run grew too long and its characters go out as they come
         self._first = all(pieces[token] is None for token in context[-64:])
+
+    def copy(self) -> PieceStream:
+        other = PieceStream(self._pieces, (), self._tight)
+        other._after_added, other._first = self._after_added, self._first
+        other._run, other._loose = self._run.copy(), self._loose
+        return other
 
     def push(self, token: int) -> str:
         piece = self._pieces[token]
         if piece is None:
             return ""
+        if self._tight is not None:
+            added = token in self._tight
+            if added and self._after_added:
+                return self._tight[token]
+            self._after_added = added
         if type(piece) is _Byte:
             self._run.append(piece)
             return self._overlong() if len(self._run) >= MAX_RUN or self._loose else ""
@@ -283,6 +352,11 @@ class WindowStream:
         self._decode = decode
         self._ids = [*context[-_CONTEXT:]]
         self._read = len(self._ids)  # ids whose text has gone out
+
+    def copy(self) -> WindowStream:
+        other = WindowStream(self._decode, ())
+        other._ids, other._read = self._ids.copy(), self._read
+        return other
 
     def push(self, token: int) -> str:
         self._ids.append(token)

@@ -1,7 +1,8 @@
 """The detokenizer's event loop: Engines on one side, the scheduler on the other, nothing slow in between.
 
-A request lives here from its Tokenize to the end of its last child. Four things end it early: its Engine aborts it,
-its Engine is lost, the scheduler fails it, or the scheduler does not know it (Gone, which its Engine is told).
+A request lives here from its Tokenize to the end of its last child: encoded in a thread, its grammar (if it has one)
+checked (`gate.py`), submitted, its tokens turned into text (`step.py`). Four things end it early: its Engine aborts
+it, its Engine is lost, the scheduler fails it, or the scheduler does not know it (Gone, which its Engine is told).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ..proto.codec import BadFrame, from_i32, i32, i64
@@ -19,17 +21,18 @@ from ..proto.messages import (
     PROTOCOL,
     Abort,
     Accepted,
+    BeamStopped,
+    BeamTokens,
     Beat,
     Bye,
     Failed,
-    Finish,
     FromSchedulerFront,
     Gone,
     Hello,
     Open,
     Peers,
+    PromptLogprobs,
     Stats,
-    Stopped,
     Submit,
     ToDetokenizer,
     TokenBatch,
@@ -37,10 +40,14 @@ from ..proto.messages import (
 )
 from ..proto.process import resident_bytes
 from ..proto.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
-from .columns import Outbox, check_tokenize, pairs_of, rows_of
+from .beams import LostBeams
+from .columns import Outbox, check_tokenize, pairs_of
 from .errors import Refused
+from .gate import Checker, Gate
+from .logprobs import check_logprobs
 from .pool import Pool
-from .sequence import TextSequence
+from .request import Request
+from .step import Step
 from .tokenize import Prepared, Preparer
 
 log = logging.getLogger(__name__)
@@ -50,17 +57,6 @@ OPEN_S = 2.0
 MAX_QUEUED = 8192
 MAX_QUEUED_BYTES = 256 * 2**20
 THREADS = 2
-
-
-class Request:
-    """One open request: whose it is, and its live children. ``submitted``: the scheduler knows it."""
-
-    __slots__ = ("attempt", "include", "peer", "sequences", "size", "submitted", "uid")
-
-    def __init__(self, uid: int, attempt: int, peer: str, include: bool, size: int):
-        self.uid, self.attempt, self.peer, self.include, self.size = uid, attempt, peer, include, size
-        self.sequences: dict[int, TextSequence] = {}
-        self.submitted = False
 
 
 class Detokenizer:
@@ -74,8 +70,12 @@ class Detokenizer:
         bind: str,
         advertise: str | None = None,
         keys: Keys | None = None,
+        checker: Callable[[], Checker] | None = None,
     ):
-        """Raises ConfigError where ``bind`` cannot be bound."""
+        """``checker`` makes what checks grammars, at the first request that has one.
+
+        Raises ConfigError where ``bind`` cannot be bound.
+        """
         self.preparer = preparer
         self.incarnation = incarnation
         self.requests: dict[int, Request] = {}
@@ -92,6 +92,7 @@ class Detokenizer:
         self._reason: str | None = None
         self._online = False
         self._pool = Pool(THREADS)
+        self._gate = Gate(checker)
         self.router: Router[Any] = Router(ToDetokenizer, bind, keys)
         self.dealer: Dealer[Any] = Dealer(FromSchedulerFront, front_endpoint(address), incarnation, keys)
         self.endpoint = advertise or self.router.endpoint
@@ -106,6 +107,7 @@ class Detokenizer:
         await self._stop.wait()
         for task in tasks:
             task.cancel()
+        self._gate.close()
         for engine in self.engines:
             self.router.send(engine, Bye())
         self.dealer.send(Bye())
@@ -235,8 +237,10 @@ class Detokenizer:
             text = f"{self.queued} prompts ({self.queued_bytes} bytes) wait to be encoded; try again in {wait:g} s."
             self._send(peer, Failed(message.uid, message.attempt, 429, text, retry_after=wait))
             return
-        include = message.params.include_stop_str_in_output
-        request = Request(message.uid, message.attempt, peer, include, size)
+        params = message.params
+        request = Request(
+            message.uid, message.attempt, peer, size, params.include_stop_str_in_output, params.use_beam_search
+        )
         self.requests[message.uid] = request
         self.queued += 1
         self.queued_bytes += size
@@ -266,9 +270,23 @@ class Detokenizer:
         self._last_done = now
         if self.requests.get(request.uid) is not request:
             return  # aborted, replaced, or its Engine is gone
-        if isinstance(result, Prepared):
+        if not isinstance(result, Prepared):
+            self._refuse(request, result)
+        elif (spec := message.params.structured_outputs) is None:
             self._submit(request, message, result)
-            return
+        else:
+            self._gate.check(spec, lambda error: self._checked(request, message, result, error))
+
+    def _checked(self, request: Request, message: Tokenize, prepared: Prepared, error: Exception | None) -> None:
+        """A request's grammar has passed, or not; other requests went on meanwhile."""
+        if self.requests.get(request.uid) is not request:
+            return  # aborted, replaced, or its Engine is gone
+        if error is not None:
+            self._refuse(request, error)
+        else:
+            self._submit(request, message, prepared)
+
+    def _refuse(self, request: Request, result: Exception | None) -> None:
         self.requests.pop(request.uid)
         uid, attempt = request.uid, request.attempt
         if isinstance(result, Refused):
@@ -283,7 +301,8 @@ class Detokenizer:
         self._send(request.peer, Accepted(uid, attempt, prepared.ids, prepared.prompt, params))
         if self.requests.get(uid) is not request:
             return  # its Engine is gone
-        request.sequences = prepared.sequences
+        request.sequences, request.beams, request.eos = prepared.sequences, prepared.beams, prepared.eos
+        request.silent = not params.detokenize
         if prepared.replayed:
             outbox = Outbox()
             for index, offset, news in prepared.replayed:
@@ -298,7 +317,8 @@ class Detokenizer:
             Submit(
                 uid=uid, attempt=attempt, ids=prepared.ids, hashes=hashes, params=params, eos=prepared.eos,
                 seed=message.seed, arrival=message.arrival, children=prepared.children, key=message.key,
-                priority=message.priority, losses=message.losses,
+                priority=message.priority, losses=message.losses, masked=prepared.masked,
+                bad_words=prepared.bad_words, prompt_logprobs_from=message.prompt_logprobs_from,
             )
         )  # fmt: skip
 
@@ -308,6 +328,10 @@ class Detokenizer:
         try:
             if isinstance(message, TokenBatch):
                 self._tokens(message)
+            elif isinstance(message, BeamTokens):
+                self._beams(message)
+            elif isinstance(message, PromptLogprobs):
+                self._prompt_logprobs(message)
             elif isinstance(message, Peers):
                 self._peers(message)
             elif isinstance(message, Failed):
@@ -352,56 +376,43 @@ class Detokenizer:
 
     def _tokens(self, message: TokenBatch) -> None:
         """One step's tokens: decode each child's, and send each Engine its share in one frame."""
-        rows = rows_of(message)
-        tokens = from_i32(message.tokens)
-        outboxes: dict[str, Outbox] = {}
-        for uid, cached in pairs_of(message.started_uids, message.started_cached):
-            if (request := self.requests.get(uid)) is not None:
-                _outbox(outboxes, request.peer).started.append((uid, cached))
-        start = 0
-        for uid, attempt, index, offset, count, finish, stop_id in rows:
-            mine = tokens[start : start + count]
-            start += count
-            request = self.requests.get(uid)
-            if request is None or request.attempt != attempt:
-                continue  # aborted, or of another attempt
-            sequence = request.sequences.get(index)
-            if sequence is None:
-                continue  # a stop string ended it while the scheduler went on
-            if offset != sequence.count:
-                if offset > sequence.count:
-                    self._lost_tokens(request, index, sequence.count, offset)
-                    continue
-                mine = mine[sequence.count - offset :]
-                if not mine and finish == Finish.NONE:
-                    continue
-            offset = sequence.count
-            news = sequence.advance(mine, finish, stop_id, request.include)
-            _outbox(outboxes, request.peer).add(uid, attempt, index, offset, mine[: news.used], news)
-            if sequence.done:
-                self._ended(request, index, finish == Finish.NONE)
-        for peer, outbox in outboxes.items():
+        step = Step(self.requests, self.preparer.texts)
+        step.take(message)
+        for stopped in step.stopped:
+            self.dealer.send(stopped)
+        for peer, outbox in step.outboxes.items():
             self._send(peer, outbox.batch())
+        for request in step.lost:
+            self._lose(request)
 
-    def _ended(self, request: Request, index: int, by_string: bool) -> None:
-        sequence = request.sequences.pop(index)
-        if by_string:
-            self.dealer.send(Stopped(request.uid, request.attempt, index, sequence.count))
-        if not request.sequences:
-            self.requests.pop(request.uid, None)
+    def _beams(self, message: BeamTokens) -> None:
+        """Tell the scheduler which candidates of a beam search a stop string ends."""
+        request = self.requests.get(message.uid)
+        if request is None or request.attempt != message.attempt or request.beams is None:
+            return  # aborted, or of another attempt
+        parents, tokens = from_i32(message.parents), from_i32(message.tokens)
+        try:
+            stopped = request.beams.advance(message.step, parents, tokens)
+        except LostBeams as error:
+            log.error("request %d is a beam search out of step: %s", request.uid, error)
+            self._lose(request)
+            return
+        self.dealer.send(BeamStopped(request.uid, request.attempt, message.step, i32(stopped)))
 
-    def _lost_tokens(self, request: Request, index: int, have: int, offset: int) -> None:
-        """Tokens are missing, which must not happen; its Engine has the rest of the truth and starts it again."""
-        log.error("request %d.%d has %d tokens and was sent those from %d on", request.uid, index, have, offset)
+    def _prompt_logprobs(self, message: PromptLogprobs) -> None:
+        """Give them texts, and pass them on."""
+        request = self.requests.get(message.uid)
+        if request is None or request.attempt != message.attempt:
+            return
+        check_logprobs(message.logprobs, len(message.logprobs.ranks) // 4)
+        if self.preparer.texts is not None and not request.silent:
+            self.preparer.texts.fill(message.logprobs)
+        self._send(request.peer, message)
+
+    def _lose(self, request: Request) -> None:
+        """What the scheduler sends does not follow from what is here; the request's Engine starts it again."""
         self._drop(request)
         self._send(request.peer, Gone(i64([request.uid]), i32([request.attempt])))
-
-
-def _outbox(outboxes: dict[str, Outbox], peer: str) -> Outbox:
-    outbox = outboxes.get(peer)
-    if outbox is None:
-        outbox = outboxes[peer] = Outbox()
-    return outbox
 
 
 def _size(message: Tokenize) -> int:

@@ -21,14 +21,19 @@ class News(NamedTuple):
 
 
 class TextSequence:
-    """Decoding state of (uid, index). ``count`` is the number of output tokens taken in so far."""
+    """Decoding state of (uid, index). ``count`` is the number of output tokens taken in so far.
 
-    __slots__ = ("_skip", "_stream", "_watch", "count", "done")
+    Without a stream there is no text (``detokenize=False``, or no tokenizer). Stop strings count only from the token
+    after the first ``min_tokens`` on; `stops.py` says where one that lies across that border belongs.
+    """
 
-    def __init__(self, stream: Stream, stops: StopSet | None, skip_text: int = 0):
+    __slots__ = ("_min", "_skip", "_stream", "_watch", "count", "done")
+
+    def __init__(self, stream: Stream | None, stops: StopSet | None, skip_text: int = 0, min_tokens: int = 0):
         self._stream = stream
         self._watch = StopWatch(stops) if stops else None
         self._skip = skip_text  # characters the client has already
+        self._min = min_tokens
         self.count = 0
         self.done = False
 
@@ -49,18 +54,22 @@ class TextSequence:
 
     def _decode(self, tokens: Sequence[int], last: bool) -> tuple[str, int, str | None]:
         """Text that may go out, the tokens taken, and the stop string met."""
-        push, watch = self._stream.push, self._watch
+        stream, watch = self._stream, self._watch
+        if stream is None:
+            return "", len(tokens), None
+        push = stream.push
         if watch is None:
             text = push(tokens[0]) if len(tokens) == 1 else "".join(map(push, tokens))
-            return (text + self._stream.finish() if last else text), len(tokens), None
+            return (text + stream.finish() if last else text), len(tokens), None
         parts = []
+        early = self._min - self.count  # so many of these are among the first min_tokens
         for n, token in enumerate(tokens):
-            part, hit = watch.feed(push(token))
+            part, hit = watch.feed(push(token), n < early)
             parts.append(part)
             if hit is not None:
                 return "".join(parts), n + 1, hit
         if last:
-            part, hit = watch.feed(self._stream.finish())
+            part, hit = watch.feed(stream.finish(), len(tokens) <= early)
             parts.append(part)
             if hit is not None:
                 return "".join(parts), len(tokens), hit
@@ -69,13 +78,15 @@ class TextSequence:
 
 
 def first_finish(
-    ids: Sequence[int], eos: Collection[int], stop_ids: Collection[int], max_tokens: int
+    ids: Sequence[int], eos: Collection[int], stop_ids: Collection[int], max_tokens: int, min_tokens: int = 0
 ) -> tuple[int, int, int]:
     """Where output ``ids`` end by the scheduler's own rules: (how many count, finish, stop id or -1).
 
     A resumed child may have ended just before its finish was lost.
     """
     for n, token in enumerate(ids):
+        if n + 1 < min_tokens:
+            continue
         if token in eos:
             return n + 1, Finish.STOP, -1
         if token in stop_ids:

@@ -3,6 +3,10 @@
 The first stop string to be complete wins, whatever its place in the list and however the text was cut into tokens;
 of several that end at one character, the longest. (vLLM takes the first in the list that a new token completes.)
 Text that could still become a stop string is held back, and no more than that.
+
+With ``min_tokens`` a stop string counts where its last character comes from a token after the first ``min_tokens``
+ones, as in vLLM: one that is complete earlier is text like any other, and one that begins earlier and ends later is
+a stop string.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from collections import deque
 class StopSet:
     """The stop strings of one request as an Aho-Corasick automaton: O(1) a character for any number of them.
 
-    ``depth[state]`` is how many of the last characters begin some stop string; ``hits[state]`` is the longest stop
-    string that ends here, or None. State 0 is the start.
+    ``depth[state]`` is how many of the last characters begin some stop string that is not complete; ``hits[state]`` is
+    the longest stop string that ends here, or None. State 0 is the start.
     """
 
     def __init__(self, strings: list[str], include: bool):
@@ -51,6 +55,8 @@ class StopSet:
                     fail = fails[fail]
                 fails[child] = self.edges[fail].get(char, 0)
                 self.hits[child] = self.hits[child] or self.hits[fails[child]]
+                if not self.edges[child]:  # complete: only what its end begins can go on
+                    self.depth[child] = self.depth[fails[child]]
                 queue.append(child)
         return fails
 
@@ -71,14 +77,23 @@ class StopWatch:
         self._state = 0
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Text that may go out now, and the stop string that ended it (the text is then cut there)."""
+    def copy(self) -> StopWatch:
+        """An independent one that has seen the same text."""
+        other = StopWatch(self._set)
+        other._state, other._held = self._state, self._held
+        return other
+
+    def feed(self, text: str, quiet: bool = False) -> tuple[str, str | None]:
+        """Text that may go out now, and the stop string that ended it (the text is then cut there).
+
+        ``quiet``: this text is of the first ``min_tokens`` tokens, and stop strings complete in it are text.
+        """
         stops, state = self._set, self._state
         if not state and not stops.starts(text):
             return text, None
         for n, char in enumerate(text):
             state = stops.next(state, char)
-            if (hit := stops.hits[state]) is not None:
+            if (hit := stops.hits[state]) is not None and not quiet:
                 whole = self._held + text[: n + 1]
                 return whole if stops.include else whole[: -len(hit)], hit
         self._state = state

@@ -12,15 +12,16 @@ from ..proto.codec import BadFrame, from_i32
 from ..proto.hashing import hash_blocks
 from ..proto.messages import Child, Finish, Tokenize
 from ..proto.model_config import ModelConfig
-from .detokenize import Streams
+from ..proto.params import SamplingParams
+from .beams import BeamTexts
+from .checks import bad_word_ids, check_params, check_text, masked_ids
+from .detokenize import Stream, Streams
 from .errors import Refused
+from .logprobs import TokenTexts
 from .sequence import News, TextSequence, first_finish
 from .stops import StopSet
 from .template import ChatTemplate
 from .tokenizer import TextTokenizer
-
-MAX_STOP_CHARACTERS = 4096
-"""Characters all stop strings of a request may have together."""
 
 _TAIL_MARGIN = 4096
 """Characters kept before the part of a text that truncation keeps, so that its tokens are those of the whole text."""
@@ -28,7 +29,7 @@ _TAIL_MARGIN = 4096
 
 @dataclass
 class Prepared:
-    """A request ready to run. ``finished`` holds resumed children whose finish was lost on its way."""
+    """A request ready to run. ``replayed`` holds text, or the finish, that resumed children are owed."""
 
     ids: bytes  # i32
     prompt: str | None
@@ -38,40 +39,45 @@ class Prepared:
     sequences: dict[int, TextSequence]
     children: list[Child] = field(default_factory=list)
     replayed: list[tuple[int, int, News]] = field(default_factory=list)  # index, offset, news
+    masked: bytes = b""  # i32
+    bad_words: list[list[int]] = field(default_factory=list)
+    beams: BeamTexts | None = None
 
 
 class Preparer:
     """What every request of this process shares."""
 
-    def __init__(self, tokenizer: TextTokenizer, model: ModelConfig):
-        self.tokenizer, self.model = tokenizer, model
-        self.template = ChatTemplate(tokenizer.templates, tokenizer.special)
-        self.streams = Streams(tokenizer)
-        eos = [*model.eos_token_ids, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
-        self.eos = list(dict.fromkeys(eos))
+    def __init__(self, tokenizer: TextTokenizer | None, model: ModelConfig, max_logprobs: int = 20):
+        """No tokenizer: prompts are ids, and there is no text (``--skip-tokenizer-init``).
+
+        The primary EOS is the tokenizer's, or else the first of the model's: it ends a sequence with no stop reason.
+        The model's others are added to ``stop_token_ids``, as in vLLM, and are named as the reason.
+        """
+        self.tokenizer, self.model, self.max_logprobs = tokenizer, model, max_logprobs
+        self.template = ChatTemplate(tokenizer.templates, tokenizer.special) if tokenizer else ChatTemplate({}, {})
+        self.streams = Streams(tokenizer) if tokenizer else None
+        self.texts = TokenTexts(self.streams.piece) if self.streams else None
+        first = [] if tokenizer is None or tokenizer.eos_id is None else [tokenizer.eos_id]
+        every = [token for token in dict.fromkeys([*first, *model.eos_token_ids]) if 0 <= token < model.vocab_size]
+        self.eos, self.more_eos = every[:1], every[1:]
 
     def prepare(self, message: Tokenize, block_size: int, max_model_len: int) -> Prepared:
         """Render, encode, check and resolve. ``message.params.max_tokens`` is a number afterwards.
 
-        Raises Refused with the field at fault.
+        ``prompt`` of the result is the text given or rendered; with ``echo`` it is the text of the ids that are run,
+        where truncation left only some. Raises Refused with the field at fault.
         """
         params = message.params
-        if params.max_tokens is not None and params.max_tokens > max_model_len:
-            raise Refused(
-                f"max_tokens={params.max_tokens} cannot be greater than max_model_len={max_model_len}. "
-                "Please request fewer output tokens.",
-                "max_tokens",
-            )
-        if sum(len(string) for string in params.stop or ()) > MAX_STOP_CHARACTERS:
-            raise Refused(f"stop strings have more than {MAX_STOP_CHARACTERS} characters together.", "stop")
-        prompt, ids = self._ids(message, max_model_len)
-        if params.truncate_prompt_tokens is not None:
-            ids = ids[-params.truncate_prompt_tokens :]
+        check_params(params, self.model, max_model_len, self.max_logprobs)
+        check_text(params, self.tokenizer)
+        keep = params.truncate_prompt_tokens
+        if keep == -1:  # what the context holds beside the least output
+            keep = max(1, max_model_len - max(1, params.min_tokens))
+        prompt, ids, cut = self._ids(message, max_model_len, keep)
         self._check(ids, max_model_len)
-        if message.echo and prompt is None:
+        if message.echo and (prompt is None or cut) and self.tokenizer is not None:
             prompt = self.tokenizer.decode(ids, params.skip_special_tokens)
-        room = max_model_len - len(ids)
-        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._resolve(params, max_model_len - len(ids))
         packed = array("i", ids).tobytes()
         prepared = Prepared(
             ids=packed,
@@ -80,13 +86,29 @@ class Preparer:
             block_size=block_size,
             eos=[] if params.ignore_eos else self.eos,
             sequences={},
+            masked=masked_ids(params, [*self.eos, *self.more_eos]),
         )
+        if params.bad_words and self.tokenizer is not None:
+            prepared.bad_words = bad_word_ids(params.bad_words, self.tokenizer, self.model.vocab_size)
         self._open(message, ids, prepared)
         return prepared
 
+    def _resolve(self, params: SamplingParams, room: int) -> None:
+        """``max_tokens`` as a number that fits; the model's further EOS ids among the stop ids."""
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > params.max_tokens:
+            raise Refused(
+                f"min_tokens must be less than or equal to max_tokens={params.max_tokens} (what the model's context "
+                f"leaves beside the prompt), got {params.min_tokens}.",
+                "min_tokens",
+            )
+        if self.more_eos and not params.ignore_eos:
+            params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.more_eos]))
+
     # -- prompt
 
-    def _ids(self, message: Tokenize, max_model_len: int) -> tuple[str | None, list[int]]:
+    def _ids(self, message: Tokenize, max_model_len: int, keep: int | None) -> tuple[str | None, list[int], bool]:
+        """The prompt's text where there is one, its ids, and whether truncation has cut them."""
         given = [message.prompt is not None, message.ids is not None, message.messages is not None]
         if sum(given) != 1:
             raise Refused("exactly one of a prompt, token ids and messages must be given.", "prompt")
@@ -95,25 +117,31 @@ class Preparer:
                 ids = from_i32(message.ids)
             except BadFrame as error:
                 raise Refused(f"prompt token ids: {error}", "prompt") from error
-            return None, ids
+            return None, *_last(ids, keep)
+        if self.tokenizer is None:
+            raise Refused(
+                "this server has no tokenizer (--skip-tokenizer-init); give the prompt as token ids.",
+                "prompt" if message.messages is None else "messages",
+            )
         if message.messages is not None:
             text, special = self.template.render(message.messages, message.template), False
         else:
             text, special = message.prompt or "", message.add_special_tokens
         if not text:
-            return text, []
-        shown = self._bounded(text, max_model_len, message.params.truncate_prompt_tokens)
+            return text, [], False
+        shown = self._bounded(text, max_model_len, self.tokenizer, keep)
         try:
-            return text, self.tokenizer.encode(shown, special)
+            ids = self.tokenizer.encode(shown, special)
         except Exception as error:  # `tokenizers` raises plain Exception
             raise Refused(f"the prompt cannot be encoded: {error}"[:300], "prompt") from error
+        return text, *_last(ids, keep)
 
-    def _bounded(self, text: str, max_model_len: int, truncate: int | None) -> str:
+    def _bounded(self, text: str, max_model_len: int, tokenizer: TextTokenizer, keep: int | None) -> str:
         """Refuse a text that cannot fit without encoding it; cut one of which only the end will be kept."""
-        if len(text) <= max_model_len or (longest := self.tokenizer.longest) is None:
+        if len(text) <= max_model_len or (longest := tokenizer.longest) is None:
             return text
-        if truncate is not None:
-            return text[-(truncate * longest + _TAIL_MARGIN) :]
+        if keep is not None:
+            return text[-(keep * longest + _TAIL_MARGIN) :]
         if len(text) > max_model_len * longest:
             raise Refused(
                 f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
@@ -146,23 +174,35 @@ class Preparer:
         """Decoding state of each child; what a resumed child already has is decoded again here."""
         params = message.params
         stops = StopSet([*params.stop], params.include_stop_str_in_output) if params.stop else None
-        if not message.resume:
+
+        def stream() -> Stream | None:
+            if self.streams is None or not params.detokenize:
+                return None
+            return self.streams.open(ids, params.skip_special_tokens, params.spaces_between_special_tokens)
+
+        if not message.resume or params.use_beam_search:  # a beam search starts again whole
             for index in range(params.n):
-                stream = self.streams.open(ids, params.skip_special_tokens)
-                prepared.sequences[index] = TextSequence(stream, stops)
+                prepared.sequences[index] = TextSequence(stream(), stops, 0, params.min_tokens)
+            if params.use_beam_search and stops is not None and (root := stream()) is not None:
+                prepared.beams = BeamTexts(root, stops, params.min_tokens)
             return
         for resume in message.resume:
             try:
                 outputs = from_i32(resume.ids)
             except BadFrame as error:
                 raise Refused(f"resumed token ids: {error}", status=500) from error
-            stream = self.streams.open(ids, params.skip_special_tokens)
-            sequence = TextSequence(stream, stops, resume.text_sent)
-            most = params.max_tokens or 0
-            used, finish, stop_id = first_finish(outputs, prepared.eos, params.stop_token_ids or (), most)
+            sequence = TextSequence(stream(), stops, resume.text_sent, params.min_tokens)
+            used, finish, stop_id = first_finish(
+                outputs, prepared.eos, params.stop_token_ids or (), params.max_tokens or 0, params.min_tokens
+            )
             news = sequence.advance(outputs[:used], finish, stop_id, params.include_stop_str_in_output)
             if news.text or sequence.done:
                 prepared.replayed.append((resume.index, len(outputs), news))
             if news.finish == Finish.NONE:
                 prepared.sequences[resume.index] = sequence
                 prepared.children.append(Child(resume.index, resume.ids))
+
+
+def _last(ids: list[int], keep: int | None) -> tuple[list[int], bool]:
+    """The last ``keep`` ids, and whether there were more."""
+    return (ids, False) if keep is None or len(ids) <= keep else (ids[-keep:], True)

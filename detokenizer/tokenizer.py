@@ -35,7 +35,9 @@ _REMOTE_CODE = (
 class TextTokenizer:
     """A loaded tokenizer. Every method may be called from any thread.
 
-    ``encode(text, add_special_tokens)`` gives ids; ``decode(ids, skip_special_tokens)`` gives text.
+    ``encode(text, add_special_tokens)`` gives ids; ``decode(ids, skip_special_tokens, spaces=True)`` gives text, where
+    ``spaces`` matters to slow tokenizers alone: whether added tokens stand between spaces. ``piece(id)`` is a token's
+    own name in the vocabulary, or None.
     ``backend`` is the `tokenizers.Tokenizer`, or None for a slow one. ``special`` maps bos_token and the other names
     to their text; ``bos_id`` and ``eos_id`` are their ids. ``templates`` maps names ("default", "tool_use") to chat
     templates.
@@ -44,14 +46,15 @@ class TextTokenizer:
     def __init__(
         self,
         encode: Callable[[str, bool], list[int]],
-        decode: Callable[[list[int], bool], str],
+        decode: Callable[..., str],
         backend: Tokenizer | None,
         special: dict[str, str],
         token_id: Callable[[str], int | None],
         templates: dict[str, str],
+        piece: Callable[[int], str | None] = lambda token: None,
     ):
         self.encode, self.decode, self.backend = encode, decode, backend
-        self.special, self.templates = special, templates
+        self.special, self.templates, self.piece = special, templates, piece
         self.bos_id, self.eos_id = (
             token_id(special[name]) if name in special else None for name in ("bos_token", "eos_token")
         )
@@ -86,10 +89,10 @@ def load_tokenizer(
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(ids: list[int], skip_special_tokens: bool, spaces: bool = True) -> str:
         return backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    return TextTokenizer(encode, decode, backend, special, backend.token_to_id, templates)
+    return TextTokenizer(encode, decode, backend, special, backend.token_to_id, templates, backend.id_to_token)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -209,12 +212,33 @@ def _load_slow(path: str, mode: str, templates: dict[str, str], trust_remote_cod
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         return slow.encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(ids: list[int], skip_special_tokens: bool) -> str:
-        return slow.decode(
-            [i for i in ids if 0 <= i < size],
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+    added = () if slow.is_fast else frozenset(slow.get_added_vocab())
+
+    def decode(ids: list[int], skip_special_tokens: bool, spaces: bool = True) -> str:
+        ids = [i for i in ids if 0 <= i < size]
+        if added:
+            return _join_added(slow, slow.convert_ids_to_tokens(ids, skip_special_tokens), added, spaces)
+        return slow.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def piece(token: int) -> str | None:
+        return slow.convert_ids_to_tokens(token) if 0 <= token < size else None
 
     special = {name: str(slow.special_tokens_map[name]) for name in NAMED if slow.special_tokens_map.get(name)}
-    return TextTokenizer(encode, decode, None, special, slow.convert_tokens_to_ids, templates)
+    return TextTokenizer(encode, decode, None, special, slow.convert_tokens_to_ids, templates, piece)
+
+
+def _join_added(slow: Any, tokens: list[str], added: frozenset[str], spaces: bool) -> str:
+    """Text of tokens where added ones stand for themselves, between spaces or not (as vLLM does it)."""
+    parts: list[str] = []
+    run: list[str] = []
+    for token in tokens:
+        if token not in added:
+            run.append(token)
+            continue
+        if run:
+            parts.append(slow.convert_tokens_to_string(run))
+            run = []
+        parts.append(token)
+    if run:
+        parts.append(slow.convert_tokens_to_string(run))
+    return (" " if spaces else "").join(parts)

@@ -289,7 +289,7 @@ def test_prompt_in_every_form(preparer: Preparer) -> None:
     assert ids[0] == 0 and preparer.tokenizer.decode(ids, True) == prepared.prompt == "Hello world"
     assert message.params.max_tokens == 64 - len(ids)
     assert prepared.hashes == b"".join(hash_blocks(prepared.ids, 4)) and len(prepared.hashes) == len(ids) // 4 * 16
-    assert prepared.eos == [3, 1] and list(prepared.sequences) == [0]
+    assert prepared.eos == [1] and message.params.stop_token_ids == [3] and list(prepared.sequences) == [0]
     assert preparer.prepare(ask(prompt="Hello world", add_special_tokens=False), 4, 64).ids == i32(ids[1:])
     given = preparer.prepare(ask(ids=i32(ids), sampling={"n": 3, "ignore_eos": True}), 4, 64)
     assert (given.ids, given.prompt, given.eos, list(given.sequences)) == (i32(ids), None, [], [0, 1, 2])
@@ -346,7 +346,7 @@ def test_resumed_children_end_by_what_they_already_have(preparer: Preparer) -> N
     ids = preparer.tokenizer.encode("Hello world STOP more", False)
     resumes = [
         Resume(0, i32(ids[:2]), 0),  # goes on
-        Resume(1, i32([*ids[:2], 3]), 2),  # EOS was sampled
+        Resume(1, i32([*ids[:2], 1]), 2),  # EOS was sampled
         Resume(2, i32(ids), 0),  # the stop string is in it
         Resume(3, i32(ids[:2] + [5] * 8), 0),  # max_tokens reached
     ]

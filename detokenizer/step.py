@@ -1,0 +1,92 @@
+"""One TokenBatch to one TextBatch an Engine: the part of a step that does no IO."""
+
+from __future__ import annotations
+
+import logging
+
+from ..proto.codec import from_i32
+from ..proto.messages import Finish, Logprobs, Stopped, TokenBatch
+from .columns import Outbox, pairs_of, rows_of
+from .logprobs import TokenTexts, cut, logprobs_of
+from .request import Request
+
+log = logging.getLogger(__name__)
+
+
+class Step:
+    """What a batch means: ``outboxes`` for Engines, children ``stopped`` by a string, requests that ``lost`` tokens.
+
+    Children that end, and requests all of whose children have, are taken out of ``requests``.
+    """
+
+    def __init__(self, requests: dict[int, Request], texts: TokenTexts | None):
+        self._requests, self._texts = requests, texts
+        self.outboxes: dict[str, Outbox] = {}
+        self.stopped: list[Stopped] = []
+        self.lost: list[Request] = []
+
+    def take(self, message: TokenBatch) -> None:
+        """Raises BadFrame, before anything is changed, where columns disagree."""
+        rows = rows_of(message)
+        tokens = from_i32(message.tokens)
+        records = logprobs_of(message, [row[4] for row in rows])
+        started = pairs_of(message.started_uids, message.started_cached)
+        for uid, cached in started:
+            if (request := self._requests.get(uid)) is not None:
+                self._outbox(request.peer).started.append((uid, cached))
+        start = 0
+        for at, (uid, attempt, index, offset, count, finish, stop_id) in enumerate(rows):
+            mine = tokens[start : start + count]
+            start += count
+            request = self._requests.get(uid)
+            if request is None or request.attempt != attempt:
+                continue  # aborted, or of another attempt
+            self._row(request, index, offset, mine, finish, stop_id, records.get(at))
+
+    def _row(
+        self, request: Request, index: int, offset: int, tokens: list[int], finish: int, stop_id: int,
+        record: Logprobs | None,
+    ) -> None:  # fmt: skip
+        sequence = request.sequences.get(index)
+        if sequence is None:
+            return  # a stop string ended it while the scheduler went on
+        count, have = len(tokens), sequence.count - offset
+        if have < 0:
+            self._lose(request, index, sequence.count, offset)
+            return
+        if have:  # these are here already
+            tokens = tokens[have:]
+            if not tokens and finish == Finish.NONE:
+                return
+        offset = sequence.count
+        include = request.include
+        if finish == Finish.STOP and not include and tokens:
+            include = request.shows_end(tokens[-1], stop_id)
+        news = sequence.advance(tokens, finish, stop_id, include)
+        if record is not None:
+            record = cut(record, count, have, have + news.used)
+            if record is not None and self._texts is not None and not request.silent:
+                self._texts.fill(record)
+        box = self._outbox(request.peer)
+        box.add(request.uid, request.attempt, index, offset, tokens[: news.used], news, record)
+        if sequence.done:
+            self._ended(request, index, finish == Finish.NONE)
+
+    def _outbox(self, peer: str) -> Outbox:
+        box = self.outboxes.get(peer)
+        if box is None:
+            box = self.outboxes[peer] = Outbox()
+        return box
+
+    def _ended(self, request: Request, index: int, by_string: bool) -> None:
+        sequence = request.sequences.pop(index)
+        if by_string and not request.beam_search:
+            self.stopped.append(Stopped(request.uid, request.attempt, index, sequence.count))
+        if not request.sequences:
+            self._requests.pop(request.uid, None)
+
+    def _lose(self, request: Request, index: int, have: int, offset: int) -> None:
+        """Tokens are missing, which must not happen; its Engine has the rest of the truth and starts it again."""
+        log.error("request %d.%d has %d tokens and was sent those from %d on", request.uid, index, have, offset)
+        self._requests.pop(request.uid, None)
+        self.lost.append(request)
