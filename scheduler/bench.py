@@ -19,7 +19,6 @@ from ..proto.messages import (
     FromSchedulerFront,
     FromSchedulerWorkers,
     Lease,
-    StepResult,
     Submit,
     TokenBatch,
     ToSchedulerWorkers,
@@ -135,7 +134,7 @@ class _World:
         if not self.sent:
             return b""
         plan = self.decoders[0](self.sent.popleft())
-        return encode(StepResult(plan.lease, plan.step, self.store.run(plan)))
+        return encode(self.store.run(plan))
 
     def _replace_ended(self, frame: bytes) -> None:
         batch = self.decoders[2](frame)

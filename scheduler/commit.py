@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..proto.codec import BadFrame, from_i32
-from ..proto.messages import Finish, StepResult
+from ..proto.messages import Finish, PromptLogprobs, StepResult
+from .logprobs import count_logprobs, skip_logprobs
 from .replica import Replica, Step
 from .request import Sequence
 
@@ -22,6 +24,8 @@ def commit(core: Scheduler, replica: Replica, result: StepResult) -> None:
     core.outbox.flush()
     replica.in_flight.popleft()
     core.steps += 1
+    if step.prompts or result.failed or result.logprobs:
+        _pass_on(core, step, result)
     sink = None
     for seq, generation, token in zip(step.decodes, step.generations, tokens, strict=False):
         if seq.generation != generation:
@@ -51,9 +55,70 @@ def _check(replica: Replica, result: StepResult) -> tuple[Step, list[int]]:
         raise BadFrame(f"{len(tokens)} tokens for the {step.samples()} sample slots of step {step.number}")
     if result.counts and from_i32(result.counts) != [1] * len(tokens):
         raise BadFrame(f"step {step.number} draws one token for each slot")
+    if result.failed:
+        _check_failed(result, tokens)
     if tokens and not 0 <= min(tokens) <= max(tokens) < replica.vocab_size:
         raise BadFrame(f"tokens {min(tokens)} to {max(tokens)} of a vocabulary of {replica.vocab_size}")
+    if result.logprobs or result.logprob_slots:
+        _check_logprobs(result, len(tokens))
+    if step.prompts or result.prompts:
+        _check_prompts(step, result)
     return step, tokens
+
+
+def _check_failed(result: StepResult, tokens: list[int]) -> None:
+    """Failed slots must be slots; what stands there for a token means nothing."""
+    for failed in result.failed:
+        if not 0 <= failed.slot < len(tokens):
+            raise BadFrame(f"slot {failed.slot} of {len(tokens)} failed")
+        tokens[failed.slot] = 0
+
+
+def _check_logprobs(result: StepResult, slots: int) -> None:
+    """Records of one token each, for slots that exist, in rising order."""
+    given = from_i32(result.logprob_slots)
+    if len(given) != len(result.logprobs) or any(a >= b for a, b in pairwise([-1, *given, slots])):
+        raise BadFrame(f"{len(result.logprobs)} logprobs for the slots {given[:8]} of {slots}")
+    for record in result.logprobs:
+        if count_logprobs(record) != 1:
+            raise BadFrame("logprobs of one token were expected")
+
+
+def _check_prompts(step: Step, result: StepResult) -> None:
+    """Exactly the prompt logprobs that this step computes, each row's in one piece or several that join."""
+    wanted = {at: (first, end) for _, at, first, end in step.prompts}
+    for piece in result.prompts:
+        first, end = wanted.get(piece.at, (0, 0))
+        stop = piece.start + count_logprobs(piece.logprobs)
+        if piece.start != first or stop > end:
+            raise BadFrame(
+                f"logprobs of prompt tokens {piece.start} to {stop} of compute row {piece.at}, not {first} to {end}"
+            )
+        wanted[piece.at] = stop, end
+    for at, (first, end) in wanted.items():
+        if first != end:
+            raise BadFrame(f"logprobs of prompt tokens {first} to {end} of compute row {at} are missing")
+
+
+def _pass_on(core: Scheduler, step: Step, result: StepResult) -> None:
+    """What comes beside tokens, for the few who asked for it: prompt logprobs first, as they go out before tokens."""
+    requests = {at: request for request, at, _, _ in step.prompts}
+    for piece in result.prompts:
+        request = requests[piece.at]
+        stop = piece.start + count_logprobs(piece.logprobs)
+        if core.requests.get(request.uid) is request and piece.start <= request.prompt_done < stop:
+            record = skip_logprobs(piece.logprobs, request.prompt_done - piece.start)
+            message = PromptLogprobs(request.uid, request.attempt, request.prompt_done, record)
+            core.outbox.put(request.owner, message)
+            request.prompt_done = stop
+    for failed in result.failed:
+        seq, generation = step.slot(failed.slot)
+        if seq.generation == generation:
+            core.fail(seq.request, min(max(failed.status, 400), 599), failed.message)
+    for slot, record in zip(from_i32(result.logprob_slots), result.logprobs, strict=True):
+        seq, generation = step.slot(slot)
+        if seq.generation == generation:
+            seq.sink.logprobs[seq] = record
 
 
 def _commit_chunks(core: Scheduler, replica: Replica, step: Step, tokens: list[int]) -> None:
@@ -78,8 +143,11 @@ def _look(core: Scheduler, replica: Replica, seq: Sequence, token: int) -> None:
     """At a milestone or a stop token: register the blocks that are full, or end the sequence."""
     _register(replica, seq)
     if token in seq.stops:
-        core.end(seq, *seq.request.finish_of(token))
-    elif seq.known >= seq.limit:
+        finish, stop_id = seq.request.finish_of(token, len(seq.outputs))
+        if finish is not Finish.NONE:
+            core.end(seq, finish, stop_id)
+            return
+    if seq.known >= seq.limit:
         core.end(seq, Finish.LENGTH, -1)
     else:
         full_at = (seq.registered + 1) * replica.block_size + 1

@@ -85,7 +85,9 @@ class Scheduler:
         parent: Sequence | None = None
         for seq in list(request.live):
             seq.sink = sink
-            finish, stop_id = request.finish_of(seq.outputs[-1]) if seq.outputs else (Finish.NONE, -1)
+            finish, stop_id = Finish.NONE, -1
+            if seq.outputs:
+                finish, stop_id = request.finish_of(seq.outputs[-1], len(seq.outputs))
             if finish is Finish.NONE and seq.known >= seq.limit:
                 finish = Finish.LENGTH
             if finish is not Finish.NONE:  # it had ended before its last attempt was lost
@@ -168,9 +170,10 @@ class Scheduler:
             for other in request.live:  # it waited with a sibling for that one's prefill
                 if seq in other.siblings:
                     other.siblings.remove(seq)
-        for sibling in seq.siblings:
-            self.queue.push(sibling)
-        seq.siblings = []
+        if seq.siblings:  # the next of them prefills for the rest
+            heir, *heir.siblings = seq.siblings
+            self.queue.push(heir)
+            seq.siblings = []
         self.generation_tokens += len(seq.outputs)
         seq.finish()
         if not request.live:

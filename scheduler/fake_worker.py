@@ -1,8 +1,8 @@
 """A worker without a model: the real protocol, and a store of pages that turns a wrong block into a wrong token.
 
 Each token is written through the row's block table, and the token drawn for position p is a hash of the seed, p and
-everything read back through the table; so whatever the scheduler does wrong with blocks shows in the tokens.
-``expected_tokens`` computes what must come out. ``python -m quire.scheduler.fake_worker`` runs it as a process.
+everything read back through the table, and so are logprobs; so whatever the scheduler does wrong with blocks shows.
+``fake_model`` computes what must come out. ``python -m quire.scheduler.fake_worker`` runs it as a process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from array import array
-from hashlib import blake2b
 
 import zmq
 
@@ -31,53 +30,42 @@ from ..proto.messages import (
     Hello,
     Lease,
     Loaded,
+    Logprobs,
+    PromptChunk,
     Ready,
+    SlotFailed,
     StepFailed,
     StepPlan,
     StepResult,
 )  # fmt: skip
 from ..proto.process import die, new_incarnation, setup_logging, watch_parent
 from ..proto.sockets import DISCONNECTED, Dealer, worker_endpoint
+from .fake_model import cell, distribution, draw, join, record
 
 BEAT_S = 1.0
 UNWRITTEN = -1
+PROMPT_SLICE = 16
+"""Prompt logprobs in one piece, at most; a longer chunk's come in several."""
 
 
 class PlanError(ValueError):
     """A plan that no worker can run."""
 
 
-def draw(seed: int, position: int, context: bytes, vocab_size: int) -> int:
-    """The token for ``position`` after ``context`` (int64 pages: position << 32 | token of each)."""
-    key = f"{seed}:{position}:".encode()
-    return int.from_bytes(blake2b(key + context, digest_size=8).digest(), "little") % vocab_size
-
-
-def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int) -> list[int]:
-    """The oracle: ``count`` tokens as a worker with sound pages draws them."""
-    context = array("q", [_cell(p, token) for p, token in enumerate(prompt)])
-    out = []
-    for position in range(len(prompt), len(prompt) + count):
-        out.append(draw(seed, position, context.tobytes(), vocab_size))
-        context.append(_cell(position, out[-1]))
-    return out
-
-
-def _cell(position: int, token: int) -> int:
-    return position << 32 | token
-
-
 class Row:
-    """One persistent row."""
+    """One persistent row: what it was admitted with, and all tokens so far."""
 
-    def __init__(self, tokens: list[int], seed: int):
-        self.tokens, self.seed = tokens, seed
+    def __init__(self, admit: Admit, tokens: list[int], seed: int):
+        self.admit, self.tokens, self.seed = admit, tokens, seed
         self.table: list[int] = []
         self.computed = -1  # positions written; -1 until the first chunk says what was found in the cache
 
 
 class PageStore:
-    """Rows and pages of one lease. ``pages=False`` keeps none and draws 1 every time, for benches."""
+    """Rows and pages of one lease. ``pages=False`` keeps none and draws 1 every time, for benches.
+
+    Slots of requests in ``failing`` (uids) draw nothing and are reported as failed.
+    """
 
     def __init__(self, num_rows: int, num_blocks: int, block_size: int, vocab_size: int, pages: bool = True):
         self.num_rows, self.num_blocks, self.block_size = num_rows, num_blocks, block_size
@@ -85,14 +73,15 @@ class PageStore:
         self.rows: dict[int, Row] = {}
         self.pages = [array("q", [UNWRITTEN] * block_size) for _ in range(num_blocks if pages else 0)]
         self.last_step = 0
+        self.failing: set[int] = set()
 
-    def run(self, plan: StepPlan) -> bytes:
-        """Apply a plan in the documented order; the tokens drawn, as int32 bytes. Raises PlanError."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Apply a plan in the documented order. Raises PlanError."""
         if plan.step != self.last_step + 1:
             raise PlanError(f"step {plan.step} after step {self.last_step}")
         self.last_step = plan.step
         if not self.pages:
-            return i32([1] * (len(plan.sample_rows) // 4))
+            return StepResult(plan.lease, plan.step, i32([1] * (len(plan.sample_rows) // 4)))
         for row in from_i32(plan.drops):
             if self.rows.pop(row, None) is None:
                 raise PlanError(f"dropped row {row} is empty")
@@ -101,8 +90,11 @@ class PageStore:
         for admit in plan.admits:
             self._admit(admit)
         self._set_tables(from_i32(plan.delta_rows), from_i32(plan.delta_slots), from_i32(plan.delta_blocks))
-        ends = self._compute(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts))
-        return i32(self._sample(ends, from_i32(plan.sample_src), from_i32(plan.sample_rows)))
+        self._append(from_i32(plan.append_rows), from_i32(plan.append_tokens))
+        result = StepResult(plan.lease, plan.step, b"")
+        ends = self._compute(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts), result)
+        self._sample(ends, from_i32(plan.sample_src), from_i32(plan.sample_rows), result)
+        return result
 
     def _row(self, row: int) -> Row:
         if row not in self.rows:
@@ -120,7 +112,7 @@ class PageStore:
         copies = []
         for src, seed in zip(sources, seeds, strict=True):
             old = self._row(src)
-            new = Row(old.tokens[:], seed)
+            new = Row(old.admit, old.tokens[:], seed)
             new.table, new.computed = old.table[:], old.computed
             copies.append(new)
         for dst, new in zip(targets, copies, strict=True):
@@ -138,7 +130,7 @@ class PageStore:
         tokens = from_i32(admit.ids)
         if not 0 < admit.prompt_len <= len(tokens):
             raise PlanError(f"prompt of {admit.prompt_len} in {len(tokens)} tokens")
-        self.rows[admit.row] = Row(tokens, admit.seed)
+        self.rows[admit.row] = Row(admit, tokens, admit.seed)
 
     def _set_tables(self, rows: list[int], slots: list[int], blocks: list[int]) -> None:
         _same_length(rows, slots, blocks)
@@ -149,7 +141,19 @@ class PageStore:
                 raise PlanError(f"slot {slot} of a table of {len(table)}")
             table[slot : slot + 1] = [block]
 
-    def _compute(self, rows: list[int], starts: list[int], counts: list[int]) -> list[tuple[Row, int]]:
+    def _append(self, rows: list[int], tokens: list[int]) -> None:
+        _same_length(rows, tokens)
+        if len(set(rows)) != len(rows):
+            raise PlanError(f"tokens are appended to rows {rows}")
+        for number, token in zip(rows, tokens, strict=True):
+            row = self._row(number)
+            if row.computed != len(row.tokens) or not 0 <= token < self.vocab_size:
+                raise PlanError(f"token {token} for row {number}, {row.computed} of {len(row.tokens)} done")
+            row.tokens.append(token)
+
+    def _compute(
+        self, rows: list[int], starts: list[int], counts: list[int], result: StepResult
+    ) -> list[tuple[Row, int]]:
         """Write every row's new tokens into its pages: (row, position after the last) of each compute row."""
         _same_length(rows, starts, counts)
         if not rows or len(set(rows)) != len(rows):
@@ -161,26 +165,60 @@ class PageStore:
                 raise PlanError(f"row {number}: {count} from {start}, {row.computed} of {len(row.tokens)} done")
             for position in range(start, start + count):
                 page = self._page(self._block(row, position))
-                page[position % self.block_size] = _cell(position, row.tokens[position])
+                page[position % self.block_size] = cell(position, row.tokens[position])
             row.computed = start + count
             ends.append((row, start + count))
+        for at, ((row, end), start) in enumerate(zip(ends, starts, strict=True)):
+            if row.admit.prompt_logprobs_from >= 0:
+                first = max(row.admit.prompt_logprobs_from, start + 1)
+                self._score_prompt(row, at, first, min(end + 1, row.admit.prompt_len), result)
         return ends
 
-    def _sample(self, ends: list[tuple[Row, int]], sources: list[int], targets: list[int]) -> list[int]:
+    def _score_prompt(self, row: Row, at: int, first: int, end: int, result: StepResult) -> None:
+        for start in range(first, end, PROMPT_SLICE):
+            found = []
+            for position in range(start, min(start + PROMPT_SLICE, end)):
+                values = distribution(self._context(row, position), self.vocab_size)
+                found.append(record(values, row.tokens[position], row.admit.params.prompt_logprobs or 0))
+            result.prompts.append(PromptChunk(at, start, join(found)))
+
+    def _sample(self, ends: list[tuple[Row, int]], sources: list[int], targets: list[int], result: StepResult) -> None:
         _same_length(sources, targets)
-        tokens = []
-        for src, dst in zip(sources, targets, strict=True):
+        tokens, slots = [], []
+        for slot, (src, dst) in enumerate(zip(sources, targets, strict=True)):
             if not 0 <= src < len(ends):
                 raise PlanError(f"sample from compute row {src} of {len(ends)}")
             (source, end), target = ends[src], self._row(dst)
             if len(target.tokens) != end:
                 raise PlanError(f"row {dst} has {len(target.tokens)} tokens and draws one for position {end}")
-            context = b"".join(self._page(block).tobytes() for block in source.table[: -(-end // self.block_size)])
-            tokens.append(draw(target.seed, end, context[: 8 * end], self.vocab_size))
             target.computed = end
+            if target.admit.uid in self.failing:
+                tokens.append(-1)
+                result.failed.append(SlotFailed(slot, 503, f"request {target.admit.uid} fails"))
+                continue
+            context = self._context(source, end)
+            tokens.append(draw(target.seed, end, context, self.vocab_size))
+            if target.admit.params.logprobs is not None or target.admit.params.use_beam_search:
+                slots.append(slot)
+                tokens[-1], found = self._score(target, context, tokens[-1])
+                result.logprobs.append(found)
         for dst, token in zip(targets, tokens, strict=True):
-            self.rows[dst].tokens.append(token)
-        return tokens
+            if not self.rows[dst].admit.params.use_beam_search:
+                self.rows[dst].tokens.append(token)
+        result.tokens, result.logprob_slots = i32(tokens), i32(slots)
+
+    def _score(self, row: Row, context: bytes, token: int) -> tuple[int, Logprobs]:
+        """The logprobs of a row's drawn token, or of a beam's most likely ones."""
+        params, values = row.admit.params, distribution(context, self.vocab_size)
+        k = params.logprobs or 0
+        if params.use_beam_search:
+            k, token = max(2 * params.width, k), values.index(max(values))
+        return token, record(values, token, min(k, self.vocab_size))
+
+    def _context(self, row: Row, end: int) -> bytes:
+        """What the pages hold of a row's positions before ``end``."""
+        blocks = row.table[: -(-end // self.block_size)]
+        return b"".join(self._page(block).tobytes() for block in blocks)[: 8 * end]
 
     def _block(self, row: Row, position: int) -> int:
         slot = position // self.block_size
@@ -225,7 +263,7 @@ class FakeWorker:
             return [Ready(message.lease)]
         if isinstance(message, StepPlan) and self._current(message.lease) and self.store is not None:
             try:
-                return [StepResult(message.lease, message.step, self.store.run(message))]
+                return [self.store.run(message)]
             except (PlanError, BadFrame) as error:
                 return [StepFailed(message.lease, message.step, f"{type(error).__name__}: {error}")]
         return []

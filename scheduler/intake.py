@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Collection
 
 from ..proto.codec import BadFrame, from_i32
 from ..proto.hashing import HASH_SIZE, hash_blocks
@@ -35,7 +36,14 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
         raise Refused("The prompt is empty; give at least one token.", param="prompt")
     if message.params.max_tokens is None:
         raise BadFrame("max_tokens is not resolved")
-    _check_ids(message.ids, vocab_size, "prompt")
+    if not 0 <= message.prompt_logprobs_from <= prompt_len:
+        raise BadFrame(f"prompt_logprobs_from is {message.prompt_logprobs_from} of {prompt_len} prompt tokens")
+    _check_ids(from_i32(message.ids), vocab_size, "prompt")
+    _check_ids(from_i32(message.masked), vocab_size, "min_tokens")
+    for word in message.bad_words:
+        if not word:
+            raise BadFrame("a bad word without tokens")
+        _check_ids(word, vocab_size, "bad_words")
     if len(message.hashes) == prompt_len // block_size * HASH_SIZE:
         hashes = [message.hashes[i : i + HASH_SIZE] for i in range(0, len(message.hashes), HASH_SIZE)]
     elif not message.hashes:  # of one who did not know the block size yet
@@ -44,7 +52,8 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
         raise BadFrame(f"{len(message.hashes)} bytes of hashes for {prompt_len} tokens in blocks of {block_size}")
     request = Request(
         message.uid, message.attempt, owner, message.ids, hashes, message.params, message.eos, message.seed,
-        message.arrival, message.priority if by_priority else 0,
+        message.arrival, message.priority if by_priority else 0, message.masked, message.bad_words,
+        message.prompt_logprobs_from,
     )  # fmt: skip
     request.live = _sequences(request, message, vocab_size)
     return request
@@ -59,18 +68,17 @@ def _sequences(request: Request, message: Submit, vocab_size: int) -> list[Seque
     for child in message.children:
         if not 0 <= child.index < n or child.index in sequences:
             raise BadFrame(f"child {child.index} of n={n} is out of range or named twice")
-        _check_ids(child.ids, vocab_size, "resume")
         outputs = array("i", from_i32(child.ids))
+        _check_ids(outputs, vocab_size, "resume")
         sequences[child.index] = Sequence(request, child.index, outputs, (*key, child.index), message.losses)
     return [sequences[index] for index in sorted(sequences)]
 
 
-def _check_ids(ids: bytes, vocab_size: int, param: str) -> None:
-    tokens = from_i32(ids)
+def _check_ids(tokens: Collection[int], vocab_size: int, param: str) -> None:
     if not tokens:
         return
     low, high = min(tokens), max(tokens)
-    if low < 0 or (vocab_size and high >= vocab_size):
+    if low < 0 or high >= (vocab_size or INT32):
         bad = low if low < 0 else high
         raise Refused(f"Token id {bad} is out of vocabulary, which has {vocab_size} tokens.", param=param)
 

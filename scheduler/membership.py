@@ -29,6 +29,7 @@ from ..proto.messages import (
     Open,
     Peer,
     Peers,
+    PromptLogprobs,
     Ready,
     StepFailed,
     StepResult,
@@ -144,8 +145,8 @@ class Membership:
     def undelivered(self, peer: str, message: Any) -> None:
         """A send to ``peer`` failed. Requests whose tokens are lost can go on only as a higher attempt."""
         self.front_gone(peer)
-        if isinstance(message, TokenBatch):
-            for uid in from_i64(message.uids):
+        if isinstance(message, TokenBatch | PromptLogprobs):
+            for uid in from_i64(message.uids) if isinstance(message, TokenBatch) else [message.uid]:
                 request = self.core.requests.get(uid)
                 if request is not None and request.owner == peer:
                     self.core.drop(request)

@@ -62,7 +62,7 @@ class Outbox:
 
 def _batch(sink: TokenSink) -> TokenBatch:
     """One token for each sequence, but for the few that end without one. Most columns are mostly constant."""
-    seqs, count = sink.seqs, len(sink.seqs)
+    seqs, count, logprobs = sink.seqs, len(sink.seqs), sink.logprobs
     offsets = [len(seq.outputs) - 1 for seq in seqs]
     counts, stop_ids, finishes = array("i", _ONE * count), array("i", _MINUS_ONE * count), bytearray(count)
     for at, finish, stop_id, with_token in sink.finishes:
@@ -81,4 +81,6 @@ def _batch(sink: TokenSink) -> TokenBatch:
         stop_ids=stop_ids.tobytes(),
         started_uids=i64([uid for uid, _ in sink.started]),
         started_cached=i32([cached for _, cached in sink.started]),
+        logprob_rows=i32([at for at, seq in enumerate(seqs) if seq in logprobs]) if logprobs else b"",
+        logprobs=[logprobs[seq] for seq in seqs if seq in logprobs] if logprobs else [],
     )

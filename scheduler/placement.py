@@ -13,10 +13,10 @@ TOKENS_PER_ROW = 64
 
 
 def cached_prefix(replica: Replica, seq: Sequence) -> list[int]:
-    """Blocks in this replica's cache that begin ``seq``. The last known token is always run, to draw from it."""
+    """Blocks in this replica's cache that begin ``seq``."""
     if not replica.pool.caching:
         return []
-    limit = (seq.known - 1) // replica.block_size
+    limit = seq.reusable() // replica.block_size
     return replica.pool.find(seq.hash_blocks(limit, replica.block_size), limit)
 
 

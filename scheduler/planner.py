@@ -15,7 +15,7 @@ from ..proto.messages import Admit, StepPlan
 from .intake import blocks_for
 from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, has_room
 from .replica import MAX_IN_FLIGHT, Replica, Step
-from .request import Sequence
+from .request import Request, Sequence
 
 if TYPE_CHECKING:
     from .core import Scheduler
@@ -35,6 +35,7 @@ class Draft:
         self.budget = budget
         self.decodes: list[Sequence] = []
         self.chunks: list[tuple[Sequence, int, int, bool]] = []
+        self.prompts: list[tuple[Request, int, int, int]] = []
         self.rows: list[int] = []
         self.starts: list[int] = []
         self.counts: list[int] = []  # of the rows after the decodes, and so the next two:
@@ -159,6 +160,11 @@ def _plan_chunk(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence) 
     draft.starts.append(seq.planned)
     draft.counts.append(count)
     draft.budget -= count
+    if seq.prompt_from >= 0:
+        first = max(seq.prompt_from, seq.planned + 1)
+        end = min(seq.planned + count + 1, seq.request.prompt_len)
+        if first < end:
+            draft.prompts.append((seq.request, at, first, end))
     seq.planned += count
     draws = seq.planned == seq.known
     draft.chunks.append((seq, seq.generation, seq.planned, draws))
@@ -210,7 +216,7 @@ def _admit(core: Scheduler, replica: Replica, draft: Draft) -> None:
     for seq in core.queue.first(LOOKAHEAD):
         if not draft.budget or not replica.free_rows:
             return
-        if not can_ever_hold(replica, seq):
+        if not can_ever_hold(replica, seq) or (seq.request.asks_prompt and seq.request.carried()):
             continue
         cached = cached_prefix(replica, seq)
         if others and belongs_elsewhere(seq, replica, cached, others):
@@ -239,6 +245,8 @@ def _start(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence, cache
     fresh = blocks_for(seq.known, replica.block_size) - len(cached)
     blocks = cached + [pool.allocate() for _ in range(fresh)]
     seq.start(replica, replica.free_rows.pop(), blocks, len(cached) * replica.block_size)
+    if seq.request.asks_prompt:
+        seq.prompt_from = seq.request.prompt_done
     draft.admits.append(seq.admit())
     draft.admitted.add(seq.row)
     draft.set_blocks(seq.row, 0, blocks)
@@ -251,7 +259,7 @@ def _start(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence, cache
 def _seal(replica: Replica, draft: Draft) -> StepPlan:
     """Count the step as in flight and pack the columns."""
     replica.last_step += 1
-    replica.in_flight.append(Step(replica.last_step, draft.decodes, draft.chunks))
+    replica.in_flight.append(Step(replica.last_step, draft.decodes, draft.chunks, draft.prompts))
     drops, replica.drops = replica.drops, []
     rows, decodes = i32(draft.rows), 4 * len(draft.decodes)
     while len(_RANGE) < decodes:

@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from ..proto.messages import Lease
 from .block_pool import BlockPool, PoolError
-from .request import Sequence
+from .request import Request, Sequence
 
 MAX_IN_FLIGHT = 2
 """Plans sent and not yet answered: one runs while the next waits at the worker's door."""
@@ -25,18 +25,29 @@ class Step:
     The result has one token for each of ``decodes``, then one for each of ``chunks`` that draws.
     """
 
-    __slots__ = ("chunks", "decodes", "generations", "number", "sent_at")
+    __slots__ = ("chunks", "decodes", "generations", "number", "prompts", "sent_at")
 
-    def __init__(self, number: int, decodes: list[Sequence], chunks: list[tuple[Sequence, int, int, bool]]):
+    def __init__(
+        self, number: int, decodes: list[Sequence], chunks: list[tuple[Sequence, int, int, bool]],
+        prompts: list[tuple[Request, int, int, int]],
+    ):  # fmt: skip
         self.number = number
         self.decodes = decodes
         self.generations = [seq.generation for seq in decodes]
         self.chunks = chunks  # (sequence, generation, tokens computed when this step is done, draws a token)
+        self.prompts = prompts  # (request, compute row, first and past the last prompt token whose logprobs come)
         self.sent_at = 0.0
 
     def samples(self) -> int:
         """Tokens the result must have."""
         return len(self.decodes) + sum(draws for _, _, _, draws in self.chunks)
+
+    def slot(self, number: int) -> tuple[Sequence, int]:
+        """The sequence, and its generation, that a sample slot is of."""
+        if number < len(self.decodes):
+            return self.decodes[number], self.generations[number]
+        drawing = [(seq, generation) for seq, generation, _, draws in self.chunks if draws]
+        return drawing[number - len(self.decodes)]
 
     def sequences(self) -> list[Sequence]:
         """Those in this step that have not left since."""

@@ -23,7 +23,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ..proto.hashing import ROOT, hash_block
-from ..proto.messages import Admit, Finish
+from ..proto.messages import Admit, Finish, Logprobs
 from ..proto.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,13 +45,14 @@ class Request:
     """What one Submit asked for. ``owner`` is the detokenizer that submitted it and gets its tokens."""
 
     __slots__ = (
-        "arrival", "attempt", "eos", "hashes", "live", "max_tokens", "owner", "params", "priority",
-        "prompt", "prompt_len", "seed", "started", "stops", "uid",
+        "arrival", "attempt", "bad_words", "eos", "hashes", "live", "masked", "max_tokens", "owner", "params",
+        "priority", "prompt", "prompt_done", "prompt_len", "seed", "started", "stops", "uid",
     )  # fmt: skip
 
     def __init__(
         self, uid: int, attempt: int, owner: str, prompt: bytes, hashes: list[bytes], params: SamplingParams,
-        eos: list[int], seed: int, arrival: float, priority: int = 0,
+        eos: list[int], seed: int, arrival: float, priority: int = 0, masked: bytes = b"",
+        bad_words: list[list[int]] | None = None, prompt_done: int = 0,
     ):  # fmt: skip
         self.uid, self.attempt, self.owner = uid, attempt, owner
         self.prompt, self.prompt_len = prompt, len(prompt) // 4
@@ -59,17 +60,31 @@ class Request:
         self.params, self.max_tokens = params, params.max_tokens or 1
         self.eos = frozenset(eos)
         self.stops = self.eos.union(params.stop_token_ids or ())
+        self.masked, self.bad_words = masked, bad_words or []
+        # Leading prompt tokens whose logprobs nobody needs from here on: they were sent, or were never asked for.
+        self.prompt_done = self.prompt_len if params.prompt_logprobs is None else max(1, prompt_done)
         self.seed, self.arrival, self.priority = seed, arrival, priority
         self.live: list[Sequence] = []
         self.started = False
 
-    def finish_of(self, token: int) -> tuple[Finish, int]:
-        """Does this output token end a sequence? The finish, and the stop token id to report (-1: none)."""
+    def finish_of(self, token: int, count: int) -> tuple[Finish, int]:
+        """Does ``token``, the last of ``count``, end a sequence? The finish, and the stop id to report (-1: none)."""
+        if count < self.params.min_tokens:
+            return Finish.NONE, -1
         if token in self.eos:
             return Finish.STOP, -1
         if token in self.stops:
             return Finish.STOP, token
         return Finish.NONE, -1
+
+    @property
+    def asks_prompt(self) -> bool:
+        """Logprobs of prompt tokens are still to be computed; one sequence at a time does that, and the rest wait."""
+        return self.prompt_done < self.prompt_len
+
+    def carried(self) -> bool:
+        """A running sequence computes the prompt's logprobs."""
+        return any(seq.prompt_from >= 0 for seq in self.live)
 
 
 class Sequence:
@@ -77,8 +92,8 @@ class Sequence:
 
     __slots__ = (
         "attempt", "blocks", "computed", "generation", "hashes", "horizon", "index", "key", "known", "limit",
-        "losses", "mark", "milestone", "outputs", "planned", "prefilling", "registered", "replica", "request", "row",
-        "siblings", "sink", "state", "stops", "uid",
+        "losses", "mark", "milestone", "outputs", "planned", "prefilling", "prompt_from", "registered", "replica",
+        "request", "row", "siblings", "sink", "state", "stops", "uid",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, outputs: array[int], key: tuple, losses: int = 0):
@@ -99,6 +114,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
         self.registered = 0  # leading blocks offered to the prefix cache
+        self.prompt_from = -1  # first prompt token whose logprobs this row computes, -1: none
         self.horizon = 0  # planning at or past this position needs a look: a new block, a copy, or the end
         self.milestone = 0  # committing this many known tokens needs a look: a full block, or the end
         # Lost leases, to tell a poisonous sequence from an innocent one:
@@ -135,6 +151,7 @@ class Sequence:
         self.generation += 1
         self.replica, self.row, self.blocks = None, -1, []
         self.computed = self.planned = self.registered = 0
+        self.prompt_from = -1
 
     # -- tokens
 
@@ -151,7 +168,18 @@ class Sequence:
         """What the worker must know of the row's new owner."""
         request = self.request
         ids = request.prompt + self.outputs.tobytes()
-        return Admit(self.row, self.uid, self.index, ids, request.prompt_len, request.params, self.seed())
+        return Admit(
+            self.row, self.uid, self.index, ids, request.prompt_len, request.params, self.seed(), request.masked,
+            request.bad_words, self.prompt_from,
+        )  # fmt: skip
+
+    def reusable(self) -> int:
+        """Leading tokens that may come from the prefix cache. The last known one is always run, to draw from it; where
+        the logprobs of prompt token p are wanted, so is p - 1."""
+        request = self.request
+        if request.params.skip_reading_prefix_cache:
+            return 0
+        return min(self.known, request.prompt_done) - 1 if request.asks_prompt else self.known - 1
 
     def set_horizon(self, planned: int) -> None:
         """Look again at the first position past the table, or at ``limit - 1``, where nothing is left to plan."""
@@ -179,7 +207,7 @@ class Sequence:
 class TokenSink:
     """New tokens of one detokenizer's sequences, gathered while a step is committed; see ``outbox.py``."""
 
-    __slots__ = ("finishes", "seqs", "started", "tokens")
+    __slots__ = ("finishes", "logprobs", "seqs", "started", "tokens")
 
     def __init__(self) -> None:
         self.clear()
@@ -189,4 +217,5 @@ class TokenSink:
         self.seqs: list[Sequence] = []
         self.tokens: list[int] = []
         self.finishes: list[tuple[int, Finish, int, bool]] = []  # (place in seqs, finish, stop id, has a token)
+        self.logprobs: dict[Sequence, Logprobs] = {}  # of the tokens of those who ask for them
         self.started: list[tuple[int, int]] = []  # (uid, cached prompt tokens)

@@ -19,14 +19,16 @@ from quire.proto.messages import (
     Finish,
     FromSchedulerWorkers,
     Lease,
-    StepResult,
+    Logprobs,
+    PromptLogprobs,
     Stopped,
     Submit,
     TokenBatch,
 )  # fmt: skip
 from quire.proto.params import SamplingParams
 from quire.scheduler.core import Scheduler
-from quire.scheduler.fake_worker import PageStore, expected_tokens
+from quire.scheduler.fake_model import expected_logprobs, expected_tokens, join
+from quire.scheduler.fake_worker import PageStore
 from quire.scheduler.replica import Replica
 
 VOCAB = 40
@@ -42,7 +44,9 @@ class Client:
         self.arrival, self.attempt = arrival, 1
         self.tokens: list[list[int]] = [[] for _ in range(params.n)]
         self.finishes: list[Finish] = [Finish.NONE] * params.n
-        self.gone = False
+        self.logprobs: list[list[Logprobs]] = [[] for _ in range(params.n)]
+        self.prompt_logprobs: list[Logprobs] = []
+        self.gone = self.cursed = False
         self.starts = 0
 
     def live(self) -> list[int]:
@@ -53,11 +57,27 @@ class Client:
         children = [Child(i, i32(self.tokens[i])) for i in self.live()] if resume else []
         return Submit(
             self.uid, self.attempt, ids, b"".join(hash_blocks(ids, block_size)), self.params, self.eos, self.seed,
-            self.arrival, children,
+            self.arrival, children, prompt_logprobs_from=self.prompt_have(),
         )  # fmt: skip
+
+    def prompt_have(self) -> int:
+        return sum(len(record.ranks) // 4 for record in self.prompt_logprobs) + 1 if self.prompt_logprobs else 0
+
+    def check_logprobs(self) -> None:
+        """Every token's, and every prompt token's before the first of these."""
+        params = self.params
+        for tokens, records in zip(self.tokens, self.logprobs, strict=True):
+            assert len(records) == (0 if params.logprobs is None else len(tokens))
+            if records:
+                known = self.prompt + tokens
+                assert join(records) == expected_logprobs(known, len(self.prompt), params.logprobs, VOCAB)
+        if params.prompt_logprobs is not None and any(self.tokens) and len(self.prompt) > 1:
+            expected = expected_logprobs(self.prompt, 1, params.prompt_logprobs, VOCAB)
+            assert join(self.prompt_logprobs) == expected
 
     def check(self, max_model_len: int) -> None:
         """Every stream is the oracle's, cut where the rules say."""
+        self.check_logprobs()
         for index, tokens in enumerate(self.tokens):
             room = min(self.params.max_tokens, max_model_len - len(self.prompt))
             expected = expected_tokens(self.prompt, (self.seed + index) % 2**64, room, VOCAB)
@@ -120,7 +140,8 @@ class World:
             prompt = prompt[: self.config.max_num_batched_tokens]
         params = SamplingParams(
             n=rng.choice([1, 1, 1, 2, 3, 5]), max_tokens=rng.choice([1, 2, 9, 30]),
-            stop_token_ids=rng.choice([[], [5], [5, EOS]]),
+            stop_token_ids=rng.choice([[], [5], [5, EOS]]), logprobs=rng.choice([None, None, 0, 3]),
+            prompt_logprobs=rng.choice([None, None, 0, 2]), skip_reading_prefix_cache=rng.choice([None, None, True]),
         )  # fmt: skip
         uid = len(self.clients) + 1
         client = Client(uid, prompt, params, rng.getrandbits(64), self.now, rng.choice([[], [EOS]]))
@@ -149,7 +170,17 @@ class World:
             for index in client.live():
                 kept = self.rng.randint(0, len(client.tokens[index]))
                 client.tokens[index] = client.tokens[index][:kept]
+                client.logprobs[index] = client.logprobs[index][:kept]
+            if not any(client.tokens):
+                client.prompt_logprobs = client.prompt_logprobs[: self.rng.randint(0, len(client.prompt_logprobs))]
             self.core.submit("detok", client.submit(self.config.block_size, resume=True))
+
+    def curse(self) -> None:
+        """From now on no token can be drawn for one request, on the workers there are."""
+        if (client := self.open_client()) and self.rng.random() < 0.3:
+            client.cursed = True
+            for store in self.stores.values():
+                store.failing.add(client.uid)
 
     def preempt(self) -> None:
         running = [seq for replica in self.core.replicas.values() for seq in replica.sequences()]
@@ -177,27 +208,34 @@ class World:
             return False
         replica = self.rng.choice(busy)
         plan = decode_plan(self.plans[replica.number].pop(0))
-        tokens = self.stores[replica.number].run(plan)
-        self.core.commit(replica, StepResult(plan.lease, plan.step, tokens))
+        self.core.commit(replica, self.stores[replica.number].run(plan))
         return True
 
     def receive(self) -> None:
         for owner, message in self.core.outbox.take():
             assert owner == "detok"
             if isinstance(message, Failed):
-                assert message.status in (400, 500), message
-                assert message.status == 400 or self.kills_left < 3, message
+                assert message.status in (400, 500, 503), message
+                assert message.status != 500 or self.kills_left < 3, message
+                assert message.status != 503 or self.clients[message.uid].cursed, message
                 self.clients[message.uid].gone = True
                 self.refused += 1
+            elif isinstance(message, PromptLogprobs):
+                client = self.clients[message.uid]
+                if message.attempt == client.attempt and not client.gone:
+                    assert message.start == max(1, client.prompt_have())
+                    assert not any(client.tokens)
+                    client.prompt_logprobs.append(message.logprobs)
             elif isinstance(message, TokenBatch):
                 self._tokens(message)
 
     def _tokens(self, batch: TokenBatch) -> None:
         tokens, at, seen = from_i32(batch.tokens), 0, set()
-        for uid, attempt, index, offset, count, finish in zip(
+        records = dict(zip(from_i32(batch.logprob_rows), batch.logprobs, strict=True))
+        for row, (uid, attempt, index, offset, count, finish) in enumerate(zip(
             from_i64(batch.uids), from_i32(batch.attempts), from_i32(batch.indexes), from_i32(batch.offsets),
             from_i32(batch.counts), from_i8(batch.finishes), strict=True,
-        ):  # fmt: skip
+        )):  # fmt: skip
             new, at = tokens[at : at + count], at + count
             client = self.clients[uid]
             assert (uid, index) not in seen
@@ -206,6 +244,7 @@ class World:
                 continue
             assert offset == len(client.tokens[index])
             client.tokens[index] += new
+            client.logprobs[index] += [records[row]] if row in records else []
             client.finishes[index] = Finish(finish)
         assert at == len(tokens)
         for uid in from_i64(batch.started_uids):
@@ -217,7 +256,7 @@ class World:
         rng = self.rng
         arrivals = rng.randint(1, 8)
         trouble = rng.choice([0.02, 0.1, 0.25])
-        actions = [self.abort, self.stop, self.resubmit, self.preempt, self.kill]
+        actions = [self.abort, self.stop, self.resubmit, self.preempt, self.kill, self.curse]
         for turn in range(5000):
             self.now += 0.01
             if arrivals and rng.random() < 0.3:

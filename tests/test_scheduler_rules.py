@@ -15,7 +15,11 @@ from quire.proto.messages import (
     Finish,
     Gone,
     Lease,
+    Logprobs,
     Open,
+    PromptChunk,
+    PromptLogprobs,
+    SlotFailed,
     StepPlan,
     StepResult,
     Stopped,
@@ -24,7 +28,8 @@ from quire.proto.messages import (
 )
 from quire.proto.params import SamplingParams
 from quire.scheduler.core import Scheduler
-from quire.scheduler.fake_worker import PageStore, expected_tokens
+from quire.scheduler.fake_model import expected_logprobs, expected_tokens, join
+from quire.scheduler.fake_worker import PageStore
 from quire.scheduler.replica import Replica
 
 VOCAB = 1000
@@ -46,6 +51,8 @@ class Rig:
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.ends: dict[tuple[int, int], tuple[Finish, int]] = {}
         self.started: dict[int, int] = {}
+        self.logprobs: dict[tuple[int, int], list[Logprobs]] = {}
+        self.prompts: dict[int, list[PromptLogprobs]] = {}
         self.other: list = []
         self.last_uid = 0
 
@@ -63,7 +70,8 @@ class Rig:
 
     def submit(
         self, prompt: list[int] | int, *, uid: int = 0, attempt: int = 0, eos: tuple[int, ...] = (), priority: int = 0,
-        children: list[Child] | None = None, losses: int = 0, arrival: float | None = None, **params: object,
+        children: list[Child] | None = None, losses: int = 0, arrival: float | None = None, masked: bytes = b"",
+        bad_words: list[list[int]] | None = None, prompt_from: int = 0, **params: object,
     ) -> int:  # fmt: skip
         self.last_uid += 1
         uid = uid or self.last_uid
@@ -73,6 +81,7 @@ class Rig:
         message = Submit(
             uid, attempt, ids, hashes, SamplingParams(**{"max_tokens": 4, **params}), list(eos), uid,
             float(self.last_uid) if arrival is None else arrival, children or [], priority=priority, losses=losses,
+            masked=masked, bad_words=bad_words or [], prompt_logprobs_from=prompt_from,
         )  # fmt: skip
         self.core.submit("detok", message)
         return uid
@@ -90,8 +99,7 @@ class Rig:
 
     def work(self, number: int = 0) -> None:
         plan = self.plans[number].popleft()
-        tokens = self.stores[number].run(plan)
-        self.core.commit(self.core.replicas[number], StepResult(plan.lease, plan.step, tokens))
+        self.core.commit(self.core.replicas[number], self.stores[number].run(plan))
         self.core.check_integrity()
         self.receive()
 
@@ -127,13 +135,20 @@ class Rig:
 
     def receive(self) -> None:
         for _, message in self.core.outbox.take():
+            if isinstance(message, PromptLogprobs):
+                assert (message.uid, 0) not in self.tokens, "prompt logprobs came after a token"
+                self.prompts.setdefault(message.uid, []).append(message)
+                continue
             if not isinstance(message, TokenBatch):
                 self.other.append(message)
                 continue
             self.started.update(zip(from_i64(message.started_uids), from_i32(message.started_cached), strict=True))
             flat, at = from_i32(message.tokens), 0
+            uids, indexes = from_i64(message.uids), from_i32(message.indexes)
+            for row, record in zip(from_i32(message.logprob_rows), message.logprobs, strict=True):
+                self.logprobs.setdefault((uids[row], indexes[row]), []).append(record)
             for uid, index, offset, count, finish, stop in zip(
-                from_i64(message.uids), from_i32(message.indexes), from_i32(message.offsets),
+                uids, indexes, from_i32(message.offsets),
                 from_i32(message.counts), from_i8(message.finishes), from_i32(message.stop_ids), strict=True,
             ):  # fmt: skip
                 tokens = self.tokens.setdefault((uid, index), [])
@@ -698,6 +713,194 @@ def test_a_result_that_cannot_be_right_changes_nothing() -> None:
     rig.core.check_integrity()
     rig.run()
     assert rig.tokens[uid, 0] == oracle(rig, 5, uid, 4)
+
+
+# ---------------------------------------------------------------- what travels beside tokens
+
+
+def test_logprobs_travel_with_their_tokens() -> None:
+    rig = Rig()
+    plain, asks = rig.submit(5, max_tokens=9), rig.submit(20, n=2, max_tokens=9, logprobs=3)
+    rig.run()
+    assert (plain, 0) not in rig.logprobs
+    for index in range(2):
+        tokens = oracle(rig, 20, asks, 9, index)
+        assert rig.tokens[asks, index] == tokens
+        expected = expected_logprobs(rig.prompt(20, asks) + tokens, 20, 3, VOCAB)
+        assert join(rig.logprobs[asks, index]) == expected
+    assert rig.tokens[plain, 0] == oracle(rig, 5, plain, 9)
+
+
+@pytest.mark.parametrize(
+    ("slots", "records"),
+    [
+        ([0], []), ([], [Logprobs(b"1234", b"1234", b"1234")]), ([1], [Logprobs(b"1234", b"1234", b"1234")]),
+        ([-1], [Logprobs(b"1234", b"1234", b"1234")]), ([0], [Logprobs(b"1234", b"1234", b"")]),
+        ([0], [Logprobs(b"", b"", b"1234")]), ([0], [Logprobs(b"1234", b"123", b"1234")]),
+        ([0], [Logprobs(b"12345678", b"12345678", b"12345678")]),
+        ([0], [Logprobs(b"1234", b"1234", b"1234", ["text"])]),
+    ],
+)  # fmt: skip
+def test_logprobs_that_cannot_be_right_change_nothing(slots: list[int], records: list[Logprobs]) -> None:
+    rig = Rig()
+    uid = rig.submit(5, logprobs=0)
+    plan = rig.plan()
+    with pytest.raises(BadFrame):
+        rig.core.commit(rig.replica, StepResult(plan.lease, 1, i32([1]), b"", i32(slots), records))
+    rig.run()
+    assert len(rig.logprobs[uid, 0]) == 4
+
+
+def test_a_failed_slot_fails_its_request_alone() -> None:
+    rig = Rig()
+    uids = [rig.submit(5, max_tokens=9), rig.submit(9, n=3, max_tokens=9), rig.submit(7, max_tokens=9)]
+    rig.step()
+    rig.plan()
+    rig.stores[0].failing.add(uids[1])
+    rig.run()
+    failed = rig.failed()
+    assert (failed.uid, failed.status, failed.message) == (uids[1], 503, f"request {uids[1]} fails")
+    for uid, length in ((uids[0], 5), (uids[2], 7)):
+        assert rig.tokens[uid, 0] == oracle(rig, length, uid, 9)
+
+
+@pytest.mark.parametrize(("status", "told"), [(200, 400), (422, 422), (1000, 599)])
+def test_the_status_of_a_failed_slot_is_an_error(status: int, told: int) -> None:
+    rig = Rig()
+    rig.submit(5)
+    plan = rig.plan()
+    for slot in (1, -1):
+        with pytest.raises(BadFrame):
+            rig.core.commit(rig.replica, StepResult(plan.lease, 1, i32([1]), failed=[SlotFailed(slot, 500, "")]))
+    rig.core.commit(rig.replica, StepResult(plan.lease, 1, i32([-5]), failed=[SlotFailed(0, status, "why")]))
+    assert (rig.failed().status, rig.replica.pool.used) == (told, 0)
+
+
+def test_stop_tokens_mean_nothing_before_min_tokens() -> None:
+    rig = Rig()
+    stream = oracle(rig, 5, 1, 8)
+    uid = rig.submit(5, max_tokens=8, min_tokens=4, stop_token_ids=[stream[1], stream[5]], eos=(stream[2],))
+    rig.run()
+    assert (rig.tokens[uid, 0], rig.ends[uid, 0]) == (stream[:6], (Finish.STOP, stream[5]))
+    rig.tokens.clear()
+    children = [Child(0, i32(stream[:2]))]
+    rig.submit(rig.prompt(5, 1), uid=1, attempt=1, children=children, min_tokens=4, stop_token_ids=[stream[1]])
+    rig.run()
+    assert (rig.tokens[1, 0], rig.ends[1, 0]) == (stream[2:4], (Finish.LENGTH, -1))
+
+
+def test_masked_ids_and_bad_words_reach_the_row() -> None:
+    rig = Rig()
+    rig.submit(5, min_tokens=2, masked=i32([7, 9]), bad_words=[[1], [2, 3]])
+    (admit,) = rig.step().admits
+    assert (admit.masked, admit.bad_words, admit.prompt_logprobs_from) == (i32([7, 9]), [[1], [2, 3]], -1)
+    for fields in ({"masked": i32([VOCAB])}, {"bad_words": [[1, VOCAB]]}, {"bad_words": [[]]},
+                   {"prompt_from": 6}, {"prompt_from": -1}, {"masked": b"123"}):  # fmt: skip
+        rig.submit(5, **fields)
+        assert rig.failed().status == 400
+
+
+# ---------------------------------------------------------------- prompt logprobs
+
+
+def prompt_record(rig: Rig, length: int, uid: int, k: int) -> Logprobs:
+    return expected_logprobs(rig.prompt(length, uid), 1, k, VOCAB)
+
+
+def test_prompt_logprobs_come_in_pieces_before_the_first_token() -> None:
+    rig = Rig()
+    uid = rig.submit(70, prompt_logprobs=2)
+    rig.run()
+    pieces = rig.prompts[uid]
+    assert [(p.start, p.attempt) for p in pieces] == [(1, 0), (17, 0), (33, 0), (49, 0), (65, 0)]
+    assert join([p.logprobs for p in pieces]) == prompt_record(rig, 70, uid, 2)
+    assert rig.tokens[uid, 0] == oracle(rig, 70, uid, 4)
+
+
+def test_a_cached_prefix_is_left_out_as_far_as_its_logprobs_are_wanted() -> None:
+    rig = Rig(max_num_batched_tokens=64)
+    prompt = rig.prompt(40, 1)
+    uid = rig.submit(prompt)
+    rig.run()
+    again = rig.submit(prompt, prompt_logprobs=0)
+    rig.run()
+    assert rig.started[again] == 0
+    assert join([p.logprobs for p in rig.prompts[again]]) == prompt_record(rig, 40, uid, 0)
+    rest = rig.submit(prompt, prompt_logprobs=0, prompt_from=25)  # position 24 must be run: three blocks of eight
+    rig.run()
+    assert rig.started[rest] == 24
+    assert [p.start for p in rig.prompts[rest]] == [25]
+    done = rig.submit(prompt, prompt_logprobs=0, prompt_from=40)
+    rig.run()
+    assert rig.started[done] == 32
+    assert done not in rig.prompts
+
+
+def test_the_prefix_cache_is_not_read_where_that_is_asked_for() -> None:
+    rig = Rig()
+    for skip in (None, True, False):
+        uid = rig.submit(rig.prompt(24, 1), skip_reading_prefix_cache=skip)
+        rig.run()
+    assert rig.started == {1: 0, 2: 0, uid: 16}
+
+
+def test_a_preempted_prompt_does_not_ask_again_and_the_first_copy_wins() -> None:
+    rig = Rig(max_num_batched_tokens=16)
+    uid = rig.submit(60, prompt_logprobs=1)
+    rig.step()
+    rig.plan()
+    rig.plan()
+    rig.core.preempt(rig.replica.prefilling[0])
+    rig.work()  # what it had computed is as good as ever
+    plan = rig.plan()
+    assert [a.prompt_logprobs_from for a in plan.admits] == [33]
+    rig.run()
+    assert rig.started[uid] == 0
+    assert [p.start for p in rig.prompts[uid]][:3] == [1, 17, 33]
+    assert join([p.logprobs for p in rig.prompts[uid]]) == prompt_record(rig, 60, uid, 1)
+    assert rig.tokens[uid, 0] == oracle(rig, 60, uid, 4)
+
+
+def test_one_child_carries_the_prompts_logprobs_and_the_others_wait_for_it() -> None:
+    rig = Rig(max_num_seqs=4)
+    uid = rig.submit(40, n=3, prompt_logprobs=0, children=[Child(i, i32([9])) for i in range(3)], attempt=1)
+    plan = rig.step()
+    assert [(a.index, a.prompt_logprobs_from) for a in plan.admits] == [(0, 1)]
+    plan = rig.step()
+    plan = rig.step()
+    assert [(a.index, a.prompt_logprobs_from) for a in plan.admits] == [(1, -1), (2, -1)]
+    rig.run()
+    assert join([p.logprobs for p in rig.prompts[uid]]) == prompt_record(rig, 40, uid, 0)
+    late = rig.submit(40, n=3, prompt_logprobs=0)
+    rig.step()
+    rig.core.stopped(Stopped(late, 0, 0, 0))  # the one that carried them is gone: the next does
+    plan = rig.step()
+    assert [(a.index, a.prompt_logprobs_from) for a in plan.admits] == [(1, 33), (2, -1)]
+    rig.run()
+    assert join([p.logprobs for p in rig.prompts[late]]) == prompt_record(rig, 40, late, 0)
+
+
+def test_prompt_logprobs_that_cannot_be_right_change_nothing() -> None:
+    rig = Rig()
+    uid = rig.submit(20, prompt_logprobs=0, max_tokens=1)
+    rig.submit(5, max_tokens=1)
+    plan = rig.plan()
+    sound = rig.stores[0].run(plan)
+    first, last = sound.prompts
+    wrong = [
+        [], [first], [last, first], [first, first, last], [last],
+        [PromptChunk(1, first.start, first.logprobs), last],
+        [PromptChunk(0, 0, first.logprobs), last],
+        [first, PromptChunk(0, last.start, first.logprobs)],
+        [first, PromptChunk(0, last.start, Logprobs(b"", b"", b""))],
+    ]  # fmt: skip
+    for prompts in wrong:
+        with pytest.raises(BadFrame):
+            rig.core.commit(rig.replica, StepResult(plan.lease, 1, sound.tokens, prompts=prompts))
+    rig.plans[0].clear()
+    rig.core.commit(rig.replica, sound)
+    rig.run()
+    assert join([p.logprobs for p in rig.prompts[uid]]) == prompt_record(rig, 20, uid, 0)
 
 
 def test_stats_count() -> None:

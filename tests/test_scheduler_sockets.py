@@ -39,7 +39,7 @@ from quire.proto.messages import (
 from quire.proto.params import SamplingParams
 from quire.proto.process import EXIT_CONFIG, new_incarnation
 from quire.proto.sockets import Dealer, front_endpoint, worker_endpoint
-from quire.scheduler.fake_worker import expected_tokens
+from quire.scheduler.fake_model import expected_tokens
 
 VOCAB = 1000
 WAIT_S = 60.0
