@@ -103,7 +103,10 @@ def _invalid(error: msgspec.ValidationError) -> ApiError:
     param = re.split(r"[.\[]", path, maxsplit=1)[0] or None
     what = match["what"]
     if types := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
-        wanted = [_NAMES.get(t, t) for t in types[1].split(" | ") if t != "null"]
+        kinds = [kind for kind in types[1].split(" | ") if kind != "null"]
+        if "int" in kinds:  # where true is taken for 1, it is not what to recommend
+            kinds = [kind for kind in kinds if kind != "bool"]
+        wanted = [_NAMES.get(kind, kind) for kind in kinds]
         what = f"must be {' or '.join(wanted)}, got {_NAMES.get(types[2], types[2])}"
     else:
         what = f"is not valid: {what[:1].lower()}{what[1:]}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import params_table
 import pytest
 
+from quire.client.stream import RequestError
 from quire.frontend.errors import MAX_MESSAGE, ApiError, error_body
 from quire.frontend.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, parse
 from quire.proto.params import SamplingParams
-
-LEN = 2048
+from quire.proto.structured import StructuredOutputsParams
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -27,7 +28,7 @@ def refused(body: bytes | dict[str, Any], kind: type[Any] = CompletionRequest) -
     with pytest.raises(ApiError) as caught:
         request = parse(raw, kind)
         request.prompts() if kind is CompletionRequest else request.conversation()
-        request.sampling({}, LEN)
+        request.sampling({})
     assert caught.value.status == 400
     return caught.value
 
@@ -45,13 +46,10 @@ def refused(body: bytes | dict[str, Any], kind: type[Any] = CompletionRequest) -
         ("include_stop_str_in_output", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 0),
         ("priority", 1.5), ("priority", 2**40), ("add_special_tokens", "a"), ("model", 5), ("user", 5),
         ("stream_options", {"include_usage": True}), ("stream_options", 5), ("best_of", 0),
+        ("min_tokens", 17), ("best_of", 0), ("return_token_ids", 1), ("return_tokens_as_token_ids", "x"),
+        ("guided_decoding_backend", 5), ("guided_whitespace_pattern", 5), ("detokenize", 0),
         # known, not honoured yet
-        ("logprobs", 1), ("logprobs", 0), ("logprobs", 100), ("prompt_logprobs", 1), ("suffix", "x"), ("best_of", 5),
-        ("frequency_penalty", 0.5), ("presence_penalty", -1), ("presence_penalty", True), ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}), ("use_beam_search", True), ("min_tokens", 3), ("bad_words", ["x"]),
-        ("allowed_token_ids", [1]), ("response_format", {"type": "json_object"}), ("guided_json", {}),
-        ("structured_outputs", {"regex": "a"}), ("length_penalty", 2), ("detokenize", False), ("cache_salt", "x"),
-        ("prompt_embeds", "x"), ("return_token_ids", True), ("spaces_between_special_tokens", False),
+        ("suffix", "x"), ("cache_salt", "x"), ("prompt_embeds", "x"), ("repetition_detection", {}),
     ],
 )  # fmt: skip
 def test_bad_value_names_its_field(field: str, value: Any) -> None:
@@ -89,7 +87,7 @@ def test_neutral_values_of_openai_clients_are_accepted() -> None:
         suffix=None, response_format={"type": "text"}, min_tokens=0, bad_words=[], use_beam_search=False,
         stream_options=None, user="me", model=None, n=None, stop=None, seed=None, temperature=None, max_tokens=None,
     )  # fmt: skip
-    assert request.sampling({}, LEN) == SamplingParams(max_tokens=16)
+    assert request.sampling({}) == SamplingParams(max_tokens=16)
     chat(logprobs=False, top_logprobs=0, tools=[], tool_choice="none", parallel_tool_calls=True, logit_bias=None)
     chat(tools=None, tool_choice="auto", store=False, metadata={}, modalities=["text"], function_call="none")
 
@@ -134,9 +132,9 @@ def test_text_parts_are_joined_and_the_rest_of_a_message_is_kept() -> None:
 
 
 def test_max_tokens_of_chat() -> None:
-    assert chat().sampling({}, LEN).max_tokens is None
-    assert chat(max_tokens=5).sampling({}, LEN).max_tokens == 5
-    assert chat(max_tokens=5, max_completion_tokens=7).sampling({}, LEN).max_tokens == 7
+    assert chat().sampling({}).max_tokens is None
+    assert chat(max_tokens=5).sampling({}).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).sampling({}).max_tokens == 7
     error = refused({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, ChatRequest)
     assert error.param == "max_completion_tokens"
     assert "max_completion_tokens" in error.message
@@ -146,20 +144,254 @@ def test_every_parameter_arrives() -> None:
     fields = {
         "n": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 2**63, "stop": ["a", "b"],
         "stop_token_ids": [1, 2], "include_stop_str_in_output": True, "ignore_eos": True, "max_tokens": 9,
-        "skip_special_tokens": False, "truncate_prompt_tokens": 11,
+        "skip_special_tokens": False, "truncate_prompt_tokens": -1, "best_of": 5, "presence_penalty": -1,
+        "frequency_penalty": 0.5, "repetition_penalty": 1.5, "bad_words": ["x"], "min_tokens": 2, "logprobs": 4,
+        "prompt_logprobs": 0, "spaces_between_special_tokens": False, "logits_processors": ["a.b:c"],
+        "logit_bias": {"5": -2.5}, "allowed_token_ids": [5, 6], "skip_reading_prefix_cache": True,
     }  # fmt: skip
-    assert completion(**fields).sampling({}, LEN) == SamplingParams(**fields)
+    assert completion(**fields).sampling({}) == SamplingParams(**fields)
 
 
 def test_the_models_defaults_give_way_to_the_request() -> None:
     defaults = {"temperature": 0.6, "top_p": 0.9}
-    params = completion(top_p=0.5).sampling(defaults, LEN)
+    params = completion(top_p=0.5).sampling(defaults)
     assert (params.temperature, params.top_p) == (0.6, 0.5)
 
 
-def test_truncate_to_what_leaves_room() -> None:
-    assert completion(truncate_prompt_tokens=-1, max_tokens=48).sampling({}, LEN).truncate_prompt_tokens == 2000
-    assert chat(truncate_prompt_tokens=-1).sampling({}, LEN).truncate_prompt_tokens == LEN - 1
+# ---------------------------------------------------------------- the table of sampling fields
+
+
+def in_json(cell: tuple[Any, ...]) -> bool:
+    """Whether HTTP can say it; null means that a field is not given."""
+    value = params_table.given(*cell[:2])[cell[0]]
+    try:
+        return params_table.ROWS[cell[0]].http and value is not None and bool(json.dumps(value))
+    except TypeError:
+        return False
+
+
+def body_of(kind: type[Any], fields: dict[str, Any]) -> bytes:
+    own = {"prompt": "hi"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "hi"}]}
+    return json.dumps({**own, "max_tokens": 16, **fields}).encode()
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+@pytest.mark.parametrize(("name", "value"), [cell for cell in params_table.cells("good") if in_json(cell)])
+def test_the_table_is_accepted(kind: type[Any], name: str, value: Any) -> None:
+    fields = params_table.given(name, value)
+    params = parse(body_of(kind, fields), kind).sampling({})
+    if fields.get("max_tokens", 16) is not None:
+        assert params == SamplingParams(**{"max_tokens": 16, **fields})
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+@pytest.mark.parametrize(("name", "value", "said"), [cell for cell in params_table.cells("bad") if in_json(cell)])
+def test_the_table_is_refused(kind: type[Any], name: str, value: Any, said: str) -> None:
+    fields = params_table.given(name, value)
+    body = body_of(kind, fields)
+    error = refused(body, kind)
+    if b"NaN" in body or b"Infinity" in body:
+        assert "not valid JSON" in error.message
+        return
+    assert error.param in fields
+    assert error.param in error.message
+    if error.param == name != "use_beam_search":
+        assert said in error.message
+
+
+def test_a_number_too_large_names_each_field() -> None:
+    for name in ("logit_bias", "presence_penalty", "early_stopping", "guided_json", "response_format"):
+        assert refused(b'{"prompt": "a", "%s": 1e400}' % name.encode()).param == name
+
+
+# ---------------------------------------------------------------- logprobs
+
+
+def test_logprobs_of_completions() -> None:
+    for given, k in [(None, None), (False, None), (0, 0), (True, 1), (5, 5), (-1, -1)]:
+        params = completion(logprobs=given).sampling({})
+        assert (params.logprobs, params.prompt_logprobs) == (k, None)
+    assert completion().extras() is completion(logprobs=False, echo=True, return_token_ids=False).extras() is None
+    params = completion(logprobs=2, echo=True).sampling({})
+    assert (params.logprobs, params.prompt_logprobs) == (2, 2)
+    params = completion(logprobs=2, echo=True, prompt_logprobs=5, stream=False).sampling({})
+    assert (params.logprobs, params.prompt_logprobs) == (2, 5)
+    assert completion(logprobs=2, echo=True, prompt_logprobs=-1).sampling({}).prompt_logprobs == -1
+    for bad in (-2, "1", 1.5, [1]):
+        assert refused({"prompt": "x", "logprobs": bad}).param == "logprobs"
+    assert refused({"prompt": "x", "logprobs": -5, "echo": True}).param == "logprobs"
+
+
+def test_logprobs_of_chats() -> None:
+    for fields, k in [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0),
+                      ({"logprobs": True, "top_logprobs": 3}, 3), ({"logprobs": True, "top_logprobs": -1}, -1),
+                      ({"logprobs": False, "top_logprobs": 0}, None)]:  # fmt: skip
+        assert chat(**fields).sampling({}).logprobs == k
+    said = "when using `top_logprobs`, `logprobs` must be set to true."
+    for fields, param, message in [
+        ({"top_logprobs": 3}, "top_logprobs", said),
+        ({"top_logprobs": 3, "logprobs": False}, "top_logprobs", said),
+        ({"top_logprobs": -2, "logprobs": True}, "top_logprobs", "top_logprobs must be at least -1"),
+        ({"top_logprobs": True, "logprobs": True}, "top_logprobs", "top_logprobs must be an integer"),
+        ({"logprobs": 3}, "logprobs", "logprobs must be true or false, got an integer"),
+        ({"prompt_logprobs": "3"}, "prompt_logprobs", "prompt_logprobs must be an integer"),
+    ]:
+        error = refused({"messages": [{"role": "user", "content": "x"}], **fields}, ChatRequest)
+        assert error.param == param
+        assert message in error.message
+
+
+# ---------------------------------------------------------------- forms
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True, "description": "d"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": NAMED}, {"json": SCHEMA}),
+        ({"structured_outputs": {"choice": ["a", "b"], "regex": None}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"regex": "a", "disable_fallback": False}}, {"regex": "a"}),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, {"json": SCHEMA, "whitespace_pattern": " ?"}),
+        ({"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "outlines"}, {"json": json.dumps(SCHEMA)}),
+        ({"guided_regex": "[a-z]+"}, {"regex": "[a-z]+"}),
+        ({"guided_choice": ["x"]}, {"choice": ["x"]}),
+        ({"guided_grammar": 'root ::= "a"', "response_format": {"type": "text"}}, {"grammar": 'root ::= "a"'}),
+        ({"guided_json_object": True}, {"json_object": True}),
+        ({"guided_json_object": False, "guided_json": None}, None),
+    ],
+)
+@pytest.mark.parametrize("make", [completion, chat])
+def test_forms(make: Any, fields: dict[str, Any], form: dict[str, Any] | None) -> None:
+    assert make(**fields).sampling({}).structured_outputs == (None if form is None else StructuredOutputsParams(**form))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", "json"), ("response_format", {}), ("response_format", {"type": "yaml"}),
+        ("response_format", {"type": 5}), ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": SCHEMA}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": "x"}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "strict": "yes"}}),
+        ("structured_outputs", "x"), ("structured_outputs", {"structural_tag": "x"}),
+        ("structured_outputs", {"regex": "a", "backend": "x"}),
+        ("guided_json", 5), ("guided_json", []), ("guided_regex", 5), ("guided_regex", ""), ("guided_regex", True),
+        ("guided_choice", "abc"), ("guided_choice", []), ("guided_choice", [1]), ("guided_grammar", {"a": 1}),
+        ("guided_json_object", 1), ("guided_regex", "a" * (2**20 + 1)),
+    ],
+)  # fmt: skip
+def test_bad_forms_name_the_field_that_holds_them(field: str, value: Any) -> None:
+    for kind in (CompletionRequest, ChatRequest):
+        error = refused(body_of(kind, {field: value}), kind)
+        assert error.param == field
+        assert error.message.startswith(field)
+
+
+@pytest.mark.parametrize("fields", [f for f, _ in params_table.STRUCTURED.bad if "regex" not in f or f["regex"] != "a"])
+def test_bad_structured_outputs(fields: dict[str, Any]) -> None:
+    error = refused({"prompt": "x", "structured_outputs": fields})
+    assert error.param == "structured_outputs"
+    assert "structured_outputs" in error.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": SCHEMA, "guided_regex": "a"}, {"guided_choice": ["a"], "response_format": NAMED},
+        {"structured_outputs": {"regex": "a"}, "guided_json": {}},
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+    ],
+)  # fmt: skip
+def test_one_form_at_a_time(fields: dict[str, Any]) -> None:
+    error = refused({"prompt": "x", **fields})
+    assert error.param in fields
+    assert all(name in error.message for name in fields)
+
+
+def test_errors_from_further_in_name_the_requests_own_fields() -> None:
+    def told(request: Any, param: str, message: str = "") -> tuple[str | None, str]:
+        error = request.own_words(RequestError(400, message or f"{param} is wrong.", param, 3))
+        assert (error.status, error.retry_after) == (400, 3)
+        return error.param, error.message
+
+    said = "structured_outputs.json is no schema."
+    assert told(completion(guided_json={}), "structured_outputs", said) == ("guided_json", "guided_json is no schema.")
+    assert told(chat(response_format=NAMED), "structured_outputs")[0] == "response_format"
+    assert told(chat(response_format=NAMED), "json")[0] == "response_format"  # a schema that cannot be sent
+    assert told(completion(structured_outputs={"regex": "a"}), "structured_outputs")[0] == "structured_outputs"
+    assert told(chat(), "logprobs") == ("top_logprobs", "top_logprobs is wrong.")
+    assert told(completion(), "logprobs")[0] == "logprobs"
+    assert told(completion(echo=True, logprobs=1), "prompt_logprobs")[0] == "logprobs"
+    assert told(completion(prompt_logprobs=1), "prompt_logprobs")[0] == "prompt_logprobs"
+    assert told(chat(max_tokens=5), "max_tokens")[0] == "max_tokens"
+    assert told(chat(max_completion_tokens=5), "max_tokens") == (
+        "max_completion_tokens", "max_completion_tokens is wrong.",
+    )  # fmt: skip
+    assert told(chat(max_completion_tokens=5), "min_tokens", "min_tokens over max_tokens=5") == (
+        "min_tokens", "min_tokens over max_completion_tokens=5",
+    )  # fmt: skip
+    assert told(completion(use_beam_search=True, n=99), "best_of")[0] == "n"
+    assert told(completion(), "prompt", "prompt is wrong.") == ("prompt", "prompt is wrong.")
+
+
+# ---------------------------------------------------------------- several sequences, and what cannot be streamed
+
+
+def test_beam_search() -> None:
+    defaults = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    params = completion(use_beam_search=True, n=4, length_penalty=0.5, early_stopping="never").sampling(defaults)
+    assert (params.n, params.width, params.temperature, params.top_p, params.top_k, params.min_p) == (4, 4, 0, 1, 0, 0)
+    assert (params.length_penalty, params.early_stopping, params.repetition_penalty) == (0.5, "never", 1.1)
+    params = chat(use_beam_search=True, n=2, best_of=6, temperature=0).sampling({})
+    assert (params.n, params.width) == (2, 6)
+    for fields, param in [
+        ({}, "use_beam_search"), ({"n": 1}, "n"), ({"n": 65}, "n"), ({"best_of": 1}, "best_of"),
+        ({"n": 2, "temperature": 0.5}, "temperature"), ({"n": 2, "top_p": 0.5}, "top_p"), ({"n": 0}, "n"),
+    ]:  # fmt: skip
+        error = refused({"prompt": "x", "use_beam_search": True, **fields})
+        assert error.param == param
+        assert param in error.message
+    error = refused({"prompt": "x", "use_beam_search": True, "n": 2, "stream": True})
+    assert "Streaming is not currently supported with beam search" in error.message
+    assert error.param == "use_beam_search"
+
+
+def test_best_of_and_streams() -> None:
+    assert completion(best_of=2, n=2, stream=True).sampling({}).width == 2
+    assert refused({"prompt": "x", "best_of": 3, "n": 2, "stream": True}).param == "best_of"
+    assert refused({"prompt": "x", "best_of": 2, "stream": True}).param == "best_of"
+    for value in (0, 1, True, -1):
+        error = refused({"prompt": "x", "prompt_logprobs": value, "stream": True})
+        assert error.message == "`prompt_logprobs` are not available when `stream=True`."
+    assert completion(prompt_logprobs=False, stream=True).extras() is None
+    assert completion(echo=True, logprobs=1, stream=True).sampling({}).prompt_logprobs == 1
+
+
+# ---------------------------------------------------------------- max_tokens
+
+
+def test_the_prompt_alone() -> None:
+    request = completion(echo=True, max_tokens=0, logprobs=1)
+    assert request.prompt_only
+    assert request.sampling({}).max_tokens == 1
+    assert not completion(echo=True, max_tokens=1).prompt_only
+    assert refused({"prompt": "x", "max_tokens": 0}).param == "max_tokens"
+    assert refused(body_of(ChatRequest, {"max_tokens": 0, "echo": True}), ChatRequest).param == "max_tokens"
+
+
+def test_the_models_own_limit() -> None:
+    assert chat().sampling({"max_tokens": 100}).max_tokens == 100
+    assert chat(max_tokens=200).sampling({"max_tokens": 100}).max_tokens == 100
+    assert chat(max_tokens=50).sampling({"max_tokens": 100}).max_tokens == 50
+    assert completion().sampling({"max_tokens": 100}).max_tokens == 16
+    assert completion().sampling({"max_tokens": 8}).max_tokens == 8
+    assert completion(min_tokens=20).sampling({}).max_tokens == 20
 
 
 def test_template_options() -> None:
