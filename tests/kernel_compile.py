@@ -80,7 +80,7 @@ def main():
     attend(8, 1, 256, 2, 128)
     attend(32, 32, 80, 300, 300)
     attend(4, 2, 64, 2, 64, torch.float32)
-    logits, state = torch.empty(4, 151_936), SamplingState(4)
+    logits, state = torch.empty(4, 151_936), SamplingState(4, 151_936)
     positions = torch.zeros(4, dtype=torch.int64)
     sampling.draw(logits, state.packed, positions, sampling.cut(logits, state.packed, True, True, True))
     x = torch.empty(8, 4096, dtype=torch.bfloat16)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from kernel_device import DEVICE
+from sampler_rows import Request, state_of
 
 pytest.importorskip("triton")
 
 from quire.gpu_worker.kernels import sampling
-from quire.gpu_worker.sampler import SamplingState
 from quire.proto.params import SamplingParams
 
 MIXED = [
@@ -25,11 +25,8 @@ MIXED = [
 
 def packed(params):
     """The parameter rows of a state, on the device under test."""
-    state = SamplingState(len(params), DEVICE)
-    for row, p in enumerate(params):
-        state.set(row, p, 2**63 + row * 0x123456789)
-    state.upload()
-    return state.packed
+    requests = [Request(p, 2**63 + row * 0x123456789) for row, p in enumerate(params)]
+    return state_of(requests, 9, device=DEVICE).of(torch.arange(len(params), device=DEVICE))
 
 
 @pytest.mark.parametrize("vocab", [5, 4099])

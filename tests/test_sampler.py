@@ -3,31 +3,30 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from sampler_rows import DEVICE, Request, state_of, step
 
 from quire.gpu_worker.kernels import sampling
-from quire.gpu_worker.sampler import SamplingState, greedy, sample
+from quire.gpu_worker.sampler import SamplingNeeds, greedy
+from quire.gpu_worker.sampling_state import PLAIN
 from quire.proto.params import SamplingParams
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-def run(logits, params, seeds, positions, rows=None, max_rows=None):
+def run(logits, params, seeds, positions, rows=None):
     """Sample one token for each row of ``logits`` through a fresh state; returns a list."""
-    count = len(logits)
-    rows = list(range(count)) if rows is None else rows
-    state = SamplingState(max_rows or max(rows) + 1, DEVICE)
-    for row, param, seed in zip(rows, params, seeds, strict=True):
-        state.set(row, param, seed)
-    tokens = sample(
-        logits.to(DEVICE), state, torch.tensor(rows, device=DEVICE),
-        torch.tensor(positions, device=DEVICE), state.needs(rows),
-    )  # fmt: skip
-    assert tokens.dtype == torch.int64
+    requests = [Request(p, seed) for p, seed in zip(params, seeds, strict=True)]
+    state = state_of(requests, logits.shape[1], rows)
+    tokens, logprobs = step(state, logits.to(DEVICE), requests, rows, positions=positions)
+    assert tokens.dtype == torch.int64 and logprobs is None
     return tokens.tolist()
+
+
+def needs_of(state, *rows):
+    return state.needs(np.array(rows, np.int64), np.full(len(rows), 1))
 
 
 def philox_reference(counter, key):
@@ -106,16 +105,12 @@ def test_greedy_takes_the_lowest_id_of_equals():
 
 
 def test_needs():
-    state = SamplingState(8)
-    state.set(0, SamplingParams(temperature=0), 1)
-    state.set(1, SamplingParams(temperature=1), 1)
-    state.set(2, SamplingParams(temperature=1, top_k=5), 1)
-    state.set(3, SamplingParams(temperature=1, top_p=0.5), 1)
-    state.set(4, SamplingParams(temperature=1, min_p=0.1), 1)
-    assert not state.needs([0]).random and not state.needs([]).random
-    assert state.needs([0, 1]).random and not state.needs([0, 1]).cut
-    assert state.needs([2]).top_k and not state.needs([2]).top_p
-    assert state.needs([3]).top_p and state.needs([4, 0]).min_p
+    params = [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
+    state = state_of([Request(SamplingParams(**p)) for p in params], 9, max_rows=8)
+    assert needs_of(state, 0) is needs_of(state) is PLAIN
+    assert needs_of(state, 0, 1) == SamplingNeeds(random=True) and not needs_of(state, 0, 1).cut
+    assert needs_of(state, 2) == SamplingNeeds(random=True, top_k=True)
+    assert needs_of(state, 3).top_p and needs_of(state, 4, 0).min_p and needs_of(state, 4, 0).cut
 
 
 MIXED = [
@@ -157,15 +152,12 @@ def test_seed_and_position_matter():
 
 
 def test_fork_copies_parameters_with_new_seeds():
-    state = SamplingState(6, DEVICE)
-    state.set(0, SamplingParams(temperature=0.5, top_k=7), 100)
-    state.set(1, SamplingParams(temperature=0), 0)
+    drawn, greedy_ = SamplingParams(temperature=0.5, top_k=7), SamplingParams(temperature=0)
+    state = state_of([Request(drawn, 100), Request(greedy_)], 500, max_rows=6)
     state.copy([0, 0, 1], [1, 2, 0], [101, 102, 0])
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    rows = torch.tensor([1, 2, 0], device=DEVICE)
-    got = sample(logits, state, rows, torch.zeros(3, dtype=torch.int64, device=DEVICE), state.needs([1, 2, 0]))
-    drawn = SamplingParams(temperature=0.5, top_k=7)
-    assert got.tolist() == run(logits, [drawn, drawn, SamplingParams(temperature=0)], [101, 102, 0], [0, 0, 0])
+    got = step(state, logits, [Request()] * 3, [1, 2, 0], positions=[0, 0, 0]).tokens
+    assert got.tolist() == run(logits, [drawn, drawn, greedy_], [101, 102, 0], [0, 0, 0])
 
 
 def keep_by_sorting(logits, p):
@@ -197,9 +189,7 @@ def test_cut_keeps_what_sorting_keeps(spread, ties):
     ]  # fmt: skip
     for fields in grid:
         p = SamplingParams(**fields)
-        state = SamplingState(6)
-        for row in range(6):
-            state.set(row, p, 0)
+        state = state_of([Request(p)] * 6, 401, device="cpu")
         cuts = sampling.cut_torch(logits, state.packed, p.min_p > 0, p.top_k > 0, p.top_p < 1)
         for row, lowest in zip(logits, cuts, strict=True):
             kept = row * torch.tensor(1 / p.temperature, dtype=torch.float32) >= lowest
@@ -212,8 +202,7 @@ def test_cut_of_a_large_vocabulary(spread):
     logits = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(4)) * spread
     for fields in ({"top_k": 1}, {"top_k": 50}, {"top_k": 40_000}, {"top_p": 0.5}, {"top_p": 0.95}):
         p = SamplingParams(**fields)
-        state = SamplingState(2)
-        state.set(0, p, 0), state.set(1, p, 0)
+        state = state_of([Request(p)] * 2, 50_000, device="cpu")
         cuts = sampling.cut_torch(logits, state.packed, False, p.top_k > 0, p.top_p < 1)
         for row, lowest in zip(logits, cuts.tolist(), strict=True):
             ordered = row.sort(descending=True).values
@@ -246,13 +235,8 @@ def test_draws_follow_the_distribution(fields):
     vocab, draws = 16, 20_000
     p = SamplingParams(**fields)
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(6)) * 1.5
-    state = SamplingState(1, DEVICE)
-    state.set(0, p, 42)
-    tokens = sample(
-        row.repeat(draws, 1).to(DEVICE), state, torch.zeros(draws, dtype=torch.int64, device=DEVICE),
-        torch.arange(draws, device=DEVICE), state.needs([0]),
-    )  # fmt: skip
-    counts = torch.bincount(tokens.cpu(), minlength=vocab).double()
+    tokens = run(row.repeat(draws, 1), [p] * draws, [42] * draws, range(draws))
+    counts = torch.bincount(torch.tensor(tokens), minlength=vocab).double()
     keep = keep_by_sorting(row, p)
     assert counts[~keep].sum() == 0
     want = torch.where(keep, (row.double() / p.temperature).exp(), 0.0)
@@ -281,8 +265,10 @@ def test_tokens_stay_inside_the_vocabulary():
 
 def test_the_cpu_path_never_imports_triton():
     code = (
-        "import sys, torch; from quire.gpu_worker.sampler import *; from quire.proto.params import SamplingParams\n"
-        "s = SamplingState(1); s.set(0, SamplingParams(top_k=2), 1); at = torch.zeros(1, dtype=torch.int64)\n"
-        "sample(torch.zeros(1, 9), s, at, at, s.needs([0])); sys.exit('triton' in sys.modules)"
+        "import sys; sys.path.insert(0, sys.argv[1]); import torch; from sampler_rows import *\n"
+        "every = dict(top_k=2, logprobs=2, presence_penalty=1, allowed_token_ids=[1, 2], logit_bias={1: 2})\n"
+        "r = [Request(SamplingParams(**every), bad_words=[[1, 2]])]\n"
+        "step(state_of(r, 9), torch.zeros(1, 9), r); sys.exit('triton' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+    here = str(Path(__file__).parent)
+    assert subprocess.run([sys.executable, "-c", code, here], check=False, timeout=120).returncode == 0

@@ -16,7 +16,7 @@ to -infinity; v is held at 1 - 2^-24 there, so that the only token left is alway
 log1p(-v) is log(u) * v / (1 - u) with u = 1 - v, exact to a few units in the last place. Devices differ only in the
 last bits of log and exp, which changes a draw when two tokens tie to about 1e-6.
 
-Parameters of a row are one packed int32 row, ``[S, COLUMNS]`` (see ``sampler.SamplingState``).
+Parameters of a row are one packed int32 row, ``[S, COLUMNS]`` (see ``columns``).
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-COLUMNS = 8
-INV_T, LOG_MIN_P, TOP_P = 0, 1, 2
-"""Columns that hold float32 bits. INV_T = 0 marks a greedy row."""
-TOP_K, SEED_LOW, SEED_HIGH = 3, 4, 5
-"""Columns that hold integers. top_k 0 keeps all; the seed's two halves are the Philox key."""
+from .columns import COLUMNS, INV_T, LOG_MIN_P, SEED_HIGH, SEED_LOW, TOP_K, TOP_P
 
 MAX_NOISE = 22.9
 """No noise is larger: v >= 2^-33."""
@@ -43,6 +39,7 @@ _MASK = 0xFFFFFFFF
 _BELOW_ONE = np.float32(1 - 2**-24)
 _CHUNK = 8192  # Philox blocks at a time: the working set stays in the second-level cache
 _FEW = 2048  # candidates of a row for which noise is computed token by token
+_BUCKETS, _DEPTH = 4096, 32.0  # of the mass by depth below the maximum; deeper tokens share the last bucket
 _COARSE = 64  # one logit in so many is looked at to guess where the k-th largest lies
 
 
@@ -203,14 +200,32 @@ def _nucleus(scaled: np.ndarray, top: np.float32, lowest: np.float32, top_p: flo
     pool = scaled if lowest == -np.inf else scaled[scaled >= lowest]
     if not len(pool) or not np.isfinite(top):
         return lowest
-    need = top_p * float(np.exp(pool - top).sum(dtype=np.float64))
-    for count in (256, 8192, len(pool)):
-        head = np.sort(_above_guess(pool, count) if count < len(pool) else pool)[::-1]
-        mass = np.exp(head - top).cumsum(dtype=np.float64)
-        if mass[-1] >= need:
-            # The first at which the mass reaches the target; those tied with it lie at or above the same cut.
-            return head[int(np.searchsorted(mass, need))]
-    return lowest
+    depths = top - pool
+    weights = np.exp(-depths)
+    need = top_p * float(weights.sum(dtype=np.float64))
+    head = _above_guess(pool, 256) if len(pool) > _FEW else pool
+    edge = _first_at(head, top, 0.0, need)
+    if edge is not None:
+        return edge
+    # Where many tokens share the mass, sorting them all would take long: a histogram of the mass by depth below the
+    # top finds the bucket in which the target is reached. Equal values share a bucket, so the order is kept.
+    deepest = depths.max()
+    width = min(float(deepest), _DEPTH) / _BUCKETS if deepest > 1e-30 else 1.0
+    buckets = np.minimum(depths * np.float32(1 / width), _BUCKETS).astype(np.intp)
+    mass = np.bincount(buckets, weights).cumsum()
+    at = min(int(np.searchsorted(mass, need)), len(mass) - 1)
+    inside = pool[buckets == at]
+    edge = _first_at(inside, top, mass[at - 1] if at else 0.0, need)
+    return inside.min() if edge is None else edge  # sums of another order may miss the target by a last bit
+
+
+def _first_at(pool: np.ndarray, top: np.float32, above: float, need: float) -> np.float32 | None:
+    """The value of ``pool``, from the largest down, at which the mass (``above`` before it) reaches ``need``."""
+    ordered = np.sort(pool)[::-1]
+    mass = np.exp(ordered - top).cumsum(dtype=np.float64)
+    mass += above
+    # Those tied with the first that reaches the target lie at or above the same cut.
+    return ordered[int(np.searchsorted(mass, need))] if len(mass) and mass[-1] >= need else None
 
 
 def _draw_among(
