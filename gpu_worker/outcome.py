@@ -30,6 +30,10 @@ FORBIDDEN = (
 )
 
 
+Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""ids, values, ranks"""
+
+
 class PromptGroup(NamedTuple):
     """Logprobs of prompt tokens that want as many others each: those of ``spans``, one after another."""
 
@@ -37,6 +41,10 @@ class PromptGroup(NamedTuple):
     ids: torch.Tensor  # int32 [N, k + 1]
     values: torch.Tensor  # float32 [N, k + 1]
     ranks: torch.Tensor  # int32 [N]
+
+
+UNDEFINED = (500, "no token can be drawn: the logits are NaN, or no token is allowed.")
+"""Where only the logprobs show it: the token's own is -infinity, and yet none is more likely."""
 
 
 class Outcome:
@@ -53,7 +61,8 @@ class Outcome:
         self._groups = [(group.slots.tolist(), group.k) for group in groups]
         self._prompts = [group.spans for group in prompts]
         self._failed = failed or {}
-        tensors = [tensor for group in (*groups, *prompts) for tensor in (group.ids, group.values, group.ranks)]
+        tensors = [tensor for group in groups for tensor in (group.ids, group.values, group.ranks)]
+        tensors += [tensor for group in prompts for tensor in (group.ids, group.values, group.ranks)]
         self.arrival: Arrival = download(tokens, tensors)
 
     def wait(self) -> bytes:
@@ -77,19 +86,19 @@ class Outcome:
             failed=[SlotFailed(slot, *self._failed[slot]) for slot in sorted(self._failed)],
         )  # fmt: skip
 
-    def _of_slots(self, triples: list[tuple[np.ndarray, ...]]) -> Iterator[tuple[int, Logprobs]]:
+    def _of_slots(self, triples: list[Triple]) -> Iterator[tuple[int, Logprobs]]:
         room = ROOM
         for (slots, k), (ids, values, ranks) in zip(self._groups, triples, strict=False):
             for at, slot in enumerate(slots):
                 room -= logprob_bytes(1, k)
-                if np.isnan(values[at, 0]):
-                    self._failed.setdefault(slot, NAN)
+                if np.isneginf(values[at, 0]) and ranks[at] == 1:
+                    self._failed.setdefault(slot, UNDEFINED)
                 elif room < 0:
                     self._failed.setdefault(slot, (503, f"logprobs with {k} others each do not fit one step's answer."))
                 else:
                     yield slot, _pack(ids[at], values[at], ranks[at : at + 1])
 
-    def _of_prompts(self, triples: list[tuple[np.ndarray, ...]]) -> Iterator[PromptChunk]:
+    def _of_prompts(self, triples: list[Triple]) -> Iterator[PromptChunk]:
         for spans, (ids, values, ranks) in zip(self._prompts, triples, strict=True):
             start = 0
             for span in spans:

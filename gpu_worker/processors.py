@@ -46,7 +46,7 @@ def _load(name: str) -> Function:
         raise ConfigError(f"{FLAG} {name!r} is not of the form package.module:function.")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # noqa: BLE001  # importing runs the user's code
+    except Exception as error:  # importing runs the user's code
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
             f"{FLAG} {name!r} cannot be imported ({said:.300}); install its package, or put its folder on PYTHONPATH."
@@ -124,7 +124,7 @@ class Processors:
                 self._call(name, function, history, logits)
             except SlotError:
                 raise
-            except Exception as error:  # noqa: BLE001  # a user's code may raise anything; it fails its request alone
+            except Exception as error:  # a user's code may raise anything; it fails its request alone
                 log.warning("logits processor %s raised", name, exc_info=error)
                 raise SlotError(
                     500, f"logits processor {name} raised {type(error).__name__}: {str(error)[:500]}"

@@ -19,8 +19,7 @@ from .graphs import CudaRecorder, DecodeGraphs, capture_sizes
 from .kv_cache import KVCache
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
 from .processors import SlotError
-from . import sampler
-from .sampler import Sampled, sample
+from .sampler import Sampled, sample, token_logprobs
 from .state import RowState, Run, Span
 from .transfer import Download
 
@@ -157,7 +156,7 @@ class Runner:
             parts = []
             for low in range(start, end, PROMPT_SLICE):
                 at = slice(low, min(low + PROMPT_SLICE, end))
-                parts.append(sampler.token_logprobs(self.model.logits(hidden[at]), tokens[at], k, raw))
+                parts.append(token_logprobs(self.model.logits(hidden[at]), tokens[at], k, raw))
             groups.append(PromptGroup(members, *(torch.cat(column) for column in zip(*parts, strict=True))))
             start = end
         return groups

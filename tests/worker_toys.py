@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from quire.gpu_worker.followers import Follower
 from quire.gpu_worker.kv_cache import KVCache
+from quire.gpu_worker.processors import Processors
 from quire.gpu_worker.runner import Runner
 from quire.gpu_worker.state import RowState
-from quire.proto.codec import from_i32, i32, u64
+from quire.proto.codec import from_f32, from_i32, i32, u64
 from quire.proto.messages import Admit, Lease, StepPlan
 from quire.proto.params import SamplingParams
 
 VOCAB, HIDDEN, LAYERS, HEADS, DIM = 97, 16, 2, 2, 8
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
+LEASE = Lease(0, 0, 0)
 
 
 class ToyModel:
@@ -78,19 +81,27 @@ class Hand:
         vocab=VOCAB,
         device=CPU,
         dtype=torch.float32,
+        mode="raw_logprobs",
+        grammars=None,
+        functions=None,
     ):
         self.block_size = block_size
-        self.state = RowState(rows, length, block_size, vocab, device)
+        self.state = RowState(
+            rows, length, block_size, vocab, device, mode, grammars and Follower(grammars),
+            Follower(Processors(functions or {})),
+        )  # fmt: skip
         self.kv = KVCache(model.spec, blocks, block_size, dtype, device)
         self.runner = Runner(model, self.state, self.kv, max_tokens)
         self.free = list(range(blocks))[::-1]
         self.tables, self.lengths, self.done = {}, {}, {}
         self.queue = {}
         self.step = 0
+        self.result = None  # of the last step
 
-    def admit(self, row, ids, params=GREEDY, seed=0, table=(), done=0):
+    def admit(self, row, ids, params=GREEDY, seed=0, table=(), done=0, prompt_len=None, **more):
         """Queue a sequence; the first ``done`` tokens are already in the blocks of ``table``."""
-        self.queue.setdefault("admits", []).append(Admit(row, row, 0, i32(ids), len(ids), params, seed))
+        admit = Admit(row, row, 0, i32(ids), prompt_len or len(ids), params, seed, **more)
+        self.queue.setdefault("admits", []).append(admit)
         self.tables[row], self.lengths[row], self.done[row] = [], len(ids), done
         for block in table:
             self.set_block(row, len(self.tables[row]), block)
@@ -106,6 +117,12 @@ class Hand:
         """Queue a fork that shares every block of ``src``."""
         for name, value in (("fork_src", src), ("fork_dst", dst), ("fork_seeds", seed)):
             self.queue.setdefault(name, []).append(value)
+
+    def append(self, row, token):
+        """Queue a token that the scheduler chose."""
+        self.queue.setdefault("append_rows", []).append(row)
+        self.queue.setdefault("append_tokens", []).append(token)
+        self.lengths[row] += 1
 
     def copy_block(self, row, slot):
         """Give ``row`` its own copy of a shared block."""
@@ -139,13 +156,14 @@ class Hand:
         )  # fmt: skip
         tokens = self.send()
         for _, row in samples:
-            self.lengths[row] += 1
+            self.lengths[row] += int(self.state.grows[row])
         return dict(zip((row for _, row in samples), tokens, strict=True))
 
     def send(self):
         self.step += 1
         queued, self.queue = self.queue, {}
-        return from_i32(self.runner.launch(plan(self.step, **queued)).wait())
+        self.result = self.runner.launch(plan(self.step, **queued)).result(LEASE, self.step)
+        return from_i32(self.result.tokens)
 
     def generate(self, row, ids, count, chunk=64, **kwargs):
         """Admit, prefill in chunks, decode: the ``count`` new tokens."""
@@ -159,25 +177,47 @@ class Hand:
 def plan(step, lease=None, admits=(), fork_seeds=(), **columns):
     """A StepPlan of lists."""
     return StepPlan(
-        lease or Lease(0, 0, 0), step, admits=list(admits), fork_seeds=u64(fork_seeds),
+        lease or LEASE, step, admits=list(admits), fork_seeds=u64(fork_seeds),
         **{name: i32(values) for name, values in columns.items()},
     )  # fmt: skip
 
 
+def toy_logits(model, ids):
+    """Logits [len(ids), vocab] of one whole pass, in one big block."""
+    kv = KVCache(model.spec, 1, 512, torch.float32, CPU)
+    length = len(ids)
+    batch = SimpleNamespace(
+        outputs=None,
+        token_ids=torch.tensor(ids), positions=torch.arange(length), slots=torch.arange(length),
+        query_starts=torch.tensor([0, length]), context_lens=torch.tensor([length]),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32), block_size=512,
+    )  # fmt: skip
+    return model.logits(model.forward(batch, kv))
+
+
 def oracle(model, ids, count):
-    """Greedy tokens of the toy by computing everything anew at each step, in one big block."""
+    """Greedy tokens of the toy by computing everything anew at each step."""
     ids = list(ids)
     for _ in range(count):
-        kv = KVCache(model.spec, 1, 512, torch.float32, CPU)
-        length = len(ids)
-        batch = SimpleNamespace(
-            outputs=None,
-            token_ids=torch.tensor(ids), positions=torch.arange(length), slots=torch.arange(length),
-            query_starts=torch.tensor([0, length]), context_lens=torch.tensor([length]),
-            block_tables=torch.zeros(1, 1, dtype=torch.int32), block_size=512,
-        )  # fmt: skip
-        ids.append(int(model.logits(model.forward(batch, kv)[-1:]).argmax()))
+        ids.append(int(toy_logits(model, ids)[-1].argmax()))
     return ids[-count:]
+
+
+def unpack(logprobs, k):
+    """[(ids, values, rank)] of a Logprobs of tokens with k others each."""
+    ids, values = from_i32(logprobs.ids), from_f32(logprobs.values)
+    assert len(ids) == len(values)
+    cut = range(0, len(ids), k + 1)
+    ranks = from_i32(logprobs.ranks)
+    return [(ids[i : i + k + 1], values[i : i + k + 1], rank) for i, rank in zip(cut, ranks, strict=True)]
+
+
+def told(logits, token, k):
+    """(ids, values, rank) as they must be: the token itself, then the k best."""
+    values = torch.log_softmax(logits.double(), -1)
+    best = values.topk(k)
+    rank = 1 + int((logits > logits[token]).sum())
+    return [token, *best.indices.tolist()], [float(values[token]), *best.values.tolist()], rank
 
 
 def prompts(count, low=3, high=30, vocab=VOCAB, seed=1):
