@@ -1,0 +1,260 @@
+"""Structured outputs as llguidance's grammars: what the check of a request and the matchers of a worker share.
+
+A grammar is honoured exactly or refused. llguidance refuses the keywords it lacks (its ``lenient`` mode is off, also
+where a schema asks for it); what it accepts but cannot promise is refused or narrowed here:
+
+- escapes of the form ``\\uXXXX`` are not generated, for a property named by another spelling of its name would escape
+  its own schema;
+- ``minProperties`` cannot be counted where names may repeat, so only one property beyond the required ones can be
+  asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .config import ConfigError, EngineArgs
+from .model_config import ModelConfig, resolve_model
+from .structured import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_LEXER_STATES = 100_000
+"""States of a grammar's lexer, which are made as they are met; about 0.4 kB each, shared by a grammar's matchers."""
+
+MAX_MESSAGE = 300
+_ESCAPES = 'nrbtf\\"'
+_ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
+        "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+            "additional_special_tokens", "extra_special_tokens")  # fmt: skip
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be honoured. One line, for the client."""
+
+    def __init__(self, message: str):
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…")
+
+
+# ---------------------------------------------------------------- from parameters to a grammar
+
+
+def grammar_of(spec: StructuredOutputsParams) -> str:
+    """llguidance's form of ``spec``. It is only written here; ``start_matcher`` compiles it. Raises GrammarError."""
+    from llguidance import LLMatcher
+
+    try:
+        if spec.json is not None:
+            return _json_grammar(spec, _schema(spec))
+        if spec.json_object:
+            return _json_grammar(spec, {"type": "object"})
+        if spec.regex is not None:
+            return LLMatcher.grammar_from_regex(spec.regex)
+        if spec.choice is not None:
+            return LLMatcher.grammar_from_lark(_choices(spec.choice))
+        return LLMatcher.grammar_from_lark(_lark(spec.grammar or ""))
+    except RecursionError:
+        raise GrammarError("it is nested too deeply.") from None
+
+
+def _schema(spec: StructuredOutputsParams) -> dict[str, Any]:
+    """The schema as an object, checked and closed as far as ``spec`` asks for it."""
+    schema = spec.json
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            raise GrammarError(f"the schema is not JSON: {error}") from None
+    if schema is True:
+        return {}
+    if schema is False:
+        raise GrammarError("the schema false permits no output.")
+    if not isinstance(schema, dict):
+        raise GrammarError(f"a schema must be an object, got {type(schema).__name__}.")
+    return _walk(schema, spec.disable_additional_properties)
+
+
+def _walk(schema: Any, close: bool) -> Any:
+    """A copy of ``schema`` in which, with ``close``, objects have the properties they name and no others."""
+    if not isinstance(schema, dict):
+        return schema
+    least, required = schema.get("minProperties"), schema.get("required")
+    named = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > named + 1:
+        raise GrammarError(
+            f"minProperties={least} cannot be honoured with {named} required properties, because names may repeat; "
+            f"name the properties in required, or lower it to at most {named + 1}."
+        )
+    out = dict(schema)
+    if close and ("properties" in schema or "patternProperties" in schema):
+        out.setdefault("additionalProperties", False)
+    for key in _ONE:
+        if isinstance(schema.get(key), dict):
+            out[key] = _walk(schema[key], close)
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            out[key] = [_walk(each, close) for each in schema[key]]
+    for key in _MAPS:
+        if isinstance(schema.get(key), dict):
+            out[key] = {name: _walk(each, close) for name, each in schema[key].items()}
+    return out
+
+
+def _json_grammar(spec: StructuredOutputsParams, schema: dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}
+    if spec.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    elif spec.whitespace_pattern is not None:
+        options["whitespace_pattern"] = spec.whitespace_pattern
+    try:
+        return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)
+    except (ValueError, TypeError, msgspec.MsgspecError) as error:
+        raise GrammarError(str(error)) from None
+
+
+def _choices(choices: Iterable[str]) -> str:
+    """One terminal of all choices: alternatives of the parser are limited in number, those of the lexer are not."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
+
+
+def _lark(text: str) -> str:
+    """Lark as it is; GBNF (rules written with ``::=``) converted."""
+    if re.search(r"(?m)^[ \t]*[\w-]+[ \t]*::=", text) is None:
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(re.sub(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", _unescape, text))
+    except RecursionError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the converter raises plain Exception for a fault of the text
+        raise GrammarError(f"the GBNF grammar cannot be read: {error}") from None
+
+
+def _unescape(found: re.Match[str]) -> str:
+    """``\\uXXXX`` as the character or as ``\\xXX``; the converter would cut its zeros off."""
+    digits = found[1] or found[2]
+    if not digits:
+        return found[0]
+    code = int(digits, 16)
+    if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
+        raise GrammarError(f"the GBNF grammar has {found[0]}, which is no character.")
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def tokenizer_folder(args: EngineArgs, model_folder: str) -> str:
+    """The folder whose tokenizer is used: ``--tokenizer``'s, or the model's. Raises ConfigError."""
+    if args.tokenizer is None and args.tokenizer_revision is None:
+        return model_folder
+    revision = args.tokenizer_revision or (args.revision if args.tokenizer is None else None)
+    return resolve_model(args.tokenizer or args.model, revision, args.download_dir, weights=False)
+
+
+def token_table(folder: str, model: ModelConfig) -> LLTokenizer:
+    """The bytes of every token, and which ones end an output: the model's EOS ids and the tokenizer's.
+
+    It takes about a second and 130 MB for a vocabulary of 150,000, and the interpreter stands still meanwhile.
+    Ids up to the model's vocab_size that the tokenizer lacks are allowed nowhere. Raises ConfigError.
+    """
+    from llguidance import LLTokenizer
+
+    path = Path(folder) / "tokenizer.json"
+    try:
+        text, eos, size = _tokenizer_json(path, model.eos_token_ids)
+        return LLTokenizer(text, n_vocab=max(size, model.vocab_size), eos_token=eos)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"structured outputs need a tokenizer.json, which {folder} lacks; save one with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+        ) from None
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"structured outputs cannot use {path}: {error}") from None
+
+
+def _tokenizer_json(path: Path, eos: list[int]) -> tuple[str, list[int], int]:
+    """tokenizer.json with every special and every EOS token marked as special; the EOS ids it has; its number of ids.
+
+    A token that is not marked counts as text: a grammar that permits "</s>" as text would permit the end in its midst.
+    """
+    data = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    parts = msgspec.json.decode(data["model"], type=dict[str, msgspec.Raw])
+    vocab = msgspec.json.decode(parts["vocab"])
+    if isinstance(vocab, list):  # Unigram: pieces with their scores, by id
+        vocab = {piece[0]: i for i, piece in enumerate(vocab)}
+    added: list[dict[str, Any]] = msgspec.json.decode(data.get("added_tokens", msgspec.Raw(b"[]"))) or []
+    names, end = _special_names(path.parent)
+    ids = {**vocab, **{token["content"]: token["id"] for token in added}}
+    known = set(ids.values())
+    eos = [i for i in dict.fromkeys([*eos, ids.get(end, -1)]) if i in known]
+    if not eos:
+        raise ValueError("it has none of the model's EOS tokens, and names none of its own; no output could end.")
+    for token in added:
+        token["special"] = token["special"] or token["content"] in names or token["id"] in eos
+    listed = {token["content"] for token in added}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added += [
+        {"id": i, "content": name, **plain}
+        for name, i in vocab.items()
+        if (i in eos or name in names) and name not in listed
+    ]
+    data["added_tokens"] = msgspec.Raw(msgspec.json.encode(added))
+    return msgspec.json.encode(data).decode(), eos, max(known) + 1
+
+
+def _special_names(folder: Path) -> tuple[set[str], str]:
+    """The texts of the special tokens that the files beside tokenizer.json name, and that of EOS."""
+    names: set[str] = set()
+    end = ""
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        try:
+            config = msgspec.json.decode((folder / file).read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            continue
+        for key in _SPECIAL:
+            value = config.get(key)
+            values = value if isinstance(value, list) else [value]
+            if isinstance(value, dict) and "content" not in value:
+                values = list(value.values())
+            texts = [each.get("content") if isinstance(each, dict) else each for each in values]
+            names.update(text for text in texts if isinstance(text, str) and text)
+            if key == "eos_token" and texts and isinstance(texts[0], str):
+                end = texts[0]
+    return names, end
+
+
+# ---------------------------------------------------------------- matchers
+
+
+def start_matcher(table: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher before the first token, with the limits that bind every step. Raises GrammarError."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    matcher = LLMatcher(table, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(fault(matcher))
+    return matcher
+
+
+def fault(matcher: LLMatcher) -> str:
+    """Why the matcher is in its error state, in llguidance's words, one line."""
+    text = matcher.get_error().replace("<non-verbose/>", "").strip()
+    if text.startswith("NoExtensionBias"):
+        return "no token of the model's vocabulary can go on as the grammar demands."
+    return str(GrammarError(text or matcher.stop_reason()))
