@@ -18,6 +18,7 @@ import random
 import re
 from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -103,13 +104,18 @@ class Streams:
 
     def _piece_by_window(self, token: int) -> str | bytes:
         """The text of a token by decoding it after another; its bytes where that is known and no whole character."""
-        decode = self._tokenizer.decode
+
+        def decode(ids: list[int]) -> str:
+            return self._tokenizer.decode(ids, False, False)
+
         if self._anchor is None:
-            some = (i for i in range(4096) if (text := decode([i], False)) and text.isascii() and text.isalpha())
-            self._anchor = [i for i, _ in zip(some, range(1), strict=False)]
-        before, after = decode(self._anchor, False), decode([*self._anchor, token], False)
-        text = after[len(before) :] if after.startswith(before) else decode([token], False)
-        return (_bytes_of(self._tokenizer.piece(token)) or text) if "�" in text else text
+            words = (i for i in range(4096) if (text := decode([i])).isascii() and text.isalpha())
+            self._anchor = [*islice(words, 1)]
+        before, after = decode(self._anchor), decode([*self._anchor, token])
+        text = after[len(before) :] if after.startswith(before) else decode([token])
+        if text and "�" not in text:
+            return text
+        return _bytes_of(self._tokenizer.piece(token)) or text
 
 
 class _Opener(Protocol):
@@ -173,12 +179,19 @@ _ALPHABET = _byte_alphabet()
 
 
 def _bytes_of(piece: str | None) -> bytes | None:
-    """The bytes that a token's own name stands for, if it does."""
+    """The bytes that a token's own name stands for, where they are no whole characters."""
     if piece is None:
         return None
+    raw = b""
     if _BYTE_TOKEN.fullmatch(piece):
-        return bytes([int(piece[3:5], 16)])
-    return bytes([_ALPHABET[c] for c in piece]) if all(c in _ALPHABET for c in piece) else None
+        raw = bytes.fromhex(piece[3:5])
+    elif all(c in _ALPHABET for c in piece):
+        raw = bytes([_ALPHABET[c] for c in piece])
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw
+    return None
 
 
 class BytePieces(_Table):

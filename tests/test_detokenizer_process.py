@@ -18,13 +18,15 @@ import pytest
 import zmq
 
 from quire.detokenizer import loop
+from quire.detokenizer.errors import Refused
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import load_tokenizer
 from quire.proto import messages as m
-from quire.proto.codec import from_i8, from_i32, from_i64, i8, i32, i64
+from quire.proto.codec import f32, from_i8, from_i32, from_i64, i8, i32, i64
 from quire.proto.model_config import load_model_config
 from quire.proto.params import SamplingParams
 from quire.proto.sockets import Dealer, Router, front_endpoint
+from quire.proto.structured import StructuredOutputsParams
 
 MODEL = str(Path(__file__).resolve().parent.parent / "demo_model")
 TOKENIZER = load_tokenizer(MODEL)
@@ -35,7 +37,7 @@ WAIT_S = 20.0
 class Stack:
     """A detokenizer process, a scheduler's front socket and Engines, all spoken to by hand."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, *flags: str):
         self.folder = folder
         self.context = zmq.Context()
         self.address = f"ipc://{folder}"
@@ -45,7 +47,7 @@ class Stack:
         self.peer = self.endpoint = ""
         self.log = open(f"{folder}/log", "w+")  # noqa: SIM115
         command = [sys.executable, "-P", "-m", "quire.detokenizer", "--scheduler", self.address, "--model", MODEL]
-        self.process = subprocess.Popen([*command, "--max-model-len", "128"], stderr=self.log)
+        self.process = subprocess.Popen([*command, "--max-model-len", "128", *flags], stderr=self.log)
         self.hello()
 
     def hello(self, epoch: int = 1) -> None:
@@ -298,6 +300,142 @@ def test_a_restarted_scheduler_is_greeted_and_its_gone_passed_on(stack: Stack) -
     stack.front.send(stack.peer, m.Failed(1, 2, 429, "full", retry_after=3.0))
     failed = stack.got(engine, m.Failed)
     assert (failed.status, failed.retry_after) == (429, 3.0)
+
+
+def record(tokens: list[int]) -> m.Logprobs:
+    """Each token itself, then token 40."""
+    pairs = [t for token in tokens for t in (token, 40)]
+    return m.Logprobs(i32(pairs), f32([-0.5] * len(pairs)), i32([1] * len(tokens)))
+
+
+def test_logprobs_come_with_texts(stack: Stack) -> None:
+    engine = stack.engine()
+    params = SamplingParams(logprobs=1, prompt_logprobs=1, min_tokens=2, stop="END", bad_words=["x"], max_tokens=50)
+    stack.ask(engine, 1, prompt="The capital", params=params, prompt_logprobs_from=1)
+    submit = stack.scheduler(m.Submit)
+    assert submit.prompt_logprobs_from == 1 and EOS in from_i32(submit.masked) and submit.bad_words
+    prompt = from_i32(submit.ids)
+    stack.front.send(stack.peer, m.PromptLogprobs(1, 0, 1, record(prompt[1:])))  # of another attempt
+    stack.front.send(stack.peer, m.PromptLogprobs(1, 1, 1, m.Logprobs(b"123", b"", i32([1]))))
+    stack.front.send(stack.peer, m.PromptLogprobs(1, 1, 1, record(prompt[1:])))
+    got = stack.got(engine, m.PromptLogprobs)
+    assert "".join(got.logprobs.texts[::2]) == TOKENIZER.decode(prompt, True)[len(TOKENIZER.decode(prompt[:1], True)) :]
+    out = TOKENIZER.encode(" é END it", False)
+    batch = m.TokenBatch(i64([1]), i32([1]), i32([0]), i32([0]), i32([len(out)]), i32(out), i8([0]), i32([-1]))
+    batch.logprob_rows, batch.logprobs = i32([0]), [record(out)]
+    stack.front.send(stack.peer, batch)
+    text = stack.got(engine, m.TextBatch)
+    (row,) = rows(text)
+    assert row[5:8] == (" é ", m.Finish.STOP, "END") and from_i32(text.logprob_rows) == [0]
+    assert len(text.logprobs[0].texts) == 2 * len(row[4]) and text.logprobs[0].texts[1] == TOKENIZER.decode([40], False)
+    assert stack.scheduler(m.Beat, lambda beat: beat.bad_frames > 0).bad_frames == 1
+
+
+def test_a_beam_search_asks_about_its_candidates(stack: Stack) -> None:
+    engine = stack.engine()
+    params = SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, stop="ab", logprobs=0, max_tokens=9)
+    stack.ask(engine, 1, prompt="x", params=params)
+    submit = stack.scheduler(m.Submit)
+    assert (submit.params.width, submit.params.n) == (3, 2)
+    a, b, c = (TOKENIZER.encode(letter, False)[0] for letter in "abc")
+    for step, parents, tokens, stopped in ((1, [0] * 3, [a, b, c], []), (2, [0, 1, 0], [b, b, c], [0])):
+        stack.front.send(stack.peer, m.BeamTokens(1, 1, step, i32(parents), i32(tokens)))
+        answer = stack.scheduler(m.BeamStopped)
+        assert (answer.uid, answer.attempt, answer.step, from_i32(answer.stopped)) == (1, 1, step, stopped)
+    stack.tokens((1, 1, 0, 0, [a, b], m.Finish.STOP, -1), (1, 1, 1, 0, [a, c], m.Finish.LENGTH, -1))
+    ended = rows(stack.got(engine, m.TextBatch))
+    assert [row[5:] for row in ended] == [("", m.Finish.STOP, "ab", 2), ("ac", m.Finish.LENGTH, None, 2)]
+    assert not any(isinstance(message, m.Stopped) for message in stack.heard)
+    assert from_i64(stack.scheduler(m.Open).uids) == []
+    stack.ask(engine, 2, prompt="x", params=params.clone())
+    stack.scheduler(m.Submit)
+    stack.front.send(stack.peer, m.BeamTokens(2, 1, 5, i32([0]), i32([a])))  # steps are missing
+    assert from_i64(stack.got(engine, m.Gone).uids) == [2] and stack.scheduler(m.Abort).uid == 2
+
+
+def test_without_a_tokenizer(tmp_path: Path) -> None:
+    stack = Stack(str(tmp_path), "--skip-tokenizer-init")
+    try:
+        engine = stack.engine()
+        stack.ask(engine, 1, prompt="Hello")
+        failed = stack.got(engine, m.Failed)
+        assert (failed.status, failed.param) == (400, "prompt") and "--skip-tokenizer-init" in failed.message
+        stack.ask(engine, 2, ids=i32([40, 41]), params=SamplingParams(logprobs=1), echo=True)
+        assert stack.got(engine, m.Accepted).prompt is None
+        assert stack.scheduler(m.Submit).eos == load_model_config(MODEL).eos_token_ids[:1]
+        batch = m.TokenBatch(i64([2]), i32([1]), i32([0]), i32([0]), i32([1]), i32([50]), i8([0]), i32([-1]))
+        batch.logprob_rows, batch.logprobs = i32([0]), [record([50])]
+        stack.front.send(stack.peer, batch)
+        text = stack.got(engine, m.TextBatch)
+        assert rows(text) == [(2, 1, 0, 0, [50], "", 0, None, -1)]
+        assert text.logprobs == batch.logprobs and text.logprobs[0].texts == []
+        stack.tokens((2, 1, 0, 1, [51], m.Finish.LENGTH, -1))
+        assert rows(stack.got(engine, m.TextBatch)) == [(2, 1, 0, 1, [51], "", m.Finish.LENGTH, None, 2)]
+    finally:
+        stack.close()
+
+
+class Form:
+    """A checker: "bad" is refused, others pass when ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def check(self, spec: StructuredOutputsParams) -> None:
+        if spec.regex == "bad":
+            raise Refused("no such form", "structured_outputs")
+        await self.go.wait()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_grammar_is_checked_before_anything_is_submitted(tmp_path: Path) -> None:
+    form: list[Form] = []
+    preparer = Preparer(TOKENIZER, load_model_config(MODEL, 128))
+
+    def structured(uid: int, regex: str) -> m.Tokenize:
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
+        return m.Tokenize(uid=uid, attempt=0, params=params, seed=0, arrival=0.0, prompt="Hello")
+
+    async def main() -> None:
+        process = loop.Detokenizer(
+            preparer,
+            f"ipc://{tmp_path}/s",
+            "d-0",
+            f"ipc://{tmp_path}/d",
+            checker=lambda: form.append(Form()) or form[0],
+        )
+        to_engine: list[Any] = []
+        to_scheduler: list[Any] = []
+        process.router.send = lambda peer, message: to_engine.append(message) or True
+        process.dealer.send = lambda message: to_scheduler.append(message) or True
+        process._from_scheduler(m.Peers(1, [], 16, True, 0))
+
+        async def until(done: Callable[[], bool]) -> None:
+            while not done():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+        for uid, regex in ((1, "slow"), (2, "bad"), (3, "slow")):
+            process._from_engine("e", structured(uid, regex))
+        process._from_engine("e", m.Tokenize(4, 0, SamplingParams(), 0, 0.0, prompt="Hello"))
+        await until(lambda: len(to_engine) == 2 and process.queued == 0)
+        failed = next(message for message in to_engine if isinstance(message, m.Failed))
+        assert (failed.uid, failed.status, failed.param) == (2, 400, "structured_outputs")
+        assert [message.uid for message in to_scheduler if isinstance(message, m.Submit)] == [4]  # it waits for none
+        assert set(process.requests) == {1, 3, 4}
+        process._from_engine("e", m.Abort(3, 0))
+        form[0].go.set()
+        await until(lambda: len(to_engine) == 3)
+        await asyncio.sleep(0.02)
+        assert [message.uid for message in to_engine if isinstance(message, m.Accepted)] == [4, 1]
+        assert [message.uid for message in to_scheduler if isinstance(message, m.Submit)] == [4, 1]
+        assert not any(isinstance(message, m.Abort) for message in to_scheduler)  # 3 was never submitted
+        process.router.close()
+        process.dealer.close()
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
+    assert len(form) == 1
 
 
 def test_it_ends_cleanly(stack: Stack) -> None:

@@ -5,107 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+from detokenizer_toys import KINDS, STREAMS, TEXT, no_decoder, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders
 
 from quire.detokenizer import detokenize
-from quire.detokenizer.detokenize import ByteStream, PieceStream, Streams, WindowStream
+from quire.detokenizer.detokenize import Streams, WindowStream
+from quire.detokenizer.logprobs import TokenTexts
 from quire.detokenizer.sequence import TextSequence, first_finish
 from quire.detokenizer.stops import StopSet, StopWatch
-from quire.detokenizer.tokenizer import TextTokenizer
+from quire.detokenizer.tokenizer import load_tokenizer
 from quire.proto.messages import Finish
 
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog. Don't stop, it's 1,234.56 o'clock!",
-    "naïve café — Größe, 你好世界，こんにちは。 Привет мир! नमस्ते",
-    "emoji 😀 👩‍👩‍👧‍👦 🇩🇪 e\u0301 combining, tabs\tand\nnewlines\r\n   spaces",
-    "def f(x):\n    return {'a': [1, 2, 3], \"b\": x ** 2}",
-] * 3
-TEXT = "".join(CORPUS[:4]) + "👩‍👩‍👧‍👦🇩🇪🏳️‍🌈 ก็ ﷽ \u200d\ufe0f 𝔘𝔫𝔦"
-SPECIALS = ["<s>", "</s>", "<|tool|>"]
-
-
-def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIALS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens(["<plain>", "日本", "é"])
-    return tokenizer
-
-
-def sentencepiece(strip: bool = True) -> Tokenizer:
-    tokens = [
-        *SPECIALS,
-        *(f"<0x{b:02X}>" for b in range(256)),
-        "▁",
-        "a",
-        "b",
-        "c",
-        "▁a",
-        "▁▁",
-        "bc",
-        "é",
-        "你",
-        ".",
-        "▁the",
-    ]
-    tokenizer = Tokenizer(models.BPE(vocab={t: n for n, t in enumerate(tokens)}, merges=[], byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strip else parts)
-    tokenizer.add_special_tokens(SPECIALS)
-    return tokenizer
-
-
-def unigram() -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200, special_tokens=[*SPECIALS, "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def wordpiece() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=[*SPECIALS, "[UNK]"], show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def no_decoder() -> Tokenizer:
-    return Tokenizer(models.WordLevel({w: n for n, w in enumerate(["<unk>", "a", "b", "▁c", "d."])}, unk_token="<unk>"))
-
-
-def wrap(backend: Tokenizer) -> TextTokenizer:
-    return TextTokenizer(
-        lambda text, special: backend.encode(text, add_special_tokens=special).ids,
-        lambda ids, skip: backend.decode(ids, skip_special_tokens=skip),
-        backend, {}, backend.token_to_id, {},
-    )  # fmt: skip
-
-
-KINDS = {
-    "byte_level": (byte_level(), ByteStream),
-    "sentencepiece": (sentencepiece(), PieceStream),
-    "gemma": (sentencepiece(strip=False), PieceStream),
-    "unigram": (unigram(), PieceStream),
-    "wordpiece": (wordpiece(), PieceStream),
-    "none": (no_decoder(), PieceStream),
-}
-STREAMS = {name: Streams(wrap(backend)) for name, (backend, _) in KINDS.items()}
 kinds = st.sampled_from(sorted(KINDS))
 
 
@@ -179,6 +91,44 @@ def test_special_tokens_are_shown_when_asked_for() -> None:
     assert streams.open([], True).push(ids[0]) == ""
 
 
+def test_spaces_between_special_tokens() -> None:
+    backend, streams = KINDS["wordpiece"][0], STREAMS["wordpiece"]
+    ids = [backend.token_to_id(t) for t in ("<s>", "<|tool|>", "t", "</s>", "[UNK]", "<s>")]
+
+    def text(skip: bool, spaces: bool) -> str:
+        stream = streams.open([], skip, spaces)
+        return "".join([*map(stream.push, ids), stream.finish()])
+
+    assert text(False, True) == backend.decode(ids, skip_special_tokens=False) == "<s> <|tool|> t </s> [UNK] <s>"
+    assert text(False, False) == "<s><|tool|> t </s>[UNK]<s>"
+    assert text(True, False) == text(True, True) == backend.decode(ids, skip_special_tokens=True)
+    for name in ("byte_level", "sentencepiece", "gemma"):  # nothing stands between tokens anyway
+        some = [*KINDS[name][0].encode("a bc", add_special_tokens=False).ids, 0, 2, 1, 0]
+        stream = STREAMS[name].open([], False, False)
+        assert "".join(map(stream.push, some)) == KINDS[name][0].decode(some, skip_special_tokens=False)
+
+
+def test_slow_tokenizers_put_spaces_around_added_tokens(tmp_path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer(extra_ids=2).save_pretrained(str(tmp_path))
+    slow = load_tokenizer(str(tmp_path), "slow")
+    assert slow.backend is None
+    some = slow.encode("né", False)
+    end, extra = slow.eos_id or 1, slow.encode("<extra_id_0>", False)[0]
+    ids = [*some, extra, end, *some]
+    assert slow.decode(ids, False) == slow.decode(ids, False, True) == "né <extra_id_0> </s> né"
+    assert slow.decode(ids, False, False) == "né<extra_id_0></s>né"
+    assert slow.decode(ids, True) == slow.decode(ids, True, False) == "néné"
+    streams = Streams(slow)
+    for spaces in (True, False):
+        stream = streams.open([], False, spaces)
+        assert "".join([*map(stream.push, ids), stream.finish()]) == slow.decode(ids, False, spaces)
+    texts = TokenTexts(streams.piece)
+    assert [texts[i] for i in ids[:5]] == ["n", "\ufffd", "\ufffd", "<extra_id_0>", "</s>"]
+    assert texts.raw == {some[1]: b"\xc3", some[2]: b"\xa9"}
+
+
 def test_a_very_long_run_of_byte_tokens_still_flows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detokenize, "MAX_RUN", 8)
     text = "ᚠᛇᚻ᛫ᛒᛦᚦ᛫ᚠᚱᚩᚠᚢᚱ"
@@ -245,24 +195,25 @@ def test_stop_strings_do_not_depend_on_the_cut(text: str, stops: list[str], cuts
         assert at - cut < shown[1] <= at
 
 
-@settings(max_examples=400, deadline=None)
-@given(some_ids(), st.data(), st.booleans(), st.sampled_from([Finish.STOP, Finish.LENGTH]))
-def test_stop_strings_over_real_tokens(case, data, include: bool, finish: Finish) -> None:
-    """Stop strings taken from the text itself, over every kind of tokenizer."""
+@settings(max_examples=500, deadline=None)
+@given(some_ids(), st.data(), st.booleans(), st.booleans(), st.sampled_from([Finish.STOP, Finish.LENGTH]))
+def test_stop_strings_over_real_tokens(case, data, include: bool, skip: bool, finish: Finish) -> None:
+    """Stop strings taken from the text itself, over every kind of tokenizer, however tokens come together."""
     name, ids = case
     backend = KINDS[name][0]
     end = len(ids) - (finish == Finish.STOP and not include)
-    whole = backend.decode(ids[:end] if ids else [], skip_special_tokens=True)
+    whole = backend.decode(ids[:end] if ids else [], skip_special_tokens=skip)
     place = st.tuples(st.integers(0, max(0, len(whole) - 1)), st.integers(1, 6)).map(
         lambda p: whole[p[0] : p[0] + p[1]]
     )
     stops = [s for s in data.draw(st.lists(st.one_of(place, st.just("zzz")), min_size=1, max_size=3)) if s] or ["zzz"]
-    sequence = TextSequence(STREAMS[name].open([], True), StopSet(stops, include))
-    out, used = "", 0
-    for n, token in enumerate(ids):
-        last = finish if n == len(ids) - 1 else Finish.NONE
-        news = sequence.advance([token], last, -1, include)
-        out, used = out + news.text, used + news.used
+    sequence = TextSequence(STREAMS[name].open([], skip), StopSet(stops, include))
+    out, used, at = "", 0, 0
+    while at < len(ids):
+        size = data.draw(st.sampled_from([1, 1, 1, 2, 5]))
+        last = finish if at + size >= len(ids) else Finish.NONE
+        news = sequence.advance(ids[at : at + size], last, -1, include)
+        out, used, at = out + news.text, used + news.used, at + size
         if sequence.done:
             break
     if not ids:
@@ -274,6 +225,79 @@ def test_stop_strings_over_real_tokens(case, data, include: bool, finish: Finish
     else:
         assert out == whole[: shown[1] if include else shown[0]]
         assert news.reason == shown[2] and news.finish == Finish.STOP
+
+
+@settings(max_examples=400, deadline=None)
+@given(some_ids(), st.data(), st.booleans(), st.integers(0, 12))
+def test_stop_strings_count_after_min_tokens(case, data, include: bool, least: int) -> None:
+    """The first match whose last character comes from a later token wins; earlier ones are text."""
+    name, ids = case
+    streams = STREAMS[name]
+    stream = streams.open([], True)
+    parts = [*map(stream.push, ids), stream.finish()]
+    whole, early = "".join(parts), len("".join(parts[:least]))
+    if least >= len(ids):
+        early = len(whole)
+    place = st.tuples(st.integers(0, max(0, len(whole) - 1)), st.integers(1, 4)).map(lambda p: whole[p[0] : sum(p)])
+    stops = [s for s in data.draw(st.lists(place, min_size=1, max_size=3)) if s] or ["zzz"]
+    sequence = TextSequence(streams.open([], True), StopSet(stops, include), min_tokens=least)
+    out, used = "", 0
+    for n, token in enumerate(ids):
+        news = sequence.advance([token], Finish.LENGTH if n == len(ids) - 1 else Finish.NONE, -1, include)
+        out, used = out + news.text, used + news.used
+        if sequence.done:
+            break
+    ends = [(at, stop) for at in range(early + 1, len(whole) + 1) for stop in stops if whole[:at].endswith(stop)]
+    if not ids:
+        return
+    if not ends:
+        assert (out, news.reason, used) == (whole, None, len(ids))
+        return
+    end = min(ends)[0]
+    stop = max((s for at, s in ends if at == end), key=len)
+    assert (out, news.reason) == (whole[: end if include else end - len(stop)], stop)
+    assert used > least
+
+
+def test_min_tokens_on_both_sides_of_the_border() -> None:
+    backend, streams = KINDS["byte_level"][0], STREAMS["byte_level"]
+    ids = [backend.token_to_id(c) for c in "xENDyENDz"]
+
+    def run(least: int, stop: str = "END") -> tuple[str, str | int | None, int]:
+        sequence = TextSequence(streams.open([], True), StopSet([stop], False), min_tokens=least)
+        text = ""
+        for n, token in enumerate(ids):
+            news = sequence.advance([token], Finish.LENGTH if n == len(ids) - 1 else Finish.NONE, -1, False)
+            text += news.text
+            if sequence.done:
+                break
+        return text, news.reason, news.length
+
+    assert run(0) == run(3) == ("x", "END", 4)  # "D" is the fourth token: complete after three
+    assert run(4) == run(7) == ("xENDy", "END", 8)
+    assert run(8) == run(9) == run(99) == ("xENDyENDz", None, 9)
+    assert run(9, "z") == ("xENDyENDz", None, 9) and run(8, "z") == ("xENDyEND", "z", 9)
+    sequence = TextSequence(streams.open([], True), StopSet(["END"], False), min_tokens=7)
+    assert sequence.advance(ids[:4], Finish.NONE, -1, False).text == "xEND"  # complete and no stop: not held back
+    assert sequence.advance(ids[4:], Finish.LENGTH, -1, False) == ("y", 4, Finish.STOP, "END", 8)
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_copies_of_a_sequence_go_their_own_ways(name: str) -> None:
+    backend = KINDS[name][0]
+    ids = backend.encode(TEXT, add_special_tokens=False).ids[:40]
+    for window in (False, True):
+        stream = STREAMS[name].open([], False)
+        if window:
+            stream = WindowStream(lambda ids: backend.decode(ids, skip_special_tokens=False), [])
+        head = ""
+        for n, token in enumerate(ids):
+            other = stream.copy()
+            tail = ids[: n % 7]
+            got = head + "".join(map(other.push, tail)) + other.finish()
+            assert window or got == backend.decode([*ids[:n], *tail], skip_special_tokens=False)
+            head += stream.push(token)
+        assert head + stream.finish() == backend.decode(ids, skip_special_tokens=False)
 
 
 def test_many_tokens_at_once_are_cut_where_the_stop_string_ends() -> None:
