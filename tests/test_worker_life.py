@@ -27,6 +27,7 @@ from quire.proto.messages import (
     StepResult,
 )  # fmt: skip
 from quire.proto.model_config import ModelConfig
+from quire.proto.params import SamplingParams
 from quire.proto.sockets import worker_endpoint
 
 torch.set_num_threads(1)
@@ -88,6 +89,31 @@ def first_step(lease, ids=IDS, step=1):
         delta_rows=[0], delta_slots=[0], delta_blocks=[4],
         rows=[0], starts=[0], counts=[len(ids)], sample_src=[0], sample_rows=[0],
     )  # fmt: skip
+
+
+def test_logprobs_and_failures_reach_the_scheduler(scheduler, running):
+    """Logprobs of the prompt and of the token, and a slot that fails beside them."""
+    peer, _, lease = scheduler.prepare()
+    told = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1)
+    unknown = SamplingParams(temperature=0.0, logits_processors=["nobody:registered"])
+    scheduler.send(peer, plan(
+        1, lease, admits=[
+            Admit(0, 1, 0, i32(IDS), len(IDS), told, 0, prompt_logprobs_from=4),
+            Admit(1, 2, 0, i32(IDS), len(IDS), unknown, 0),
+        ],
+        delta_rows=[0, 1], delta_slots=[0, 0], delta_blocks=[4, 5],
+        rows=[0, 1], starts=[0, 0], counts=[len(IDS)] * 2, sample_src=[0, 1], sample_rows=[0, 1],
+    ))  # fmt: skip
+    result = scheduler.get(StepResult, peer)[1]
+    assert from_i32(result.tokens)[0] == oracle(MODEL, IDS, 1)[0]
+    assert from_i32(result.logprob_slots) == [0]
+    assert from_i32(result.logprobs[0].ids)[0] == from_i32(result.logprobs[0].ids)[1] == from_i32(result.tokens)[0]
+    (chunk,) = result.prompts
+    assert (chunk.at, chunk.start) == (0, 4) and from_i32(chunk.logprobs.ids)[::2] == IDS[4:]
+    (failed,) = result.failed
+    assert (failed.slot, failed.status) == (1, 400) and "'nobody:registered'" in failed.message
+    scheduler.send(peer, next_step(lease, 2, 6))
+    assert from_i32(scheduler.get(StepResult, peer)[1].tokens) == oracle(MODEL, IDS, 2)[1:]
 
 
 def next_step(lease, step, start):

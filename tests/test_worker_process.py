@@ -1,6 +1,7 @@
 """``python -m quire.gpu_worker`` as a process, against a scheduler played by the test."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from worker_toys import GREEDY, plan
 
 from quire.proto.codec import from_i32, i32
 from quire.proto.messages import Admit, Assign, Beat, Bye, Drain, Hello, StepFailed, StepResult
+from quire.proto.params import SamplingParams
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
@@ -32,10 +34,11 @@ def model(tmp_path_factory):
 class Process:
     """A worker; ended, if it still runs, when the test is over."""
 
-    def __init__(self, scheduler, model, *flags):
+    def __init__(self, scheduler, model, *flags, path=""):
         command = [sys.executable, "-m", "quire.gpu_worker", f"--scheduler={scheduler.address}", f"--model={model}",
                    "--load-format=dummy", *flags]  # fmt: skip
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        env = {**os.environ, "PYTHONPATH": str(path)}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
 
     def __enter__(self):
         return self
@@ -69,8 +72,15 @@ def steps(scheduler, peer, lease, count):
     return tokens
 
 
-def test_a_whole_life(model):
-    with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
+def test_a_whole_life(model, tmp_path):
+    (tmp_path / "my_words.py").write_text(
+        "def say(prompt_ids, output_ids, logits):\n"
+        "    logits[:] = float('-inf')\n"
+        "    logits[len(prompt_ids) + len(output_ids)] = 0\n"
+        "    return logits\n"
+    )
+    flag = "--logits-processor=my_words:say"
+    with FakeScheduler() as scheduler, Process(scheduler, model, flag, path=tmp_path) as worker:
         first, hello, lease = scheduler.prepare()
         assert hello.pid == worker.process.pid and hello.device.startswith("cpu") and hello.incarnation == first
         tokens = steps(scheduler, first, lease, 6)
@@ -90,6 +100,14 @@ def test_a_whole_life(model):
         assert third not in (first, second) and hello.loaded
         assert steps(scheduler, third, lease, 6) == tokens
         assert scheduler.beats[-1].memory > 0
+
+        params = SamplingParams(temperature=1.0, logits_processors=["my_words:say"])
+        scheduler.send(third, plan(
+            8, lease, admits=[Admit(1, 2, 0, i32([5, 6, 7]), 2, params, 0)],
+            delta_rows=[1], delta_slots=[0], delta_blocks=[3],
+            rows=[1], starts=[0], counts=[3], sample_src=[0], sample_rows=[1],
+        ))  # fmt: skip
+        assert from_i32(scheduler.get(StepResult, third)[1].tokens) == [3]
 
         worker.process.send_signal(signal.SIGTERM)
         scheduler.get(Bye, third)
@@ -141,10 +159,13 @@ def test_a_scheduler_of_another_protocol_sends_it_away(model):
         assert code == 78 and last.endswith("speaks protocol 1 and the scheduler 2")
 
 
-def test_configuration_errors_end_it_before_anything_else(tmp_path):
+def test_configuration_errors_end_it_before_anything_else(model, tmp_path):
     with FakeScheduler() as scheduler:
         with Process(scheduler, tmp_path / "nowhere") as worker:
             code, last = worker.end()
             assert code == 78 and "nowhere" in last
+        with Process(scheduler, model, "--logits-processor=no.such:fn") as worker:
+            code, last = worker.end()
+            assert code == 78 and "'no.such:fn' cannot be imported" in last and "PYTHONPATH" in last
         with Process(scheduler, tmp_path, "--gpu-memory-utilization=2") as worker:
             assert worker.end()[0] == 2
