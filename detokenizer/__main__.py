@@ -13,6 +13,7 @@ from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import load_model_config, resolve_model
 from ..proto.process import die, new_incarnation, setup_logging, watch_parent
 from ..proto.sockets import detokenizer_bind, load_keys, private_dir
+from .gate import Checker
 from .loop import Detokenizer, check_bind
 from .tokenize import Preparer
 from .tokenizer import load_tokenizer
@@ -20,13 +21,13 @@ from .tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 
-def load(args: EngineArgs) -> Preparer:
-    """Read the model's config and its tokenizer. Raises ConfigError."""
+def load(args: EngineArgs) -> tuple[Preparer, str]:
+    """Read the model's config and its tokenizer; also the tokenizer's folder. Raises ConfigError."""
     began = time.monotonic()
     path = resolve_model(args.model, args.revision, args.download_dir, weights=False)
     model = load_model_config(path, args.max_model_len)
     if args.skip_tokenizer_init:
-        return Preparer(None, model, args.max_logprobs)
+        return Preparer(None, model, args.max_logprobs), path
     folder = path
     if args.tokenizer is not None or args.tokenizer_revision is not None:
         revision = args.tokenizer_revision or (args.revision if args.tokenizer is None else None)
@@ -41,18 +42,24 @@ def load(args: EngineArgs) -> Preparer:
                 raise
             log.warning("%s; chats will be refused, completions work", error)
     log.info("tokenizer of %s loaded in %.2f s", folder, time.monotonic() - began)
-    return preparer
+    return preparer, folder
 
 
-async def serve(args: EngineArgs, preparer: Preparer) -> str | None:
+async def serve(args: EngineArgs, preparer: Preparer, folder: str) -> str | None:
     """Run until a signal or the scheduler's Bye; its reason."""
+
+    def checker() -> Checker:
+        from .grammar_check import GrammarChecker  # nothing of it is loaded before a request needs it
+
+        return GrammarChecker(folder, preparer.model)
+
     assert args.scheduler is not None  # parse_service_args sets it
     incarnation = new_incarnation("detokenizer")
     if args.scheduler.startswith("ipc://") and args.bind is None:
         private_dir(args.scheduler.removeprefix("ipc://"))
     bind = args.bind or detokenizer_bind(args.scheduler, incarnation)
     check_bind(bind)
-    process = Detokenizer(preparer, args.scheduler, incarnation, bind, args.advertise, load_keys(args.keys))
+    process = Detokenizer(preparer, args.scheduler, incarnation, bind, args.advertise, load_keys(args.keys), checker)
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, process.stop)
@@ -64,10 +71,10 @@ def main() -> None:
     setup_logging("detokenizer", args.log_level)
     watch_parent()
     try:
-        preparer = load(args)
+        preparer, folder = load(args)
         gc.collect()
         gc.freeze()  # tables of the vocabulary live as long as the process
-        reason = asyncio.run(serve(args, preparer))
+        reason = asyncio.run(serve(args, preparer, folder))
     except ConfigError as error:
         die("detokenizer", error)
     except KeyboardInterrupt:
