@@ -7,7 +7,8 @@ import concurrent.futures
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,14 @@ from ..proto.messages import Finish, Stats
 from ..proto.params import SamplingParams
 from ..proto.sockets import load_keys
 from .background import EngineThread
+from .checks import Limits
+from .defaults import default_sampling
 from .engine import Engine
-from .launch import LaunchError, Stack
-from .outputs import CompletionOutput, RequestOutput
+from .launch import POLL_S, LaunchError, Stack
+from .metrics import Metric, Recorder
+from .outputs import CompletionOutput, RequestOutput, to_dict
 from .prompts import Input
-from .stream import RequestError, RequestStream
+from .stream import Child, RequestError, RequestStream
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +52,21 @@ class Offline:
 
     def __init__(self, args: EngineArgs, tokenizer: Any):
         self.stack = Stack(args)
+        config = self.stack.config
+        self.defaults = default_sampling(config.generation, args.generation_config, args.override_generation_config)
+        if "max_tokens" in self.defaults:
+            self.defaults["max_tokens"] = min(self.defaults["max_tokens"], config.max_model_len)
+        self.limits = Limits(config, args.max_logprobs, args.logits_processor or [], not args.skip_tokenizer_init)
+        self._recorder = Recorder((self.stack.args.served_model_name or [""])[0])
+        self._gate = threading.Lock()  # held throughout a change of the tokenizer
+        self._busy = self._tokenizers = 0
         self._stop = threading.Event()
         self._dead: str | None = None
         self._thread: EngineThread | None = None
         self.window = min(2 * args.max_num_seqs * args.data_parallel_size, args.max_num_queued_reqs)
         try:
             if tokenizer is not None:
-                folder = self.stack.make_run_dir() + "/tokenizer"
-                tokenizer.save_pretrained(folder)
-                self.stack.args.tokenizer = folder
+                self.stack.args.tokenizer = self._save(tokenizer)
             self.stack.start()
             thread = self._thread = EngineThread(self.stack.address, load_keys(args.keys))
             self.stack.wait_ready(is_ready=lambda: thread.engine.ready)
@@ -64,6 +74,12 @@ class Offline:
             self.close()
             raise
         threading.Thread(target=self._supervise, name="quire-supervisor", daemon=True).start()
+
+    def _save(self, tokenizer: Any) -> str:
+        self._tokenizers += 1
+        folder = f"{self.stack.make_run_dir()}/tokenizer-{self._tokenizers}"
+        tokenizer.save_pretrained(folder)
+        return folder
 
     def _supervise(self) -> None:
         try:
@@ -82,18 +98,59 @@ class Offline:
             self._thread.close()
         self.stack.close()
 
+    def _alive(self) -> EngineThread:
+        if self._dead is not None or self._thread is None:
+            raise RuntimeError(self._dead or _CLOSED)
+        return self._thread
+
     def stats(self) -> Stats:
         """The scheduler's counters and gauges. RuntimeError once closed."""
-        if self._dead is not None or self._thread is None:
-            raise RuntimeError(self._dead or _CLOSED)
-        return self._thread.run(self._thread.engine.stats()).result()
+        thread = self._alive()
+        return thread.run(thread.engine.stats()).result()
 
-    def run(self, jobs: list[Job], progress: Progress) -> list[RequestOutput]:
+    def metrics(self) -> list[Metric]:
+        """Those, and what requests took so far. RuntimeError once closed."""
+        thread = self._alive()
+
+        async def metrics() -> list[Metric]:
+            return self._recorder.metrics(await thread.engine.stats())
+
+        return thread.run(metrics()).result()
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Encode and decode with another tokenizer from now on. RuntimeError while anything runs."""
+        with self._gate:
+            thread = self._alive()
+            if self._busy:
+                raise RuntimeError("the tokenizer cannot be changed while generate, chat or beam_search is running.")
+            old = thread.engine.detokenizers
+            self.stack.set_tokenizer(self._save(tokenizer))
+            ready = thread.run(thread.engine.wait_ready(None, without=old))
+            while True:
+                try:
+                    return ready.result(POLL_S)
+                except TimeoutError:
+                    self._alive()  # a tokenizer that cannot be loaded ends everything, and says why
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._gate:
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._busy -= 1
+
+    def run(self, jobs: list[Job], progress: Progress, limit: int | None = None) -> list[RequestOutput]:
         """Run all jobs, a bounded number at a time. KeyboardInterrupt aborts what is open and is raised again."""
-        if self._dead is not None or self._thread is None:
-            raise RuntimeError(self._dead or _CLOSED)
+        with self._counted():
+            return self._run_all(jobs, progress, min(self.window, limit or self.window))
+
+    def _run_all(self, jobs: list[Job], progress: Progress, window: int) -> list[RequestOutput]:
+        thread = self._alive()
         done: queue.SimpleQueue[RequestOutput | None] = queue.SimpleQueue()
-        future = self._thread.run(self._run(self._thread.engine, jobs, done.put))
+        future = thread.run(self._run(thread.engine, jobs, done.put, window))
         future.add_done_callback(lambda _: done.put(None))
         try:
             while (output := done.get()) is not None:
@@ -107,18 +164,21 @@ class Offline:
         finally:
             future.cancel()
 
-    async def _run(self, engine: Engine, jobs: list[Job], done: Callable[[RequestOutput], None]) -> list[RequestOutput]:
+    async def _run(
+        self, engine: Engine, jobs: list[Job], done: Callable[[RequestOutput], None], window: int
+    ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         waiting = iter(jobs)
 
         async def lane() -> None:
             for job in waiting:
                 output = outputs[job.number] = await self._one(engine, job)
+                self._recorder.add(output)
                 done(output)
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.window, len(jobs))):
+                for _ in range(min(window, len(jobs))):
                     group.create_task(lane())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -129,7 +189,8 @@ class Offline:
         while True:
             stream = engine.submit(
                 prompt=given.text if given.ids is None else None, ids=given.ids, messages=given.messages,
-                params=job.params, template=given.template, seed=job.seed, priority=job.priority,
+                params=job.params, template=given.template, add_special_tokens=given.special, seed=job.seed,
+                priority=job.priority,
             )  # fmt: skip
             try:
                 await stream.collect()
@@ -143,20 +204,26 @@ class Offline:
 
 
 def _output(job: Job, stream: RequestStream) -> RequestOutput:
-    prompt = stream.accepted
+    prompt, k = stream.accepted, job.params.prompt_logprobs
+    logprobs: list[Any] | None = None
+    if stream.prompt_logprobs is not None and k is not None:
+        logprobs = [None if each is None else to_dict(each, k) for each in stream.prompt_logprobs]
     return RequestOutput(
         request_id=job.request_id,
         prompt=job.given.text if job.given.text is not None or prompt is None else prompt.prompt,
         prompt_token_ids=prompt.prompt_ids if prompt is not None else [],
-        outputs=[
-            CompletionOutput(
-                index=index, text="".join(child.parts), token_ids=child.tokens,
-                finish_reason=_FINISH_REASONS.get(child.finish), stop_reason=child.stop_reason,
-            )
-            for index, child in enumerate(stream.children)
-        ],
+        prompt_logprobs=logprobs,
+        outputs=[_completion(index, child, job.params.logprobs) for index, child in enumerate(stream.children)],
         metrics=stream.metrics,
         num_cached_tokens=stream.cached_tokens,
+    )
+
+
+def _completion(index: int, child: Child, k: int | None) -> CompletionOutput:
+    return CompletionOutput(
+        index=index, text="".join(child.parts), token_ids=child.tokens, cumulative_logprob=child.cumulative,
+        logprobs=None if k is None else [to_dict(each, k) for each in child.logprobs],
+        finish_reason=_FINISH_REASONS.get(child.finish), stop_reason=child.stop_reason,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import time
+from collections.abc import Collection
 from typing import Any
 
 import zmq
@@ -135,11 +136,19 @@ class Engine:
         wires = [link.wire for link in self._links.values()] + ([self._scheduler] if self._scheduler else [])
         return self._bad_frames + sum(wire.bad_frames for wire in wires)
 
-    async def wait_ready(self, timeout: float | None = None) -> None:
-        """Raises TimeoutError, or RuntimeError where the scheduler refuses this version."""
+    @property
+    def detokenizers(self) -> set[str]:
+        """The incarnations of those it is connected to, or tries to be."""
+        return set(self._links)
+
+    async def wait_ready(self, timeout: float | None = None, without: Collection[str] = ()) -> None:
+        """Return once a request would run, with none of the detokenizers ``without``.
+
+        Raises TimeoutError, or RuntimeError where the scheduler refuses this version.
+        """
 
         async def wait() -> None:
-            while not self.ready:
+            while not self.ready or any(incarnation in self._links for incarnation in without):
                 if self._fatal is not None:
                     raise RuntimeError(self._fatal)
                 self._changed.clear()
@@ -333,6 +342,7 @@ class Engine:
     def _lose(self, link: _Link, left: bool = False) -> None:
         """A detokenizer is gone, or only its connection: what it held goes elsewhere, or back under a new identity."""
         del self._links[link.incarnation]
+        self._changed.set()
         link.wire.close()
         self._bad_frames += link.wire.bad_frames
         held = list(link.open.values())

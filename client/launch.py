@@ -28,6 +28,7 @@ from ..proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ..proto.sockets import load_keys
 from .background import EngineThread
 from .child import Child, say, without_errors
+from .processors import import_path
 from .rundir import make_run_dir
 
 log = logging.getLogger(__name__)
@@ -132,12 +133,14 @@ class Stack:
         }  # fmt: skip
         children = []
         for service, count in counts.items():
-            command = [sys.executable, "-P", "-m", f"quire.{service}", *args.argv_for(service)]
+            command = _command(service, args)
             for number in range(count):
                 own = dict(environment)
                 if service == "gpu_worker" and count > 1:
                     own["CUDA_VISIBLE_DEVICES"] = _device(number)
                     own[LOCAL_WORKERS] = str(count)
+                if service == "gpu_worker" and args.logits_processor:
+                    own["PYTHONPATH"] = import_path()
                 if service == "frontend" and self._api_key is not None:
                     own["QUIRE_API_KEY"] = self._api_key
                 children.append(Child(service, command, own))
@@ -209,6 +212,23 @@ class Stack:
                         self._spawn(child)
                     except OSError as error:
                         raise LaunchError(f"quire.{child.service} cannot be started: {error}.") from error
+
+    def set_tokenizer(self, folder: str) -> None:
+        """Replace the detokenizers by ones with the tokenizer in ``folder``; the old ones have ended on return.
+
+        The workers keep theirs. Raises LaunchError.
+        """
+        with self._lock:
+            self.args.tokenizer = folder
+            self._end(["detokenizer"])
+            for child in self._children:
+                if child.service == "detokenizer" and not self._closed:
+                    child.drained.wait(1.0)
+                    child.command = _command("detokenizer", self.args)
+                    try:
+                        self._spawn(child)
+                    except OSError as error:
+                        raise LaunchError(f"quire.detokenizer cannot be started: {error}.") from error
 
     def _bury(self, child: Child) -> None:
         child.drained.wait(1.0)
@@ -290,6 +310,10 @@ class Stack:
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def _command(service: str, args: EngineArgs) -> list[str]:
+    return [sys.executable, "-P", "-m", f"quire.{service}", *args.argv_for(service)]
 
 
 def _free_port(host: str, port: int) -> int:

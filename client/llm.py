@@ -11,15 +11,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..proto.config import ConfigError, EngineArgs
+from ..proto.config import EngineArgs
 from ..proto.messages import Stats
 from ..proto.params import SamplingParams
 from .batch import Job, Offline, Progress
+from .beams import BeamSearchOutput, BeamSearchParams, beam_output
+from .checks import check_input, check_params
+from .metrics import Metric
 from .outputs import RequestOutput
+from .processors import processor_names
 from .prompts import (
     Input,
-    check_input,
-    check_params,
     check_template,
     parse_conversations,
     parse_params,
@@ -36,8 +38,11 @@ class LLM:
     Args (names and defaults are vLLM's):
         model: folder or hub id; the demo model when left out.
         tokenizer: folder or hub id, or a transformers tokenizer; the model's own when left out.
+        skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
         dtype: "auto", "float16", "bfloat16", "float32", or a torch dtype.
         seed: makes the seeds of requests that name none reproducible.
+        logits_processors: functions that requests may name in their ``logits_processors``, or the names,
+            ``package.module:function``. They run in another process, so they must be importable by that name.
         **kwargs: any other field of EngineArgs.
 
     Raises:
@@ -68,11 +73,12 @@ class LLM:
         max_context_len_to_capture: int | None = None,
         max_seq_len_to_capture: int = 8192,
         disable_custom_all_reduce: bool = False,
+        logits_processors: list[Callable[..., Any] | str] | None = None,
         **kwargs: Any,
     ):
         _check_kwargs(kwargs)
-        if skip_tokenizer_init:
-            raise ConfigError("skip_tokenizer_init=True is not supported yet by this version; leave it out.")
+        names = processor_names(logits_processors)
+        names += [name for name in processor_names(kwargs.pop("logits_processor", None)) if name not in names]
         if max_context_len_to_capture is not None:
             warnings.warn("max_context_len_to_capture is now max_seq_len_to_capture", DeprecationWarning, stacklevel=2)
             max_seq_len_to_capture = max_context_len_to_capture
@@ -80,16 +86,17 @@ class LLM:
         args = EngineArgs(
             model=None if model is None else os.fspath(model),
             tokenizer=None if own is not None or tokenizer is None else os.fspath(tokenizer),
-            tokenizer_mode=tokenizer_mode, trust_remote_code=trust_remote_code,
+            tokenizer_mode=tokenizer_mode, skip_tokenizer_init=skip_tokenizer_init, trust_remote_code=trust_remote_code,
             tensor_parallel_size=tensor_parallel_size, dtype=str(dtype).removeprefix("torch."),
             quantization=quantization, revision=revision, tokenizer_revision=tokenizer_revision, seed=seed,
             gpu_memory_utilization=gpu_memory_utilization, swap_space=swap_space, enforce_eager=enforce_eager,
-            max_seq_len_to_capture=max_seq_len_to_capture, **kwargs,
+            max_seq_len_to_capture=max_seq_len_to_capture, logits_processor=names or None, **kwargs,
         ).check()  # fmt: skip
         self._random = random.Random(seed)
         self._request_count = 0
         self._lock = threading.Lock()
         self._tokenizer: Any = own
+        self._vocabulary: dict[str, int] | None = None  # of the tokenizer that the workers have
         self._running = Offline(args, own)
         self._finalizer = weakref.finalize(self, self._running.close)
 
@@ -103,14 +110,18 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
         priority: list[int] | None = None,
+        *,
+        inputs: Any = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; outputs come in the order of the prompts.
 
         Args:
             prompts: a string, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``, or a list of these.
-            sampling_params: one for all prompts, or a list with one for each; ``SamplingParams()`` when left out.
+            sampling_params: one for all prompts, or a list with one for each; those of
+                ``get_default_sampling_params`` when left out.
             prompt_token_ids: ids of one or of all prompts; run in place of ``prompts`` where both are given.
             use_tqdm: show a progress bar; or a callable that makes one.
+            inputs: another name of ``prompts``.
             priority: one number for each prompt, lower first (with ``scheduling_policy="priority"``).
 
         Raises:
@@ -118,8 +129,10 @@ class LLM:
                 checked before anything is queued; where the server refuses one prompt the others are aborted.
             RuntimeError: the processes behind are gone for good, or a request failed.
         """
-        inputs = parse_prompts(prompts, prompt_token_ids)
-        return self._generate(inputs, sampling_params, use_tqdm, lora_request, priority)
+        if prompts is not None and inputs is not None:
+            raise TypeError("inputs is another name of prompts; give one of them.")
+        parsed = parse_prompts(inputs if prompts is None else prompts, prompt_token_ids)
+        return self._generate(parsed, sampling_params, use_tqdm, lora_request, priority)
 
     def chat(
         self,
@@ -127,7 +140,8 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
-        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -135,8 +149,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation (a list of messages) or of each of several.
 
+        Args:
+            chat_template: jinja to render with in place of the model's (to use one always: ``LLM(chat_template=...)``).
+            chat_template_content_format: "auto" or "string": contents reach the template as strings.
+            add_generation_prompt: end with what makes the model answer.
+            continue_final_message: let the model go on with the last message.
+            tools, chat_template_kwargs: what else the template may show or look at.
+
         Raises as ``generate`` does.
         """
+        if chat_template_content_format not in ("auto", "string"):
+            raise ValueError(
+                f'chat_template_content_format must be "auto" or "string", got {chat_template_content_format!r}; '
+                "parts of text reach the template joined."
+            )
         conversations = parse_conversations(messages)
         template: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
@@ -146,11 +172,63 @@ class LLM:
         if chat_template_kwargs is not None:
             template["chat_template_kwargs"] = chat_template_kwargs
         check_template(template)
-        inputs = [Input(messages=conversation, template=template) for conversation in conversations]
+        if chat_template is None:
+            inputs = [Input(messages=conversation, template=template) for conversation in conversations]
+        else:
+            inputs = [self._render(conversation, chat_template, template) for conversation in conversations]
         return self._generate(inputs, sampling_params, use_tqdm, lora_request, None)
 
+    def _render(self, messages: list[dict[str, Any]], source: str, options: dict[str, Any]) -> Input:
+        """A chat by a template of the caller's own, rendered here: it is run by whoever wrote it."""
+        from jinja2 import TemplateError
+
+        options = {**options, **(options.get("chat_template_kwargs") or {})}
+        options.pop("chat_template_kwargs", None)
+        try:
+            text = self.get_tokenizer().apply_chat_template(messages, chat_template=source, tokenize=False, **options)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(f"the chat template cannot render these messages: {error}") from error
+        return Input(text=text, special=False)
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The ``beam_width`` likeliest continuations of every prompt, each search run to its end.
+
+        Args:
+            prompts: as ``generate`` takes them.
+            concurrency_limit: prompts that are searched at a time, at most.
+
+        Raises as ``generate`` does.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}.")
+        if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
+            raise ValueError(f"concurrency_limit must be at least 1, got {concurrency_limit!r}.")
+        limits = self._running.limits
+        size = limits.config.vocab_size
+        sampling = params.sampling(size if limits.max_logprobs == -1 else min(size, limits.max_logprobs))
+        outputs = self._generate(
+            parse_prompts(prompts, None), sampling, use_tqdm, lora_request, None, concurrency_limit
+        )
+        tokenizer = self.get_tokenizer() if limits.has_tokenizer else None
+        return [beam_output(output, tokenizer) for output in outputs]
+
+    # ------------------------------------------------------------ about it
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where no sampling parameters are given: the model's generation_config.json's, by flag."""
+        return SamplingParams(**self._running.defaults)
+
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer, from transformers."""
+        """The model's tokenizer, from transformers. ValueError with ``skip_tokenizer_init``."""
+        if not self._running.limits.has_tokenizer:
+            raise ValueError("Unable to get tokenizer because `skip_tokenizer_init=True`")
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -159,6 +237,28 @@ class LLM:
                 args.tokenizer or args.model, use_fast=args.tokenizer_mode != "slow", trust_remote_code=False
             )
         return self._tokenizer
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Encode prompts and decode outputs with another tokenizer, from transformers, from now on.
+
+        Grammars stay with the first one: with another vocabulary, structured outputs are refused from then on.
+        Raises RuntimeError while ``generate``, ``chat`` or ``beam_search`` is running.
+        """
+        if not hasattr(tokenizer, "save_pretrained"):
+            raise TypeError(f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}.")
+        if self._vocabulary is None:
+            self._vocabulary = self.get_tokenizer().get_vocab()
+        self._running.set_tokenizer(tokenizer)
+        self._tokenizer = tokenizer
+        self._running.limits.no_structure = None
+        if tokenizer.get_vocab() != self._vocabulary:
+            self._running.limits.no_structure = (
+                "structured_outputs cannot be used after set_tokenizer with another vocabulary; start an LLM with it."
+            )
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms under the names of the server's /metrics. RuntimeError once closed."""
+        return self._running.metrics()
 
     def stats(self) -> Stats:
         """The scheduler's counters and gauges at this moment. RuntimeError once closed."""
@@ -175,17 +275,18 @@ class LLM:
         self.close()
 
     def _generate(
-        self, inputs: list[Input], params: Any, use_tqdm: Any, lora_request: Any, priority: list[int] | None
-    ) -> list[RequestOutput]:
+        self, inputs: list[Input], params: Any, use_tqdm: Any, lora_request: Any, priority: list[int] | None,
+        limit: int | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         if isinstance(lora_request, list) and len(lora_request) != len(inputs):
             raise ValueError("The lengths of prompts and lora_request must be the same.")
         if lora_request:
             raise ValueError("lora_request is not supported yet by this version; leave it out.")
         priorities = parse_priority(priority, len(inputs))
-        per_prompt = parse_params(params, len(inputs))
-        check_params(per_prompt)
+        per_prompt = parse_params(self.get_default_sampling_params() if params is None else params, len(inputs))
+        check_params(per_prompt, self._running.limits)
         for given, each in zip(inputs, per_prompt, strict=True):
-            check_input(given, each, self._running.stack.config)
+            check_input(given, each, self._running.limits)
         with self._lock:
             first, self._request_count = self._request_count, self._request_count + len(inputs)
             seeds = [self._random.getrandbits(64) for _ in inputs]
@@ -194,7 +295,7 @@ class LLM:
             for number, (given, each, seed) in enumerate(zip(inputs, per_prompt, seeds, strict=True))
         ]
         with Progress(len(jobs), use_tqdm) as progress:
-            return self._running.run(jobs, progress)
+            return self._running.run(jobs, progress, limit)
 
 
 def _check_kwargs(kwargs: dict[str, Any]) -> None:

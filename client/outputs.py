@@ -57,14 +57,14 @@ class CompletionOutput:
     """One of a request's n continuations.
 
     ``finish_reason`` is "stop", "length", "abort" or None; ``stop_reason`` the stop string or stop token id that ended
-    it, None for the end-of-sequence token.
+    it, None for the end-of-sequence token. ``logprobs`` has an entry a token, ``cumulative_logprob`` sums their own.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: Any = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
@@ -89,7 +89,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: Any = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = True
     metrics: RequestMetrics | None = None

@@ -1,4 +1,4 @@
-"""Every form of prompt that LLM.generate takes, checked in all that can be checked before anything is queued."""
+"""Every form of prompt that LLM takes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..proto.model_config import ModelConfig
 from ..proto.params import SamplingParams
-from .sendable import bad_field, priority_of, unsendable
+from .sendable import priority_of, unsendable
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One prompt: text, ids (which are run where both are given), or chat messages with their template options."""
+    """One prompt: text, ids (which are run where both are given), or chat messages with their template options.
+
+    ``special``: special tokens are added to the text, as they are not to one that a template has rendered.
+    """
 
     text: str | None = None
     ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] | None = None
+    special: bool = True
 
 
 def parse_prompts(prompts: Any, prompt_token_ids: Any) -> list[Input]:
@@ -39,8 +42,6 @@ def parse_prompts(prompts: Any, prompt_token_ids: Any) -> list[Input]:
 
 def parse_params(params: Any, count: int, what: str = "params") -> list[SamplingParams]:
     """One SamplingParams for each prompt. Raises ValueError or TypeError."""
-    if params is None:
-        params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
@@ -62,13 +63,6 @@ def parse_priority(priority: Any, count: int) -> list[int]:
     if len(priority) != count:
         raise ValueError("The lengths of prompts and priority must be the same.")
     return [priority_of(each) for each in priority]
-
-
-def check_params(params: list[SamplingParams]) -> None:
-    """Refuse parameters that could not be sent, such as ones changed after their checks. Raises ValueError."""
-    for each in {id(each): each for each in params}.values():
-        if (bad := bad_field(each)) is not None:
-            raise ValueError(f"{bad[0]} of sampling_params cannot be sent: {bad[1]}.")
 
 
 def parse_conversations(messages: Any) -> list[list[dict[str, Any]]]:
@@ -94,30 +88,6 @@ def check_template(template: dict[str, Any]) -> None:
     for name, value in template.items():
         if (why := unsendable(value, Any)) is not None:
             raise ValueError(f"{name} must hold what JSON can: {why}.")
-
-
-def check_input(given: Input, params: SamplingParams, config: ModelConfig) -> None:
-    """Refuse what could not run: empty, too long, ids the model does not have. Raises ValueError."""
-    limit = config.max_model_len
-    if params.max_tokens is not None and params.max_tokens > limit:
-        raise ValueError(
-            f"max_tokens={params.max_tokens} cannot be greater than max_model_len={limit}. "
-            "Please request fewer output tokens."
-        )
-    if given.ids is None:
-        return
-    if not given.ids:
-        raise ValueError("prompt must not be empty: give at least one token id.")
-    for token in given.ids:
-        if not 0 <= token < config.vocab_size:
-            raise ValueError(f"Token id {token} is out of vocabulary (0 to {config.vocab_size - 1}).")
-    length = min(len(given.ids), params.truncate_prompt_tokens or len(given.ids))
-    if length >= limit:
-        room = "exceeds this limit even without any" if length > limit else "leaves no room for"
-        raise ValueError(
-            f"This model's maximum context length is {limit} tokens. However, your prompt contains {length} input "
-            f"tokens, which {room} output tokens. Please reduce the length of the input prompt."
-        )
 
 
 def _single(prompts: Any) -> bool:

@@ -568,3 +568,20 @@ async def test_logprobs_in_step_with_tokens(net, _):
     found = [each async for event in stream for each in event.logprobs]
     assert [(each.ids, each.texts) for each in found] == [([7], ["<7>"]), ([8], ["<8>"])]
     assert stream.children[0].cumulative == -1.0 and net.engine.bad_frames == 1
+
+
+@scenario()
+async def test_waiting_for_others_in_place_of_those_that_were(net, _):
+    old = net.engine.detokenizers
+    assert old == {net.detokenizer.incarnation}
+    await net.engine.wait_ready(10, without={"another"})
+    waiting = asyncio.ensure_future(net.engine.wait_ready(10, without=old))
+    net.scheduler.detokenizers.append(FakeDetokenizer(net.address))
+    net.scheduler.tell()
+    await until(lambda: len(net.engine.detokenizers) == 2)
+    assert not waiting.done()
+    left = net.scheduler.detokenizers.pop(0)
+    net.scheduler.tell()
+    left.close()
+    await waiting
+    assert net.engine.ready and net.engine.detokenizers == {net.detokenizer.incarnation}

@@ -107,6 +107,22 @@ def test_a_killed_child_is_started_again(make_stack):
     watcher.join()
 
 
+def test_a_new_tokenizer_replaces_the_detokenizers_alone(make_stack):
+    stack = make_stack(scheduler=SLEEP, detokenizer=SLEEP, gpu_worker=SLEEP)
+    (child,) = [child for child in stack._children if child.service == "detokenizer"]
+    before = {service: pid for pid, service in stack.pids.items()}
+    stop = threading.Event()
+    watcher = threading.Thread(target=stack.supervise, args=(stop,))
+    watcher.start()
+    stack.set_tokenizer("/some/folder")
+    after = {service: pid for pid, service in stack.pids.items()}
+    assert gone(before["detokenizer"]) and after["detokenizer"] != before["detokenizer"]
+    assert (after["scheduler"], after["gpu_worker"]) == (before["scheduler"], before["gpu_worker"])
+    assert "--tokenizer=/some/folder" in child.command and child.deaths == 0
+    stop.set()
+    watcher.join()
+
+
 def test_what_dies_again_and_again_is_given_up(make_stack, monkeypatch):
     monkeypatch.setattr(launch, "MAX_BACKOFF_S", 0.01)
     stack = make_stack(detokenizer="import sys; sys.exit(3)")
@@ -215,6 +231,12 @@ def test_commands(tmp_path):
     assert children[-1].environment["QUIRE_API_KEY"] == "secret"
     assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in children[1:3]] == ["0", "1"]
     assert any(word.endswith("/demo_model") for word in children[1].command) and "quire-demo" in children[-1].command
+    assert children[1].environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    named = Stack(EngineArgs(logits_processor=["a:f", "b:g"], skip_tokenizer_init=True, max_logprobs=5))
+    command = {child.service: child for child in named._plan()}
+    assert " --logits-processor a:f b:g" in " ".join(command["gpu_worker"].command)
+    assert set(map(os.path.abspath, sys.path)) == set(command["gpu_worker"].environment["PYTHONPATH"].split(":"))
+    assert {"--skip-tokenizer-init", "--max-logprobs=5"} <= set(command["detokenizer"].command)
     with pytest.raises(ConfigError, match="does not exist"):
         Stack(EngineArgs(model=str(tmp_path / "nothing")))
     with pytest.raises(ConfigError, match="key file"):
