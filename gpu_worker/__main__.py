@@ -63,6 +63,7 @@ def _load(args: EngineArgs) -> tuple[Link, Worker]:
 
     import torch  # only now: OpenMP reads its environment when torch is imported
 
+    from .grammar import Grammars
     from .models.loader import load_model, resolve_dtype
     from .processors import load_functions
     from .worker import Worker
@@ -73,6 +74,7 @@ def _load(args: EngineArgs) -> tuple[Link, Worker]:
     torch.manual_seed(args.seed)
     dtype = resolve_dtype(args.dtype, config, device)
     functions = load_functions(args.logits_processor or [])
+    grammars = Grammars(config, args)
     imported = time.monotonic()
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
     link = Link(endpoint, describe(device, threads), keys)
@@ -81,7 +83,7 @@ def _load(args: EngineArgs) -> tuple[Link, Worker]:
         model = load_model(config, dtype, device, args.load_format, args.seed, progress=True)
         link.loaded = True
         log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
-        return link, Worker(args, config, model, dtype, device, functions)
+        return link, Worker(args, config, model, dtype, device, grammars, functions)
     except torch.OutOfMemoryError as error:
         link.close("out of memory")
         raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error

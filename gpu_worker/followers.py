@@ -1,8 +1,8 @@
 """State of rows that lives on the host and follows their tokens: grammars' matchers, histories for users' functions.
 
 The device draws a step's tokens before the host has seen the last step's. So what happens to these rows waits here, in
-the order of the plans, until a step needs it: by then the forward pass is running, and waiting for the last step's
-tokens costs the device nothing. Rows that no follower follows cost nothing at all.
+the order of the plans, behind tokens that have not arrived, until a step needs it: by then the forward pass is running,
+and waiting costs the device nothing. Rows that no follower follows cost nothing at all.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Follower(Generic[H]):
     def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
         """Follow ``row`` from now on."""
         self.rows.add(row)
-        self._later(lambda: self.histories.admit(row, admit, ids))
+        self._in_turn(lambda: self.histories.admit(row, admit, ids))
 
     def drop(self, rows: Sequence[int]) -> None:
         """Follow ``rows`` no more."""
         gone = [row for row in rows if row in self.rows]
         if gone:
             self.rows.difference_update(gone)
-            self._later(lambda: self.histories.drop(gone))
+            self._in_turn(lambda: self.histories.drop(gone))
 
     def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Fork: ``dst`` are followed where ``src`` are."""
@@ -68,14 +68,15 @@ class Follower(Generic[H]):
         if pairs:
             sources, copies = [a for a, _ in pairs], [b for _, b in pairs]
             self.rows.update(copies)
-            self._later(lambda: self.histories.copy(sources, copies))
+            # Never at once: what is copied may still be in the making.
+            self._waiting.append((None, lambda: self.histories.copy(sources, copies)))
         self.drop(lost)
 
     def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Tokens that the scheduler chose."""
         pairs = [pair for pair in zip(rows, tokens, strict=True) if pair[0] in self.rows]
         if pairs:
-            self._later(lambda: self.histories.advance([row for row, _ in pairs], [token for _, token in pairs]))
+            self._in_turn(lambda: self.histories.advance([row for row, _ in pairs], [token for _, token in pairs]))
 
     def drawn(self, rows: Sequence[int], arrival: Arrival) -> None:
         """Tokens on their way from the device; ``rows`` has the row of each, -1 where it is not kept."""
@@ -105,5 +106,8 @@ class Follower(Generic[H]):
         self._waiting.clear()
         self.histories.reset()
 
-    def _later(self, act: Callable[[], None]) -> None:
-        self._waiting.append((None, act))
+    def _in_turn(self, act: Callable[[], None]) -> None:
+        if self._waiting:
+            self._waiting.append((None, act))
+        else:
+            act()

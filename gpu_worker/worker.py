@@ -41,6 +41,7 @@ from .state import PlanError, RowState
 from .transfer import RING
 
 if TYPE_CHECKING:
+    from .grammar import Grammars
     from .models.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -63,11 +64,12 @@ class Worker:
         model: Decoder,
         dtype: torch.dtype,
         device: torch.device,
+        grammars: Grammars | None = None,
         functions: dict[str, Function] | None = None,
     ):
         self._args, self._config, self._model = args, config, model
         self._dtype, self._device = dtype, device
-        self._grammars = None  # until grammar.py is there
+        self._grammars = None if grammars is None else Follower(grammars)
         self._processors = Follower(Processors(functions or {}))
         self._lease: Lease | None = None
         self._epoch = 0

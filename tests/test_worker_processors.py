@@ -1,4 +1,4 @@
-"""What follows tokens on the host: users' logits processors, grammars, and that nobody else pays or suffers for them."""
+"""What follows tokens on the host: logits processors, grammars; and that nobody else pays or suffers for them."""
 
 import threading
 import types
@@ -299,11 +299,12 @@ def test_what_happens_to_a_row_waits_in_order_until_it_is_needed():
     ladder = Ladder()
     follower = Follower(ladder)
     follower.admit(*admit(3))
+    assert ladder.last == {3: 1}  # nothing is before it
     arrival, event = late([9, 2])
     follower.drawn([0, 3], arrival)
     follower.copy([3, 0], [5, 3])  # 5 goes on from what 3 has yet to draw, and 3 is nobody's
     follower.append([5, 1], [3, 8])
-    assert follower.rows == {5} and ladder.last == {}
+    assert follower.rows == {5}
     follower.settle(wait=False)
     assert ladder.last == {3: 1} and event.sleepers == 0
     event.gate.set()
