@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from quire.gpu_worker.batch import StepBatch
-from quire.gpu_worker.kernels import activation, attention, norm, rope, sampling
+from quire.gpu_worker.kernels import activation, attention, logprobs, masks, norm, penalties, rope, sampling
 from quire.gpu_worker.sampler import SamplingState
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
@@ -69,6 +69,18 @@ def attend(heads, kv_heads, dim, rows, tokens, dtype=torch.bfloat16, **options):
     )
 
 
+def edit_and_look(logits, params, positions, cuts):
+    """The sampler's other stages."""
+    ints = torch.zeros((4, 151_936), dtype=torch.int32)
+    masks.mask_bits(logits, ints[:, :4748])
+    masks.mask_bits(logits, ints[:, :4748].contiguous(), positions, params)
+    masks.ban_words(logits, masks.Words(ints[0], ints[1], ints[2], ints[3]), ints, positions, positions, params)
+    penalties.penalise(logits, ints, positions, params)
+    for source in (logprobs.Source(logits, positions), logprobs.Source(logits, positions, params, cuts)):
+        logprobs.stats(source, positions)
+        logprobs._keys(source)
+
+
 def main():
     """Every kernel once or more."""
     JITFunction.run = compile_launch
@@ -82,7 +94,9 @@ def main():
     attend(4, 2, 64, 2, 64, torch.float32)
     logits, state = torch.empty(4, 151_936), SamplingState(4, 151_936)
     positions = torch.zeros(4, dtype=torch.int64)
-    sampling.draw(logits, state.packed, positions, sampling.cut(logits, state.packed, True, True, True))
+    cuts = sampling.cut(logits, state.packed, True, True, True)
+    sampling.draw(logits, state.packed, positions, cuts)
+    edit_and_look(logits, state.packed, positions, cuts)
     x = torch.empty(8, 4096, dtype=torch.bfloat16)
     norm.rms_norm(x, x[0], 1e-5, x)
     norm.rms_norm(x.view(8, 32, 128)[:, :4], x[0, :128], 1e-5, plus_one=True)

@@ -58,3 +58,33 @@ def step(state, logits, requests, rows=None, mask=None, edit=None, positions=Non
         logits, state, torch.tensor(rows, device=device), torch.tensor(places, device=device),
         state.needs(rows, places), rows, places, torch.tensor(history, device=device), mask, edit,
     )  # fmt: skip
+
+
+def real_logits(rows, vocab, seed=0):
+    """Logits as models give them: most around -3, few high, rounded as bfloat16 products are, so that some tie."""
+    generator = torch.Generator().manual_seed(seed)
+    body = torch.randn(rows, vocab, generator=generator) * 2.2 - 3
+    peaks = torch.randint(0, vocab, (rows, 12), generator=generator)
+    body.scatter_add_(1, peaks, torch.rand(rows, 12, generator=generator) * 14)
+    return body.bfloat16().float()
+
+
+def plain_penalties(logits, request):
+    """Repetition, frequency, presence by their definition, token by token."""
+    logits, p = logits.clone(), request.params
+    for token in set(request.ids):
+        value = np.float32(logits[token])
+        by = np.float32(p.repetition_penalty)
+        value = value / by if value > 0 else value * by
+        count = request.outputs.count(token)
+        value -= np.float32(p.frequency_penalty) * np.float32(count)
+        value -= np.float32(p.presence_penalty) * np.float32(count > 0)
+        logits[token] = float(value)
+    return logits
+
+
+def bits_of(allowed, width):
+    bits = np.zeros((len(allowed), width * 32), bool)
+    for row, ids in enumerate(allowed):
+        bits[row, list(ids)] = True
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32)).to(DEVICE)

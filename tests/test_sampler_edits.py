@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from sampler_rows import DEVICE, Request, state_of, step
+from sampler_rows import DEVICE, Request, bits_of, plain_penalties, state_of, step
+from sampler_rows import real_logits as logits_of
 from transformers.generation import logits_process as hf
 
 from quire.proto.params import SamplingParams
@@ -13,13 +14,8 @@ from quire.proto.params import SamplingParams
 VOCAB = 613
 
 
-def real_logits(rows, vocab=VOCAB, seed=0):
-    """Logits as models give them: most around -3, few high, rounded as bfloat16 products are, so that some tie."""
-    generator = torch.Generator().manual_seed(seed)
-    body = torch.randn(rows, vocab, generator=generator) * 2.2 - 3
-    peaks = torch.randint(0, vocab, (rows, 12), generator=generator)
-    body.scatter_add_(1, peaks, torch.rand(rows, 12, generator=generator) * 14)
-    return body.bfloat16().float()
+def real_logits(rows, seed=0):
+    return logits_of(rows, VOCAB, seed)
 
 
 def edited(requests, logits, mask=None, edit=None):
@@ -45,20 +41,6 @@ def test_repetition_penalty(penalty, split):
     request = Request(greedy(repetition_penalty=penalty), prompt=ids[:split], outputs=ids[split:])
     want = hf.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits.clone())
     assert torch.equal(edited([request], logits), want)
-
-
-def plain_penalties(logits, request):
-    """Repetition, frequency, presence by their definition, token by token."""
-    logits, p = logits.clone(), request.params
-    for token in set(request.ids):
-        value = np.float32(logits[token])
-        by = np.float32(p.repetition_penalty)
-        value = value / by if value > 0 else value * by
-        count = request.outputs.count(token)
-        value -= np.float32(p.frequency_penalty) * np.float32(count)
-        value -= np.float32(p.presence_penalty) * np.float32(count > 0)
-        logits[token] = float(value)
-    return logits
 
 
 @pytest.mark.parametrize(
@@ -227,13 +209,6 @@ def test_a_ban_beats_a_bias():
     request.bad_words, request.masked = [[3]], [4]
     got = edited([request], real_logits(1))
     assert got[0, 3:6].isneginf().all() and got[0].argmax() == 2
-
-
-def bits_of(allowed, width):
-    bits = np.zeros((len(allowed), width * 32), bool)
-    for row, ids in enumerate(allowed):
-        bits[row, list(ids)] = True
-    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32)).to(DEVICE)
 
 
 def test_grammar_mask_and_processors_at_their_places():
