@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import importlib
+import json
 import os
 import signal
 import subprocess
@@ -14,16 +16,44 @@ import numpy
 import psutil
 import pytest
 
-from quire import LLM, SamplingParams
-from quire.client.prompts import check_params, parse_conversations, parse_params, parse_priority, parse_prompts
+from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.client.prompts import parse_conversations, parse_params, parse_priority, parse_prompts
+from quire.proto.model_config import demo_model_path
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 PROMPTS = ["The capital of France is", "Hello, my name is", "Monday, Tuesday,"]
 
 
+PROCESSORS = """
+def only_seven(output_ids, logits):
+    keep = logits[7].clone()
+    logits.fill_(float("-inf"))
+    logits[7] = keep
+    return logits
+
+def breaks(prompt_ids, output_ids, logits):
+    raise KeyError(len(prompt_ids))
+"""
+
+
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(dtype="float32", seed=5) as made:
+def processors(tmp_path_factory):
+    """A module of logits processors beside the script, as a user has it."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "quire_test_processors.py").write_text(PROCESSORS)
+    sys.path.append(str(folder))
+    yield importlib.import_module("quire_test_processors")
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def llm(processors):
+    with LLM(
+        dtype="float32",
+        seed=5,
+        logits_processors=[processors.only_seven],
+        logits_processor=[f"{processors.__name__}:breaks"],
+    ) as made:
         yield made
 
 
@@ -81,6 +111,9 @@ def test_every_form_of_prompt_gives_the_same(llm):
     assert [output.prompt for output in outputs] == [PROMPTS[0], None, "ids win"]
     assert [output.prompt_token_ids for output in outputs] == ids
     assert llm.generate([], GREEDY) == []
+    assert texts(llm.generate(inputs=PROMPTS, sampling_params=GREEDY, use_tqdm=False)) == expected
+    with pytest.raises(TypeError, match="inputs is another name of prompts"):
+        llm.generate("a", inputs="b")
 
 
 def test_printed_as_in_the_documents(llm):
@@ -130,6 +163,16 @@ def test_chat(llm):
     assert two[0].outputs[0].text == one.outputs[0].text and "Paris" in two[1].outputs[0].text
     with pytest.raises(ValueError, match="chat_template_kwargs"):
         llm.chat(joke, params, chat_template_kwargs={"a": 10**30})
+    own = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tail }}"
+    (plain,) = llm.chat(
+        [{"role": "user", "content": "The capital of France"}], GREEDY, use_tqdm=False, chat_template=own,
+        chat_template_kwargs={"tail": " is"},
+    )  # fmt: skip
+    assert plain.prompt == PROMPTS[0] and plain.outputs[0].text.startswith(" Paris")
+    with pytest.raises(ValueError, match="chat template cannot render"):
+        llm.chat(joke, params, chat_template="{% if %}")
+    with pytest.raises(ValueError, match="chat_template_content_format"):
+        llm.chat(joke, params, chat_template_content_format="openai")
     for bad in ([], [[]], "hi", [["hi"]], [{5: "x", **joke[0]}]):
         with pytest.raises(ValueError, match="message"):
             llm.chat(bad, params)
@@ -153,6 +196,184 @@ def test_the_progress_bar(llm, capsys):
     assert len(made) == 1 and "Processed" not in capsys.readouterr().err
 
 
+# ---------------------------------------------------------------- logprobs, best_of, beams, processors
+
+
+@pytest.fixture(scope="module")
+def reference():
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype="float32").eval()
+
+    def logprobs(ids):
+        """log_softmax of the logits after each of ``ids`` [len, V]."""
+        import torch
+
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    return logprobs
+
+
+def check_dict(found, token, k, row, tokenizer):
+    """One place's dict of logprobs against the reference's log_softmax ``row`` [V]."""
+    assert next(iter(found)) == token and k <= len(found) <= k + 1
+    best = row.topk(max(k, 1)).values[-1].item()
+    for other, logprob in found.items():
+        value = row[other].item()
+        assert logprob.logprob == pytest.approx(value, abs=1e-4)
+        assert other == token or value >= best - 1e-4
+        low, high = (row > value + 1e-4).sum().item(), (row > value - 1e-4).sum().item()
+        assert low < logprob.rank <= high
+        assert logprob.decoded_token == tokenizer.decode([other])
+
+
+def test_logprobs_are_those_of_transformers(llm, reference):
+    tokenizer = llm.get_tokenizer()
+    params = [
+        SamplingParams(temperature=1.0, seed=3, max_tokens=12, logprobs=3, prompt_logprobs=2),
+        SamplingParams(temperature=0, max_tokens=5, logprobs=0),
+        SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0),
+    ]
+    for output, asked in zip(llm.generate(PROMPTS, params, use_tqdm=False), params, strict=True):
+        (child,) = output.outputs
+        ids = output.prompt_token_ids + child.token_ids
+        rows, start = reference(ids), len(output.prompt_token_ids)
+        if asked.logprobs is None:
+            assert child.logprobs is None and child.cumulative_logprob is None
+        else:
+            assert len(child.logprobs) == len(child.token_ids)
+            for place, found in enumerate(child.logprobs, start):
+                check_dict(found, ids[place], asked.logprobs, rows[place - 1], tokenizer)
+            own = [found[token].logprob for found, token in zip(child.logprobs, child.token_ids, strict=True)]
+            assert child.cumulative_logprob == pytest.approx(sum(own), abs=1e-9)
+        if asked.prompt_logprobs is None:
+            assert output.prompt_logprobs is None
+        else:
+            assert len(output.prompt_logprobs) == start and output.prompt_logprobs[0] is None
+            for place, found in enumerate(output.prompt_logprobs[1:], 1):
+                check_dict(found, ids[place], asked.prompt_logprobs, rows[place - 1], tokenizer)
+    assert "logprobs=[{" in repr(output) or "Logprob(logprob=" in repr(output)
+
+
+def test_best_of_returns_the_best(llm):
+    every = SamplingParams(n=5, temperature=1.0, seed=4, max_tokens=10, logprobs=0)
+    best = SamplingParams(n=2, best_of=5, temperature=1.0, seed=4, max_tokens=10)
+    all_five, two = (llm.generate(PROMPTS[1], params, use_tqdm=False)[0].outputs for params in (every, best))
+    ranked = sorted(all_five, key=lambda child: -child.cumulative_logprob)[:2]
+    assert [child.token_ids for child in two] == [child.token_ids for child in ranked]
+    assert [child.index for child in two] == [0, 1] and all(child.logprobs is None for child in two)
+    assert [c.cumulative_logprob for c in two] == pytest.approx([c.cumulative_logprob for c in ranked], abs=1e-4)
+
+
+def test_beam_search(llm):
+    tokenizer = llm.get_tokenizer()
+    prompts = [PROMPTS[0], {"prompt_token_ids": tokenizer.encode(PROMPTS[1])}]
+    found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=8), concurrency_limit=1)
+    assert [len(each.sequences) for each in found] == [3, 3]
+    for prompt, each in zip(PROMPTS, found, strict=False):
+        ids = tokenizer.encode(prompt)
+        for sequence in each.sequences:
+            assert sequence.tokens[: len(ids)] == ids and sequence.text == tokenizer.decode(sequence.tokens)
+            new = sequence.tokens[len(ids) :]
+            assert len(sequence.logprobs) == len(new) <= 8 and sequence.finish_reason in ("stop", "length")
+            own = [each[token].logprob for each, token in zip(sequence.logprobs, new, strict=True)]
+            assert sequence.cum_logprob == pytest.approx(sum(own), abs=1e-4)
+        eos = tokenizer.eos_token_id
+        scores = [s.cum_logprob / (len(s.tokens) - (s.tokens[-1] == eos)) for s in each.sequences]
+        assert scores == sorted(scores, reverse=True)
+    (one,) = llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=1, max_tokens=6))
+    assert one.sequences[0].text == PROMPTS[0] + texts(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False))[0]
+    with pytest.raises(TypeError, match="params must be BeamSearchParams"):
+        llm.beam_search(PROMPTS, SamplingParams())
+
+
+def test_processors_are_named(llm, processors):
+    name = f"{processors.__name__}:only_seven"
+    params = [SamplingParams(max_tokens=4, logits_processors=[name], ignore_eos=True), GREEDY]
+    outputs = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == [7] * 4 and outputs[1].outputs[0].token_ids != [7] * 6
+    with pytest.raises(RuntimeError, match="quire_test_processors:breaks raised KeyError"):
+        llm.generate(PROMPTS[0], SamplingParams(logits_processors=[f"{processors.__name__}:breaks"]), use_tqdm=False)
+    idle(llm)
+    with pytest.raises(ValueError, match="a Python callable, which cannot be sent"):
+        SamplingParams(logits_processors=[processors.only_seven])
+
+
+def test_metrics_by_name(llm):
+    before = {(each.name, str(each.labels)): each for each in llm.get_metrics()}
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    after = {(each.name, str(each.labels)): each for each in llm.get_metrics()}
+    assert before.keys() == after.keys()
+    rose = {
+        name: each.value - before[name, labels].value
+        for (name, labels), each in after.items()
+        if hasattr(each, "value")
+    }
+    assert rose["quire:generation_tokens"] >= 18 and rose["quire:num_requests_running"] == 0
+    (labels,) = {labels for name, labels in after if name == "quire:request_prompt_tokens"}
+    lengths = after["quire:request_prompt_tokens", labels]
+    assert lengths.count - before["quire:request_prompt_tokens", labels].count == 3
+    assert lengths.buckets["+Inf"] == lengths.count
+
+
+def test_another_tokenizer(llm, tmp_path):
+    from transformers import AutoTokenizer
+
+    first = llm.get_tokenizer()
+    expected = texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    first.save_pretrained(tmp_path)
+    table = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    names = table["model"]["vocab"]
+    names["!"], names["?"] = names["?"], names["!"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table), "utf-8")
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    shape = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    try:
+        llm.set_tokenizer(other)
+        assert llm.get_tokenizer() is other
+        (output,) = llm.generate("Hello!", GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == other.encode("Hello!") == first.encode("Hello?")
+        with pytest.raises(ValueError, match="another vocabulary"):
+            llm.generate("yes or no?", shape, use_tqdm=False)
+    finally:
+        llm.set_tokenizer(first)
+    assert texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    with pytest.raises(TypeError, match="must be a transformers tokenizer"):
+        llm.set_tokenizer("x")
+    busy = threading.Thread(
+        target=llm.generate,
+        args=(["x"] * 8, SamplingParams(max_tokens=400, ignore_eos=True)),
+        kwargs={"use_tqdm": False},
+    )
+    busy.start()
+    while not llm._running._busy:
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="cannot be changed while"):
+        llm.set_tokenizer(first)
+    busy.join()
+
+
+def test_no_tokenizer_and_defaults_of_another_kind(llm):
+    ids = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
+    expected = [output.outputs[0].token_ids[:3] for output in llm.generate(ids, GREEDY, use_tqdm=False)]
+    override = '{"max_new_tokens": 3, "temperature": 0}'
+    with LLM(dtype="float32", skip_tokenizer_init=True, override_generation_config=override) as bare:
+        default = bare.get_default_sampling_params()
+        assert (default.max_tokens, default.temperature) == (3, 0.0)
+        for output, want in zip(bare.generate(ids, use_tqdm=False), expected, strict=True):
+            assert output.prompt is None and output.outputs[0].text == "" and output.outputs[0].token_ids == want
+        (output,) = bare.generate(ids[:1], SamplingParams(temperature=0, max_tokens=2, logprobs=1), use_tqdm=False)
+        assert all(each.decoded_token is None for each in output.outputs[0].logprobs[0].values())
+        with pytest.raises(ValueError, match="Unable to get tokenizer because `skip_tokenizer_init=True`"):
+            bare.get_tokenizer()
+        for refused in (lambda: bare.generate("text"), lambda: bare.chat([{"role": "user", "content": "x"}])):
+            with pytest.raises(ValueError, match="You cannot pass text prompts when `skip_tokenizer_init=True`"):
+                refused()
+        with pytest.raises(ValueError, match="stop requires a tokenizer"):
+            bare.generate(ids, SamplingParams(stop="x"), use_tqdm=False)
+
+
 # ---------------------------------------------------------------- what is refused
 
 REFUSED = [
@@ -171,6 +392,9 @@ REFUSED = [
     ({"prompts": ["a", {"prompt_token_ids": []}]}, "must not be empty"),
     ({"prompts": ["a"], "sampling_params": SamplingParams(max_tokens=9999)}, "max_tokens=9999 cannot be greater"),
     ({"prompts": ["a"], "lora_request": "x"}, "lora_request is not supported yet"),
+    ({"prompts": ["a"], "sampling_params": SamplingParams(stop="\ud800")}, "stop of sampling_params cannot be sent"),
+    ({"prompts": ["a", "b"], "sampling_params": [GREEDY, SamplingParams(logprobs=21)]}, "max allowed: 20"),
+    ({"prompts": ["a"], "sampling_params": SamplingParams(logits_processors=["x:y"])}, "registered: quire_test_"),
     ({"prompts": {"prompt": "a", "multi_modal_data": {"image": 1}}}, "multi_modal_data is not supported yet"),
     ({"prompts": {"promt": "a"}}, "a prompt has no 'promt'"),
     ({"prompts": {}}, "Either prompts or prompt_token_ids must be provided."),
@@ -213,8 +437,6 @@ def test_what_could_not_be_sent_is_refused_by_name():
             parse_conversations([[{}, bad]])
     with pytest.raises(ValueError, match=r"^prompt .*surrogate"):
         parse_prompts(["a", "\ud800"], None)
-    with pytest.raises(ValueError, match=r"^stop of sampling_params"):
-        check_params([GREEDY, SamplingParams(stop="\ud800")])
 
 
 @pytest.mark.parametrize("params", [5, "x", {"n": 1}, [5], [GREEDY, None]])
@@ -227,7 +449,9 @@ def test_bad_arguments_of_the_constructor():
     with pytest.raises(TypeError, match="'bananas', 'foo'"):
         LLM(foo=1, bananas=2, max_num_seqs=4)
     for arguments, message in [
-        ({"skip_tokenizer_init": True}, "skip_tokenizer_init=True is not supported yet"),
+        ({"generation_config": "/no/such/folder"}, "generation_config='/no/such/folder' must be auto, quire or"),
+        ({"override_generation_config": "5"}, "override_generation_config must be a JSON object"),
+        ({"logits_processors": [lambda ids, logits: logits]}, "cannot be imported by the workers"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet"),
         ({"quantization": "awq"}, "quantization='awq' is not supported yet"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in"),
@@ -328,10 +552,28 @@ def test_a_killed_script_leaves_no_process():
     folder.rmdir()
 
 
+def same_dicts(mine, other):
+    """Logprobs of two runs: the tokens agree, the values but for what a sum's order changes."""
+    assert (mine is None) == (other is None)
+    for one, two in zip(mine or (), other or (), strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            assert next(iter(one)) == next(iter(two))
+            values = [sorted(each.logprob for each in found.values()) for found in (one, two)]
+            assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
 @pytest.mark.parametrize("service", ["detokenizer", "scheduler", "gpu_worker"])
 def test_a_killed_process_is_not_noticed(llm, service):
     prompts = [f"Tell me story number {i}." for i in range(16)]
-    params = [SamplingParams(temperature=1.0, max_tokens=60 + 5 * i, ignore_eos=True, seed=i) for i in range(16)]
+    kinds = [
+        {}, {"logprobs": 2, "prompt_logprobs": 1}, {"n": 2, "logprobs": 0},
+        {"n": 2, "best_of": 3}, {"use_beam_search": True, "n": 2, "temperature": 0.0, "logprobs": 1},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(**{"temperature": 1.0, "max_tokens": 60 + 5 * i, "ignore_eos": True, "seed": i, **kinds[i % 5]})
+        for i in range(16)
+    ]
     expected = llm.generate(prompts, params, use_tqdm=False)
     engine = llm._running._thread.engine
 
@@ -346,8 +588,12 @@ def test_a_killed_process_is_not_noticed(llm, service):
     killer.start()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     killer.join()
-    assert texts(outputs) == texts(expected)
-    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    for output, undisturbed in zip(outputs, expected, strict=True):
+        same_dicts(output.prompt_logprobs, undisturbed.prompt_logprobs)
+        for child, other in zip(output.outputs, undisturbed.outputs, strict=True):
+            assert (child.token_ids, child.text) == (other.token_ids, other.text)
+            assert child.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-2)
+            same_dicts(child.logprobs, other.logprobs)
     idle(llm)
 
 
