@@ -9,6 +9,8 @@ from typing import Protocol
 from ..proto.structured import StructuredOutputsParams
 from .errors import Refused
 
+RETRY_S = 0.25
+
 
 class Checker(Protocol):
     """What `grammar_check.py` does for this process."""
@@ -27,9 +29,14 @@ class Gate:
         self._checker: Checker | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def check(self, spec: StructuredOutputsParams, done: Callable[[Exception | None], None]) -> None:
-        """Then ``done(None)``, or ``done(error)`` (a Refused, or what went wrong here), from the loop."""
-        task = asyncio.create_task(self._check(spec, done))
+    def check(
+        self, spec: StructuredOutputsParams, done: Callable[[Exception | None], None], patient: bool = False
+    ) -> None:
+        """Then ``done(None)``, or ``done(error)`` (a Refused, or what went wrong here), from the loop.
+
+        ``patient``: a request submitted again, which is never refused for load, tries until there is room.
+        """
+        task = asyncio.create_task(self._check(spec, done, patient))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -40,14 +47,20 @@ class Gate:
         if self._checker is not None:
             self._checker.close()
 
-    async def _check(self, spec: StructuredOutputsParams, done: Callable[[Exception | None], None]) -> None:
-        error: Exception | None = None
-        try:
-            if self._checker is None:
-                self._checker = self._new()
-            await self._checker.check(spec)
-        except Exception as caught:  # noqa: BLE001 - it becomes that request's reply
-            error = caught
+    async def _check(
+        self, spec: StructuredOutputsParams, done: Callable[[Exception | None], None], patient: bool
+    ) -> None:
+        while True:
+            error: Exception | None = None
+            try:
+                if self._checker is None:
+                    self._checker = self._new()
+                await self._checker.check(spec)
+            except Exception as caught:  # noqa: BLE001 - it becomes that request's reply
+                error = caught
+            if not (patient and isinstance(error, Refused) and error.status == 429):
+                break
+            await asyncio.sleep(RETRY_S)
         done(error)
 
     def _new(self) -> Checker:

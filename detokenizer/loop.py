@@ -275,7 +275,7 @@ class Detokenizer:
         elif (spec := message.params.structured_outputs) is None:
             self._submit(request, message, result)
         else:
-            self._gate.check(spec, lambda error: self._checked(request, message, result, error))
+            self._gate.check(spec, lambda error: self._checked(request, message, result, error), message.attempt > 0)
 
     def _checked(self, request: Request, message: Tokenize, prepared: Prepared, error: Exception | None) -> None:
         """A request's grammar has passed, or not; other requests went on meanwhile."""
@@ -290,7 +290,8 @@ class Detokenizer:
         self.requests.pop(request.uid)
         uid, attempt = request.uid, request.attempt
         if isinstance(result, Refused):
-            self._send(request.peer, Failed(uid, attempt, result.status, result.message, result.param))
+            wait = 1.0 if result.status == 429 else None
+            self._send(request.peer, Failed(uid, attempt, result.status, result.message, result.param, wait))
         else:
             log.error("a request failed while its prompt was prepared", exc_info=result)
             text = f"the prompt could not be prepared ({type(result).__name__}); the server's log says more."

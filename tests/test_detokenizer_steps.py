@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from detokenizer_toys import KINDS, STREAMS, wrap
 
+from quire.detokenizer import gate
 from quire.detokenizer.beams import BeamTexts, LostBeams
 from quire.detokenizer.columns import Outbox
 from quire.detokenizer.detokenize import Streams
@@ -267,23 +268,43 @@ def test_the_gate_holds_back_what_is_being_checked_and_no_other() -> None:
             checkers.append(FakeChecker())
             return checkers[-1]
 
-        gate = Gate(make)
+        held = Gate(make)
         assert checkers == []  # nothing is started before it is needed
         done: dict[str, Exception | None] = {}
         for name in ("slow", "fine", "bad", "broken"):
-            gate.check(StructuredOutputsParams(regex=name), lambda error, name=name: done.update({name: error}))
+            held.check(StructuredOutputsParams(regex=name), lambda error, name=name: done.update({name: error}))
         await asyncio.sleep(0.01)
         assert set(done) == {"fine", "bad", "broken"} and done["fine"] is None
         assert isinstance(done["bad"], Refused) and isinstance(done["broken"], RuntimeError)
         checkers[0].go.set()
         await asyncio.sleep(0.01)
         assert done["slow"] is None and len(checkers) == 1
-        gate.check(StructuredOutputsParams(regex="fine"), lambda error: done.update(late=error))
-        gate.close()
+        held.check(StructuredOutputsParams(regex="fine"), lambda error: done.update(late=error))
+        held.close()
         await asyncio.sleep(0.01)
         assert checkers[0].closed and "late" not in done
 
     asyncio.run(main())
+
+
+def test_a_request_submitted_again_is_not_refused_for_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "RETRY_S", 0.001)
+    calls = []
+
+    class Full(FakeChecker):
+        async def check(self, spec: StructuredOutputsParams) -> None:
+            calls.append(spec)
+            if len(calls) < 4:
+                raise Refused("full", "structured_outputs", 429)
+
+    async def main(patient: bool) -> Exception | None:
+        done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        Gate(Full).check(StructuredOutputsParams(regex="a"), done.set_result, patient)
+        return await done
+
+    first = asyncio.run(main(False))
+    assert isinstance(first, Refused) and first.status == 429 and len(calls) == 1
+    assert asyncio.run(main(True)) is None and len(calls) == 4
 
 
 def test_a_missing_library_is_a_refusal_with_the_remedy() -> None:
