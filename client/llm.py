@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import threading
@@ -43,7 +44,7 @@ class LLM:
         seed: makes the seeds of requests that name none reproducible.
         logits_processors: functions that requests may name in their ``logits_processors``, or the names,
             ``package.module:function``. They run in another process, so they must be importable by that name.
-        **kwargs: any other field of EngineArgs.
+        **kwargs: any other field of EngineArgs; ``override_generation_config`` may be a dict.
 
     Raises:
         TypeError: an argument that does not exist.
@@ -82,6 +83,8 @@ class LLM:
         if max_context_len_to_capture is not None:
             warnings.warn("max_context_len_to_capture is now max_seq_len_to_capture", DeprecationWarning, stacklevel=2)
             max_seq_len_to_capture = max_context_len_to_capture
+        if isinstance(kwargs.get("override_generation_config"), dict):
+            kwargs["override_generation_config"] = json.dumps(kwargs["override_generation_config"])
         own = tokenizer if hasattr(tokenizer, "save_pretrained") else None
         args = EngineArgs(
             model=None if model is None else os.fspath(model),

@@ -357,7 +357,7 @@ def test_another_tokenizer(llm, tmp_path):
 def test_no_tokenizer_and_defaults_of_another_kind(llm):
     ids = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
     expected = [output.outputs[0].token_ids[:3] for output in llm.generate(ids, GREEDY, use_tqdm=False)]
-    override = '{"max_new_tokens": 3, "temperature": 0}'
+    override = {"max_new_tokens": 3, "temperature": 0}
     with LLM(dtype="float32", skip_tokenizer_init=True, override_generation_config=override) as bare:
         default = bare.get_default_sampling_params()
         assert (default.max_tokens, default.temperature) == (3, 0.0)
