@@ -5,9 +5,10 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
-from worker_toys import CPU, GREEDY, Hand, ToyModel, oracle, prompts
+from worker_toys import CPU, GREEDY, Hand, ToyModel, oracle, prompts, told, toy_logits, unpack
 
 from quire.gpu_worker import device, memory
 from quire.gpu_worker.graphs import DecodeGraphs, capture_sizes
@@ -17,6 +18,7 @@ from quire.gpu_worker.state import RowState
 from quire.gpu_worker.worker import worst_case
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.model_config import ModelConfig
+from quire.proto.params import SamplingParams
 from quire.proto.process import resident_bytes
 
 torch.set_num_threads(1)
@@ -202,6 +204,25 @@ def test_replayed_decodes_equal_eager_ones():
         assert got[row] == oracle(MODEL, ids, len(got[row]))
 
 
+def test_prompts_of_single_tokens_tell_their_logprobs_from_a_replay():
+    """A chunk of one token is a decode to the graph; its hidden state is both drawn from and told of."""
+    ids, params = prompts(1, 6, 7)[0], SamplingParams(temperature=0.0, prompt_logprobs=1)
+    hand = Hand(MODEL, rows=8, blocks=64)
+    recorder = graphed(hand, [1, 2, 4, 8], 64)
+    hand.admit(0, [4, 5])
+    hand.run((0, 2))
+    hand.admit(3, ids, params=params, prompt_logprobs_from=0)
+    logits = toy_logits(MODEL, ids)
+    for at in range(1, 6):
+        hand.run((3, 1), (0, 1))
+        (chunk,) = hand.result.prompts
+        assert (chunk.at, chunk.start) == (0, at)
+        (entry,) = unpack(chunk.logprobs, 1)
+        assert entry[0] == told(logits[at - 1], ids[at], 1)[0] and entry[2] == told(logits[at - 1], ids[at], 1)[2]
+    assert hand.run((3, 1)) == {3: oracle(MODEL, ids, 1)[0]}
+    assert recorder.replayed == [2] * 5 + [1]
+
+
 def test_long_contexts_and_large_batches_run_eager():
     hand = Hand(MODEL, rows=8, blocks=64)
     recorder = graphed(hand, [1, 2], 12)
@@ -220,8 +241,12 @@ def test_long_contexts_and_large_batches_run_eager():
 def test_the_worst_case_is_a_valid_plan_that_fills_the_budget():
     hand = Hand(MODEL, rows=4, length=64, max_tokens=64, blocks=1)
     worst = worst_case(hand.state, 64, 5)
-    hand.runner.launch(worst)
+    result = hand.runner.launch(worst).result(worst.lease, 0)
     assert MODEL.batches[-1].token_ids.numel() == 64
+    assert [len(each.ids) for each in result.logprobs] == [4 * 6] * 4 and not result.failed
+    assert [(each.at, len(each.logprobs.ids)) for each in result.prompts] == [(row, 15 * 4 * 6) for row in range(4)]
+    needs = hand.state.sampling.needs(np.arange(4), np.full(4, 16))
+    assert all(getattr(needs, name) for name in needs.__slots__ if name != "words")
     hand.state.reset()
     assert not hand.state.known.any()
     assert RowState.device_bytes(4, 64, 8, 100) == 4 * 4 * (65 + 8 + 100)
