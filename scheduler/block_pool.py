@@ -15,6 +15,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold the keys and values of so many tokens."""
+    return -(-tokens // block_size)
+
+
 class PoolError(RuntimeError):
     """The pool's books would not balance: a block released twice, or handed out with none free. Always a bug."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..proto.codec import BadFrame, from_i32
 from ..proto.messages import Finish, PromptLogprobs, StepResult
+from .beams import BeamGroup, Scores, advance, read_scores
 from .logprobs import count_logprobs, skip_logprobs
 from .replica import Replica, Step
 from .request import Sequence
@@ -21,11 +23,12 @@ def commit(core: Scheduler, replica: Replica, result: StepResult) -> None:
     Raises BadFrame, having changed nothing, where the result cannot be that step's: the lease must end then.
     """
     step, tokens = _check(replica, result)
+    scores = _check_beams(replica, step, result) if step.searches() else {}
     core.outbox.flush()
     replica.in_flight.popleft()
     core.steps += 1
     if step.prompts or result.failed or result.logprobs:
-        _pass_on(core, step, result)
+        _pass_on(core, step, result, scores)
     sink = None
     for seq, generation, token in zip(step.decodes, step.generations, tokens, strict=False):
         if seq.generation != generation:
@@ -43,6 +46,8 @@ def commit(core: Scheduler, replica: Replica, result: StepResult) -> None:
             _look(core, replica, seq, token)
     if step.chunks:
         _commit_chunks(core, replica, step, tokens)
+    if scores:
+        _commit_beams(core, replica, step, scores)
 
 
 def _check(replica: Replica, result: StepResult) -> tuple[Step, list[int]]:
@@ -85,7 +90,9 @@ def _check_logprobs(result: StepResult, slots: int) -> None:
 
 
 def _check_prompts(step: Step, result: StepResult) -> None:
-    """Exactly the prompt logprobs that this step computes, each row's in one piece or several that join."""
+    """Prompt logprobs that this step computes, each row's in one piece or several that join. Where some are missing,
+    the request fails in the end; the worker may say why when the row first draws.
+    """
     wanted = {at: (first, end) for _, at, first, end in step.prompts}
     for piece in result.prompts:
         first, end = wanted.get(piece.at, (0, 0))
@@ -95,12 +102,20 @@ def _check_prompts(step: Step, result: StepResult) -> None:
                 f"logprobs of prompt tokens {piece.start} to {stop} of compute row {piece.at}, not {first} to {end}"
             )
         wanted[piece.at] = stop, end
-    for at, (first, end) in wanted.items():
-        if first != end:
-            raise BadFrame(f"logprobs of prompt tokens {first} to {end} of compute row {at} are missing")
 
 
-def _pass_on(core: Scheduler, step: Step, result: StepResult) -> None:
+def _check_beams(replica: Replica, step: Step, result: StepResult) -> dict[int, Scores]:
+    """The log-probs of every beam's slot, but for the failed."""
+    given = dict(zip(from_i32(result.logprob_slots), result.logprobs, strict=True))
+    failed = {failed.slot for failed in result.failed}
+    return {
+        slot: read_scores(given.get(slot), seq.request, replica.vocab_size)
+        for slot, (seq, _) in enumerate(step.slots())
+        if isinstance(seq, BeamGroup) and slot not in failed
+    }
+
+
+def _pass_on(core: Scheduler, step: Step, result: StepResult, beams: Container[int]) -> None:
     """What comes beside tokens, for the few who asked for it: prompt logprobs first, as they go out before tokens."""
     requests = {at: request for request, at, _, _ in step.prompts}
     for piece in result.prompts:
@@ -111,23 +126,27 @@ def _pass_on(core: Scheduler, step: Step, result: StepResult) -> None:
             message = PromptLogprobs(request.uid, request.attempt, request.prompt_done, record)
             core.outbox.put(request.owner, message)
             request.prompt_done = stop
+    slots = step.slots()
     for failed in result.failed:
-        seq, generation = step.slot(failed.slot)
+        seq, generation = slots[failed.slot]
         if seq.generation == generation:
             core.fail(seq.request, min(max(failed.status, 400), 599), failed.message)
+    for request, _, _, end in step.prompts:
+        if core.requests.get(request.uid) is request and request.prompt_done < end == request.prompt_len:
+            core.fail(request, 500, "The worker did not send the logprobs of the whole prompt.")
     for slot, record in zip(from_i32(result.logprob_slots), result.logprobs, strict=True):
-        seq, generation = step.slot(slot)
-        if seq.generation == generation:
+        seq, generation = slots[slot]
+        if seq.generation == generation and slot not in beams:
             seq.sink.logprobs[seq] = record
 
 
 def _commit_chunks(core: Scheduler, replica: Replica, step: Step, tokens: list[int]) -> None:
     """Prompts' chunks, and siblings forked from them."""
-    at = len(step.decodes)
+    at = len(step.decodes) + sum(beams for _, _, beams in step.groups)
     for seq, generation, computed, draws in step.chunks:
         if seq.generation == generation:
             seq.computed = computed
-            if draws:
+            if draws and not isinstance(seq, BeamGroup):
                 token = tokens[at]
                 seq.known += 1
                 seq.outputs.append(token)
@@ -137,6 +156,18 @@ def _commit_chunks(core: Scheduler, replica: Replica, step: Step, tokens: list[i
             else:
                 _register(replica, seq)
         at += draws
+
+
+def _commit_beams(core: Scheduler, replica: Replica, step: Step, scores: dict[int, Scores]) -> None:
+    """Last of all, because a search that ends closes the batch of tokens."""
+    found: dict[BeamGroup, list[Scores]] = {}
+    for slot, (seq, generation) in enumerate(step.slots()):
+        if isinstance(seq, BeamGroup) and seq.generation == generation:
+            found.setdefault(seq, []).append(scores[slot])
+    for group, of_beams in found.items():
+        group.computed = group.planned
+        _clear(replica, group)
+        advance(core, group, of_beams)
 
 
 def _look(core: Scheduler, replica: Replica, seq: Sequence, token: int) -> None:
@@ -155,12 +186,17 @@ def _look(core: Scheduler, replica: Replica, seq: Sequence, token: int) -> None:
 
 
 def _register(replica: Replica, seq: Sequence) -> None:
-    """Offer committed full blocks to the prefix cache, and clear a suspect that got past its mark."""
-    if replica.suspects and seq in replica.suspects and not seq.suspect:
-        replica.suspects.remove(seq)
+    """Offer committed full blocks to the prefix cache."""
+    _clear(replica, seq)
     full, pool = seq.computed // replica.block_size, replica.pool
     if full > seq.registered and pool.caching:
         hashes = seq.hash_blocks(full, replica.block_size)
         for slot in range(seq.registered, full):
             pool.register(seq.blocks[slot], hashes[slot])
     seq.registered = full
+
+
+def _clear(replica: Replica, seq: Sequence) -> None:
+    """A suspect that got past its mark is none."""
+    if replica.suspects and seq in replica.suspects and not seq.suspect:
+        replica.suspects.remove(seq)

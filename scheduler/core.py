@@ -11,11 +11,24 @@ from collections.abc import Callable
 
 from ..proto.codec import BadFrame, from_i32, from_i64, i32, i64
 from ..proto.config import EngineArgs
-from ..proto.messages import Failed, Finish, Gone, Open, ReplicaStats, Stats, StepPlan, StepResult, Stopped, Submit
+from ..proto.messages import (
+    BeamStopped,
+    Failed,
+    Finish,
+    Gone,
+    Open,
+    ReplicaStats,
+    Stats,
+    StepPlan,
+    StepResult,
+    Stopped,
+    Submit,
+)
 from . import commit as committing
 from . import planner
+from .beams import BeamGroup, answered
 from .block_pool import PoolError
-from .intake import Refused, check_fits, read_request
+from .intake import Refused, check_fits, check_width, read_request
 from .outbox import Outbox
 from .queue import WaitingQueue
 from .replica import Replica
@@ -70,6 +83,7 @@ class Scheduler:
 
     def _settle(self, request: Request) -> None:
         """Check the request against what the replicas hold, as far as that is known."""
+        check_width(request, self.config.max_num_seqs)
         if self.replicas:
             config = self.config
             blocks = None if self.loading else max(r.pool.num_blocks for r in self.replicas.values())
@@ -116,8 +130,23 @@ class Scheduler:
         if request is None or message.attempt != request.attempt:
             return
         for seq in request.live:
-            if seq.index == message.index:
-                self._leave(seq)
+            if seq.index == message.index and not isinstance(seq, BeamGroup):
+                self.leave(seq)
+                break
+
+    def beam_stopped(self, message: BeamStopped) -> None:
+        """The detokenizer says which candidates of a beam search end. BadFrame, and the request fails, where it says
+        something else."""
+        request = self.requests.get(message.uid)
+        if request is None or message.attempt != request.attempt:
+            return
+        for group in request.live:
+            if isinstance(group, BeamGroup):
+                try:
+                    answered(self, group, message.step, from_i32(message.stopped))
+                except BadFrame as error:
+                    self.fail(request, 500, f"The beam search cannot go on: {error}.")
+                    raise
                 break
 
     def open(self, owner: str, message: Open) -> None:
@@ -146,7 +175,7 @@ class Scheduler:
     def end(self, seq: Sequence, finish: Finish, stop_id: int, with_token: bool = True) -> None:
         """``seq`` ends by its own tokens; the detokenizer is told."""
         self.outbox.finished(seq, finish, stop_id, with_token)
-        self._leave(seq)
+        self.leave(seq)
 
     def fail(self, request: Request, status: int, text: str, param: str | None = None) -> None:
         """End a request with an error."""
@@ -163,7 +192,8 @@ class Scheduler:
         request.live = []
         self._forget(request)
 
-    def _leave(self, seq: Sequence) -> None:
+    def leave(self, seq: Sequence) -> None:
+        """``seq`` is finished, and nobody is told."""
         request = seq.request
         request.live.remove(seq)
         if seq.state is State.WAITING and not self.queue.remove(seq):
@@ -251,7 +281,7 @@ class Scheduler:
     def stats(self, token: int = 0, bad_frames: int = 0) -> Stats:
         """Everything countable, at this moment."""
         replicas = list(self.replicas.values())
-        running = sum(r.running for r in replicas)
+        running = sum(len(r.sequences()) for r in replicas)
         live = [seq for request in self.requests.values() for seq in request.live]
         return Stats(
             token=token,
@@ -268,7 +298,7 @@ class Scheduler:
             bad_frames=bad_frames + self.bad_messages,
             replicas=[
                 ReplicaStats(
-                    r.number, "draining" if r.draining else "ready", r.device, r.running, r.pool.num_blocks,
+                    r.number, "draining" if r.draining else "ready", r.device, len(r.sequences()), r.pool.num_blocks,
                     r.pool.used, r.last_step,
                 )
                 for r in replicas

@@ -47,7 +47,8 @@ def record(values: list[float], token: int, k: int) -> Logprobs:
 
 def join(records: list[Logprobs]) -> Logprobs:
     """One record of all their tokens."""
-    return Logprobs(*(b"".join(getattr(r, name) for r in records) for name in ("ids", "values", "ranks")))
+    ids, values = b"".join(r.ids for r in records), b"".join(r.values for r in records)
+    return Logprobs(ids, values, b"".join(r.ranks for r in records))
 
 
 # ---------------------------------------------------------------- oracles
@@ -64,7 +65,8 @@ def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int) -
 
 
 def expected_logprobs(tokens: list[int], start: int, k: int, vocab_size: int) -> Logprobs:
-    """Logprobs of ``tokens[start:]``, each after all before it."""
+    """Logprobs of ``tokens[start:]``, each after all before it; k of -1 is the whole vocabulary."""
+    k = vocab_size if k < 0 else k
     context = array("q", [cell(p, token) for p, token in enumerate(tokens)]).tobytes()
     found = [distribution(context[: 8 * p], vocab_size) for p in range(start, len(tokens))]
     return join([record(values, tokens[start + i], k) for i, values in enumerate(found)])
@@ -109,7 +111,7 @@ def expected_beams(
                 children.append((tokens, -minus))
         ended = sorted(ended, key=lambda end: -end[0])[:width]
         live = children[:width]
-        if live and len(ended) == width:
-            if params.early_stopping is True or ended[-1][0] >= attainable(*live[0]):
-                live = []
+        full = live and len(ended) == width
+        if full and (params.early_stopping is True or ended[-1][0] >= attainable(*live[0])):
+            live = []
     return [(tokens, finish, stop) for _, tokens, finish, stop in ended[: params.n]]

@@ -179,7 +179,8 @@ class PageStore:
             found = []
             for position in range(start, min(start + PROMPT_SLICE, end)):
                 values = distribution(self._context(row, position), self.vocab_size)
-                found.append(record(values, row.tokens[position], row.admit.params.prompt_logprobs or 0))
+                k = self._others(row.admit.params.prompt_logprobs)
+                found.append(record(values, row.tokens[position], k))
             result.prompts.append(PromptChunk(at, start, join(found)))
 
     def _sample(self, ends: list[tuple[Row, int]], sources: list[int], targets: list[int], result: StepResult) -> None:
@@ -210,10 +211,13 @@ class PageStore:
     def _score(self, row: Row, context: bytes, token: int) -> tuple[int, Logprobs]:
         """The logprobs of a row's drawn token, or of a beam's most likely ones."""
         params, values = row.admit.params, distribution(context, self.vocab_size)
-        k = params.logprobs or 0
+        k = self._others(params.logprobs)
         if params.use_beam_search:
-            k, token = max(2 * params.width, k), values.index(max(values))
-        return token, record(values, token, min(k, self.vocab_size))
+            k, token = self._others(max(2 * params.width, k)), values.index(max(values))
+        return token, record(values, token, k)
+
+    def _others(self, asked: int | None) -> int:
+        return self.vocab_size if asked == -1 else min(asked or 0, self.vocab_size)
 
     def _context(self, row: Row, end: int) -> bytes:
         """What the pages hold of a row's positions before ``end``."""

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from ..proto.codec import BadFrame, from_i32
 from ..proto.hashing import HASH_SIZE, hash_blocks
 from ..proto.messages import Submit
+from .beams import BeamGroup
 from .request import Request, Sequence
 
 INT32, INT64 = 2**31, 2**63
@@ -62,6 +63,8 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
 def _sequences(request: Request, message: Submit, vocab_size: int) -> list[Sequence]:
     key = (request.priority, request.arrival, request.uid)
     n = request.params.n
+    if request.params.use_beam_search:  # starts again whole, whatever children were live
+        return [BeamGroup(request, (*key, 0), message.losses)]
     if not message.children:
         return [Sequence(request, i, array("i"), (*key, i), message.losses) for i in range(n)]
     sequences = {}
@@ -81,6 +84,16 @@ def _check_ids(tokens: Collection[int], vocab_size: int, param: str) -> None:
     if low < 0 or high >= (vocab_size or INT32):
         bad = low if low < 0 else high
         raise Refused(f"Token id {bad} is out of vocabulary, which has {vocab_size} tokens.", param=param)
+
+
+def check_width(request: Request, max_num_seqs: int) -> None:
+    """Raise Refused where a beam search is wider than a step."""
+    if request.params.use_beam_search and request.params.width > max_num_seqs:
+        raise Refused(
+            f"A beam search of width {request.params.width} runs as many sequences at once, and max_num_seqs is "
+            f"{max_num_seqs}; search fewer beams, or raise that flag.",
+            param="best_of",
+        )
 
 
 def check_fits(
@@ -104,18 +117,16 @@ def check_fits(
             param="prompt",
         )
     limit = min(request.prompt_len + request.max_tokens, max_model_len)
-    need = blocks_for(limit - 1, block_size)
-    if blocks is not None and need > blocks:
-        raise Refused(
-            f"{request.prompt_len} prompt tokens and up to {limit - request.prompt_len} output tokens need {need} KV "
-            f"blocks of {block_size} tokens, and the largest replica has {blocks}; shorten the prompt, lower "
-            "max_tokens, or give the workers more memory.",
-            param="max_tokens",
-        )
     for seq in request.live:
         seq.limit = limit
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that hold the keys and values of so many tokens."""
-    return -(-tokens // block_size)
+    need = max((seq.most_blocks(block_size) for seq in request.live if seq.known < limit), default=0)
+    if blocks is not None and need > blocks:
+        beams = fewer = ""
+        if request.params.use_beam_search:
+            beams, fewer = f" in each of {request.params.width} beams", "search fewer beams, "
+        raise Refused(
+            f"{request.prompt_len} prompt tokens and up to {limit - request.prompt_len} output tokens{beams} need "
+            f"{need} KV blocks of {block_size} tokens, and the largest replica has {blocks}; shorten the prompt, lower "
+            f"max_tokens, {fewer}or give the workers more memory.",
+            param="max_tokens",
+        )

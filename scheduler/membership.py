@@ -17,6 +17,8 @@ from ..proto.messages import (
     PROTOCOL,
     Abort,
     Assign,
+    BeamStopped,
+    BeamTokens,
     Beat,
     Bye,
     Configure,
@@ -103,9 +105,12 @@ class Membership:
             self.core.abort(message.uid, message.attempt)
         elif isinstance(message, Stopped):
             self.core.stopped(message)
-        elif isinstance(message, Open):
+        elif isinstance(message, BeamStopped | Open):
             try:
-                self.core.open(peer, message)
+                if isinstance(message, Open):
+                    self.core.open(peer, message)
+                else:
+                    self.core.beam_stopped(message)
             except BadFrame as error:
                 self._bad(peer, error)
         elif isinstance(message, GetStats):
@@ -145,7 +150,7 @@ class Membership:
     def undelivered(self, peer: str, message: Any) -> None:
         """A send to ``peer`` failed. Requests whose tokens are lost can go on only as a higher attempt."""
         self.front_gone(peer)
-        if isinstance(message, TokenBatch | PromptLogprobs):
+        if isinstance(message, TokenBatch | PromptLogprobs | BeamTokens):
             for uid in from_i64(message.uids) if isinstance(message, TokenBatch) else [message.uid]:
                 request = self.core.requests.get(uid)
                 if request is not None and request.owner == peer:

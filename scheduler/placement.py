@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .intake import blocks_for
+from .block_pool import blocks_for
 from .replica import Replica
 from .request import Sequence
 
@@ -22,8 +22,8 @@ def cached_prefix(replica: Replica, seq: Sequence) -> list[int]:
 
 def can_ever_hold(replica: Replica, seq: Sequence) -> bool:
     """False where even an empty replica is too small for the sequence at its longest."""
-    need = blocks_for(max(seq.limit - 1, seq.known), replica.block_size)
-    return need <= replica.pool.num_blocks and seq.limit <= replica.max_model_len
+    need = seq.most_blocks(replica.block_size)
+    return need <= replica.pool.num_blocks and seq.limit <= replica.max_model_len and seq.width <= replica.num_rows
 
 
 def has_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:
@@ -31,11 +31,11 @@ def has_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:
 
     Without that spare block, two sequences could go on preempting each other in turns.
     """
-    if not replica.free_rows:
+    if len(replica.free_rows) < seq.width:
         return False
     pool = replica.pool
     need = blocks_for(seq.known, replica.block_size) - len(cached) + pool.count_free(cached)
-    return pool.free_count - need >= replica.running
+    return pool.free_count - need >= replica.running + seq.spare_blocks(replica.block_size)
 
 
 def belongs_elsewhere(seq: Sequence, here: Replica, cached: list[int], others: Iterable[Replica]) -> bool:

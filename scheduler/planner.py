@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from ..proto.codec import i32, u64
 from ..proto.messages import Admit, StepPlan
-from .intake import blocks_for
+from .beams import BeamGroup, plan_beams, run_beams
+from .block_pool import BlockPool, blocks_for
 from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, has_room
 from .replica import MAX_IN_FLIGHT, Replica, Step
 from .request import Request, Sequence
@@ -34,6 +35,7 @@ class Draft:
     def __init__(self, budget: int):
         self.budget = budget
         self.decodes: list[Sequence] = []
+        self.groups: list[tuple[BeamGroup, int, int]] = []  # beam searches: (group, generation, beams)
         self.chunks: list[tuple[Sequence, int, int, bool]] = []
         self.prompts: list[tuple[Request, int, int, int]] = []
         self.rows: list[int] = []
@@ -51,12 +53,30 @@ class Draft:
         self.delta_rows: list[int] = []
         self.delta_slots: list[int] = []
         self.delta_blocks: list[int] = []
+        self.append_rows: list[int] = []
+        self.append_tokens: list[int] = []
 
     def set_blocks(self, row: int, slot: int, blocks: list[int]) -> None:
         """Entries of a row's block table, from ``slot`` on."""
         self.delta_rows.extend([row] * len(blocks))
         self.delta_slots.extend(range(slot, slot + len(blocks)))
         self.delta_blocks.extend(blocks)
+
+    def own_block(self, pool: BlockPool, row: int, blocks: list[int], slot: int) -> None:
+        """Make the block that ``row`` writes next its own: a new one at the table's end, a copy of a shared one."""
+        if slot < len(blocks) and pool.refs[blocks[slot]] == 1:
+            return
+        block = pool.allocate()
+        if slot == len(blocks):
+            blocks.append(block)
+        else:
+            self.copy_src.append(blocks[slot])
+            self.copy_dst.append(block)
+            pool.release(blocks[slot])
+            blocks[slot] = block
+        self.delta_rows.append(row)
+        self.delta_slots.append(slot)
+        self.delta_blocks.append(block)
 
 
 def plan(core: Scheduler, replica: Replica) -> StepPlan | None:
@@ -96,7 +116,7 @@ def _decodes_wait(core: Scheduler, replica: Replica) -> bool:
     if core.config.enable_chunked_prefill or replica.decodes_waited or not replica.decoding:
         return False
     head = core.queue.first(1)
-    return bool(head) and head[0].known > core.config.max_num_batched_tokens - len(replica.decoding)
+    return bool(head) and head[0].known > core.config.max_num_batched_tokens - sum(s.width for s in replica.decoding)
 
 
 # -- decodes
@@ -113,35 +133,28 @@ def _plan_decodes(core: Scheduler, replica: Replica, draft: Draft, seqs: list[Se
         rows.append(seq.row)
         starts.append(position)
         decodes.append(seq)
+    run_beams(draft)
     draft.budget -= len(rows)
 
 
 def _make_room(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence) -> bool:
-    """Give ``seq`` a block of its own to write its next position in. False where it has nothing to write or had to go.
+    """Give ``seq`` a block of its own to write its next position in. False where it has nothing to write or had to go,
+    and for a beam search, whose rows are planned apart.
 
     A partial block shared with siblings is copied by all but the last of them.
     """
+    if isinstance(seq, BeamGroup):
+        plan_beams(core, replica, draft, seq)
+        return False
     if seq.planned >= seq.limit - 1:
         return False
     pool, blocks, slot = replica.pool, seq.blocks, seq.planned // replica.block_size
-    while slot == len(blocks) or pool.refs[blocks[slot]] > 1:
-        if not pool.free_count:
-            victim = replica.last()
-            core.preempt(victim)
-            if victim is seq:
-                return False
-            continue
-        block = pool.allocate()
-        if slot == len(blocks):
-            blocks.append(block)
-        else:
-            draft.copy_src.append(blocks[slot])
-            draft.copy_dst.append(block)
-            pool.release(blocks[slot])
-            blocks[slot] = block
-        draft.delta_rows.append(seq.row)
-        draft.delta_slots.append(slot)
-        draft.delta_blocks.append(block)
+    while not pool.free_count and (slot == len(blocks) or pool.refs[blocks[slot]] > 1):
+        victim = replica.last()
+        core.preempt(victim)
+        if victim is seq:
+            return False
+    draft.own_block(pool, seq.row, blocks, slot)
     full, end = (slot + 1) * replica.block_size, seq.limit - 1
     seq.horizon = full if full < end else end
     return True
@@ -259,7 +272,7 @@ def _start(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence, cache
 def _seal(replica: Replica, draft: Draft) -> StepPlan:
     """Count the step as in flight and pack the columns."""
     replica.last_step += 1
-    replica.in_flight.append(Step(replica.last_step, draft.decodes, draft.chunks, draft.prompts))
+    replica.in_flight.append(Step(replica.last_step, draft.decodes, draft.chunks, draft.prompts, draft.groups))
     drops, replica.drops = replica.drops, []
     rows, decodes = i32(draft.rows), 4 * len(draft.decodes)
     while len(_RANGE) < decodes:
@@ -277,6 +290,8 @@ def _seal(replica: Replica, draft: Draft) -> StepPlan:
         delta_rows=i32(draft.delta_rows),
         delta_slots=i32(draft.delta_slots),
         delta_blocks=i32(draft.delta_blocks),
+        append_rows=i32(draft.append_rows),
+        append_tokens=i32(draft.append_tokens),
         rows=rows,
         starts=i32(draft.starts),
         counts=_ONE * len(draft.decodes) + i32(draft.counts),

@@ -8,10 +8,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from ..proto.messages import Lease
 from .block_pool import BlockPool, PoolError
 from .request import Request, Sequence
+
+if TYPE_CHECKING:
+    from .beams import BeamGroup
 
 MAX_IN_FLIGHT = 2
 """Plans sent and not yet answered: one runs while the next waits at the worker's door."""
@@ -22,36 +26,43 @@ _key = attrgetter("key")
 class Step:
     """What one plan asked for, kept until its result comes.
 
-    The result has one token for each of ``decodes``, then one for each of ``chunks`` that draws.
+    The result has one token for each of ``decodes``, then one for each beam of ``groups``, then one for each of
+    ``chunks`` that draws.
     """
 
-    __slots__ = ("chunks", "decodes", "generations", "number", "prompts", "sent_at")
+    __slots__ = ("chunks", "decodes", "generations", "groups", "number", "prompts", "sent_at")
 
     def __init__(
         self, number: int, decodes: list[Sequence], chunks: list[tuple[Sequence, int, int, bool]],
-        prompts: list[tuple[Request, int, int, int]],
+        prompts: list[tuple[Request, int, int, int]], groups: list[tuple[BeamGroup, int, int]],
     ):  # fmt: skip
         self.number = number
         self.decodes = decodes
         self.generations = [seq.generation for seq in decodes]
         self.chunks = chunks  # (sequence, generation, tokens computed when this step is done, draws a token)
         self.prompts = prompts  # (request, compute row, first and past the last prompt token whose logprobs come)
+        self.groups = groups  # beam searches: (sequence, generation, beams)
         self.sent_at = 0.0
 
     def samples(self) -> int:
         """Tokens the result must have."""
-        return len(self.decodes) + sum(draws for _, _, _, draws in self.chunks)
+        return len(self.decodes) + sum(n for _, _, n in self.groups) + sum(draws for _, _, _, draws in self.chunks)
 
-    def slot(self, number: int) -> tuple[Sequence, int]:
-        """The sequence, and its generation, that a sample slot is of."""
-        if number < len(self.decodes):
-            return self.decodes[number], self.generations[number]
-        drawing = [(seq, generation) for seq, generation, _, draws in self.chunks if draws]
-        return drawing[number - len(self.decodes)]
+    def searches(self) -> bool:
+        """Some slot is a beam's."""
+        return bool(self.groups) or any(draws and seq.width > 1 for seq, _, _, draws in self.chunks)
+
+    def slots(self) -> list[tuple[Sequence, int]]:
+        """Each slot's sequence, and its generation when it was planned."""
+        slots = list(zip(self.decodes, self.generations, strict=True))
+        for seq, generation, beams in self.groups:
+            slots += [(seq, generation)] * beams
+        return slots + [(seq, generation) for seq, generation, _, draws in self.chunks if draws]
 
     def sequences(self) -> list[Sequence]:
         """Those in this step that have not left since."""
         alive = [s for s, g in zip(self.decodes, self.generations, strict=True) if s.generation == g]
+        alive += [s for s, g, _ in self.groups if s.generation == g]
         return alive + [s for s, g, _, _ in self.chunks if s.generation == g]
 
 
@@ -78,8 +89,8 @@ class Replica:
 
     @property
     def running(self) -> int:
-        """Sequences that hold a row."""
-        return len(self.decoding) + len(self.prefilling)
+        """Rows that are held."""
+        return self.num_rows - len(self.free_rows)
 
     def sequences(self) -> list[Sequence]:
         """All that hold a row here."""
@@ -112,22 +123,25 @@ class Replica:
         del running[_find(running, seq)]
         if seq in self.suspects:
             self.suspects.remove(seq)
-        self.free_rows.append(seq.row)
-        self.drops.append(seq.row)
-        self.pool.release_table(seq.blocks)
+        rows, filled, tables = seq.holdings()
+        self.free_rows += rows
+        self.drops += filled
+        for table in tables:
+            self.pool.release_table(table)
 
     def check_integrity(self) -> None:
         """Raises PoolError where rows, lists or blocks do not add up."""
         running = self.sequences()
-        self.pool.check_integrity([seq.blocks for seq in running])
-        rows = [seq.row for seq in running]
+        self.pool.check_integrity([table for seq in running for table in seq.holdings()[2]])
+        rows = [row for seq in running for row in seq.holdings()[0]]
         if sorted(rows + self.free_rows) != list(range(self.num_rows)):
             raise PoolError(f"rows {sorted(rows)} are held and {sorted(self.free_rows)} free of {self.num_rows}")
         for seq in running:
             if not 0 <= seq.computed <= seq.planned <= max(seq.limit - 1, seq.known):
                 raise PoolError(f"computed {seq.computed}, planned {seq.planned}, known {seq.known}, limit {seq.limit}")
-            if seq.computed > seq.known or seq.planned > len(seq.blocks) * self.block_size:
-                raise PoolError(f"planned {seq.planned} of {len(seq.blocks)} blocks of {self.block_size}")
+            table = max(seq.holdings()[2], key=len)
+            if seq.computed > seq.known or seq.planned > len(table) * self.block_size:
+                raise PoolError(f"planned {seq.planned} of {len(table)} blocks of {self.block_size}")
         for name, seqs in (("decoding", self.decoding), ("prefilling", self.prefilling)):
             if [s.key for s in seqs] != sorted(s.key for s in seqs):
                 raise PoolError(f"{name} is out of order")

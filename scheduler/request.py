@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ..proto.hashing import ROOT, hash_block
 from ..proto.messages import Admit, Finish, Logprobs
 from ..proto.params import SamplingParams
+from .block_pool import blocks_for
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -88,13 +89,15 @@ class Request:
 
 
 class Sequence:
-    """One child of a request: the unit that is queued, given a row and planned."""
+    """One child of a request: the unit that is queued, given a row and planned. (A beam search is one, with rows.)"""
 
     __slots__ = (
         "attempt", "blocks", "computed", "generation", "hashes", "horizon", "index", "key", "known", "limit",
         "losses", "mark", "milestone", "outputs", "planned", "prefilling", "prompt_from", "registered", "replica",
         "request", "row", "siblings", "sink", "state", "stops", "uid",
     )  # fmt: skip
+
+    width = 1  # rows it runs in
 
     def __init__(self, request: Request, index: int, outputs: array[int], key: tuple, losses: int = 0):
         self.request, self.index, self.key = request, index, key
@@ -152,6 +155,18 @@ class Sequence:
         self.replica, self.row, self.blocks = None, -1, []
         self.computed = self.planned = self.registered = 0
         self.prompt_from = -1
+
+    def holdings(self) -> tuple[list[int], list[int], list[list[int]]]:
+        """While running: rows held, those of them that exist at the worker, and block tables."""
+        return [self.row], [self.row], [self.blocks]
+
+    def most_blocks(self, block_size: int) -> int:
+        """Blocks it holds at its longest."""
+        return blocks_for(max(self.limit - 1, self.known), block_size)
+
+    def spare_blocks(self, block_size: int) -> int:
+        """Blocks that must be free for its first step beyond those of its known tokens."""
+        return 0
 
     # -- tokens
 
