@@ -6,14 +6,13 @@ import types
 import numpy as np
 import pytest
 import torch
-from worker_toys import GREEDY, VOCAB, Hand, ToyModel, oracle, plan, prompts, toy_logits
+from worker_toys import GREEDY, LADDER, VOCAB, Hand, Ladder, ToyModel, oracle, plan, prompts, toy_logits
 
 from quire.gpu_worker.followers import Follower
 from quire.gpu_worker.processors import load_functions
 from quire.gpu_worker.transfer import Arrival
 from quire.proto.config import ConfigError
 from quire.proto.params import SamplingParams
-from quire.proto.structured import StructuredOutputsParams
 
 torch.set_num_threads(1)
 MODEL = ToyModel()
@@ -184,49 +183,6 @@ def test_a_flag_that_cannot_work_is_one_line(user, name, said):
 
 
 # ---------------------------------------------------------------- grammars
-
-
-class Ladder:
-    """A toy grammar: the next token is one more than the last (the first is the prompt's length), or VOCAB - 1."""
-
-    def __init__(self):
-        self.last = {}
-
-    def admit(self, row, admit, ids):
-        outputs = ids[admit.prompt_len :].tolist()
-        self.last[row] = outputs[-1] if outputs else admit.prompt_len - 1
-
-    def copy(self, src, dst):
-        self.last |= dict(zip(dst, [self.last[row] for row in src], strict=True))
-
-    def drop(self, rows):
-        for row in rows:
-            del self.last[row]
-
-    def advance(self, rows, tokens):
-        for row, token in zip(rows, tokens, strict=True):
-            assert token in (self.last[row] + 1, VOCAB - 1)
-            self.last[row] = token
-
-    def fill(self, rows):
-        mask, failed = np.full((len(rows), -(-VOCAB // 32)), -1, np.int32), []
-        for slot, row in enumerate(rows):
-            if row not in self.last:
-                continue
-            if self.last[row] >= 40:
-                failed.append((slot, 500, "too high a ladder"))
-                continue
-            bits = np.zeros(mask.shape[1] * 32, np.uint8)
-            bits[[self.last[row] + 1, VOCAB - 1]] = 1
-            mask[slot] = np.packbits(bits, bitorder="little").view(np.int32)
-        return mask, failed
-
-    def reset(self):
-        self.last.clear()
-
-
-LADDER = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputsParams(json_object=True),
-                        logit_bias={VOCAB - 1: -100.0})  # fmt: skip
 
 
 def test_structured_and_free_rows_share_batches():

@@ -13,6 +13,7 @@ from quire.gpu_worker.state import RowState
 from quire.proto.codec import from_f32, from_i32, i32, u64
 from quire.proto.messages import Admit, Lease, StepPlan
 from quire.proto.params import SamplingParams
+from quire.proto.structured import StructuredOutputsParams
 
 VOCAB, HIDDEN, LAYERS, HEADS, DIM = 97, 16, 2, 2, 8
 GREEDY = SamplingParams(temperature=0.0)
@@ -224,3 +225,45 @@ def prompts(count, low=3, high=30, vocab=VOCAB, seed=1):
     """Random prompts of mixed length."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab, int(rng.integers(low, high))).tolist() for _ in range(count)]
+
+
+class Ladder:
+    """A toy grammar: each token is one more than the last, the first is the prompt's length, and 40 is its limit."""
+
+    def __init__(self, vocab=VOCAB):
+        self.vocab, self.last = vocab, {}
+
+    def admit(self, row, admit, ids):
+        outputs = ids[admit.prompt_len :].tolist()
+        self.last[row] = outputs[-1] if outputs else admit.prompt_len - 1
+
+    def copy(self, src, dst):
+        self.last |= dict(zip(dst, [self.last[row] for row in src], strict=True))
+
+    def drop(self, rows):
+        for row in rows:
+            del self.last[row]
+
+    def advance(self, rows, tokens):
+        for row, token in zip(rows, tokens, strict=True):
+            assert token == self.last[row] + 1
+            self.last[row] = token
+
+    def fill(self, rows):
+        mask, failed = np.full((len(rows), -(-self.vocab // 32)), -1, np.int32), []
+        for slot, row in enumerate(rows):
+            if row not in self.last:
+                continue
+            if self.last[row] >= 40:
+                failed.append((slot, 500, "too high a ladder"))
+                continue
+            bits = np.zeros(mask.shape[1] * 32, np.uint8)
+            bits[self.last[row] + 1] = 1
+            mask[slot] = np.packbits(bits, bitorder="little").view(np.int32)
+        return mask, failed
+
+    def reset(self):
+        self.last.clear()
+
+
+LADDER = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputsParams(json_object=True))
