@@ -28,7 +28,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     streams = front.submit(
         [{"messages": messages}],
         params,
-        body.priority or 0,
+        body,
         template=body.template(),
         add_special_tokens=bool(body.add_special_tokens),
     )

@@ -27,7 +27,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     streams = front.submit(
         [{"ids" if by_ids else "prompt": prompt} for prompt in prompts],
         params,
-        body.priority or 0,
+        body,
         add_special_tokens=True if body.add_special_tokens is None else body.add_special_tokens,
         echo=bool(body.echo),
     )

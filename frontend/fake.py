@@ -127,7 +127,10 @@ class FakeEngine(Engine):
                 if (k := message.params.logprobs) is not None and not found:
                     texts = [said.text, *[""] * (said.tokens - 1)]
                     found = [likely(i, text, k, said.index) for i, text in zip(tokens, texts, strict=False)]
-                request.take(said.index, have, tokens, said.text, said.finish, said.stop_reason, end, now, found)
+                if not request.take(
+                    said.index, have, tokens, said.text, said.finish, said.stop_reason, end, now, found
+                ):
+                    self._finish(request, RequestError(500, f"the script makes no sense: {said}"))
         if request.done:
             self._finish(request, request.error)
 

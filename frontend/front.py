@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from ..client.engine import Engine
-from ..client.stream import RequestStream
+from ..client.stream import RequestError, RequestStream
 from ..proto.params import SamplingParams
 from .errors import ApiError
 from .metrics import Metrics
@@ -131,17 +131,20 @@ class Front:
         return params
 
     def submit(
-        self, prompts: list[dict[str, Any]], params: SamplingParams, priority: int, **options: Any
+        self, prompts: list[dict[str, Any]], params: SamplingParams, body: GenerateRequest, **options: Any
     ) -> list[RequestStream]:
-        """Submit all prompts, or none: a refusal of one aborts those before it."""
+        """Submit all prompts, or none: a refusal of one aborts those before it. Raises RequestError."""
         streams: list[RequestStream] = []
         blank: dict[str, Any] = {"prompt": None, "ids": None, "messages": None}
         try:
             for prompt in prompts:
-                streams.append(self.engine.submit(**(blank | prompt), params=params, priority=priority, **options))
-        except BaseException:
+                stream = self.engine.submit(**(blank | prompt), params=params, priority=body.priority or 0, **options)
+                streams.append(stream)
+        except BaseException as error:
             for stream in streams:
                 stream.abort()
+            if isinstance(error, RequestError):
+                raise body.own_words(error) from error
             raise
         return streams
 

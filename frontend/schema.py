@@ -160,8 +160,10 @@ class GenerateRequest(Request, kw_only=True):
         if self.use_beam_search and self.best_of is None:
             names["best_of"] = "n"  # the width is best_of, or n
         form = form_field(self)
-        if form is not None and form != OBJECT:
-            names |= dict.fromkeys((OBJECT, *StructuredOutputsParams.__struct_fields__), form)
+        if form is not None:
+            names |= dict.fromkeys(StructuredOutputsParams.__struct_fields__, form)
+            if form != OBJECT:
+                names[OBJECT] = form
         return names
 
     def own_words(self, error: ParamError | RequestError) -> RequestError:

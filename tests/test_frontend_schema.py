@@ -46,7 +46,7 @@ def refused(body: bytes | dict[str, Any], kind: type[Any] = CompletionRequest) -
         ("include_stop_str_in_output", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 0),
         ("priority", 1.5), ("priority", 2**40), ("add_special_tokens", "a"), ("model", 5), ("user", 5),
         ("stream_options", {"include_usage": True}), ("stream_options", 5), ("best_of", 0),
-        ("min_tokens", 17), ("best_of", 0), ("return_token_ids", 1), ("return_tokens_as_token_ids", "x"),
+        ("min_tokens", -1), ("return_token_ids", 1), ("return_tokens_as_token_ids", "x"),
         ("guided_decoding_backend", 5), ("guided_whitespace_pattern", 5), ("detokenize", 0),
         # known, not honoured yet
         ("suffix", "x"), ("cache_salt", "x"), ("prompt_embeds", "x"), ("repetition_detection", {}),
