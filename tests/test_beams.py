@@ -142,7 +142,7 @@ def test_scores_that_overflow_are_ranked_and_not_raised() -> None:
 def test_searches_and_ordinary_requests_share_steps_and_tiny_pools() -> None:
     """In pools so small that somebody is preempted all the time, with one plan after another in flight."""
     preemptions = 0
-    for seed in range(25):
+    for seed in range(60):
         rng = random.Random(seed)
         rig = Search(blocks=rng.choice([18, 20, 24]), max_num_seqs=rng.choice([8, 9, 14]))
         rig.stop = rng.choice([lambda outputs: False, lambda outputs: sum(outputs[-2:]) % 9 == 0])
@@ -161,7 +161,7 @@ def test_searches_and_ordinary_requests_share_steps_and_tiny_pools() -> None:
             rig.check(uid, length, width, **fields)
         for uid, length in plain.items():
             assert rig.tokens[uid, 0] == expected_tokens(rig.prompt(length, uid), uid, 30, VOCAB)
-    assert preemptions > 50
+    assert preemptions > 40
 
 
 def test_others_overlap_while_a_search_has_one_plan_in_flight() -> None:

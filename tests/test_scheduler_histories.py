@@ -14,6 +14,8 @@ from quire.proto.codec import Decoder, encode, from_i8, from_i32, from_i64, i32
 from quire.proto.config import EngineArgs
 from quire.proto.hashing import hash_blocks
 from quire.proto.messages import (
+    BeamStopped,
+    BeamTokens,
     Child,
     Failed,
     Finish,
@@ -27,7 +29,7 @@ from quire.proto.messages import (
 )  # fmt: skip
 from quire.proto.params import SamplingParams
 from quire.scheduler.core import Scheduler
-from quire.scheduler.fake_model import expected_logprobs, expected_tokens, join
+from quire.scheduler.fake_model import expected_beams, expected_logprobs, expected_tokens, join
 from quire.scheduler.fake_worker import PageStore
 from quire.scheduler.replica import Replica
 
@@ -55,6 +57,7 @@ class Client:
     def submit(self, block_size: int, resume: bool) -> Submit:
         ids = i32(self.prompt)
         children = [Child(i, i32(self.tokens[i])) for i in self.live()] if resume else []
+        self.candidates: list[list[int]] = []  # of a beam search with stop strings: output tokens of each
         return Submit(
             self.uid, self.attempt, ids, b"".join(hash_blocks(ids, block_size)), self.params, self.eos, self.seed,
             self.arrival, children, prompt_logprobs_from=self.prompt_have(),
@@ -67,7 +70,7 @@ class Client:
         """Every token's, and every prompt token's before the first of these."""
         params = self.params
         for tokens, records in zip(self.tokens, self.logprobs, strict=True):
-            assert len(records) == (0 if params.logprobs is None else len(tokens))
+            assert sum(len(r.ranks) // 4 for r in records) == (0 if params.logprobs is None else len(tokens))
             if records:
                 known = self.prompt + tokens
                 assert join(records) == expected_logprobs(known, len(self.prompt), params.logprobs, VOCAB)
@@ -78,6 +81,9 @@ class Client:
     def check(self, max_model_len: int) -> None:
         """Every stream is the oracle's, cut where the rules say."""
         self.check_logprobs()
+        if self.params.use_beam_search:
+            self.check_beams(max_model_len)
+            return
         for index, tokens in enumerate(self.tokens):
             room = min(self.params.max_tokens, max_model_len - len(self.prompt))
             expected = expected_tokens(self.prompt, (self.seed + index) % 2**64, room, VOCAB)
@@ -89,6 +95,19 @@ class Client:
                 assert tokens == expected[: len(tokens)], (self.uid, index)
             else:
                 assert (tokens, self.finishes[index]) == (expected, finish), (self.uid, index)
+
+    def check_beams(self, max_model_len: int) -> None:
+        """All of a search's outputs, or none of them."""
+        room = min(self.params.max_tokens, max_model_len - len(self.prompt))
+        ends = stop_string if self.params.stop else lambda outputs: False
+        expected = expected_beams(self.prompt, self.params, self.eos, room, max_model_len, VOCAB, ends)
+        if not self.gone or any(self.finishes):
+            got = list(zip(self.tokens, self.finishes, strict=True))
+            assert got == [(tokens, finish) for tokens, finish, _ in expected], self.uid
+
+
+def stop_string(outputs: list[int]) -> bool:
+    return sum(outputs[-2:]) % 11 == 0
 
 
 class World:
@@ -111,6 +130,7 @@ class World:
         self.clients: dict[int, Client] = {}
         self.leases = 0
         self.refused = 0
+        self.answers: list[BeamStopped] = []  # on their way from the detokenizer
         self.kills_left = rng.choice([0, 1, 3])
         self.prefixes = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(2)]
         for number in range(rng.choice([1, 1, 2, 3])):
@@ -143,6 +163,16 @@ class World:
             stop_token_ids=rng.choice([[], [5], [5, EOS]]), logprobs=rng.choice([None, None, 0, 3]),
             prompt_logprobs=rng.choice([None, None, 0, 2]), skip_reading_prefix_cache=rng.choice([None, None, True]),
         )  # fmt: skip
+        if rng.random() < 0.2:
+            width = rng.choice([2, 2, 3, 4])
+            n = rng.randint(1, width)
+            params = SamplingParams(
+                use_beam_search=True, temperature=0.0, n=n, best_of=width if n < width else None,
+                max_tokens=rng.choice([1, 5, 12]), logprobs=rng.choice([None, 0, 3]),
+                prompt_logprobs=rng.choice([None, None, 1]), early_stopping=rng.choice([True, False, "never"]),
+                length_penalty=rng.choice([0.0, 1.0, 3.0]), stop=rng.choice([None, "x"]),
+                stop_token_ids=rng.choice([[], [5]]), min_tokens=rng.choice([0, 0, 1]),
+            )  # fmt: skip
         uid = len(self.clients) + 1
         client = Client(uid, prompt, params, rng.getrandbits(64), self.now, rng.choice([[], [EOS]]))
         self.clients[uid] = client
@@ -158,7 +188,8 @@ class World:
             client.gone = True
 
     def stop(self) -> None:
-        if client := self.open_client():
+        client = self.open_client()
+        if client and not client.params.use_beam_search:
             index = self.rng.choice(client.live())
             self.core.stopped(Stopped(client.uid, client.attempt, index, len(client.tokens[index])))
             client.finishes[index] = Finish.ABORT
@@ -174,6 +205,20 @@ class World:
             if not any(client.tokens):
                 client.prompt_logprobs = client.prompt_logprobs[: self.rng.randint(0, len(client.prompt_logprobs))]
             self.core.submit("detok", client.submit(self.config.block_size, resume=True))
+
+    def answer(self) -> None:
+        """The detokenizer's next answer comes."""
+        if self.answers:
+            self.core.beam_stopped(self.answers.pop(0))
+
+    def _candidates(self, message: BeamTokens) -> None:
+        client = self.clients[message.uid]
+        if message.attempt == client.attempt:
+            before = [[]] if message.step == 1 else client.candidates
+            pairs = zip(from_i32(message.parents), from_i32(message.tokens), strict=True)
+            client.candidates = [[*before[parent], token] for parent, token in pairs]
+            stopped = [at for at, outputs in enumerate(client.candidates) if stop_string(outputs)]
+            self.answers.append(BeamStopped(message.uid, message.attempt, message.step, i32(stopped)))
 
     def curse(self) -> None:
         """From now on no token can be drawn for one request, on the workers there are."""
@@ -220,6 +265,8 @@ class World:
                 assert message.status != 503 or self.clients[message.uid].cursed, message
                 self.clients[message.uid].gone = True
                 self.refused += 1
+            elif isinstance(message, BeamTokens):
+                self._candidates(message)
             elif isinstance(message, PromptLogprobs):
                 client = self.clients[message.uid]
                 if message.attempt == client.attempt and not client.gone:
@@ -271,6 +318,8 @@ class World:
             self.core.check_integrity()
             if rng.random() < 0.7:
                 self.receive()
+            if rng.random() < 0.7:
+                self.answer()
             if not arrivals and not worked and not self.core.requests:
                 break
         self.receive()
