@@ -563,18 +563,24 @@ def same_dicts(mine, other):
             assert values[0] == pytest.approx(values[1], abs=1e-3)
 
 
-@pytest.mark.parametrize("service", ["detokenizer", "scheduler", "gpu_worker"])
-def test_a_killed_process_is_not_noticed(llm, service):
-    prompts = [f"Tell me story number {i}." for i in range(16)]
+@pytest.fixture(scope="module")
+def stories(llm):
+    """Prompts, parameters of every kind, and the outputs when nothing dies."""
+    prompts = [f"Tell me story number {i}." for i in range(12)]
     kinds = [
         {}, {"logprobs": 2, "prompt_logprobs": 1}, {"n": 2, "logprobs": 0},
         {"n": 2, "best_of": 3}, {"use_beam_search": True, "n": 2, "temperature": 0.0, "logprobs": 1},
     ]  # fmt: skip
     params = [
-        SamplingParams(**{"temperature": 1.0, "max_tokens": 60 + 5 * i, "ignore_eos": True, "seed": i, **kinds[i % 5]})
-        for i in range(16)
+        SamplingParams(**{"temperature": 1.0, "max_tokens": 40 + 3 * i, "ignore_eos": True, "seed": i, **kinds[i % 5]})
+        for i in range(12)
     ]
-    expected = llm.generate(prompts, params, use_tqdm=False)
+    return prompts, params, llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("service", ["detokenizer", "scheduler", "gpu_worker"])
+def test_a_killed_process_is_not_noticed(llm, stories, service):
+    prompts, params, expected = stories
     engine = llm._running._thread.engine
 
     def kill():
