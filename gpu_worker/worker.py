@@ -34,10 +34,10 @@ from .graphs import capture_sizes
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Link
 from .memory import Budget, cpu_budget, cuda_budget, fit, step_bytes
-from .outcome import Outcome
+from .outcome import ROOM, Outcome
 from .processors import Function, Processors
 from .runner import PROMPT_SLICE, Runner
-from .state import PlanError, RowState
+from .state import PlanError, RowState, logprob_bytes
 from .transfer import RING
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Worker:
         if self._device.type == "cpu":
             activations = step_bytes(spec, max_tokens, max_rows + PROMPT_SLICE, self._dtype.itemsize)
             activations += RowState.device_bytes(max_rows, length, block_size, vocab)
-            activations += 8 * most * (max_rows + max_tokens)
+            activations += logprob_bytes(max_rows, most) + min(logprob_bytes(max_tokens, most), ROOM)
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
         # Each graph keeps its output; what lies between is shared, and as large as the largest graph's.
         sizes = [] if self._args.enforce_eager else capture_sizes(max_rows)

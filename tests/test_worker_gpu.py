@@ -62,7 +62,8 @@ def test_every_feature_in_one_batch(models, graphs):
     hands = []
     for model in models:
         functions = {"shy": lambda prompt_ids, output_ids, logits: shy(output_ids, logits)}
-        hands.append(Hand(model, device=model.device, grammars=Ladder(tiny_models.VOCAB), functions=functions, **LIMITS))
+        grammars = Ladder(tiny_models.VOCAB)
+        hands.append(Hand(model, device=model.device, grammars=grammars, functions=functions, **LIMITS))
     if graphs:
         hands[1].runner.capture(128, progress=False)
     on_cpu, on_gpu = (generate(hand, prompts, 12, params) for hand in hands)

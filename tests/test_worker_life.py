@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from worker_fakes import FakeScheduler
 from worker_toys import CPU, GREEDY, VOCAB, ToyModel, oracle, plan
 
 from quire.gpu_worker.link import Dismissed, LeaseLost, Link
-from quire.gpu_worker.worker import Worker
+from quire.gpu_worker.outcome import Outcome
+from quire.gpu_worker.transfer import Download
+from quire.gpu_worker.worker import Worker, _Results
 from quire.proto.codec import from_i32, i32
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import (
@@ -23,6 +26,7 @@ from quire.proto.messages import (
     Hello,
     Lease,
     Ready,
+    SlotFailed,
     StepFailed,
     StepResult,
 )  # fmt: skip
@@ -114,6 +118,26 @@ def test_logprobs_and_failures_reach_the_scheduler(scheduler, running):
     assert (failed.slot, failed.status) == (1, 400) and "'nobody:registered'" in failed.message
     scheduler.send(peer, next_step(lease, 2, 6))
     assert from_i32(scheduler.get(StepResult, peer)[1].tokens) == oracle(MODEL, IDS, 2)[1:]
+
+
+def test_a_thread_sends_what_arrives_and_reports_what_does_not():
+    """As on a GPU, where a step's kernels may fail after it was launched."""
+    sent, posted = [], []
+    results = _Results(SimpleNamespace(send=sent.append, post=posted.append, last_step=0), threaded=True)
+    download, error = Download(4, CPU), RuntimeError("the device is lost")
+
+    def lost():
+        raise error
+
+    broken = Outcome(download, torch.zeros(1, dtype=torch.int32))
+    broken.arrival.wait = lost
+    results.put("lease", 1, Outcome(download, torch.tensor([4, 5], dtype=torch.int32), failed={1: (400, "why")}))
+    results.put("lease", 2, broken)
+    results.drain()
+    assert [(each.step, from_i32(each.tokens), each.failed) for each in sent] == [
+        (1, [4, 5], [SlotFailed(1, 400, "why")])
+    ]
+    assert [(each.lease, each.step, each.error) for each in posted] == [("lease", 2, error)]
 
 
 def next_step(lease, step, start):
