@@ -18,12 +18,11 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from ..proto.codec import from_i32
 from ..proto.config import ConfigError, EngineArgs
-from ..proto.grammar import GrammarError, fault, grammar_of, start_matcher, token_table, tokenizer_folder
+from ..proto.grammar import GrammarError, fault, grammar_of, spec_key, start_matcher, token_table, tokenizer_folder
 from ..proto.messages import Admit
 from ..proto.model_config import ModelConfig
 from ..proto.structured import StructuredOutputsParams
@@ -67,9 +66,9 @@ class Grammars:
         new = _Row(spec, ids[admit.prompt_len :].tolist(), _allowed(self.words, admit))
         if admit.params.min_tokens:
             new.min_tokens, new.masked = admit.params.min_tokens, ~_bits(self.words, from_i32(admit.masked))
+        new.starting = self._pool.submit(self._start, new, True)
         with self._lock:
             self._rows[row] = new
-        new.starting = self._pool.submit(self._start, new, True)
 
     def copy(self, src: Iterable[int], dst: Iterable[int]) -> None:
         """Rows ``dst`` become copies of ``src``; all are read before any is written."""
@@ -133,7 +132,10 @@ class Grammars:
     def _ready(self, row: _Row) -> _Row:
         """The row, once its matcher has been made."""
         if row.starting is not None:
-            row.starting.result()
+            error = row.starting.exception()
+            if error is not None:  # not the grammar's fault; the row must fail alone all the same
+                log.error("a grammar could not be started", exc_info=error)
+                row.error = f"structured_outputs failed ({type(error).__name__}); the server's log says more."
             row.starting = None
         return row
 
@@ -148,13 +150,15 @@ class Grammars:
             row.error = _why(row.matcher)
 
     def _fresh(self, spec: StructuredOutputsParams, kept: bool) -> LLMatcher:
-        key = msgspec.msgpack.encode(spec)
+        key = spec_key(spec)
         with self._kept_lock:
-            found = self._kept.get(key) if kept else None
-            if found is not None:
+            found = self._kept.get(key) if kept else self._kept.pop(key, None)
+            if found is not None and kept:
                 self._kept.move_to_end(key)
                 return found.deep_copy()
         made = start_matcher(self._table.result(), grammar_of(spec))
+        if not kept:
+            return made
         with self._kept_lock:
             self._kept[key] = made
             while len(self._kept) > MAX_KEPT:
@@ -189,7 +193,7 @@ class Grammars:
 class _Row:
     """One row's grammar: where it stands, and what else restricts its tokens."""
 
-    __slots__ = ("alone", "allowed", "error", "masked", "matcher", "min_tokens", "spec", "starting", "tokens")
+    __slots__ = ("allowed", "alone", "error", "masked", "matcher", "min_tokens", "spec", "starting", "tokens")
 
     def __init__(self, spec: StructuredOutputsParams, tokens: list[int], allowed: np.ndarray | None):
         self.spec, self.tokens, self.allowed = spec, tokens, allowed

@@ -5,6 +5,7 @@ where a schema asks for it); what it accepts but cannot promise is refused or na
 
 - escapes of the form ``\\uXXXX`` are not generated, for a property named by another spelling of its name would escape
   its own schema;
+- ``oneOf`` of constants that differ is taken as the ``anyOf`` that it is;
 - ``minProperties`` cannot be counted where names may repeat, so only one property beyond the required ones can be
   asked for.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from .model_config import ModelConfig, resolve_model
 from .structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_LEXER_STATES = 100_000
 """States of a grammar's lexer, which are made as they are met; about 0.4 kB each, shared by a grammar's matchers."""
@@ -48,6 +50,11 @@ class GrammarError(ValueError):
 
 
 # ---------------------------------------------------------------- from parameters to a grammar
+
+
+def spec_key(spec: StructuredOutputsParams) -> bytes:
+    """16 bytes that equal grammars have in common."""
+    return blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
 
 
 def grammar_of(spec: StructuredOutputsParams) -> str:
@@ -108,13 +115,28 @@ def _walk(schema: Any, close: bool) -> Any:
     for key in _MAPS:
         if isinstance(schema.get(key), dict):
             out[key] = {name: _walk(each, close) for name, each in schema[key].items()}
+    if "oneOf" in out and "anyOf" not in out and _different(out["oneOf"]):
+        out["anyOf"] = out.pop("oneOf")
     return out
+
+
+def _different(branches: Any) -> bool:
+    """Whether the branches of a ``oneOf`` are constants no two of which are equal."""
+    values: list[Any] = []
+    for branch in branches if isinstance(branches, list) else [None]:
+        if isinstance(branch, dict) and "const" in branch:
+            values.append(branch["const"])
+        elif isinstance(branch, dict) and isinstance(branch.get("enum"), list):
+            values += branch["enum"]
+        else:
+            return False
+    return not any(value in values[:i] for i, value in enumerate(values))
 
 
 def _json_grammar(spec: StructuredOutputsParams, schema: dict[str, Any]) -> str:
     from llguidance import LLMatcher
 
-    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}
+    options: Any = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}
     if spec.disable_any_whitespace:
         options["whitespace_flexible"] = False
     elif spec.whitespace_pattern is not None:
@@ -183,8 +205,8 @@ def token_table(folder: str, model: ModelConfig) -> LLTokenizer:
             f"structured outputs need a tokenizer.json, which {folder} lacks; save one with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
         ) from None
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"structured outputs cannot use {path}: {error}") from None
+    except (OSError, ValueError, TypeError, LookupError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"structured outputs cannot use {path}: {error!r}") from None
 
 
 def _tokenizer_json(path: Path, eos: list[int]) -> tuple[str, list[int], int]:
@@ -205,7 +227,7 @@ def _tokenizer_json(path: Path, eos: list[int]) -> tuple[str, list[int], int]:
     if not eos:
         raise ValueError("it has none of the model's EOS tokens, and names none of its own; no output could end.")
     for token in added:
-        token["special"] = token["special"] or token["content"] in names or token["id"] in eos
+        token["special"] = token.get("special") or token["content"] in names or token["id"] in eos
     listed = {token["content"] for token in added}
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added += [
@@ -243,13 +265,27 @@ def _special_names(folder: Path) -> tuple[set[str], str]:
 
 def start_matcher(table: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher before the first token, with the limits that bind every step. Raises GrammarError."""
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher
 
-    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-    matcher = LLMatcher(table, grammar, log_level=0, limits=limits)
+    matcher = LLMatcher(table, grammar, log_level=0, limits=_limits())
     if matcher.is_error():
         raise GrammarError(fault(matcher))
     return matcher
+
+
+def validate(grammar: str) -> None:
+    """Compile a grammar with no tokens, as far as that goes. Raises GrammarError."""
+    from llguidance import LLMatcher
+
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
+    if failed:
+        raise GrammarError(messages[0])
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
 def fault(matcher: LLMatcher) -> str:
