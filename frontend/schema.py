@@ -172,7 +172,7 @@ class GenerateRequest(Request, kw_only=True):
         names = self.own_names()
         words = known.message
         for name in {known.param, "max_tokens"} & names.keys():
-            words = re.sub(rf"\b{name}(\.(json|regex|choice|grammar|json_object))?\b", names[name], words)
+            words = re.sub(rf"(?<![\w-]){name}(\.(json|regex|choice|grammar|json_object))?\b", names[name], words)
         if words == known.message and known.param not in names:
             return known
         return ApiError(known.status, words, names.get(known.param, known.param), known.retry_after)

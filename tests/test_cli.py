@@ -199,6 +199,13 @@ def test_serve_takes_vllms_flags() -> None:
     )  # fmt: skip
     assert (args.max_model_len, args.gpu_memory_utilization, args.served_model_name) == (32_000, 0.5, ["a", "b"])
     assert (args.enable_prefix_caching, args.enforce_eager, args.max_num_seqs) == (False, True, 8)
+    args = parsed(
+        "--generation-config=quire", "--override-generation-config", '{"top_p": 0.5}', "--max-logprobs=-1",
+        "--logprobs-mode", "processed_logprobs", "--logits-processor", "a.b:c", "d:e",
+    )  # fmt: skip
+    assert args.argv_for("frontend") == ["--generation-config=quire", '--override-generation-config={"top_p": 0.5}']
+    assert (args.max_logprobs, args.logprobs_mode) == (-1, "processed_logprobs")
+    assert args.logits_processor == ["a.b:c", "d:e"]
 
 
 @pytest.mark.parametrize(

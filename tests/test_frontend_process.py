@@ -80,6 +80,7 @@ def test_two_share_a_port_and_a_key_comes_by_the_environment(start: Any) -> None
         (["--keys=/nowhere/keys"], "quire keygen", 78),
         (["--port=70000"], "port must be in", 2),
         (["--nonsense"], "--nonsense", 2),
+        (["--override-generation-config={"], "override_generation_config", 78),
     ],
 )
 def test_what_cannot_work_is_one_line(flags: list[str], words: str, code: int, tmp_path: Path) -> None:
@@ -137,3 +138,26 @@ def test_settings_take_the_models_defaults(tmp_path: Path, monkeypatch: pytest.M
     assert settings_of(EngineArgs(model=str(tmp_path))).defaults == {}
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 9.0}))
     assert settings_of(EngineArgs(model=str(tmp_path))).defaults == {}
+
+
+def test_defaults_by_flag(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 10, "max_position_embeddings": 64}')
+    generation = {"repetition_penalty": 1.1, "max_new_tokens": 4096, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+
+    def defaults(**flags: str) -> dict[str, Any]:
+        return settings_of(EngineArgs(model=str(tmp_path), **flags)).defaults
+
+    assert defaults() == {"repetition_penalty": 1.1, "max_tokens": 64}  # never more than the context holds
+    assert defaults(generation_config="quire") == {}
+    assert defaults(override_generation_config='{"max_new_tokens": 5, "top_p": 0.5}') == {
+        "repetition_penalty": 1.1, "max_tokens": 5, "top_p": 0.5,
+    }  # fmt: skip
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert defaults(generation_config=str(other)) == {"temperature": 0.5}
+    for flags in ({"generation_config": "/nowhere"}, {"override_generation_config": "nonsense"},
+                  {"override_generation_config": '{"n": 2}'}):  # fmt: skip
+        with pytest.raises(ConfigError, match=next(iter(flags))):
+            defaults(**flags)

@@ -326,6 +326,7 @@ def test_errors_from_further_in_name_the_requests_own_fields() -> None:
     assert told(chat(response_format=NAMED), "json")[0] == "response_format"  # a schema that cannot be sent
     assert told(completion(structured_outputs={"regex": "a"}), "structured_outputs")[0] == "structured_outputs"
     assert told(chat(), "logprobs") == ("top_logprobs", "top_logprobs is wrong.")
+    assert told(chat(), "logprobs", "30 logprobs (--max-logprobs)")[1] == "30 top_logprobs (--max-logprobs)"
     assert told(completion(), "logprobs")[0] == "logprobs"
     assert told(completion(echo=True, logprobs=1), "prompt_logprobs")[0] == "logprobs"
     assert told(completion(prompt_logprobs=1), "prompt_logprobs")[0] == "prompt_logprobs"
