@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from quire.client.stream import OpenRequest, RequestError, TokenLogprobs
-from quire.frontend.fake import FakeServer, Say, likely
+from quire.frontend.fake import FakeServer, Say, count_words, likely
 from quire.proto.messages import Finish
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -28,7 +28,7 @@ def shared() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def server(shared: FakeServer) -> FakeServer:
-    shared.engine.script = FakeServer()._script
+    shared.engine.script = count_words
     shared.engine.refuse = lambda request: None
     shared.engine.requests.clear()
     return shared

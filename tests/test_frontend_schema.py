@@ -204,6 +204,36 @@ def test_a_number_too_large_names_each_field() -> None:
         assert refused(b'{"prompt": "a", "%s": 1e400}' % name.encode()).param == name
 
 
+ODD = [
+    None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**30, 0.5, -1e300, "", "x", "\u0000", "never", [], {}, [None],
+    ["x"], [1], [True], [[1]], {"type": "text"}, {"type": "json_schema", "json_schema": {}}, {"1": 1}, {"1": None},
+    {"x": {}}, {"regex": "a"}, {"json": {}, "regex": ""}, [{"role": "user", "content": ""}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_whatever_a_field_holds_it_is_taken_or_refused(kind: type[Any]) -> None:
+    """Nothing else is ever raised: a request must not become a fault of ours."""
+    others: list[dict[str, Any]] = [
+        {},
+        {"stream": True},
+        {"use_beam_search": True, "n": 2},
+        {"echo": True},
+        {"guided_json": {}},
+    ]
+    for name in kind.__struct_fields__:
+        for value in ODD:
+            for other in others:
+                try:
+                    request = parse(body_of(kind, {**other, name: value}), kind)
+                    request.sampling({"temperature": 0.5, "max_tokens": 9})
+                    request.extras()
+                    request.own_words(RequestError(400, "x", name))
+                except ApiError as error:
+                    assert error.status == 400
+                    assert error.param is not None
+
+
 # ---------------------------------------------------------------- logprobs
 
 
