@@ -123,14 +123,16 @@ class GrammarChecker:
 
     async def _verdict(self, spec: StructuredOutputsParams) -> tuple[str, float]:
         """The error of ``spec`` ("": none), and for how many seconds it stays true."""
-        limits = f"it cannot be compiled within {self.seconds:g} s and {self.memory >> 20} MiB; make it simpler."
+        limits = (
+            f"it is too complex to be compiled within {self.seconds:g} s and {self.memory >> 20} MiB; make it simpler."
+        )
         for again in (True, False):
             try:
                 return await self._ask(spec), float("inf")
             except _Lost as lost:
                 began = not self._fresh
                 code = await self._end(0.0 if lost.late else 0.2)
-                if lost.late or code in (-6, -24):  # SIGABRT: no memory; SIGXCPU: no time
+                if lost.late or code in (-6, -11, -24):  # SIGABRT: no memory; SIGSEGV: no stack; SIGXCPU: no time
                     log.warning("a grammar was refused and its helper ended: %s (code %s)", lost, code)
                     return limits, SLOW_KEPT_S
                 if not again:

@@ -13,6 +13,7 @@ import resource
 import struct
 import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
@@ -30,6 +31,9 @@ CPU_S = 4
 """Seconds of processor time that one check may take, should nobody stop it before."""
 
 TABLE_BYTES = 2**30
+STACK_BYTES = 2**20
+"""Half of what the smallest stack in the worker has: what would overflow there overflows here."""
+
 WALKS, STEPS = 2, 8
 CHECKING, TABLE = "checking", "table"
 
@@ -129,6 +133,20 @@ def limit_processor(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
+def serve(helper: Helper, checks: queue.Queue[Check]) -> None:
+    """Answer checks. An error that nothing foresaw ends the process, which its parent takes for a refusal."""
+    import llguidance  # noqa: F401 - now, while no request's clock runs
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(TABLE_BYTES + helper.memory)
+    try:
+        while True:
+            helper.check(checks.get())
+    finally:
+        traceback.print_exc()
+        os._exit(1)
+
+
 def read_frames(source: BinaryIO, checks: queue.Queue[Check]) -> None:
     """Put what comes on ``source`` into ``checks``. Its end is this process's, and so are bytes that are no frames."""
     decoder = msgspec.msgpack.Decoder(Check)
@@ -148,13 +166,10 @@ def main() -> None:
     folder, vocab_size, eos, memory = sys.argv[1:5]
     model = ModelConfig(folder, {}, 0, int(vocab_size), [int(i) for i in eos.split(",") if i])
     checks: queue.Queue[Check] = queue.Queue(4)
-    threading.Thread(target=read_frames, args=(sys.stdin.buffer, checks), daemon=True).start()
-    import llguidance  # noqa: F401 - now, while no request's clock runs
-
-    limit_memory(TABLE_BYTES + int(memory))
     helper = Helper(folder, model, int(memory), sys.stdout.buffer)
-    while True:
-        helper.check(checks.get())
+    threading.stack_size(STACK_BYTES)
+    threading.Thread(target=serve, args=(helper, checks), daemon=True).start()
+    read_frames(sys.stdin.buffer, checks)
 
 
 if __name__ == "__main__":
