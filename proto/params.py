@@ -295,10 +295,7 @@ def _bias(given: Any) -> dict[int, float]:
         raise ParamError(f"logit_bias must map token ids to numbers, got {given!r:.80}.", "logit_bias")
     bias = {}
     for key, value in given.items():
-        try:
-            token = int(key) if isinstance(key, str) else key
-        except ValueError:
-            token = key
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
         if type(token) is not int or not 0 <= token < 2**31:
             raise ParamError(f"logit_bias has the key {key!r:.80}, which is no token id.", "logit_bias")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

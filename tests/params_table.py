@@ -129,7 +129,7 @@ ROWS: dict[str, Row] = {
         (With(StructuredOutputsParams(regex="a"), {"structured_outputs": StructuredOutputsParams(regex="b")}), "not both"),
         ("a", "structured_outputs must be")], http=False),
     "logit_bias": Row(None, [None, {}, {0: -100}, {"7": 100.0}, {5: 1000}], [
-        ([1], "map token ids"), ({"x": 1}, "no token id"), ({-1: 1}, "no token id"), ({2**31: 1}, "no token id"),
+        ([1], "map token ids"), ({"x": 1}, "no token id"), ({"1_0": 1}, "no token id"), ({" 5": 1}, "no token id"), ({-1: 1}, "no token id"), ({2**31: 1}, "no token id"),
         ({1: "2"}, "number in [-100, 100]"), ({1: True}, "number in [-100, 100]"), ({1: NAN}, "number in [-100, 100]"),
         ({1: INF}, "number in [-100, 100]"), ({1: None}, "number in [-100, 100]")]),
     "allowed_token_ids": Row(None, [None, [0], [7, 7]], [([], "allowed_token_ids is empty"), *ids("allowed_token_ids")]),
