@@ -97,7 +97,7 @@ def _walk(schema: Any, close: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     least, required = schema.get("minProperties"), schema.get("required")
-    named = len(required) if isinstance(required, list) else 0
+    named = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int) and least > named + 1:
         raise GrammarError(
             f"minProperties={least} cannot be honoured with {named} required properties, because names may repeat; "
