@@ -5,6 +5,9 @@ where a schema asks for it); what it accepts but cannot promise is refused or na
 
 - escapes of the form ``\\uXXXX`` are not generated, for a property named by another spelling of its name would escape
   its own schema;
+- JSON's parts are set apart by one blank, or by a line break and at most 40 blanks, unless ``whitespace_pattern`` says
+  otherwise: where any number of them is allowed, a model can write them for ever;
+- a bound that excludes 0 excludes what is closer to it than 1e-9 too, for llguidance takes some such ranges to hold 0;
 - ``oneOf`` of constants that differ is taken as the ``anyOf`` that it is;
 - ``minProperties`` cannot be counted where names may repeat, so only one property beyond the required ones can be
   asked for.
@@ -32,6 +35,8 @@ MAX_LEXER_STATES = 100_000
 """States of a grammar's lexer, which are made as they are met; about 0.4 kB each, shared by a grammar's matchers."""
 
 MAX_MESSAGE = 300
+_WHITESPACE = r" |\r?\n[ \t]{0,40}"
+_LEAST = 1e-9
 _ESCAPES = 'nrbtf\\"'
 _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
@@ -115,6 +120,14 @@ def _walk(schema: Any, close: bool) -> Any:
     for key in _MAPS:
         if isinstance(schema.get(key), dict):
             out[key] = {name: _walk(each, close) for name, each in schema[key].items()}
+    if schema.get("type") != "integer":
+        for exclusive, bound, least in (
+            ("exclusiveMinimum", "minimum", _LEAST),
+            ("exclusiveMaximum", "maximum", -_LEAST),
+        ):
+            limit = schema.get(bound) if schema.get(exclusive) is True else schema.get(exclusive)  # True: draft 4
+            if limit == 0 and limit is not False:
+                out[exclusive] = least
     if "oneOf" in out and "anyOf" not in out and _different(out["oneOf"]):
         out["anyOf"] = out.pop("oneOf")
     return out
@@ -139,8 +152,8 @@ def _json_grammar(spec: StructuredOutputsParams, schema: dict[str, Any]) -> str:
     options: Any = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}
     if spec.disable_any_whitespace:
         options["whitespace_flexible"] = False
-    elif spec.whitespace_pattern is not None:
-        options["whitespace_pattern"] = spec.whitespace_pattern
+    else:
+        options["whitespace_pattern"] = spec.whitespace_pattern or _WHITESPACE
     try:
         return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)
     except (ValueError, TypeError, msgspec.MsgspecError) as error:
