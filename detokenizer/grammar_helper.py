@@ -123,14 +123,18 @@ def limit_memory(more: int) -> None:
     """Hold the address space to ``more`` bytes beyond what it has now."""
     with open("/proc/self/statm") as statm:
         now = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    _limit(resource.RLIMIT_AS, now + more)
 
 
 def limit_processor(more: int) -> None:
     """Have the kernel end this process after ``more`` further seconds of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime) + 1 + more
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + more)
+
+
+def _limit(kind: int, soft: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def serve(helper: Helper, checks: queue.Queue[Check]) -> None:
