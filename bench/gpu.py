@@ -22,7 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("tests", "kernels", "decode")
 TESTS = ("tests/test_kernels_attention.py", "tests/test_kernels_layers.py", "tests/test_kernels_sampling.py",
-         "tests/test_sampler.py")  # fmt: skip
+         "tests/test_sampler_kernels.py", "tests/test_sampler.py", "tests/test_sampler_edits.py",
+         "tests/test_sampler_logprobs.py", "tests/test_sampler_mixed.py")  # fmt: skip
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

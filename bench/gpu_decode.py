@@ -74,12 +74,13 @@ def graph_step(model: Any, batch: int, context: int, dtype: torch.dtype, device:
     if device.type != "cuda":  # the CPU's attention reads these on the host
         static.host_query_starts = list(range(batch + 1))
         static.host_context_lens = [context] * batch
-    state = SamplingState(batch, device)
-    rows = torch.arange(batch, device=device)
-    needs = state.needs(range(batch))
+    state = SamplingState(batch, model.spec.vocab_size, device)
+    rows, host = torch.arange(batch, device=device), np.arange(batch)
+    needs, history = state.needs(host, host), torch.zeros((batch, 1), dtype=torch.int32, device=device)
 
     def step() -> torch.Tensor:
-        return sample(model.logits(model.forward(static, kv)), state, rows, static.positions, needs)
+        logits = model.logits(model.forward(static, kv))
+        return sample(logits, state, rows, static.positions, needs, host, host, history).tokens
 
     return seconds_each([step], device, 1.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from gpu_floor import Ceilings, decode_bytes, prefill_flops
 from gpu_timing import seconds_each
@@ -12,6 +13,7 @@ from gpu_timing import seconds_each
 from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import activation, attention, norm, rope
 from quire.gpu_worker.sampler import SamplingState, sample
+from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
 
 Row = dict[str, Any]
@@ -174,12 +176,13 @@ class Bench:
 
     def _sample(self, logits: torch.Tensor, params: SamplingParams) -> float:
         rows = len(logits)
-        state = SamplingState(rows, self.device)
+        state = SamplingState(rows, logits.shape[1], self.device)
         for row in range(rows):
-            state.set(row, params, row)
-        state.upload()
-        needs, at = state.needs(range(rows)), torch.arange(rows, device=self.device)
-        return seconds_each([lambda: sample(logits, state, at, at, needs)], self.device)
+            state.admit(row, Admit(row, row, 0, b"", 0, params, row), np.zeros(0, np.int32))
+        host, at = np.arange(rows), torch.arange(rows, device=self.device)
+        state.of(at)  # parameters are uploaded before anything is captured
+        needs, history = state.needs(host, host), torch.zeros((rows, 1), dtype=torch.int32, device=self.device)
+        return seconds_each([lambda: sample(logits, state, at, at, needs, host, host, history)], self.device)
 
     def sweep(self) -> Iterator[Row]:
         """Other tiles for attention than the ones chosen: what a change of ``decode_tiles`` would bring."""

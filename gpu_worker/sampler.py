@@ -103,7 +103,10 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def add(logits: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
     """Add to single logits in place: int64 [N], int64 [N], float32 [N]; each (slot, id) is named once."""
-    logits[slots, ids] = logits[slots, ids] + values
+    if logits.is_cuda:
+        logits[slots, ids] = logits[slots, ids] + values
+    else:
+        logits.numpy()[slots.numpy(), ids.numpy()] += values.numpy()
 
 
 def _mask(
@@ -146,6 +149,7 @@ class _Wants:
     """The slots of a step that want logprobs: beams, which are always processed, and the others."""
 
     def __init__(self, state: SamplingState, rows: np.ndarray, logits: torch.Tensor):
+        self._state = state
         slots, ks, beams = state.step_logprobs(rows)
         self._raw = state.logprobs_mode.startswith("raw")
         self._softmax = state.logprobs_mode.endswith("logprobs")
@@ -157,7 +161,8 @@ class _Wants:
     def keep_raw(self, logits: torch.Tensor) -> None:
         """Called before the logits are changed."""
         if self._raw and len(self._others):
-            self._kept = logits[self._slots]
+            self._kept = self._state.spare(len(self._others)) if not logits.is_cuda else None
+            self._kept = torch.index_select(logits, 0, self._slots, out=self._kept)
 
     def logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, params: torch.Tensor | None, cuts: torch.Tensor | None

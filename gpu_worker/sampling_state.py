@@ -70,6 +70,7 @@ class SamplingState:
         self.allowed = Table(max_rows, -(-vocab_size // 32), self.device)
         self._edits: dict[int, RowEdits] = {}
         self._changes = 0  # raised when a row may have other edits
+        self._spare: torch.Tensor | None = None
         self._joined_bias: tuple[object, tuple[torch.Tensor, ...]] | None = None
         self._joined_words: tuple[object, Words] | None = None
 
@@ -176,6 +177,15 @@ class SamplingState:
             self.packed.copy_(torch.from_numpy(self._ints).pin_memory(), non_blocking=True)
         self._dirty = False
         return self.packed[rows]
+
+    def spare(self, count: int) -> torch.Tensor:
+        """float32 [count, V] on the host, one piece of memory that each step uses again.
+
+        An allocation of this size would be pages that the system has to clear in every step.
+        """
+        if self._spare is None or len(self._spare) < count:
+            self._spare = torch.empty((count, self.vocab_size))
+        return self._spare[:count]
 
     def _waiting(self, rows: np.ndarray, positions: np.ndarray, uses: np.ndarray) -> np.ndarray:
         """bool [S]: rows that have fewer than min_tokens outputs."""

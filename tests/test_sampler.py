@@ -89,7 +89,7 @@ def test_noise_is_finite_at_the_ends():
 
 def test_noise_of_some_tokens_is_the_noise_of_all():
     key, vocab = np.array([[12345, 99]], dtype=np.uint64), 50_003
-    everything = sampling._noise_of_all(key[0], 17, vocab)
+    everything = sampling._noise(sampling._Every(vocab).words_of(key[0], 17))
     some = np.flatnonzero(np.arange(vocab) % 7 == 3)
     got = sampling._noise_of(key.repeat(len(some), 0), np.full(len(some), 17), some)
     assert np.array_equal(got, everything[some])

@@ -89,7 +89,7 @@ def _arguments(source: Source) -> tuple[object, ...]:
 
 def stats_torch(source: Source, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The twin of ``stats``; tensors of the host."""
-    count = len(source.slots)
+    count, shifted = len(source.slots), np.empty(source.logits.shape[1], np.float32)
     values, sums, ranks = np.empty(count, np.float32), np.empty(count, np.float32), np.empty(count, np.int32)
     for i, token in enumerate(tokens.tolist()):
         row = _row(source, i)
@@ -100,7 +100,7 @@ def stats_torch(source: Source, tokens: torch.Tensor) -> tuple[torch.Tensor, tor
         values[i] = row[token]
         ranks[i] = 1 + np.count_nonzero(row > row[token])
         if np.isfinite(top):
-            shifted = row - top
+            np.subtract(row, top, out=shifted)
             sums[i] = top + np.log(np.exp(shifted, out=shifted).sum())
         else:
             sums[i] = 0.0 if top < 0 else top

@@ -71,6 +71,12 @@ def ban_words(
 
 # ---------------------------------------------------------------- the twins, on the host
 
+_CEILINGS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
+).astype(np.float32)  # fmt: skip
+"""By byte of a mask: what its eight logits may be at most. A masked copy would branch at every token, which takes
+fifteen times as long where bits look random."""
+
 
 def mask_bits_torch(
     logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None = None, params: torch.Tensor | None = None
@@ -83,9 +89,8 @@ def mask_bits_torch(
         slots = np.flatnonzero(params.numpy()[:, USES] & ALLOWED)
         pairs = list(zip(slots, rows.numpy()[slots], strict=True))
     for slot, row in pairs:
-        allowed = np.unpackbits(words[row].view(np.uint8), count=values.shape[1], bitorder="little")
-        # Not a masked copy: that branches at every token, ten times slower where bits look random.
-        values[slot] = np.where(allowed.view(bool), values[slot], np.float32(-np.inf))
+        ceiling = _CEILINGS.take(words[row].view(np.uint8), axis=0).reshape(-1)[: values.shape[1]]
+        np.minimum(values[slot], ceiling, out=values[slot])
 
 
 def ban_words_torch(

@@ -36,9 +36,12 @@ DRAW_BLOCK = 2048
 CUT_BLOCK = 4096
 
 _MASK = 0xFFFFFFFF
+_LOW, _HALF = np.uint64(_MASK), np.uint64(32)
+_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _BELOW_ONE = np.float32(1 - 2**-24)
 _CHUNK = 8192  # Philox blocks at a time: the working set stays in the second-level cache
 _FEW = 2048  # candidates of a row for which noise is computed token by token
+_SLACK = 1e-3  # far over the rounding of a bound
 _BUCKETS, _DEPTH = 4096, 32.0  # of the mass by depth below the maximum; deeper tokens share the last bucket
 _COARSE = 64  # one logit in so many is looked at to guess where the k-th largest lies
 
@@ -88,22 +91,24 @@ def draw(
 
 # ---------------------------------------------------------------- the twins, on the host
 #
-# numpy rather than torch: these are chains of small passes over one row, and numpy's are vectorised, run on the calling
-# thread alone (a barrier between OpenMP threads costs more than a pass) and round alike whatever the batch.
+# numpy rather than torch: these are chains of small passes over one row, and numpy's are vectorised, run on one thread
+# (a barrier between OpenMP threads costs more than a pass) and round alike whatever the batch.
 
 
 def cut_torch(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, top_p: bool) -> torch.Tensor:
     """The twin of ``cut``; any device."""
+    rows = _Rows(logits, params)
     out = np.full(len(logits), -np.inf, dtype=np.float32)
-    for i, row in _random_rows(logits, params):
-        scaled = row.scaled
+
+    for i in rows.random:
+        scaled, floats, k = rows.scaled(i), rows.floats[i], int(rows.ints[i, TOP_K])
         top = scaled.max()
         if min_p:
-            out[i] = top + row.log_min_p
-        if top_k and 0 < row.top_k < len(scaled):
-            out[i] = max(out[i], _kth_largest(scaled, row.top_k))
-        if top_p and row.top_p < 1:
-            out[i] = _nucleus(scaled, top, out[i], float(row.top_p))
+            out[i] = top + floats[LOG_MIN_P]
+        if top_k and 0 < k < len(scaled):
+            out[i] = max(out[i], _kth_largest(scaled, k))
+        if top_p and floats[TOP_P] < 1:
+            out[i] = _nucleus(scaled, top, out[i], float(floats[TOP_P]))
     return torch.from_numpy(out).to(logits.device)
 
 
@@ -113,25 +118,27 @@ def draw_torch(
     """The twin of ``draw``; any device.
 
     Noise is bounded and the most likely token's sum is a floor of the winner's, so tokens that cannot reach that floor
-    get no noise computed: with a real model's logits, that is nearly all of them.
+    get no noise computed.
     """
-    out = logits.cpu().numpy().argmax(-1)
+    rows = _Rows(logits, params)
+    out = rows.values.argmax(-1)
     places = positions.cpu().numpy()
-    keys = params.cpu().numpy()[:, SEED_LOW : SEED_HIGH + 1].astype(np.uint64) & _MASK
+    keys = rows.ints[:, SEED_LOW : SEED_HIGH + 1].astype(np.uint64) & _MASK
     lowest = np.full(len(out), -np.inf, dtype=np.float32) if cuts is None else cuts.cpu().numpy()
     floors = _noise_of(keys, places, out)
     few: list[tuple[int, np.ndarray, np.ndarray]] = []
-    for i, row in _random_rows(logits, params):
-        scaled = row.scaled
-        reach = max(lowest[i], scaled[out[i]] + floors[i] - MAX_NOISE)
-        ids = np.flatnonzero(scaled >= reach) if reach > -np.inf else np.arange(len(scaled))
-        if len(ids) > max(len(scaled) // 4, _FEW):
-            sums = _noise_of_all(keys[i], int(places[i]), len(scaled))
-            sums += scaled
-            if lowest[i] > -np.inf:
-                sums[scaled < lowest[i]] = -np.inf
-            out[i] = sums.argmax()
-        elif len(ids):
+    every = _Every(logits.shape[1])
+    for i in rows.random:
+        scaled = rows.scaled(i)
+        top = scaled[out[i]]
+        if not np.isfinite(top):
+            continue
+        reach = max(lowest[i], top + floors[i] - MAX_NOISE)
+        ids = np.flatnonzero(scaled >= reach)
+        if len(ids) > max(len(scaled) // 8, _FEW):
+            every.words_of(keys[i], int(places[i]))
+            out[i] = every.winner(scaled, top, lowest[i])
+        else:
             few.append((i, ids, scaled[ids]))
     _draw_among(few, keys, places, out)
     return torch.from_numpy(out.astype(np.int64, copy=False)).to(logits.device)
@@ -144,39 +151,31 @@ def gumbel_torch(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Ten
     return torch.from_numpy(_noise_of(keys, positions.cpu().numpy(), tokens.cpu().numpy())).to(seeds.device)
 
 
-def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, rounds: int = 10) -> tuple[Any, Any, Any, Any]:
     """Philox4x32-10 of counter (c0, c1, c2, c3) and key (k0, k1): four 32-bit words.
 
     Each is a uint64 array or a Python int below 2^32. Ints stay ints as long as nothing mixes into them, so the first
     rounds, where most of the counter is one number, cost next to nothing.
     """
-    for _ in range(10):
+    for _ in range(rounds):
         p, q = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (q >> 32) ^ c1 ^ k0, q & _MASK, (p >> 32) ^ c3 ^ k1, p & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return c0, c1, c2, c3
 
 
-class _Row:
-    """One row that draws: its scaled logits [V] and its parameters."""
+class _Rows:
+    """Logits and parameters as arrays of the host. ``random`` are the rows that are not greedy."""
 
-    __slots__ = ("log_min_p", "scaled", "top_k", "top_p")
+    def __init__(self, logits: torch.Tensor, params: torch.Tensor):
+        self.values, self.ints = logits.cpu().numpy(), params.cpu().contiguous().numpy()
+        self.floats = self.ints.view(np.float32)
+        self.random = np.flatnonzero(self.floats[:, INV_T]).tolist()
+        self._scaled = np.empty(self.values.shape[1], np.float32)
 
-    def __init__(self, scaled: np.ndarray, ints: np.ndarray, floats: np.ndarray):
-        self.scaled = scaled
-        self.log_min_p = floats[LOG_MIN_P]
-        self.top_p = floats[TOP_P]
-        self.top_k = int(ints[TOP_K])
-
-
-def _random_rows(logits: torch.Tensor, params: torch.Tensor) -> Iterator[tuple[int, _Row]]:
-    """Each row that is not greedy. The scaled logits live in one buffer: use a row before asking for the next."""
-    values, ints = logits.cpu().numpy(), params.cpu().contiguous().numpy()
-    floats = ints.view(np.float32)
-    scaled = np.empty(values.shape[1], dtype=np.float32)
-    for i in np.flatnonzero(floats[:, INV_T]):
-        np.multiply(values[i], floats[i, INV_T], out=scaled)
-        yield int(i), _Row(scaled, ints[i], floats[i])
+    def scaled(self, i: int) -> np.ndarray:
+        """Row i's logits / temperature, float32 [V], in memory that the next call uses again."""
+        return np.multiply(self.values[i], self.floats[i, INV_T], out=self._scaled)
 
 
 def _kth_largest(scaled: np.ndarray, k: int) -> np.float32:
@@ -200,23 +199,31 @@ def _nucleus(scaled: np.ndarray, top: np.float32, lowest: np.float32, top_p: flo
     pool = scaled if lowest == -np.inf else scaled[scaled >= lowest]
     if not len(pool) or not np.isfinite(top):
         return lowest
-    depths = top - pool
-    weights = np.exp(-depths)
-    need = top_p * float(weights.sum(dtype=np.float64))
+    need = top_p * sum(float(np.exp(part - top).sum(dtype=np.float64)) for part in _parts(pool))
     head = _above_guess(pool, 256) if len(pool) > _FEW else pool
     edge = _first_at(head, top, 0.0, need)
     if edge is not None:
         return edge
     # Where many tokens share the mass, sorting them all would take long: a histogram of the mass by depth below the
     # top finds the bucket in which the target is reached. Equal values share a bucket, so the order is kept.
-    deepest = depths.max()
-    width = min(float(deepest), _DEPTH) / _BUCKETS if deepest > 1e-30 else 1.0
-    buckets = np.minimum(depths * np.float32(1 / width), _BUCKETS).astype(np.intp)
-    mass = np.bincount(buckets, weights).cumsum()
-    at = min(int(np.searchsorted(mass, need)), len(mass) - 1)
+    deepest = float(top - pool.min())
+    scale = np.float32(_BUCKETS / min(deepest, _DEPTH) if deepest > 1e-30 else 0)
+    mass, buckets = np.zeros(_BUCKETS + 1), np.empty(len(pool), np.uint16)
+    for part, into in zip(_parts(pool), _parts(buckets), strict=True):
+        depths = top - part
+        into[:] = np.minimum(depths * scale, _BUCKETS)
+        mass += np.bincount(into, np.exp(-depths), _BUCKETS + 1)
+    mass = mass.cumsum()
+    at = min(int(np.searchsorted(mass, need)), _BUCKETS)
     inside = pool[buckets == at]
     edge = _first_at(inside, top, mass[at - 1] if at else 0.0, need)
-    return inside.min() if edge is None else edge  # sums of another order may miss the target by a last bit
+    # Sums in another order may miss the target by a last bit.
+    return edge if edge is not None else inside.min() if len(inside) else lowest
+
+
+def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Slices that stay in the second-level cache through a chain of passes."""
+    return (array[start : start + _CHUNK] for start in range(0, len(array), _CHUNK))
 
 
 def _first_at(pool: np.ndarray, top: np.float32, above: float, need: float) -> np.float32 | None:
@@ -253,23 +260,60 @@ def _noise_of(keys: np.ndarray, places: np.ndarray, tokens: np.ndarray) -> np.nd
     return _noise(np.choose(tokens & 3, words).astype(np.float32))
 
 
-def _noise_of_all(key: np.ndarray, position: int, vocab: int) -> np.ndarray:
-    """Noise of one row's tokens 0..vocab - 1."""
-    k0, k1 = int(key[0]), int(key[1])
-    blocks = np.arange(-(-vocab // 4), dtype=np.uint64)
-    x = np.empty((len(blocks), 4), dtype=np.float32)
-    for start in range(0, len(blocks), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        for lane, word in enumerate(philox(position & _MASK, blocks[part], 0, 0, k0, k1)):
-            x[part, lane] = word
-    return _noise(x.reshape(-1)[:vocab])
+class _Every:
+    """Draws among all tokens of a row, in memory that serves one row after the other (fresh pages cost more)."""
+
+    def __init__(self, vocab: int):
+        self.vocab = vocab
+        self._blocks = np.arange(-(-vocab // 4), dtype=np.uint64)
+        self._x = np.empty((len(self._blocks), 4), dtype=np.float32)
+        self._state = np.empty((3, 2, min(len(self._blocks), _CHUNK)), np.uint64)
+        self._bounds = np.empty(vocab, np.float32)
+
+    def words_of(self, key: np.ndarray, position: int) -> np.ndarray:
+        """The 32-bit words of tokens 0..vocab - 1, rounded to float32.
+
+        After three rounds of ``philox``, in which most is one number, (c0, c2) and (c1, c3) are one array each.
+        """
+        k0, k1 = int(key[0]), int(key[1])
+        keys = [[[(k0 + r * 0x9E3779B9) & _MASK], [(k1 + r * 0xBB67AE85) & _MASK]] for r in range(3, 10)]
+        keys = np.array(keys, np.uint64)
+        for blocks, part in zip(_parts(self._blocks), _parts(self._x), strict=True):
+            a, b, p = self._state[:, :, : len(blocks)]
+            a[0], b[0], a[1], b[1] = philox(position & _MASK, blocks, 0, 0, k0, k1, 3)
+            for k in keys:
+                np.multiply(a, _FACTORS, out=p)
+                np.right_shift(p[::-1], _HALF, out=a)
+                a ^= b
+                a ^= k
+                np.bitwise_and(p[::-1], _LOW, out=b)
+            part[:, 0], part[:, 1], part[:, 2], part[:, 3] = a[0], b[0], a[1], b[1]
+        return self._x.reshape(-1)[: self.vocab]
+
+    def winner(self, scaled: np.ndarray, top: np.float32, lowest: np.float32) -> int:
+        """The token with the largest sum among those >= ``lowest``, by the words made last.
+
+        As -log1p(-v) >= v, no token's sum is over top + log(exp(s - top) / v). That bound is cheaper than the noise,
+        which is computed for tokens of the highest bounds alone, unless some other might still win.
+        """
+        words = self._x.reshape(-1)[: self.vocab]
+        for s, x, bound in zip(_parts(scaled), _parts(words), _parts(self._bounds), strict=True):
+            np.exp(s - top, out=bound)
+            bound /= _uniform(x.copy())
+        sample = self._bounds[::_COARSE]
+        least = np.partition(sample, -8)[-8] if len(sample) > 8 else np.float32(0)
+        ids = np.flatnonzero(self._bounds >= least)
+        while True:
+            sums = np.where(scaled[ids] >= lowest, scaled[ids] + _noise(words[ids]), np.float32(-np.inf))
+            best = int(sums.argmax())
+            if least == 0 or sums[best] > top + np.log(least) + _SLACK:
+                return int(ids[best])
+            ids, least = np.arange(len(scaled)), np.float32(0)
 
 
 def _noise(x: np.ndarray) -> np.ndarray:
     """G of 32-bit words already rounded to float32; overwrites ``x``."""
-    x += np.float32(0.5)
-    x *= np.float32(2**-32)
-    v = np.minimum(x, _BELOW_ONE, out=x)
+    v = _uniform(x)
     u = 1 - v
     log = np.log(u)
     np.subtract(u, 1, out=u)
@@ -278,3 +322,10 @@ def _noise(x: np.ndarray) -> np.ndarray:
     np.multiply(log, u, out=v, where=log != 0)
     np.log(v, out=v)
     return np.negative(v, out=v)
+
+
+def _uniform(x: np.ndarray) -> np.ndarray:
+    """v of 32-bit words already rounded to float32; overwrites ``x``."""
+    x += np.float32(0.5)
+    x *= np.float32(2**-32)
+    return np.minimum(x, _BELOW_ONE, out=x)
