@@ -273,6 +273,17 @@ def test_masks_are_the_same_lived_replayed_and_forked(grammars: Grammars) -> Non
     assert {END, END + 1} <= set(allowed(grammars, 3))
 
 
+def test_masks_are_the_same_filled_by_several_threads(grammars: Grammars) -> None:
+    rows = list(range(0, 24))
+    for row in rows[::2]:
+        admit(grammars, row, spec(regex=f"[a-{chr(98 + row)}]+"), b"a" * row)
+    one, _ = grammars.fill(rows)
+    grammars._parallel = 2  # as on a machine with more cores
+    several, failed = grammars.fill(rows)
+    assert not failed and grammars._executor is not None
+    assert (one == several).all()
+
+
 def test_forks_go_their_own_ways_and_read_before_they_write(grammars: Grammars) -> None:
     admit(grammars, 0, spec(choice=["aa", "ab"]))
     admit(grammars, 1, spec(choice=["cc", "cd"]))
