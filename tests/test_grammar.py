@@ -274,7 +274,7 @@ def test_masks_are_the_same_lived_replayed_and_forked(grammars: Grammars) -> Non
 
 
 def test_masks_are_the_same_filled_by_several_threads(grammars: Grammars) -> None:
-    rows = list(range(0, 24))
+    rows = list(range(24))
     for row in rows[::2]:
         admit(grammars, row, spec(regex=f"[a-{chr(98 + row)}]+"), b"a" * row)
     one, _ = grammars.fill(rows)
