@@ -77,7 +77,8 @@ class SamplingState:
     def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
         """Give ``row`` to ``admit``. ``ids`` int32: the prompt, then outputs it resumes from."""
         params = admit.params
-        edits = row_edits(admit, self.vocab_size)
+        listed = params.logit_bias or params.min_tokens or admit.bad_words
+        edits = row_edits(admit, self.vocab_size) if listed else None
         uses = _uses(params, edits)
         floats, ints = self._floats[row], self._ints[row]
         floats[c.INV_T] = 0.0 if params.greedy else 1.0 / params.temperature
@@ -89,7 +90,7 @@ class SamplingState:
         ints[c.USES], ints[c.PROMPT_LEN], ints[c.MIN_TOKENS] = uses, admit.prompt_len, params.min_tokens
         ints[c.LOGPROBS] = self._logprobs(params)
         self._set_seed(row, admit.seed)
-        self._hold(row, edits if uses & (c.EDITS | c.WAITS | c.WORDS) else None)
+        self._hold(row, edits)
         if uses & c.ALLOWED:
             self.allowed.tensor[row].copy_(to_device(allowed_bits(params, self.vocab_size), self.device))
         if uses & c.PENALTIES:
@@ -212,7 +213,7 @@ class SamplingState:
         self._dirty = True
 
 
-def _uses(params: SamplingParams, edits: RowEdits) -> int:
+def _uses(params: SamplingParams, edits: RowEdits | None) -> int:
     """The bits of USES."""
     draws, beam = not params.greedy, params.use_beam_search
     penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
@@ -222,9 +223,9 @@ def _uses(params: SamplingParams, edits: RowEdits) -> int:
         c.BY_TOP_P: draws and params.top_p < 1,
         c.BY_MIN_P: draws and params.min_p > 0,
         c.ALLOWED: params.allowed_token_ids is not None,
-        c.EDITS: len(edits.always.ids) > 0,
-        c.WAITS: not np.array_equal(edits.always.values, edits.waiting.values),
-        c.WORDS: len(edits.lasts) > 0,
+        c.EDITS: edits is not None and len(edits.always.ids) > 0,
+        c.WAITS: edits is not None and not np.array_equal(edits.always.values, edits.waiting.values),
+        c.WORDS: edits is not None and len(edits.lasts) > 0,
         c.PENALTIES: penalised,
         c.COUNTED: penalised and not beam,
         c.WITH_LOGPROBS: params.logprobs is not None or beam,

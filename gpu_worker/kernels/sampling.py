@@ -276,8 +276,9 @@ class _Every:
         After three rounds of ``philox``, in which most is one number, (c0, c2) and (c1, c3) are one array each.
         """
         k0, k1 = int(key[0]), int(key[1])
-        keys = [[[(k0 + r * 0x9E3779B9) & _MASK], [(k1 + r * 0xBB67AE85) & _MASK]] for r in range(3, 10)]
-        keys = np.array(keys, np.uint64)
+        keys = np.array(
+            [[[(k0 + r * 0x9E3779B9) & _MASK], [(k1 + r * 0xBB67AE85) & _MASK]] for r in range(3, 10)], np.uint64
+        )
         for blocks, part in zip(_parts(self._blocks), _parts(self._x), strict=True):
             a, b, p = self._state[:, :, : len(blocks)]
             a[0], b[0], a[1], b[1] = philox(position & _MASK, blocks, 0, 0, k0, k1, 3)
