@@ -121,16 +121,29 @@ def _walk(schema: Any, close: bool) -> Any:
         if isinstance(schema.get(key), dict):
             out[key] = {name: _walk(each, close) for name, each in schema[key].items()}
     if schema.get("type") != "integer":
-        for exclusive, bound, least in (
-            ("exclusiveMinimum", "minimum", _LEAST),
-            ("exclusiveMaximum", "maximum", -_LEAST),
-        ):
-            limit = schema.get(bound) if schema.get(exclusive) is True else schema.get(exclusive)  # True: draft 4
-            if limit == 0 and limit is not False:
-                out[exclusive] = least
+        _narrow(schema, out)
     if "oneOf" in out and "anyOf" not in out and _different(out["oneOf"]):
         out["anyOf"] = out.pop("oneOf")
     return out
+
+
+def _narrow(schema: dict[str, Any], out: dict[str, Any]) -> None:
+    """Move whole exclusive bounds inwards by ``_LEAST`` where llguidance may let them through: at 0, and in ranges
+    narrower than 1."""
+    lows = [schema[key] for key in ("minimum", "exclusiveMinimum") if _is_number(schema.get(key))]
+    highs = [schema[key] for key in ("maximum", "exclusiveMaximum") if _is_number(schema.get(key))]
+    narrow = bool(lows and highs and max(lows) < min(highs) < max(lows) + 1)
+    for exclusive, bound, least in (
+        ("exclusiveMinimum", "minimum", _LEAST),
+        ("exclusiveMaximum", "maximum", -_LEAST),
+    ):
+        limit = schema.get(bound) if schema.get(exclusive) is True else schema.get(exclusive)  # True: draft 4
+        if _is_number(limit) and (limit == 0 or (narrow and limit == int(limit))):
+            out[exclusive] = limit + least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _different(branches: Any) -> bool:

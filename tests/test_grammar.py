@@ -109,6 +109,8 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"json_object": True}, ['{\n    "a": 1,\n\t"b": 2\n}', '{\r\n}'], ['{"a":  1}', '{\n\n}', '{"a" \n: 1}']),
     ({"json_object": True, "whitespace_pattern": r"\s+"}, ['{"a":  1}', "{\n\n\n}"], []),
     ({"json": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}}, ["0.1", "0.5"], ["0", "0.0", "-0", "0.6"]),
+    ({"json": {"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}}, ["1.1", "1.5"], ["1", "1.0", "1.6"]),
+    ({"json": {"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}}, ["-1.5", "-1.1"], ["-1", "-1.6"]),
     ({"json": {"type": "number", "minimum": -0.5, "maximum": 0, "exclusiveMaximum": True}}, ["-0.1"], ["0", "-0"]),
     ({"json_object": True, "disable_any_whitespace": True}, ['{"a":[1,2]}'], ['{"a": 1}', "{ }", '{"a":1} ']),
     ({"json_object": True, "whitespace_pattern": " ?"}, ['{"a": 1}', "{}"], ['{"a":  1}', '{"a":\n1}']),
