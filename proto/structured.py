@@ -23,7 +23,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         json_object: any JSON object.
         disable_any_whitespace: JSON in its shortest form, with no blanks or line breaks.
         disable_additional_properties: objects have no properties but those their schema names.
-        whitespace_pattern: regular expression of what may stand between the parts of JSON.
+        whitespace_pattern: regular expression of what may stand between the parts of JSON (default: a blank, or a line
+            break and at most 40 blanks).
 
     Raises:
         ValueError: none or several are given, or one has the wrong type.
