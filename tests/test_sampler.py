@@ -227,6 +227,19 @@ def test_pruned_and_full_draws_agree():
             assert got[i] == int((row + noise).argmax())
 
 
+@pytest.mark.parametrize("allowed", [1, 3, 700, 4999, 5000])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 4.0])
+def test_bounds_find_the_winner_above_a_cut(allowed, spread):
+    """Noise computed for the highest bounds first: also where few tokens, or none of those, may be drawn."""
+    row = np.random.default_rng(8).standard_normal(5000).astype(np.float32) * np.float32(spread)
+    lowest = np.sort(row)[-allowed]
+    every = sampling._Every(len(row))
+    for position in range(6):
+        noise = sampling._noise(every.words_of(np.array([5, 6], np.uint64), position).copy())
+        want = np.where(row >= lowest, row + noise, -np.inf).argmax()
+        assert every.winner(row, row.max(), lowest) == want
+
+
 @pytest.mark.parametrize(
     "fields", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}]
 )
