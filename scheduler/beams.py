@@ -82,11 +82,14 @@ class Ended(NamedTuple):
 class BeamGroup(Sequence):
     """A whole beam search, as the unit that is queued and given rows."""
 
-    __slots__ = ("asked", "beams", "candidates", "ended", "filled", "ready", "scores", "spare", "step", "width")
+    __slots__ = (
+        "asked", "beams", "candidates", "ended", "filled", "reached", "ready", "scores", "spare", "step", "width",
+    )  # fmt: skip
 
     def __init__(self, request: Request, key: tuple, losses: int = 0):
         self.width = request.params.width
         self.asked = 0  # questions to the detokenizer that it has not answered
+        self.reached = 0  # blocks it held when it last had to give them back
         self.spare: list[int] = []  # rows held besides ``row``
         self._begin()
         super().__init__(request, 0, array("i"), key, losses)
@@ -112,6 +115,11 @@ class BeamGroup(Sequence):
         """Rows held, those of them that exist at the worker, and block tables."""
         return [self.row, *self.spare], self.filled, [self.blocks, *(beam.blocks for beam in self.beams)]
 
+    def requeue(self) -> None:
+        """As for any sequence. It will come to the same point again, so it waits until it could get past it."""
+        self.reached = len({block for table in self.holdings()[2] for block in table})
+        super().requeue()
+
     def _leave(self) -> None:
         super()._leave()
         self.known, self.spare = self.request.prompt_len, []
@@ -130,8 +138,9 @@ class BeamGroup(Sequence):
         return shared + self.width * (blocks_for(self.limit - 1, block_size) - shared)
 
     def spare_blocks(self, block_size: int) -> int:
-        """Blocks that must be free beside the prompt's for the first step of all beams."""
-        return min(self.width, self.most_blocks(block_size) - blocks_for(self.known, block_size))
+        """Blocks that must be free beside the prompt's: for a step of all beams, after as much as it once held."""
+        prompt = blocks_for(self.known, block_size)
+        return min(max(self.reached - prompt, 0) + self.width, self.most_blocks(block_size) - prompt)
 
 
 # ---------------------------------------------------------------- candidates

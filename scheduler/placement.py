@@ -23,7 +23,7 @@ def cached_prefix(replica: Replica, seq: Sequence) -> list[int]:
 def can_ever_hold(replica: Replica, seq: Sequence) -> bool:
     """False where even an empty replica is too small for the sequence at its longest."""
     need = seq.most_blocks(replica.block_size)
-    return need <= replica.pool.num_blocks and seq.limit <= replica.max_model_len and seq.width <= replica.num_rows
+    return need <= replica.pool.num_blocks and seq.limit <= replica.max_model_len
 
 
 def has_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:

@@ -215,6 +215,52 @@ def test_a_search_that_can_never_run_is_refused_with_the_numbers() -> None:
     assert rig.failed().param == "best_of"
 
 
+def test_a_search_is_admitted_only_with_blocks_for_its_first_step() -> None:
+    rig = Search(blocks=10)
+    rig.submit(40, max_tokens=1)
+    uid = rig.search(8, 4, max_tokens=9)  # one block, then four, and one for the row that runs
+    assert [admit.uid for admit in rig.plan().admits] == [1]
+    rig.work()
+    assert [admit.uid for admit in rig.plan().admits] == [uid]
+    rig.run()
+    rig.check(uid, 8, 4, max_tokens=9)
+    assert rig.core.preemptions == 0
+
+
+def test_a_search_that_finds_no_block_gives_all_of_its_own_back() -> None:
+    preempted = []
+    for blocks, length in product(range(14, 18), (44, 50)):
+        rig = Search(blocks=blocks)
+        plain, uid = rig.submit(length, max_tokens=60), rig.search(8, 4, max_tokens=20, eos=())
+        while rig.core.requests:
+            before = rig.core.preemptions
+            plan = rig.step()
+            if rig.core.preemptions > before:
+                assert plan is not None
+                assert (from_i32(plan.rows), len(from_i32(plan.drops))) == ([0], 4)
+        preempted.append(rig.core.preemptions)
+        rig.check(uid, 8, 4, max_tokens=20, eos=())
+        assert rig.tokens[plain, 0] == expected_tokens(rig.prompt(length, plain), plain, 60, VOCAB)
+    assert 1 <= max(preempted) <= 3  # it comes back when there is more room than it had, not to fail again at once
+
+
+def test_a_search_may_hope_for_longer_where_the_model_has_more_room() -> None:
+    """With "never" what could still be reached is scored at the model's longest length."""
+    longer = 0
+    for salt in range(12):
+        steps = []
+        for room in (44, 4000):
+            rig = Search(max_model_len=room)
+            fields = {"early_stopping": "never", "max_tokens": 40, "eos": (3, 7, 9), "length_penalty": 0.5}
+            uid = rig.search(rig.prompt(4, salt), 3, **fields)
+            rig.run()
+            rig.check(uid, rig.prompt(4, salt), 3, **fields)
+            steps.append(rig.core.steps)
+        assert steps[0] <= steps[1]
+        longer += steps[0] < steps[1]
+    assert longer
+
+
 # ---------------------------------------------------------------- rows and blocks
 
 
@@ -326,6 +372,25 @@ def test_a_poisonous_search_is_found() -> None:
     assert (rig.failed().uid, rig.failed) and not [r for r in rig.core.requests if r == poison]
     rig.run()
     assert rig.tokens[innocent, 0] == expected_tokens(rig.prompt(5, innocent), innocent, 30, VOCAB)
+
+
+def test_an_innocent_search_runs_alone_only_up_to_its_mark() -> None:
+    rig = Search()
+    uid = rig.search(5, 2, max_tokens=12, eos=())
+    for _ in range(2):  # lost at the same place twice
+        for _ in range(5):
+            rig.step()
+        rig.plan()
+        rig.core.end_lease(rig.replica)
+        rig.add(0, 100)
+    plain = rig.submit(5, max_tokens=12)
+    together = []
+    while rig.core.requests:
+        rig.step()
+        together.append(len(rig.replica.decoding) == 2)
+    assert together.index(True) == 6
+    rig.check(uid, 5, 2, max_tokens=12, eos=())
+    assert rig.tokens[plain, 0] == expected_tokens(rig.prompt(5, plain), plain, 12, VOCAB)
 
 
 def test_a_suspect_that_gets_past_its_mark_is_cleared() -> None:

@@ -20,6 +20,7 @@ from quire.proto.messages import (
     Stopped,
 )
 from quire.scheduler.fake_model import expected_logprobs, expected_tokens, join
+from quire.scheduler.logprobs import skip_logprobs
 
 
 def oracle(rig: Rig, length: int, uid: int, count: int, index: int = 0) -> list[int]:
@@ -709,7 +710,7 @@ def test_a_preempted_prompt_does_not_ask_again_and_the_first_copy_wins() -> None
     assert [a.prompt_logprobs_from for a in plan.admits] == [33]
     rig.run()
     assert rig.started[uid] == 0
-    assert [p.start for p in rig.prompts[uid]][:3] == [1, 17, 33]
+    assert [p.start for p in rig.prompts[uid]] == [1, 17, 33, 49]
     assert join([p.logprobs for p in rig.prompts[uid]]) == prompt_record(rig, 60, uid, 1)
     assert rig.tokens[uid, 0] == oracle(rig, 60, uid, 4)
 
@@ -754,6 +755,15 @@ def test_prompt_logprobs_that_cannot_be_right_change_nothing() -> None:
     rig.core.commit(rig.replica, sound)
     rig.run()
     assert join([p.logprobs for p in rig.prompts[uid]]) == prompt_record(rig, 20, uid, 0)
+
+
+def test_a_piece_that_is_known_in_part_is_cut() -> None:
+    rig = Rig()
+    rig.submit(30, prompt_logprobs=1)
+    whole = prompt_record(rig, 30, 1, 1)
+    assert skip_logprobs(whole, 0) == whole
+    assert skip_logprobs(whole, 11) == expected_logprobs(rig.prompt(30, 1), 12, 1, VOCAB)
+    assert skip_logprobs(whole, 29) == Logprobs(b"", b"", b"")
 
 
 @pytest.mark.parametrize("say_why", [True, False])
