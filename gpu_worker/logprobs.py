@@ -82,12 +82,31 @@ def _parts(ks: list[int]) -> Iterator[list[int]]:
 def _values(
     source: Source, tokens: torch.Tensor, k: int, softmax: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    on_host = not tokens.is_cuda
-    values, sums, ranks = (kernels.stats_torch if on_host else kernels.stats)(source, tokens)
+    values, sums, ranks, best = (_look if tokens.is_cuda else _look_on_host)(source, tokens, k)
     ids, values = tokens.to(torch.int32)[:, None], values[:, None]
-    if k and len(tokens):
-        best_ids, best_values = (kernels.best_torch if on_host else kernels.best)(source, k)
-        ids, values = torch.cat([ids, best_ids], dim=1), torch.cat([values, best_values], dim=1)
+    if best is not None:
+        ids, values = torch.cat([ids, best[0]], dim=1), torch.cat([values, best[1]], dim=1)
     if softmax:
         values = values - sums[:, None]
     return ids, torch.nan_to_num(values, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), ranks
+
+
+_Look = tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]
+
+
+def _look(source: Source, tokens: torch.Tensor, k: int) -> _Look:
+    """``kernels.stats`` and, with k, ``kernels.best``."""
+    return *kernels.stats(source, tokens), kernels.best(source, k) if k and len(tokens) else None
+
+
+def _look_on_host(source: Source, tokens: torch.Tensor, k: int) -> _Look:
+    """The same by the twins: both of one row while it is in the cache, then the next row."""
+    if not k or len(tokens) < 2:
+        best = kernels.best_torch(source, k) if k and len(tokens) else None
+        return *kernels.stats_torch(source, tokens), best
+    ones = [source._replace(slots=source.slots[i : i + 1]) for i in range(len(tokens))]
+    found = [(kernels.stats_torch(one, tokens[i : i + 1]), kernels.best_torch(one, k)) for i, one in enumerate(ones)]
+    stats, best = zip(*found, strict=True)
+    values, sums, ranks = map(torch.cat, zip(*stats, strict=True))
+    ids, tops = map(torch.cat, zip(*best, strict=True))
+    return values, sums, ranks, (ids, tops)
