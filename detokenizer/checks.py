@@ -1,77 +1,13 @@
-"""What of a request's parameters only the model and its tokenizer can check or resolve.
-
-Ids are held to the model's vocabulary (config.json's), which may be larger than the tokenizer's.
-"""
+"""What of a request's parameters only the tokenizer can resolve; ``proto/checks.py`` has the checks before it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from ..proto.codec import i32
-from ..proto.model_config import ModelConfig
 from ..proto.params import SamplingParams
 from .errors import Refused
 from .tokenizer import TextTokenizer
-
-MAX_STOP_CHARACTERS = 4096
-"""Characters all stop strings of a request may have together."""
-
-MAX_BAD_CHARACTERS = 65536
-"""Characters all bad words of a request may have together."""
-
-
-def check_params(params: SamplingParams, model: ModelConfig, max_model_len: int, max_logprobs: int) -> None:
-    """Refuse what the model cannot do; -1 logprobs become the size of the vocabulary. Raises Refused."""
-    if params.max_tokens is not None and params.max_tokens > max_model_len:
-        raise Refused(
-            f"max_tokens={params.max_tokens} cannot be greater than max_model_len={max_model_len}. "
-            "Please request fewer output tokens.",
-            "max_tokens",
-        )
-    keep = params.truncate_prompt_tokens
-    if keep is not None and keep > max_model_len:
-        raise Refused(
-            f"truncate_prompt_tokens={keep} cannot be greater than max_model_len={max_model_len}. "
-            "Please select a smaller truncation size.",
-            "truncate_prompt_tokens",
-        )
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        ids: Iterable[int] | None = getattr(params, name)
-        if ids and max(ids) >= model.vocab_size:
-            raise Refused(
-                f"{name} contains the token id {max(ids)}, which is out of vocabulary (0 to {model.vocab_size - 1}).",
-                name,
-            )
-    most = model.vocab_size if max_logprobs == -1 else max_logprobs
-    for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
-        asked = getattr(params, name)
-        if asked is None:
-            continue
-        asked = model.vocab_size if asked == -1 else asked
-        if asked > most:
-            raise Refused(
-                f"Requested {what} logprobs of {asked}, which is greater than max allowed: {most} (--max-logprobs)",
-                name,
-            )
-        setattr(params, name, min(asked, model.vocab_size))
-
-
-def check_text(params: SamplingParams, tokenizer: TextTokenizer | None) -> None:
-    """Refuse too much text, and what needs a tokenizer where there is none. Raises Refused."""
-    if sum(len(string) for string in params.stop or ()) > MAX_STOP_CHARACTERS:
-        raise Refused(f"stop strings have more than {MAX_STOP_CHARACTERS} characters together.", "stop")
-    if sum(len(word) for word in params.bad_words or ()) > MAX_BAD_CHARACTERS:
-        raise Refused(f"bad_words have more than {MAX_BAD_CHARACTERS} characters together.", "bad_words")
-    if tokenizer is not None:
-        return
-    if params.structured_outputs is not None:
-        raise Refused(
-            "Structured outputs requires a tokenizer so it can't be used with 'skip_tokenizer_init'",
-            "structured_outputs",
-        )
-    for name in ("stop", "bad_words"):
-        if getattr(params, name):
-            raise Refused(f"{name} requires a tokenizer so it can't be used with 'skip_tokenizer_init'.", name)
 
 
 def masked_ids(params: SamplingParams, eos: Iterable[int]) -> bytes:

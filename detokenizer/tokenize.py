@@ -8,13 +8,14 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from ..proto.checks import check_params, check_prompt, check_text, tokens_kept
 from ..proto.codec import BadFrame, from_i32
 from ..proto.hashing import hash_blocks
 from ..proto.messages import Child, Finish, Tokenize
 from ..proto.model_config import ModelConfig
-from ..proto.params import SamplingParams
+from ..proto.params import ParamError, SamplingParams
 from .beams import BeamTexts
-from .checks import bad_word_ids, check_params, check_text, masked_ids
+from .checks import bad_word_ids, masked_ids
 from .detokenize import Stream, Streams
 from .errors import Refused
 from .logprobs import TokenTexts
@@ -67,14 +68,17 @@ class Preparer:
         ``prompt`` of the result is the text given or rendered; with ``echo`` it is the text of the ids that are run,
         where truncation left only some. Raises Refused with the field at fault.
         """
+        try:
+            return self._prepare(message, block_size, max_model_len)
+        except ParamError as error:
+            raise Refused(str(error), error.param) from error
+
+    def _prepare(self, message: Tokenize, block_size: int, max_model_len: int) -> Prepared:
         params = message.params
         check_params(params, self.model, max_model_len, self.max_logprobs)
-        check_text(params, self.tokenizer)
-        keep = params.truncate_prompt_tokens
-        if keep == -1:  # what the context holds beside the least output
-            keep = max(1, max_model_len - max(1, params.min_tokens))
-        prompt, ids, cut = self._ids(message, max_model_len, keep)
-        self._check(ids, max_model_len)
+        check_text(params, self.tokenizer is not None)
+        prompt, ids, cut = self._ids(message, max_model_len, tokens_kept(params, max_model_len))
+        check_prompt(ids, self.model, max_model_len)
         if message.echo and (prompt is None or cut) and self.tokenizer is not None:
             prompt = self.tokenizer.decode(ids, params.skip_special_tokens)
         self._resolve(params, max_model_len - len(ids))
@@ -94,7 +98,10 @@ class Preparer:
         return prepared
 
     def _resolve(self, params: SamplingParams, room: int) -> None:
-        """``max_tokens`` as a number that fits; the model's further EOS ids among the stop ids."""
+        """``max_tokens`` and logprobs as numbers that fit; the model's further EOS ids among the stop ids."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(params, name)) is not None:
+                setattr(params, name, self.model.vocab_size if asked == -1 else min(asked, self.model.vocab_size))
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > params.max_tokens:
             raise Refused(
@@ -150,23 +157,6 @@ class Preparer:
                 "input_text",
             )
         return text
-
-    def _check(self, ids: list[int], max_model_len: int) -> None:
-        if not ids:
-            raise Refused("prompt must not be empty: it encodes to no tokens.", "prompt")
-        if len(ids) >= max_model_len:
-            room = "exceeds this limit even without any" if len(ids) > max_model_len else "leaves no room for"
-            raise Refused(
-                f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
-                f"{len(ids)} input tokens, which {room} output tokens. Please reduce the length of the input prompt.",
-                "input_tokens",
-            )
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self.model.vocab_size:
-            raise Refused(
-                f"Token id {low if low < 0 else high} is out of vocabulary (0 to {self.model.vocab_size - 1}).",
-                "prompt",
-            )
 
     # -- children
 

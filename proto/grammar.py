@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 
@@ -142,7 +142,7 @@ def _narrow(schema: dict[str, Any], out: dict[str, Any]) -> None:
             out[exclusive] = limit + least
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from quire.detokenizer.checks import MAX_BAD_CHARACTERS, bad_word_ids
+from quire.detokenizer.checks import bad_word_ids
 from quire.detokenizer.errors import Refused
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import TextTokenizer, load_tokenizer
+from quire.proto.checks import MAX_BAD_CHARACTERS
 from quire.proto.codec import from_i32, i32
 from quire.proto.messages import Finish, Resume, Tokenize
 from quire.proto.model_config import ModelConfig
