@@ -94,6 +94,19 @@ class EngineArgs:
     max_num_queued_reqs: int = _flag(2048, ("scheduler", "frontend"), "requests that may wait; more get 429")
     max_num_queued_tokens: int | None = _flag(None, _CORE, "prompt tokens that may wait; more get 429")
 
+    max_requests_per_key: int | None = _flag(
+        None, _CORE, "requests of one API key that may be open at once; more get 429"
+    )
+    queue_timeout: float | None = _flag(None, _CORE, "seconds a request may wait for its first step; then it gets 503")
+
+    # When something fails or leaves; seconds
+    worker_timeout: float = _flag(15.0, _CORE, "a worker that has not been heard of for so long is taken for hung")
+    step_timeout: float = _flag(300.0, _CORE, "a step that has not ended in so long is taken for hung")
+    drain_timeout: float = _flag(
+        30.0, ("scheduler", "gpu_worker"), "what a worker that leaves may finish; the rest goes to other workers"
+    )
+    shutdown_timeout: float = _flag(30.0, _HTTP, "what requests that are open when the server ends may take")
+
     # HTTP
     host: str = _flag("0.0.0.0", _HTTP, "address to listen on")
     port: int = _flag(8000, _HTTP, "port to listen on; 0 takes a free one")
@@ -125,10 +138,14 @@ class EngineArgs:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("max_model_len", "num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
-                     "kv_cache_memory_bytes"):  # fmt: skip
+                     "kv_cache_memory_bytes", "max_requests_per_key"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}.")
+        for name in ("worker_timeout", "step_timeout", "drain_timeout", "shutdown_timeout", "queue_timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"{name} must be a number of seconds of at least 0, got {value}.")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs must be at least -1 (no limit), got {self.max_logprobs}.")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -18,7 +18,7 @@ import msgspec
 
 from .params import SamplingParams
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 
@@ -261,7 +261,7 @@ class Gone(Message):
 class Hello(Message):
     """Any process -> scheduler, first on a connection. ``endpoint`` is where this process listens, if it does."""
 
-    kind: str  # "frontend", "detokenizer", "gpu_worker"
+    kind: str  # "frontend", "detokenizer", "gpu_worker"; "operator" asks and tells about workers, and is not announced
     incarnation: str
     protocol: int
     pid: int
@@ -303,9 +303,43 @@ class Bye(Message):
 
 
 class Drain(Message):
-    """scheduler -> worker: finish what is planned, then Bye."""
+    """worker -> scheduler: I must leave; take nothing new to me, and let me know when I am free.
+
+    scheduler -> worker: you are free: finish what is planned, then Bye.
+    """
 
     reason: str = ""
+
+
+class Manage(Message):
+    """operator -> scheduler. ``action`` is "list", "drain" or "remove" (drain with no patience)."""
+
+    token: int
+    action: str
+    worker: str = ""  # its incarnation, a unique beginning of it, or its replica's number
+    timeout: float = -1.0  # seconds that a drain may take; negative: --drain-timeout
+
+
+class WorkerInfo(msgspec.Struct, array_like=True, gc=False):
+    """One worker as the scheduler sees it. ``state``: loading, configuring, ready, draining."""
+
+    worker: str
+    replica: int
+    state: str
+    device: str
+    pid: int
+    running: int
+    blocks: int
+    blocks_used: int
+    last_step: int
+
+
+class Managed(Message):
+    """scheduler -> operator, answering Manage: every worker after it, and what was wrong with it ("" for nothing)."""
+
+    token: int
+    workers: list[WorkerInfo]
+    error: str = ""
 
 
 class GetStats(Message):
@@ -478,13 +512,13 @@ ToDetokenizer = Tokenize | Abort | Open | Beat | Bye
 FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Failed | Gone | Beat | Bye
 """detokenizer -> Engine."""
 
-ToSchedulerFront = Hello | Submit | Abort | Stopped | BeamStopped | Open | GetStats | Beat | Bye
-"""detokenizer, Engine -> the scheduler's front socket."""
+ToSchedulerFront = Hello | Submit | Abort | Stopped | BeamStopped | Open | GetStats | Manage | Beat | Bye
+"""detokenizer, Engine, operator -> the scheduler's front socket."""
 
-FromSchedulerFront = Peers | TokenBatch | PromptLogprobs | BeamTokens | Failed | Gone | Stats | Beat | Bye
-"""the scheduler's front socket -> detokenizer, Engine."""
+FromSchedulerFront = Peers | TokenBatch | PromptLogprobs | BeamTokens | Failed | Gone | Stats | Managed | Beat | Bye
+"""the scheduler's front socket -> detokenizer, Engine, operator."""
 
-ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Beat | Bye
+ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Drain | Beat | Bye
 """worker -> the scheduler's worker socket."""
 
 FromSchedulerWorkers = Assign | Configure | StepPlan | Drain | Beat | Bye
