@@ -149,6 +149,13 @@ class Scheduler:
                     raise
                 break
 
+    def drop_unanswered(self, owner: str) -> None:
+        """The connection to ``owner`` broke, and with it perhaps an answer that a beam search waits for: should
+        ``owner`` come back, it is told Gone."""
+        for request in self.owned_by(owner):
+            if any(isinstance(seq, BeamGroup) and seq.asked for seq in request.live):
+                self.drop(request)
+
     def open(self, owner: str, message: Open) -> None:
         """Answer Gone for what this detokenizer believes in and we lack; drop what it no longer believes in."""
         uids, attempts = from_i64(message.uids), from_i32(message.attempts)

@@ -145,6 +145,7 @@ class Membership:
         if known is not None and known.lost_at is None:
             log.info("%s %s is gone", known.hello.kind, peer)
             known.lost_at = self.core.clock()
+            self.core.drop_unanswered(peer)
             self.announce()
 
     def undelivered(self, peer: str, message: Any) -> None:

@@ -7,24 +7,29 @@ from typing import Any
 
 import pytest
 
-from quire.proto.codec import BadFrame, Decoder, encode, i32, i64
+from quire.proto.codec import BadFrame, Decoder, encode, f32, from_i32, i32, i64
 from quire.proto.config import EngineArgs
 from quire.proto.messages import (
     PROTOCOL,
     Abort,
     Assign,
+    BeamStopped,
+    BeamTokens,
     Beat,
     Bye,
     Child,
     Configure,
     Drain,
+    Failed,
     GetStats,
     Gone,
     Hello,
     Lease,
     Loaded,
+    Logprobs,
     Open,
     Peers,
+    PromptLogprobs,
     Ready,
     Stats,
     StepFailed,
@@ -370,3 +375,54 @@ def test_sound_messages_with_mad_values_break_nothing(house: House) -> None:
         house.core.check_integrity()
     assert house.core.bad_messages > 100
     assert house.core.steps > 0
+
+
+def search(house: House, uid: int) -> None:
+    """A beam search with stop strings that has asked its first question."""
+    params = SamplingParams(n=2, use_beam_search=True, temperature=0.0, max_tokens=9, stop=["x"])
+    house.members.on_front("d1", Submit(uid, 1, i32([1, 2, 3]), b"", params, [], 1, float(uid)))
+    (plan,) = house.plans("w1")
+    record = Logprobs(i32([7, 7, 8, 9, 10]), f32([-1, -1, -2, -3, -4]), i32([1]))
+    house.members.on_worker("w1", StepResult(plan.lease, plan.step, i32([7]), b"", i32([0]), [record]))
+
+
+def test_a_beam_search_asks_and_is_answered(house: House) -> None:
+    house.hello("d1")
+    house.worker("w1")
+    search(house, 5)
+    (question,) = house.told("d1", BeamTokens)
+    assert (question.uid, question.step, question.tokens) == (5, 1, i32([7, 8, 9, 10]))
+    assert house.plans("w1") == []
+    house.members.on_front("d1", BeamStopped(5, 1, 1, i32([1])))
+    (plan,) = house.plans("w1")
+    assert from_i32(plan.append_tokens) == [7, 9]
+    house.members.on_front("d1", BeamStopped(5, 1, 1, i32([77])))  # nobody asked: not even looked at
+    assert 5 in house.core.requests
+
+
+def test_a_wrong_answer_is_counted_and_fails_the_search(house: House) -> None:
+    house.hello("d1")
+    house.worker("w1")
+    search(house, 5)
+    house.members.on_front("d1", BeamStopped(5, 1, 1, i32([9])))
+    assert [message.status for message in house.told("d1", Failed)] == [500]
+    assert house.core.bad_messages == 1
+    assert not house.core.requests
+
+
+def test_a_question_or_answer_lost_on_its_way_drops_the_search(house: House) -> None:
+    house.hello("d1")
+    house.worker("w1")
+    search(house, 5)
+    (question,) = house.told("d1", BeamTokens)
+    house.submit("d1", 4)
+    house.members.front_gone("d1")
+    assert list(house.core.requests) == [4]
+    house.hello("d1")
+    house.members.on_front("d1", Open(i64([4, 5]), i32([1, 1])))
+    assert house.told("d1", Gone) == [Gone(i64([5]), i32([1]))]
+    house.members.undelivered("d1", PromptLogprobs(4, 1, 1, Logprobs(b"", b"", b"")))
+    house.hello("d1")
+    search(house, 5)
+    house.members.undelivered("d1", question)
+    assert not house.core.requests
