@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from pathlib import Path
 
 import pytest
 
 from quire.scheduler.block_pool import BlockPool, PoolError
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def hashes(count: int) -> list[bytes]:
@@ -127,3 +131,18 @@ def test_against_a_model() -> None:
             pool.release_table(tables.pop(rng.randrange(len(tables))))
         pool.check_integrity(tables)
         assert pool.used == len({block for table in tables for block in table})
+
+
+def test_what_sharing_saves_is_measured_with_the_real_pool() -> None:
+    """A short run of bench/memory_sharing.py: the numbers are those of the long one, within its noise."""
+    spec = importlib.util.spec_from_file_location("memory_sharing", ROOT / "bench" / "memory_sharing.py")
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    saved = {n: bench.paged("Alpaca", n, False, 0.7, 300)["saved"] for n in (1, 2, 6)}
+    assert saved[1] == 0
+    assert 4 < saved[2] < saved[6] < 17
+    assert 50 < bench.paged("Alpaca", 4, True, 0.7, 60)["saved"] < 75
+    assert 90 < bench.paged("ShareGPT", 1, False, 0.7, 600)["share"] < 99
+    assert bench.reserved("ShareGPT", "max", 0.7, 3000) < 25
