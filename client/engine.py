@@ -27,7 +27,7 @@ from ..proto.process import new_incarnation, resident_bytes
 from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
 from .best import to_wire
 from .logprobs import by_row, unpack
-from .sendable import bad_field, priority_of
+from .sendable import bad_field, priority_of, size_of
 from .stream import OpenRequest, Prompt, RequestError, RequestStream, StreamEvent, pack_ids
 
 __all__ = ["Engine", "Prompt", "RequestError", "RequestStream", "StreamEvent"]
@@ -38,21 +38,30 @@ BEAT_S = 1.0
 OPEN_EVERY = 2
 """Beats between two Opens."""
 SILENCE_S = 10.0
-"""A scheduler not heard for so long is not counted as ready."""
+"""A peer not heard for so long, though it beats each second, is hung. A detokenizer's requests are sent again, to
+another or to itself once it is heard; a scheduler is waited for, and new requests are refused meanwhile."""
+JUMP_S = 2.0
+"""Where a beat comes so much too late it was this process that stood still: its peers get the time it missed."""
 NO_DETOKENIZER_S = 10.0
 """How long a new request waits for a detokenizer before it is refused with 503."""
 NO_DETOKENIZER_RESUMED_S = 120.0
-"""How long one that has been accepted once waits for another: processes are being restarted."""
+"""How long one that has been sent once waits for another: processes are being restarted."""
 ACCEPT_S = 15.0
 """A request not accepted within this time goes to another detokenizer, if there is one."""
+MAX_UNACCEPTED, MAX_UNACCEPTED_BYTES = 8192, 256 * 2**20
+"""Requests, and roughly their bytes, that may be on their way into the scheduler's queue; a new one gets 429."""
 
 
 class _Link:
-    """The connection to one detokenizer. ``listed`` is the scheduler epoch that last named it."""
+    """The connection to one detokenizer. ``listed`` is the scheduler epoch that last named it.
 
-    def __init__(self, incarnation: str, wire: Dealer, listed: int):
-        self.incarnation, self.wire, self.listed = incarnation, wire, listed
+    It takes requests once it is ``ready``: connected, and, where the one before it fell ``silent``, heard.
+    """
+
+    def __init__(self, incarnation: str, wire: Dealer, listed: int, silent: bool):
+        self.incarnation, self.wire, self.listed, self.silent = incarnation, wire, listed, silent
         self.ready = False
+        self.heard = 0.0
         self.open: dict[int, OpenRequest] = {}
 
 
@@ -73,6 +82,8 @@ class Engine:
         self._fatal: str | None = None
         self._open: dict[int, OpenRequest] = {}
         self._waiting: dict[int, OpenRequest] = {}  # of these, those with no detokenizer
+        self._unaccepted: dict[int, int] = {}  # of these, those whose prompt's ids are not known yet: bytes
+        self._unaccepted_bytes = 0
         self._changed = asyncio.Event()
         self._asked: dict[int, asyncio.Future[m.Stats]] = {}
         self._asked_count = 0
@@ -196,11 +207,22 @@ class Engine:
         )  # fmt: skip
         if (bad := bad_field(message)) is not None:
             raise RequestError(400, f"{bad[0]} cannot be sent: {bad[1]}.", bad[0])
+        self._admit(message)
         message.params = to_wire(params)
         request = OpenRequest(message, params)
         self._place(request)
         self._open[request.uid] = request
         return RequestStream(request, self._abandon, self._abort)
+
+    def _admit(self, message: m.Tokenize) -> None:
+        """Count what is on its way in. Raises RequestError 429 where it is too much."""
+        size = size_of(message)
+        count, size_before = len(self._unaccepted), self._unaccepted_bytes
+        if count >= MAX_UNACCEPTED or (count and size_before + size > MAX_UNACCEPTED_BYTES):
+            text = f"{count} requests ({size_before} bytes) wait to be tokenized; try again in a moment."
+            raise RequestError(429, text, retry_after=1.0)
+        self._unaccepted[message.uid] = size
+        self._unaccepted_bytes += size
 
     def fail_all(self, error: RequestError) -> None:
         """End every open request with ``error``."""
@@ -234,6 +256,7 @@ class Engine:
         """Forget a request; ``tell`` its detokenizer unless that knows."""
         self._open.pop(request.uid, None)
         self._waiting.pop(request.uid, None)
+        self._unaccepted_bytes -= self._unaccepted.pop(request.uid, 0)
         if request.link is not None:
             request.link.open.pop(request.uid, None)
             if tell and not request.done:
@@ -314,7 +337,7 @@ class Engine:
 
     # ------------------------------------------------------------ detokenizers
 
-    def _connect(self, peer: m.Peer) -> None:
+    def _connect(self, peer: m.Peer, silent: bool = False) -> None:
         self._link_count += 1  # a fresh identity: the old one's ROUTER may not have noticed yet that it is gone
         identity = f"{self.incarnation}.{self._link_count}"
         try:
@@ -322,7 +345,7 @@ class Engine:
         except zmq.ZMQError as error:
             log.warning("cannot connect to detokenizer %s at %r: %s", peer.incarnation, peer.endpoint, error)
             return
-        link = self._links[peer.incarnation] = _Link(peer.incarnation, wire, self._epoch)
+        link = self._links[peer.incarnation] = _Link(peer.incarnation, wire, self._epoch, silent)
         link.wire.attach(
             self._guard(lambda message: self._on_detokenizer(link, message)),
             lambda event: self._on_link_event(link, event),
@@ -332,15 +355,23 @@ class Engine:
         if self._links.get(link.incarnation) is not link:
             return
         if event == CONNECTED:
-            link.ready = True
-            for request in list(self._waiting.values()):
-                self._place(request)
-            self._changed.set()
+            link.wire.send(m.Beat())  # so that it beats to this process
+            if not link.silent:
+                self._use(link)
         elif link.ready:
             self._lose(link)
 
-    def _lose(self, link: _Link, left: bool = False) -> None:
-        """A detokenizer is gone, or only its connection: what it held goes elsewhere, or back under a new identity."""
+    def _use(self, link: _Link) -> None:
+        """It takes requests from now on."""
+        link.ready, link.heard = True, time.monotonic()
+        for request in list(self._waiting.values()):
+            self._place(request)
+        self._changed.set()
+
+    def _lose(self, link: _Link, left: bool = False, silent: bool = False) -> None:
+        """A detokenizer is gone or hung, or its connection is: what it held goes elsewhere, or back under a new
+        identity, so that nothing it may still say or hear about the attempts before is taken for the present ones.
+        """
         del self._links[link.incarnation]
         self._changed.set()
         link.wire.close()
@@ -354,9 +385,12 @@ class Engine:
             self._resubmit(request, counts=request.started or request.accepted is None)
         for peer in self._peers.peers if self._peers is not None else []:
             if peer.incarnation == link.incarnation and not left:
-                self._connect(peer)
+                self._connect(peer, silent)
 
     def _on_detokenizer(self, link: _Link, message: Any) -> None:
+        link.heard = time.monotonic()
+        if not link.ready:
+            self._use(link)
         if isinstance(message, m.TextBatch):
             self._on_text(message)
         elif isinstance(message, m.PromptLogprobs):
@@ -365,6 +399,7 @@ class Engine:
                 self._broken(request)
         elif isinstance(message, m.Accepted):
             if (request := self._current(message)) is not None:
+                self._unaccepted_bytes -= self._unaccepted.pop(message.uid, 0)
                 request.accept(message)
         elif isinstance(message, m.Failed):
             if (request := self._current(message)) is not None:
@@ -426,25 +461,41 @@ class Engine:
     # ------------------------------------------------------------ time
 
     async def _tick(self) -> None:
-        beats = 0
+        beats, before = 0, time.monotonic()
         while True:
             await asyncio.sleep(BEAT_S)
+            now = time.monotonic()
+            late, before = now - before - BEAT_S, now
+            if late > JUMP_S:
+                self._forgive(now, late)
             beats += 1
             if self._scheduler is not None and self._peers is not None:
                 self._scheduler.send(m.Beat(memory=resident_bytes(), bad_frames=self.bad_frames))
-            for link in self._links.values():
-                if link.ready:
+            for link in list(self._links.values()):
+                if link.ready and now - link.heard > SILENCE_S:
+                    log.warning("detokenizer %s has been silent for %g s", link.incarnation, SILENCE_S)
+                    self._lose(link, silent=True)
+                elif link.ready:
                     link.wire.send(m.Beat())
                     if beats % OPEN_EVERY == 0:
                         attempts = i32(request.attempt for request in link.open.values())
                         link.wire.send(m.Open(uids=i64(link.open), attempts=attempts))
-            self._check_waiting()
+            self._check_waiting(now)
 
-    def _check_waiting(self) -> None:
+    def _forgive(self, now: float, late: float) -> None:
+        """This process stood still: nobody else is late."""
+        log.warning("this process stood still for %.1f s", late)
+        if self._heard:
+            self._heard = now
+        for link in self._links.values():
+            link.heard = now
+        for request in self._open.values():
+            request.since += late
+
+    def _check_waiting(self, now: float) -> None:
         """Refuse what has waited too long for a detokenizer; move what its detokenizer does not accept."""
-        now = time.monotonic()
         for request in list(self._waiting.values()):
-            limit = NO_DETOKENIZER_RESUMED_S if request.accepted else NO_DETOKENIZER_S
+            limit = NO_DETOKENIZER_RESUMED_S if request.attempt else NO_DETOKENIZER_S
             if now - request.since > limit:
                 message = f"no detokenizer could be reached for {limit:g} s; try again."
                 self._finish(request, RequestError(503, message, retry_after=limit))

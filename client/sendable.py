@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from ..proto.codec import Decoder, encode
+from ..proto.messages import Tokenize
 
 _decoder: Any = cache(Decoder)
 _hints: Any = cache(get_type_hints)
@@ -52,3 +53,9 @@ def priority_of(value: Any) -> int:
     if not -(2**31) <= number < 2**31:
         raise ValueError(f"priority must be a 32-bit integer, got {value!r}.")
     return number
+
+
+def size_of(message: Tokenize) -> int:
+    """Roughly the bytes that a request holds while it waits to be tokenized."""
+    chat = sum(len(v) if isinstance(v, (str, list)) else 64 for each in message.messages or () for v in each.values())
+    return 512 + len(message.prompt or "") + len(message.ids or b"") + chat

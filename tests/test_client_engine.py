@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import tempfile
+import time
 
 import pytest
 
@@ -585,3 +586,91 @@ async def test_waiting_for_others_in_place_of_those_that_were(net, _):
     left.close()
     await waiting
     assert net.engine.ready and net.engine.detokenizers == {net.detokenizer.incarnation}
+
+
+async def beating(detokenizers):
+    """Beat for them, as the real ones do to every Engine they know."""
+    while True:
+        for each in detokenizers:
+            if each.peer is not None:
+                each.router.send(each.peer, m.Beat())
+        await asyncio.sleep(0.02)
+
+
+@scenario(count=2)
+async def test_a_silent_detokenizer_hands_over_what_it_held(net, monkeypatch):
+    monkeypatch.setattr(engine_module, "SILENCE_S", 0.5)
+    alive = list(net.scheduler.detokenizers)
+    task = asyncio.create_task(beating(alive))
+    stream = net.engine.submit(prompt="hi")
+    await until(lambda: any(isinstance(x, m.Tokenize) for d in alive for x in d.got))
+    hung, other = sorted(alive, key=lambda d: not any(isinstance(x, m.Tokenize) for x in d.got))
+    sent, peer = await hung.next(m.Tokenize), hung.peer
+    hung.accept(sent)
+    hung.text(sent, 0, [1], "a")
+    await until(lambda: stream.children[0].tokens)
+    alive.remove(hung)
+    again = await other.next(m.Tokenize)
+    assert (again.attempt, again.losses, from_i32(again.resume[0].ids)) == (1, 1, [1])
+    hung.router.send(peer, m.Failed(sent.uid, sent.attempt, 500, "late"))  # to an identity that is gone
+    other.text(again, 1, [2], "b", m.Finish.STOP)
+    assert (await drain(stream))[0] == "ab"
+    assert hung.peer != peer and not net.engine._links[hung.incarnation].ready  # connected, and not heard yet
+    alive.append(hung)
+    await until(lambda: net.engine._links[hung.incarnation].ready)
+    task.cancel()
+
+
+@scenario()
+async def test_what_the_only_detokenizer_held_waits_for_its_return(net, monkeypatch):
+    monkeypatch.setattr(engine_module, "SILENCE_S", 0.3)
+    monkeypatch.setattr(engine_module, "NO_DETOKENIZER_S", 0.3)
+    taken = net.engine.submit(prompt="never accepted")
+    sent = await net.detokenizer.next(m.Tokenize)
+    await until(lambda: not net.engine.ready)
+    with pytest.raises(RequestError, match="no detokenizer"):  # a new one does not wait as long
+        await drain(net.engine.submit(prompt="new"))
+    assert not taken.done
+    task = asyncio.create_task(beating([net.detokenizer]))
+    again = await net.detokenizer.next(m.Tokenize)
+    assert (again.uid, again.attempt) == (sent.uid, 1)
+    net.detokenizer.accept(again)
+    net.detokenizer.text(again, 0, [1], "a", m.Finish.STOP)
+    assert (await drain(taken))[0] == "a"
+    task.cancel()
+
+
+@scenario()
+async def test_who_stood_still_takes_nobody_for_silent(net, monkeypatch):
+    monkeypatch.setattr(engine_module, "SILENCE_S", 0.5)
+    monkeypatch.setattr(engine_module, "JUMP_S", 0.2)
+    task = asyncio.create_task(beating([net.detokenizer]))
+    stream = net.engine.submit(prompt="hi")
+    sent = await net.detokenizer.next(m.Tokenize)
+    await asyncio.sleep(0.1)
+    time.sleep(1.0)  # noqa: ASYNC251 - the whole process: what came meanwhile has not been read when the next beat is due
+    await asyncio.sleep(0.1)
+    net.detokenizer.accept(sent)
+    net.detokenizer.text(sent, 0, [1], "a", m.Finish.STOP)
+    assert (await drain(stream))[0] == "a" and stream._request.attempt == 0
+    task.cancel()
+
+
+@scenario()
+async def test_what_waits_to_be_tokenized_is_bounded(net, monkeypatch):
+    monkeypatch.setattr(engine_module, "MAX_UNACCEPTED", 2)
+    streams = [net.engine.submit(prompt="a") for _ in range(2)]
+    with pytest.raises(RequestError, match="2 requests") as caught:
+        net.engine.submit(prompt="b")
+    assert caught.value.status == 429 and caught.value.retry_after == 1.0
+    net.detokenizer.accept(await net.detokenizer.next(m.Tokenize))
+    await streams[0].wait_accepted()
+    last = net.engine.submit(prompt="c")
+    for stream in (*streams, last):
+        stream.abort()
+    assert net.engine._unaccepted_bytes == 0
+    monkeypatch.setattr(engine_module, "MAX_UNACCEPTED_BYTES", 2000)
+    big = net.engine.submit(prompt="x" * 5000)  # alone, it may
+    with pytest.raises(RequestError, match="5512 bytes"):
+        net.engine.submit(prompt="b")
+    big.abort()
