@@ -3,6 +3,9 @@
 A request lives here from its Tokenize to the end of its last child: encoded in a thread, its grammar (if it has one)
 checked (`gate.py`), submitted, its tokens turned into text (`step.py`). Four things end it early: its Engine aborts
 it, its Engine is lost, the scheduler fails it, or the scheduler does not know it (Gone, which its Engine is told).
+
+An Engine is lost when its connection breaks, or when it reads nothing: one that has not beaten for a while is let go,
+so what it leaves unread is bounded by what is generated for it in that time. A silent scheduler is waited for.
 """
 
 from __future__ import annotations
@@ -54,6 +57,10 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 OPEN_S = 2.0
+SILENCE_S = 20.0
+"""An Engine not heard for so long, though it beats each second, is hung; on its return it submits again."""
+JUMP_S = 2.0
+"""Where a beat comes so much too late it was this process that stood still: Engines get the time it missed."""
 MAX_QUEUED = 8192
 MAX_QUEUED_BYTES = 256 * 2**20
 THREADS = 2
@@ -79,7 +86,8 @@ class Detokenizer:
         self.preparer = preparer
         self.incarnation = incarnation
         self.requests: dict[int, Request] = {}
-        self.engines: set[str] = set()
+        self.engines: dict[str, float] = {}  # when each was last heard
+        self._beaten = time.monotonic()
         self.bad_frames = 0  # well-formed messages with columns that make no sense; sockets count the rest
         self.epoch = -1
         self.block_size = 0
@@ -143,6 +151,13 @@ class Detokenizer:
         bad = self.router.bad_frames + self.dealer.bad_frames + self.bad_frames
         if self._online:  # a socket keeps what it cannot send; old beats are of no use to anyone
             self.dealer.send(Beat(memory=resident_bytes(), bad_frames=bad))
+        now = time.monotonic()
+        if now - self._beaten > BEAT_S + JUMP_S:
+            log.warning("this process stood still for %.1f s", now - self._beaten - BEAT_S)
+            self.engines = dict.fromkeys(self.engines, now)
+        self._beaten = now
+        for engine in [engine for engine, heard in self.engines.items() if now - heard > SILENCE_S]:
+            self._lose_engine(engine, f"has been silent for {SILENCE_S:g} s")
         self._find_lost_engines()
 
     def _open(self) -> None:
@@ -154,12 +169,12 @@ class Detokenizer:
         for engine in [e for e in self.engines if not self.router.send(e, Beat())]:
             self._lose_engine(engine)
 
-    def _lose_engine(self, engine: str) -> None:
-        self.engines.discard(engine)
+    def _lose_engine(self, engine: str, why: str = "is gone") -> None:
+        self.engines.pop(engine, None)
         lost = [r for r in self.requests.values() if r.peer == engine]
         for request in lost:
             self._drop(request)
-        log.info("%s is gone; dropped %d of its requests", engine, len(lost))
+        log.info("%s %s; dropped %d of its requests", engine, why, len(lost))
 
     def _router_event(self, event: str) -> None:
         if event == DISCONNECTED:  # someone went; sending tells who
@@ -196,7 +211,7 @@ class Detokenizer:
             if isinstance(message, Bye):
                 self._lose_engine(peer)
                 return
-            self.engines.add(peer)
+            self.engines[peer] = time.monotonic()
             if isinstance(message, Tokenize):
                 self._tokenize(peer, message)
             elif isinstance(message, Abort):

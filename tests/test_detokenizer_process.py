@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -499,6 +500,41 @@ def test_a_full_queue_refuses_new_requests_only(tmp_path: Path, monkeypatch: pyt
             if not process.queued:
                 break
         assert process.queued_bytes == 0 and sum(isinstance(x, m.Accepted) for x in sent) == 3
+        process.stop()
+        await process.run()
+
+    asyncio.run(drive())
+
+
+def test_a_silent_engine_is_let_go_and_time_that_stood_still_is_not_held_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preparer = Preparer(TOKENIZER, load_model_config(MODEL))
+    clock = [100.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def drive() -> None:
+        process = loop.Detokenizer(preparer, f"ipc://{tmp_path}", "detokenizer-x", f"ipc://{tmp_path}/d")
+        monkeypatch.setattr(process.router, "send", lambda peer, message: True)
+
+        def beats(seconds: int, *alive: str) -> None:
+            for _ in range(seconds):
+                clock[0] += loop.BEAT_S
+                for engine in alive:
+                    process._from_engine(engine, m.Beat())
+                process._beat()
+
+        for uid, engine in enumerate(("frontend-0", "frontend-1")):
+            message = m.Tokenize(uid=uid, attempt=0, params=SamplingParams(), seed=0, arrival=0.0, prompt="a")
+            process._from_engine(engine, message)
+        beats(15, "frontend-0")
+        clock[0] += 100  # this process was stopped
+        beats(15, "frontend-0")
+        assert sorted(process.requests) == [0, 1]
+        beats(7, "frontend-0")
+        assert sorted(process.requests) == [0] and list(process.engines) == ["frontend-0"]
+        process._from_engine("frontend-1", m.Beat())  # it is back: what it lists it is told to submit again
+        assert sorted(process.engines) == ["frontend-0", "frontend-1"]
         process.stop()
         await process.run()
 
