@@ -1,0 +1,84 @@
+"""Exit code 0 where the process in this container is well; else 1 and one line that says why.
+
+    healthcheck.py http [/health/ready]   the frontend answers 200
+    healthcheck.py scheduler              the scheduler's loop answers a message
+    healthcheck.py link 5600              this machine has a connection to the scheduler's port
+
+The last asks nothing of the process itself: a worker or detokenizer that hangs is found by its scheduler or by the
+frontends, which know what it owes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+TIMEOUT_S = 4.0
+ESTABLISHED = "01"
+
+
+class Unwell(Exception):
+    """Why, in one line."""
+
+
+def http(path: str = "/health/ready", port: int = 8000) -> None:
+    """The frontend on this machine answers 200 to GET ``path``."""
+    from http.client import HTTPConnection
+
+    connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise Unwell(f"{path} answered {answer.status}: {answer.read(500).decode('utf-8', 'replace')}")
+
+
+def scheduler(address: str = "tcp://127.0.0.1:5600") -> None:
+    """The scheduler's loop answers: a stranger's empty list of open requests comes back as an empty list of gone ones.
+
+    That also shows that the key file is the one it was started with.
+    """
+    from quire.proto.messages import FromSchedulerFront, Gone, Open
+    from quire.proto.process import new_incarnation
+    from quire.proto.sockets import Dealer, front_endpoint, load_keys
+
+    keys = load_keys(os.environ.get("QUIRE_KEYS"))
+    dealer: Dealer = Dealer(FromSchedulerFront, front_endpoint(address), new_incarnation("health"), keys)
+    dealer.send(Open(b"", b""))
+    if not dealer.socket.poll(int(TIMEOUT_S * 1000)):
+        raise Unwell(f"the scheduler did not answer within {TIMEOUT_S:g} s")
+    answer = dealer.recv()
+    dealer.close()
+    if not isinstance(answer, Gone):
+        raise Unwell(f"the scheduler answered {answer!r}")
+
+
+def link(port: str) -> None:
+    """A connection from here to ``port`` is established (by the kernel's table, so nothing is sent)."""
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        if table.exists() and connected(table.read_text(), int(port)):
+            return
+    raise Unwell(f"not connected to the scheduler's port {port}")
+
+
+def connected(table: str, port: int) -> bool:
+    """Whether /proc/net/tcp's text lists an established connection to remote ``port``."""
+    for line in table.splitlines()[1:]:
+        _, _, remote, state, *_ = line.split()
+        if state == ESTABLISHED and int(remote.rpartition(":")[2], 16) == port:
+            return True
+    return False
+
+
+def main(argv: list[str]) -> int:
+    checks = {"http": http, "scheduler": scheduler, "link": link}
+    try:
+        checks[argv[0]](*argv[1:])
+    except (Unwell, OSError) as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
