@@ -19,7 +19,8 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..proto.codec import BadFrame, from_f32, from_i32, i8, i32, i64
@@ -169,7 +170,8 @@ def advance(core: Scheduler, group: BeamGroup, scores: list[Scores]) -> None:
         group.beams = [Beam(None, 0.0, 0, group.blocks, group.row)]
         group.blocks = []
     group.scores = scores
-    group.candidates = heapq.nsmallest(2 * group.width, _children(group))
+    streams = map(_children, group.beams, range(len(scores)), scores)
+    group.candidates = list(islice(heapq.merge(*streams), 2 * group.width))
     group.step += 1
     if request.params.stop and group.candidates:
         group.asked += 1
@@ -180,11 +182,16 @@ def advance(core: Scheduler, group: BeamGroup, scores: list[Scores]) -> None:
         settle(core, group, ())
 
 
-def _children(group: BeamGroup) -> Iterator[Candidate]:
-    for parent, (beam, scores) in enumerate(zip(group.beams, group.scores, strict=True)):
-        for place, (token, value) in enumerate(zip(scores.ids, scores.values, strict=True)):
-            if value > -math.inf:
-                yield Candidate(-(beam.cumulative + value), parent, token, place)
+def _children(beam: Beam, parent: int, scores: Scores) -> Iterator[Candidate]:
+    """One beam's children as they rank, made only as far as they are looked at."""
+    ids, values = scores.ids, scores.values
+    order: Iterable[int] = range(len(ids))
+    if len(set(values)) < len(values):
+        order = sorted(order, key=lambda place: (-values[place], ids[place]))
+    for place in order:
+        if values[place] == -math.inf:
+            return
+        yield Candidate(-(beam.cumulative + values[place]), parent, ids[place], place)
 
 
 def _node(group: BeamGroup, candidate: Candidate) -> Node:
