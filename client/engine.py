@@ -84,6 +84,7 @@ class Engine:
         self._waiting: dict[int, OpenRequest] = {}  # of these, those with no detokenizer
         self._unaccepted: dict[int, int] = {}  # of these, those whose prompt's ids are not known yet: bytes
         self._unaccepted_bytes = 0
+        self.tokens_at = 0.0  # when tokens last came, of any request
         self._changed = asyncio.Event()
         self._asked: dict[int, asyncio.Future[m.Stats]] = {}
         self._asked_count = 0
@@ -430,6 +431,8 @@ class Engine:
         counts, tokens = from_i32(batch.counts), from_i32(batch.tokens)
         if sum(counts) != len(tokens) or min(counts, default=0) < 0:
             raise BadFrame(f"counts add up to {sum(counts)} and there are {len(tokens)} tokens")
+        if tokens:
+            self.tokens_at = now
         logprobs = by_row(batch, counts)
         end = 0
         for row, (uid, attempt, index, offset, count, text, finish, reason, length) in enumerate(zip(

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import time
 
 from aiohttp import web
 
@@ -19,6 +20,7 @@ from ..proto.model_config import DEMO_MODEL, load_model_config, resolve_model
 from ..proto.process import die, setup_logging, watch_parent
 from ..proto.sockets import load_keys
 from .app import make_app
+from .auth import keys_of
 from .front import FRONT, Front, Settings
 from .protocol import Runner
 
@@ -28,8 +30,10 @@ API_KEY_ENV = "QUIRE_API_KEY"
 BACKLOG = 2048
 KEEPALIVE_S = 75.0
 """How long a connection may be idle, or take to send its headers."""
-DRAIN_S = 4.0
-"""How long open requests may go on after SIGTERM."""
+NOTICE_S = 0.5
+"""How long /health/ready answers 503 before the port closes, for who asks in time."""
+ABORT_S = 2.0
+"""How long those that are ended then have to be told."""
 
 
 def main() -> None:
@@ -66,9 +70,11 @@ def settings_of(args: EngineArgs) -> Settings:
         defaults["max_tokens"] = min(defaults["max_tokens"], model.max_model_len)
     if defaults:
         log.info("requests start from %s", defaults)
+    api_key = args.api_key or os.environ.get(API_KEY_ENV) or None
+    keys_of(api_key)
     return Settings(
         names=args.served_model_name or [args.model or DEMO_MODEL],
-        api_key=args.api_key or os.environ.get(API_KEY_ENV) or None,
+        api_key=api_key,
         max_request_bytes=args.max_request_bytes,
         max_queued=args.max_num_queued_reqs,
         defaults=defaults,
@@ -116,11 +122,11 @@ def app_runner(app: web.Application) -> web.AppRunner:
 
 
 async def serve(args: EngineArgs, settings: Settings, sock: socket.socket) -> None:
-    """Answer until SIGTERM or SIGINT, then let open requests end."""
-    stop = asyncio.Event()
+    """Answer until SIGTERM or SIGINT, then let open requests end; a second signal ends them."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
     engine = Engine(str(args.scheduler), load_keys(args.keys))
     await engine.start()
     app = make_app(engine, settings)
@@ -134,9 +140,7 @@ async def serve(args: EngineArgs, settings: Settings, sock: socket.socket) -> No
         await stop.wait()
     finally:
         refused.cancel()
-        app[FRONT].draining = True
-        await site.stop()
-        await drain(app[FRONT], runner)
+        await drain(app[FRONT], site, args.shutdown_timeout, hurry)
         await runner.cleanup()
         await engine.close()
     if not refused.cancelled() and refused.done() and (reason := refused.result()):
@@ -154,16 +158,27 @@ async def _watch(engine: Engine, stop: asyncio.Event) -> str | None:
     return None
 
 
-async def drain(front: Front, runner: web.AppRunner) -> None:
-    """Close idle connections, wait for open requests up to DRAIN_S, fail the rest with 503."""
-    if runner.server is not None:
-        runner.server.pre_shutdown()
-    try:
-        await asyncio.wait_for(front.idle(), DRAIN_S)
-    except TimeoutError:
-        log.warning("shutting down with %d requests open", front.active)
-        front.engine.fail_all(RequestError(503, "the server is shutting down.", retry_after=5))
-        await asyncio.sleep(0)  # for what waits on them to hear of it
+async def drain(front: Front, site: web.BaseSite, limit: float, hurry: asyncio.Event) -> None:
+    """Say that nothing new is taken, close the port, wait for open requests up to ``limit``, fail the rest with 503.
+
+    Idle connections stay until the end, so that what is sent on them still gets its 503.
+    """
+    front.draining = True
+    hurried = asyncio.ensure_future(hurry.wait())
+    began = time.monotonic()
+    await asyncio.wait([hurried], timeout=min(NOTICE_S, limit))
+    await site.stop()
+    idle = asyncio.ensure_future(front.idle())
+    left = limit - (time.monotonic() - began)
+    await asyncio.wait([idle, hurried], timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+    if not idle.done():
+        log.warning("ending %d requests that are still open", front.active)
+        why = "it was told to hurry" if hurry.is_set() else f"the {limit:g} s of --shutdown-timeout are over"
+        message = f"the server is shutting down and {why}; send the request again."
+        front.engine.fail_all(RequestError(503, message, retry_after=5))
+        await asyncio.wait([idle], timeout=ABORT_S)
+    for waited in (idle, hurried):
+        waited.cancel()
 
 
 if __name__ == "__main__":

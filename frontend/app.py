@@ -9,31 +9,36 @@ from aiohttp import web
 from .. import __version__
 from ..client.engine import Engine
 from ..client.stream import RequestError
-from .auth import auth_middleware
+from .auth import auth_middleware, keys_of
 from .calls import json_body
 from .chat import chat_completions
 from .completions import completions
 from .errors import ApiError, Handler, errors_middleware
 from .front import FRONT, Front, Settings
+from .health import PROBE, Probe, generate, live, ready
 from .metrics import CONTENT_TYPE
 
 
 def make_app(engine: Engine, settings: Settings) -> web.Application:
     """The application over an engine that somebody else starts and closes."""
     middlewares: list[Any] = [errors_middleware, _track]
-    if settings.api_key:
-        middlewares.append(auth_middleware(settings.api_key))
+    if keys := keys_of(settings.api_key):
+        middlewares.append(auth_middleware(keys))
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_request_bytes)
     app[FRONT] = Front(engine, settings)
+    app[PROBE] = Probe(engine, settings.generate_s)
     app.add_routes(
         [
             web.get("/v1/models", models),
             web.get("/v1/models/{model:.+}", one_model),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
-            web.get("/health", health),
-            web.get("/ping", health),
-            web.post("/ping", health),
+            web.get("/health", ready),
+            web.get("/health/live", live),
+            web.get("/health/ready", ready),
+            web.get("/health/generate", generate),
+            web.get("/ping", ready),
+            web.post("/ping", ready),
             web.get("/version", version),
             web.get("/metrics", metrics),
         ]
@@ -43,10 +48,12 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
 
 @web.middleware
 async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Count what is being answered, and what is refused."""
+    """Count what is being answered, and what is refused. What comes while the server drains is not begun."""
     front = request.app[FRONT]
     front.enter()
     try:
+        if front.draining and request.method == "POST":
+            raise front.leaving()
         return await handler(request)
     except (RequestError, web.HTTPException) as error:
         if request.method == "POST":  # health checks are asked all the time
@@ -83,12 +90,6 @@ def _model(front: Front, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": front.engine.max_model_len or None,
     }
-
-
-async def health(request: web.Request) -> web.Response:
-    """200 while requests can be run, 503 otherwise."""
-    request.app[FRONT].check_ready()
-    return web.Response()
 
 
 async def version(request: web.Request) -> web.Response:

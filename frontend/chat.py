@@ -26,6 +26,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     params = front.params(body)
     await front.wait_ready()
     streams = front.submit(
+        request,
         [{"messages": messages}],
         params,
         body,

@@ -25,6 +25,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     by_ids = isinstance(prompts[0], list)
     await front.wait_ready()
     streams = front.submit(
+        request,
         [{"ids" if by_ids else "prompt": prompt} for prompt in prompts],
         params,
         body,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -60,11 +61,14 @@ def error_body(error: RequestError) -> bytes:
 def error_response(error: RequestError) -> web.Response:
     """The HTTP answer for an error."""
     headers = dict(getattr(error, "headers", {}))
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after)))
-    return web.Response(
+    if error.retry_after is not None or error.status in (429, 503):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or 1)))
+    answer = web.Response(
         status=error.status, body=error_body(error), content_type="application/json", charset="utf-8", headers=headers
     )
+    if headers.get("Connection") == "close":
+        answer.force_close()  # the header alone only asks the client to
+    return answer
 
 
 def internal_error(error: Exception) -> ApiError:

@@ -15,6 +15,7 @@ from aiohttp import web
 from ..client.engine import Engine
 from ..client.stream import RequestError, RequestStream
 from ..proto.params import SamplingParams
+from .auth import OWNER
 from .errors import ApiError
 from .metrics import Metrics
 from .schema import MAX_CHOICES, GenerateRequest, parse
@@ -37,6 +38,9 @@ class Settings:
     stall_s: float = 30.0  # that a client may leave a full stream unread
     restart_s: float = 5.0  # that a new request waits for processes that are being restarted
     stats_s: float = 1.0  # for the scheduler to answer /metrics
+    generate_s: float = 20.0  # for the token of /health/generate
+    loading_s: float = 5.0  # when to ask again where the model has not been ready yet
+    again_s: float = 2.0  # when to ask again where it was
 
 
 class Front:
@@ -67,20 +71,28 @@ class Front:
             self._quiet.clear()
             await self._quiet.wait()
 
+    def leaving(self) -> ApiError:
+        """What a new request hears while the server drains: the next one is answered by another."""
+        return ApiError(503, "the server is shutting down.", retry_after=5, headers={"Connection": "close"})
+
     def check_ready(self) -> None:
-        """Raises ApiError 503 where no request could be run now."""
+        """Raises ApiError 503 where no new request would be run now."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down.", retry_after=5, headers={"Connection": "close"})
-        if not self.engine.ready:
-            raise ApiError(503, "the model is not ready; try again in a moment.", retry_after=1)
-        self._was_ready = True
+            raise self.leaving()
+        self._check_engine()
 
     async def wait_ready(self) -> None:
-        """As ``check_ready``, but while processes are being restarted it waits for them a little."""
-        if self._was_ready and not self.engine.ready and not self.draining:
+        """For a request that has been let in: while processes are being restarted it waits for them a little."""
+        if self._was_ready and not self.engine.ready:
             with suppress(TimeoutError):
                 await self.engine.wait_ready(self.settings.restart_s)
-        self.check_ready()
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        if not self.engine.ready:
+            again = self.settings.again_s if self._was_ready else self.settings.loading_s
+            raise ApiError(503, "the model is not ready; try again in a moment.", retry_after=again)
+        self._was_ready = True
 
     def check_model(self, name: str | None) -> str:
         """The model's name as asked for. Raises ApiError 404."""
@@ -131,14 +143,16 @@ class Front:
         return params
 
     def submit(
-        self, prompts: list[dict[str, Any]], params: SamplingParams, body: GenerateRequest, **options: Any
-    ) -> list[RequestStream]:
+        self, request: web.Request, prompts: list[dict[str, Any]], params: SamplingParams, body: GenerateRequest,
+        **options: Any,
+    ) -> list[RequestStream]:  # fmt: skip
         """Submit all prompts, or none: a refusal of one aborts those before it. Raises RequestError."""
+        options |= {"key": request.get(OWNER, ""), "priority": body.priority or 0}
         streams: list[RequestStream] = []
         blank: dict[str, Any] = {"prompt": None, "ids": None, "messages": None}
         try:
             for prompt in prompts:
-                stream = self.engine.submit(**(blank | prompt), params=params, priority=body.priority or 0, **options)
+                stream = self.engine.submit(**(blank | prompt), params=params, **options)
                 streams.append(stream)
         except BaseException as error:
             for stream in streams:

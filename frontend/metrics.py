@@ -20,6 +20,8 @@ from ..proto.messages import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_OWN = ", at the frontend process that answers this scrape"
+
 _TTFT = (
     0.001,
     0.005,
@@ -90,7 +92,8 @@ class Histogram:
         """As prometheus_client writes it: cumulative buckets."""
         names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._counts), strict=True))
-        family = HistogramMetricFamily(self.name, self.help, labels=["model_name"])
+        help = self.help + _OWN
+        family = HistogramMetricFamily(self.name, help, labels=["model_name"])
         family.add_metric([model], buckets, self._sum)
         return family
 
@@ -162,12 +165,14 @@ class Metrics(Collector):
         if self.stats is not None:
             yield from self._of_scheduler(self.stats)
         success = CounterMetricFamily(
-            "quire:request_success", "sequences ended, by reason", labels=["model_name", "finished_reason"]
+            "quire:request_success", "sequences ended, by reason" + _OWN, labels=["model_name", "finished_reason"]
         )
         for reason, count in self._finished.items():
             success.add_metric([self.model, reason], count)
         yield success
-        errors = CounterMetricFamily("quire:http_errors", "requests refused or failed", labels=["model_name", "status"])
+        errors = CounterMetricFamily(
+            "quire:http_errors", "requests refused or failed" + _OWN, labels=["model_name", "status"]
+        )
         for status, count in sorted(self._errors.items()):
             errors.add_metric([self.model, status], count)
         yield errors

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from .errors import ApiError, error_response, from_http, internal_error
 
@@ -49,6 +49,23 @@ class _Connection(RequestHandler):
     def writing_paused(self) -> bool:
         """True while more is unread than a connection's buffer should hold; aiohttp 3.10 has no name for it."""
         return self._paused
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes that are no HTTP end the body they stand in at once: aiohttp lets its reader wait for the rest."""
+        super().data_received(data)
+        if not self._messages or not isinstance(self._messages[-1][0], _ErrInfo):
+            return
+        if len(self._messages) > 1:
+            body = self._messages[-2][1]
+        elif self._current_request is not None:
+            body = self._current_request.content
+        else:
+            return
+        if not body.is_eof():
+            error = _refusal(400, None, self._messages[-1][0].message)
+            error.headers["Connection"] = "close"
+            body.set_exception(error)
+            body.feed_eof()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None

@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -13,7 +14,9 @@ import pytest
 
 from quire import __version__
 from quire.client.stream import OpenRequest, RequestError
+from quire.frontend.auth import keys_of, owner_of
 from quire.frontend.fake import MAX_MODEL_LEN, FakeServer, Say
+from quire.proto.config import ConfigError
 from quire.proto.messages import Finish
 
 HI = {"prompt": "hi there", "max_tokens": 3}
@@ -77,6 +80,36 @@ def test_health_version_ping(server: FakeServer) -> None:
     answer = ask(server, "GET", "/health")
     error_of(answer, 503)
     assert int(answer[2]["Retry-After"]) >= 1
+
+
+def test_live_ready_and_a_token_really_made(server: FakeServer) -> None:
+    for path in ("/health/live", "/health/ready", "/health/generate"):
+        assert ask(server, "GET", path)[:2] == (200, b"")
+    (probe,) = server.engine.requests
+    assert (probe.message.ids, probe.message.params.max_tokens) == (b"\0" * 4, 1)
+    server.engine.refuse = lambda request: RequestError(500, "the cache is on fire.")
+    answer = ask(server, "GET", "/health/generate")
+    assert "on fire" in error_of(answer, 503)["message"] and answer[2]["Retry-After"]
+    server.engine.is_ready = False
+    assert ask(server, "GET", "/health/live")[0] == 200
+    for path in ("/health/ready", "/health/generate"):
+        answer = ask(server, "GET", path)
+        assert error_of(answer, 503)["message"].startswith("the model is not ready")
+        assert answer[2]["Retry-After"] == "2"
+
+
+def test_no_token_in_time_and_a_full_queue() -> None:
+    with FakeServer(generate_s=0.3) as server:
+        server.engine.script = lambda request: iter([30.0])
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: ask(server, "GET", "/health/generate"), range(4)))
+        assert all("within 0.3 s" in error_of(answer, 503)["message"] for answer in answers)
+        assert len(server.engine.requests) < 4 and server.engine.open_requests == 0  # they shared one
+        server.engine.refuse = lambda request: RequestError(429, "full.", None, 9.0)
+        answer = ask(server, "GET", "/health/generate")
+        assert "full" in error_of(answer, 503)["message"] and answer[2]["Retry-After"] == "9"
+        server.engine.tokens_at = float("inf")  # others are being served
+        assert ask(server, "GET", "/health/generate")[0] == 200
 
 
 def test_metrics(server: FakeServer) -> None:
@@ -313,6 +346,20 @@ def test_what_is_no_http_is_refused_in_json_and_one_line(
     assert not any(record.exc_info for record in caplog.records)
 
 
+def test_a_bad_chunk_in_a_later_packet_does_not_wait(server: FakeServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:  # the body's own limit is 60 s
+        sock.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+        ask(server, "GET", "/version")  # the headers have been read
+        sock.sendall(b'5\r\n{"pro\r\n')
+        ask(server, "GET", "/version")
+        sock.sendall(b"ZZ\r\nx\r\n")
+        answer = http.client.HTTPResponse(sock)
+        answer.begin()
+        assert "a chunk is wrong" in error_of((answer.status, json.loads(answer.read())), 400)["message"]
+        assert sock.recv(100) == b""
+
+
 def test_numbers_that_cannot_be_sent(server: FakeServer) -> None:
     big = 123456789012345678901234567890
     for body, param in [
@@ -343,7 +390,7 @@ def test_refusals_of_the_engine_keep_their_status(server: FakeServer, stream: bo
     body = {**HI, "prompt": prompt, "stream": stream}
     answer = ask(server, "POST", "/v1/completions", body)
     assert error_of(answer, 429)["type"] == "RateLimitError"
-    assert answer[2]["Retry-After"] == "2"
+    assert answer[2]["Retry-After"] == "3"
     server.engine.refuse = lambda request: RequestError(400, "prompt too long.", "prompt")
     assert error_of(post(server, body), 400)["param"] == "prompt"
 
@@ -408,6 +455,26 @@ def test_api_key() -> None:
         assert ask(server, "GET", "/v1/models", headers=right)[0] == 200
         assert ask(server, "POST", "/v1/completions", HI, right)[0] == 200
         error_of(ask(server, "POST", "/v1/completions", HI), 401)
+
+
+def test_several_keys_and_whose_a_request_is() -> None:
+    with FakeServer(api_key="one, two\nthree") as server:
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert ask(server, "GET", path)[0] == 200
+        for path in ("/health/generate", "/health/nope"):
+            error_of(ask(server, "GET", path), 401)
+        for key in ("one", "two", "two", "three"):
+            assert ask(server, "POST", "/v1/completions", HI, {"Authorization": f"Bearer {key}"})[0] == 200
+        for key in ("one, two", "one,", "four"):
+            error_of(ask(server, "POST", "/v1/completions", HI, {"Authorization": f"Bearer {key}"}), 401)
+        owners = [request.message.key for request in server.engine.requests]
+        assert owners[1] == owners[2] and len(set(owners)) == 3 and owners[0] == owner_of("one")
+        assert not {"one", "two", "three", ""} & set(owners)
+    with FakeServer() as server:
+        post(server, {**HI, "user": "me"})
+        assert server.engine.requests[0].message.key == ""
+    with pytest.raises(ConfigError, match="holds no key"):
+        keys_of(" , ")
 
 
 # ---------------------------------------------------------------- the openai package
