@@ -1,30 +1,52 @@
 """ZeroMQ sockets with identities, monitors, and CURVE when they leave the machine.
 
 ``ipc://FOLDER`` is the default address of a scheduler: a 0700 folder of socket files. ``tcp://HOST:PORT`` takes PORT
-for the front side and PORT + 1 for workers. A plain tcp bind off loopback is refused.
+for the front side and PORT + 1 for workers. Plain tcp off loopback is refused at both ends.
 
 Sockets here never block and have no high-water marks: bounds are the scheduler's business (429), and a peer that is
-gone is an error at the sender (ROUTER_MANDATORY) or found by its monitor, not a silent drop.
+gone is an error at the sender (ROUTER_MANDATORY) or found by its monitor, not a silent drop. So is one that is there
+and does not read (``unread.py``): it is given up, and when it reads on it learns that it was.
+
+What finds a peer that went without a word: ZMTP heartbeats, sent and checked by ZeroMQ's own thread whatever the
+process does. A link that is cut in silence, a machine that is off, and a process that is stopped are disconnected
+12 s after the last sign of life at most, at both ends. A DEALER then connects again by itself, under the same
+identity; what it had not sent yet it sends then, what was under way is lost and found to be by Open and Gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import zmq
-import zmq.auth.thread
 from zmq.utils.monitor import parse_monitor_message
 
 from .codec import BadFrame, Decoder, encode
 from .config import ConfigError
+from .keys import Keys, connect_with, load_keys, serve_with
+from .unread import ANSWER, ASK, RESET, Unread
+
+__all__ = [
+    "CONNECTED",
+    "DISCONNECTED",
+    "DRAIN_LIMIT",
+    "MAX_FRAME",
+    "Dealer",
+    "Keys",
+    "Router",
+    "Wire",
+    "detokenizer_bind",
+    "front_endpoint",
+    "load_keys",
+    "private_dir",
+    "worker_endpoint",
+]
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +57,8 @@ MAX_FOLDER = 85
 """A socket file's whole path may have 107 characters; the longest name in the folder has 21."""
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
+CONNECT_TIMEOUT_MS = 3_000
+"""The system's own is two minutes, with ever longer pauses: too long for a link that has come back."""
 DRAIN_LIMIT = 512
 """Messages handled in one turn of an event loop before others get theirs."""
 
@@ -47,38 +71,6 @@ _EVENTS: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: DISCONNECTED,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: DISCONNECTED,
 }
-
-
-class Keys:
-    """A CURVE key pair shared by a deployment, from a file written by ``quire keygen`` (mode 0600)."""
-
-    def __init__(self, public: bytes, secret: bytes):
-        self.public, self.secret = public, secret
-
-    @classmethod
-    def generate(cls) -> Keys:
-        return cls(*zmq.curve_keypair())
-
-    @classmethod
-    def load(cls, path: str) -> Keys:
-        """Raises ConfigError where the file is missing, readable by others, or no key file."""
-        try:
-            if not os.path.isfile(path):
-                raise ConfigError(f"key file {path} is not a file; make one with `quire keygen {path}`.")
-            if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
-                raise ConfigError(f"key file {path} can be read by others; run `chmod 600 {path}`.")
-            data = json.loads(Path(path).read_text())
-            return cls(data["public"].encode("ascii"), data["secret"].encode("ascii"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"key file {path} cannot be used ({error}); make one with `quire keygen`.") from error
-
-    def save(self, path: str) -> None:
-        """Write with mode 0600; FileExistsError rather than overwrite."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w") as out:
-            json.dump({"public": self.public.decode(), "secret": self.secret.decode()}, out)
 
 
 def private_dir(path: str) -> str:
@@ -125,12 +117,33 @@ def _endpoint(address: str, name: str, offset: int) -> str:
     return f"tcp://{host}:{int(port) + offset}"
 
 
-def _is_loopback(endpoint: str) -> bool:
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+def _host(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _address(endpoint: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address in a tcp endpoint, or None for a name. ZeroMQ writes IPv4 as ::ffff:127.0.0.1."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(_host(endpoint))
     except ValueError:
-        return host == "localhost"
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _is_loopback(endpoint: str) -> bool:
+    address = _address(endpoint)
+    return _host(endpoint) == "localhost" if address is None else address.is_loopback
+
+
+def _encrypted(endpoint: str, keys: Keys | None) -> bool:
+    """Whether ``keys`` are for this endpoint. ConfigError where it is none of ours, or must not go without keys."""
+    if endpoint.startswith("ipc://"):
+        return False
+    if not endpoint.startswith("tcp://"):
+        raise ConfigError(f"{endpoint!r} must look like ipc:///path or tcp://host:port.")
+    if keys is None and not _is_loopback(endpoint):
+        raise ConfigError(f"{endpoint} is off loopback and needs --keys; make a file with `quire keygen`.")
+    return keys is not None
 
 
 def _descriptor(socket: zmq.Socket) -> int:
@@ -148,12 +161,15 @@ class Wire(Generic[T]):
         self._decode: Decoder[T] = Decoder(union)
         self._monitor: zmq.Socket | None = None
         self._pump: Callable[[], None] | None = None
+        self._pump_events: Callable[[], None] | None = None
+        self._resets = 0  # connections given up, not told by next_event yet
         self._loop: asyncio.AbstractEventLoop | None = None
         self.bad_frames = 0
         for option, value in (
             (zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.MAXMSGSIZE, MAX_FRAME), (zmq.IPV6, 1),
             (zmq.RECONNECT_IVL, 50), (zmq.RECONNECT_IVL_MAX, 1000),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS), (zmq.HANDSHAKE_IVL, HEARTBEAT_TIMEOUT_MS),
         ):  # fmt: skip
             self.socket.setsockopt(option, value)
 
@@ -186,6 +202,7 @@ class Wire(Generic[T]):
                 while not monitor.closed and (event := self.next_event()) is not None:
                     on_event(event)
 
+            self._pump_events = pump_events
             loop.add_reader(_descriptor(monitor), pump_events)
             loop.call_soon(pump_events)
         loop.call_soon(pump)
@@ -207,13 +224,20 @@ class Wire(Generic[T]):
 
     def next_event(self) -> str | None:
         """CONNECTED or DISCONNECTED, or None when there is nothing to tell."""
+        if self._resets:
+            self._resets -= 1
+            return DISCONNECTED
         if self._monitor is None or self._monitor.closed:
             return None
         try:
-            frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             return None
-        return _EVENTS.get(parse_monitor_message(frames)["event"])
+        self._note(event["event"])
+        return _EVENTS.get(event["event"])
+
+    def _note(self, event: int) -> None:
+        """What a kind of socket makes of an event of its monitor."""
 
     def recv(self) -> Any:
         raise NotImplementedError
@@ -243,19 +267,37 @@ class Router(Wire[T]):
 
     def __init__(self, union: Any, endpoint: str, keys: Keys | None = None, context: zmq.Context | None = None):
         """Bind ``endpoint``; ``self.endpoint`` is what was bound. Raises ConfigError where it cannot be."""
+        encrypted = _encrypted(endpoint, keys)
+        context = context or zmq.Context.instance()
         super().__init__(zmq.ROUTER, union, context)
+        self._keys = keys
+        self._unread: dict[str, Unread] = {}
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if endpoint.startswith("tcp://"):
-            if keys is not None:
-                _serve_curve(self.socket, keys)
-            elif not _is_loopback(endpoint):
-                raise ConfigError(f"{endpoint} is off loopback and needs --keys; make a file with `quire keygen`.")
+        # A peer that comes back before its old connection was found broken takes its identity over. Without this
+        # ZeroMQ accepts the new connection, and then never reads from it.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
+            if encrypted and keys is not None:
+                serve_with(self.socket, context, keys)
             self.socket.bind(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ConfigError) as error:
             self.socket.close(0)
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"cannot listen on {endpoint}: {error}; choose another address.") from error
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def advertised(self, address: str | None = None) -> str:
+        """What to tell others of where they reach this socket: ``address`` or the one it is bound to, with its public
+        key where they cannot know it. Raises ConfigError for one that means nothing elsewhere."""
+        address = address or self.endpoint
+        _encrypted(address, self._keys)
+        where = _address(address)
+        if address.startswith("tcp://") and (_host(address) == "*" or (where is not None and where.is_unspecified)):
+            raise ConfigError(f"others cannot reach {address}; say with --advertise tcp://host:port where they can.")
+        if self._keys is None or self._keys.shared or not address.startswith("tcp://"):
+            return address
+        return f"{address} {self._keys.public.decode()}"
 
     def recv(self) -> tuple[str, T] | None:
         """The next (peer, message), or None when nothing waits. Bad frames are counted and passed over."""
@@ -268,25 +310,72 @@ class Router(Wire[T]):
             if len(frames) != 2:
                 self._drop(peer, f"{len(frames) - 1} frames where one was expected")
                 continue
+            frame = frames[1]
+            if frame[:1] == b"\xc1" and self._control(peer, frame):
+                continue
             try:
-                return peer, self._decode(frames[1])
+                return peer, self._decode(frame)
             except BadFrame as error:
                 self._drop(peer, error)
 
     def send(self, peer: str, message: Any) -> bool:
-        """False where the peer is gone."""
+        """False where the peer is gone, or given up."""
         return self.send_frame(peer, encode(message))
 
     def send_frame(self, peer: str, frame: bytes) -> bool:
-        """Send bytes already encoded. False where the peer is gone."""
+        """Send bytes already encoded. False where the peer is gone, or has left too much unread for too long."""
+        now = time.monotonic()
+        unread = self._unread.get(peer)
+        if unread is None:
+            unread = self._unread[peer] = Unread(now)
+        if len(frame) > MAX_FRAME:
+            log.error("a frame of %d bytes for %r was not sent: it is over %d", len(frame), peer, MAX_FRAME)
+            return False
+        if unread.hopeless(now):
+            if not unread.given_up:
+                unread.given_up = True
+                log.warning("gave up %r: %d MiB are unread and nothing was read for long", peer, unread.owed >> 20)
+                self._put(peer, RESET)
+            if (question := unread.question(now)) is not None:
+                self._put(peer, question)
+            return False
+        if not self._put(peer, frame):
+            return False
+        unread.add(len(frame))
+        if (question := unread.question(now)) is not None:
+            self._put(peer, question)
+        self._after_send()
+        return True
+
+    def _put(self, peer: str, frame: bytes) -> bool:
         try:
             self.socket.send_multipart((peer.encode("ascii", "replace"), frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                self._unread.pop(peer, None)
                 return False
             raise
-        self._after_send()
         return True
+
+    def _control(self, peer: str, frame: bytes) -> bool:
+        """Whether this was a frame of the sockets' own."""
+        kind = frame[:2]
+        if kind == ASK and len(frame) == 10:
+            self.send_frame(peer, ANSWER + frame[2:])
+        elif kind == ANSWER and len(frame) == 10:
+            if (unread := self._unread.get(peer)) is not None:
+                unread.answered(int.from_bytes(frame[2:], "little"))
+        elif frame == RESET:
+            self._unread.pop(peer, None)  # the first frame of a connection made anew
+        else:
+            return False
+        return True
+
+    def _note(self, event: int) -> None:
+        if _EVENTS.get(event) == DISCONNECTED:  # forget what those owe who are no longer there
+            now = time.monotonic()
+            for peer, unread in list(self._unread.items()):
+                self._put(peer, unread.ask(now))
 
 
 class Dealer(Wire[T]):
@@ -295,15 +384,24 @@ class Dealer(Wire[T]):
     def __init__(
         self, union: Any, endpoint: str, identity: str, keys: Keys | None = None, context: zmq.Context | None = None
     ):
-        """Connect to ``endpoint`` (the peer may come later)."""
+        """Connect to ``endpoint`` (the peer may come later), which may have the peer's public key after a space.
+
+        Raises ConfigError for an endpoint off loopback without keys, or of another kind than ours, and ZMQError for
+        one that makes no sense.
+        """
+        self.endpoint, _, server = endpoint.partition(" ")
+        encrypted = _encrypted(self.endpoint, keys)
         super().__init__(zmq.DEALER, union, context)
-        self.endpoint = endpoint
-        self.socket.setsockopt(zmq.IDENTITY, identity.encode("ascii"))
-        if endpoint.startswith("tcp://") and keys is not None:
-            self.socket.curve_publickey, self.socket.curve_secretkey = keys.public, keys.secret
-            self.socket.curve_serverkey = keys.public
-        self.monitor()  # before connecting, so that no event is missed
-        self.socket.connect(endpoint)
+        self._unread = Unread(time.monotonic())
+        try:
+            self.socket.setsockopt(zmq.IDENTITY, identity.encode("ascii"))
+            if encrypted and keys is not None:
+                connect_with(self.socket, keys, server.encode("ascii", "replace"))
+            self.monitor()  # before connecting, so that no event is missed
+            self.socket.connect(self.endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def recv(self) -> T | None:
         """The next message, or None when nothing waits. Bad frames are counted and passed over."""
@@ -315,42 +413,73 @@ class Dealer(Wire[T]):
             if len(frames) != 1:
                 self._drop(self.endpoint, f"{len(frames)} frames where one was expected")
                 continue
+            frame = frames[0]
+            if frame[:1] == b"\xc1" and self._control(frame):
+                continue
             try:
-                return self._decode(frames[0])
+                return self._decode(frame)
             except BadFrame as error:
                 self._drop(self.endpoint, error)
 
     def send(self, message: Any) -> bool:
-        """False where it could not be queued (there are no high-water marks: only on a closed context)."""
+        """False where it was not queued: the peer has left too much unread for too long, and was given up."""
+        return self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> bool:
+        """Send bytes already encoded. False as for ``send``; ``next_event`` will say DISCONNECTED then."""
+        now = time.monotonic()
+        if len(frame) > MAX_FRAME:
+            log.error("a frame of %d bytes for %s was not sent: it is over %d", len(frame), self.endpoint, MAX_FRAME)
+            return False
+        if self._unread.hopeless(now):
+            log.warning("gave up %s: %d MiB are unread", self.endpoint, self._unread.owed >> 20)
+            self._reset()
+            return False
         try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
+            self.socket.send(frame, zmq.NOBLOCK)
+            self._unread.add(len(frame))
+            if (question := self._unread.question(now)) is not None:
+                self.socket.send(question, zmq.NOBLOCK)
         except zmq.Again:
             return False
         self._after_send()
         return True
 
+    def _control(self, frame: bytes) -> bool:
+        """Whether this was a frame of the sockets' own."""
+        kind = frame[:2]
+        if kind == ASK and len(frame) == 10:
+            self.send_frame(ANSWER + frame[2:])
+        elif kind == ANSWER and len(frame) == 10:
+            self._unread.answered(int.from_bytes(frame[2:], "little"))
+        elif frame == RESET:
+            log.warning("%s has given this connection up; making another", self.endpoint)
+            self._reset()
+        else:
+            return False
+        return True
 
-_authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
+    def _reset(self) -> None:
+        """Give up the connection and all that waits in it, and make another."""
+        self.socket.disconnect(self.endpoint)
+        self.socket.connect(self.endpoint)
+        self._unread = Unread(time.monotonic())
+        self.socket.send(RESET, zmq.NOBLOCK)
+        self._resets += 1
+        if self._pump_events is not None and self._loop is not None:
+            self._loop.call_soon(self._pump_events)
+
+    def _note(self, event: int) -> None:
+        """Say once, until it has worked, that keys do not fit."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            _not_let_in.discard(self.endpoint)
+        elif event in _HANDSHAKE_FAILED and self.endpoint not in _not_let_in:
+            _not_let_in.add(self.endpoint)
+            log.warning("%s: %s; trying again", self.endpoint, _HANDSHAKE_FAILED[event])
 
 
-def _serve_curve(socket: zmq.Socket, keys: Keys) -> None:
-    """Encrypt, and let in only holders of the deployment's key."""
-    global _authenticator
-    if _authenticator is None:
-        _authenticator = zmq.auth.thread.ThreadAuthenticator(zmq.Context.instance())
-        _authenticator.start()
-    allowed = keys.public
-
-    class Allowed:
-        def callback(self, domain: str, key: bytes) -> bool:
-            return key == allowed
-
-    _authenticator.configure_curve_callback(domain="quire", credentials_provider=Allowed())
-    socket.setsockopt(zmq.ZAP_DOMAIN, b"quire")
-    socket.curve_secretkey, socket.curve_publickey = keys.secret, keys.public
-    socket.curve_server = True
-
-
-def load_keys(path: str | None) -> Keys | None:
-    """Keys of ``--keys``, or None."""
-    return Keys.load(path) if path else None
+_HANDSHAKE_FAILED: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "this process's key is not allowed there",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "who listens there is not quire, or has other keys, or none",
+}
+_not_let_in: set[str] = set()
