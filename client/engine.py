@@ -22,6 +22,7 @@ import zmq
 
 from ..proto import messages as m
 from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
+from ..proto.config import ConfigError
 from ..proto.params import SamplingParams
 from ..proto.process import new_incarnation, resident_bytes
 from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
@@ -343,7 +344,7 @@ class Engine:
         identity = f"{self.incarnation}.{self._link_count}"
         try:
             wire: Dealer = Dealer(m.FromDetokenizer, peer.endpoint, identity, self._keys, self._context)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ConfigError) as error:
             log.warning("cannot connect to detokenizer %s at %r: %s", peer.incarnation, peer.endpoint, error)
             return
         link = self._links[peer.incarnation] = _Link(peer.incarnation, wire, self._epoch, silent)

@@ -103,7 +103,7 @@ class Detokenizer:
         self._gate = Gate(checker)
         self.router: Router[Any] = Router(ToDetokenizer, bind, keys)
         self.dealer: Dealer[Any] = Dealer(FromSchedulerFront, front_endpoint(address), incarnation, keys)
-        self.endpoint = advertise or self.router.endpoint
+        self.endpoint = self.router.advertised(advertise)
         self.router.attach(self._from_engine, self._router_event)
         self.dealer.attach(self._from_scheduler, self._dealer_event)
 
