@@ -1,0 +1,165 @@
+"""What goes wrong, one fault at a time, at moments that a seeded generator chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import psutil
+
+from chaos.cluster import Cluster, Member, until
+
+KILLS = ("kill worker", "kill detokenizer", "kill scheduler", "kill frontend")
+PAUSES = ("pause worker", "pause detokenizer", "pause scheduler")
+SOCKETS = ("reset connection", "hold connections")
+WORKERS = ("worker joins", "worker drains")
+DRAIN_S = 60.0
+
+
+@dataclass
+class Fault:
+    """One that happened. ``ports``: the connections that went with a killed frontend."""
+
+    kind: str
+    at: float
+    ports: set[int] = field(default_factory=set)
+
+
+class Faults:
+    """Does things to a cluster. Pauses go on in the background until ``heal``."""
+
+    def __init__(self, cluster: Cluster, rng: random.Random, longest_pause: float):
+        self.cluster, self.rng, self.longest_pause = cluster, rng, longest_pause
+        self.done: Counter[str] = Counter()
+        self.history: list[Fault] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.drain_codes: list[int] = []
+
+    async def do(self, kind: str) -> Fault | None:
+        """Let ``kind`` happen; None where there is nobody it can happen to now."""
+        verb, _, what = kind.partition(" ")
+        fault = Fault(kind, time.monotonic())
+        if verb == "kill":
+            happened = self._kill(what, fault)
+        elif verb == "pause":
+            happened = self._pause(what)
+        elif kind == "reset connection":
+            happened = self.rng.choice(self.cluster.proxies).reset(self.rng)
+        elif kind == "hold connections":
+            proxy = self.rng.choice(self.cluster.proxies)
+            happened = self._background(proxy.hold(self._seconds()))
+        elif kind == "worker joins":
+            happened = self._join()
+        else:
+            happened = self._drain()
+        if not happened:
+            return None
+        self.done[kind] += 1
+        self.history.append(fault)
+        return fault
+
+    @property
+    def kills(self) -> int:
+        return sum(self.done[kind] for kind in KILLS)
+
+    async def heal(self) -> None:
+        """No more of it: what is stopped goes on, and what was begun has ended."""
+        for task in list(self._tasks):
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    # ------------------------------------------------------------ one of each
+
+    def _seconds(self) -> float:
+        """From 0.1 to ``longest_pause``, each scale as likely as another."""
+        return 0.1 * (self.longest_pause / 0.1) ** self.rng.random()
+
+    def _choose(self, service: str) -> Member | None:
+        found = [member for member in self.cluster.of(service) if not member.stopped]
+        return self.rng.choice(found) if found else None
+
+    def _kill(self, service: str, fault: Fault) -> bool:
+        if service == "frontend" and len(self.cluster.of("frontend")) < 2:
+            return False
+        member = self._choose(service)
+        if member is None:
+            return False
+        if service == "frontend":
+            os.kill(member.pid, signal.SIGSTOP)  # it takes no more connections while they are counted
+            fault.ports = _ports_of(member.pid)
+        member.doomed = True
+        os.kill(member.pid, signal.SIGKILL)
+        return True
+
+    def _pause(self, service: str) -> bool:
+        member = self._choose(service)
+        return member is not None and self._background(self._stop_and_go(member, self._seconds()))
+
+    async def _stop_and_go(self, member: Member, seconds: float) -> None:
+        pid = member.pid
+        os.kill(pid, signal.SIGSTOP)
+        member.stopped = True
+        member.doomed = True  # taken for hung, it is sent away, and ends when it hears of it
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            if member.pid == pid and member.alive:
+                os.kill(pid, signal.SIGCONT)
+                member.stopped = False
+        await asyncio.sleep(3.0)
+        if member.pid == pid and member.alive:
+            member.doomed = False
+
+    def _join(self) -> bool:
+        if len(self.cluster.of("worker")) > self.cluster.shape.workers:
+            return False
+        self.cluster.add_worker(kept=False)
+        return True
+
+    def _drain(self) -> bool:
+        workers = [w for w in self.cluster.of("worker") if not w.stopped and time.monotonic() - w.started > 2.0]
+        if len(workers) < 2:
+            return False
+        return self._background(self._drained(self.rng.choice(workers)))
+
+    async def _drained(self, member: Member) -> None:
+        member.doomed = True
+        os.kill(member.pid, signal.SIGTERM)
+        process = member.process
+        assert process is not None
+        if await until(lambda: process.poll() is not None, DRAIN_S):
+            self.drain_codes.append(process.returncode)
+        else:
+            self.cluster.surprises.append(f"{member.name} did not drain within {DRAIN_S:g} s")
+            process.kill()
+
+    def _background(self, work: object) -> bool:
+        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+
+def _ports_of(pid: int) -> set[int]:
+    """The far ends of a process's TCP connections."""
+    with contextlib.suppress(psutil.Error):
+        return {c.raddr.port for c in psutil.Process(pid).net_connections("tcp") if c.raddr}
+    return set()
+
+
+async def quire_workers(cluster: Cluster, *argv: str) -> tuple[int, str]:
+    """Run `quire workers ...` against the cluster: its exit code and what it printed."""
+    keys = [f"--keys={cluster.folder / 'keys'}"] if cluster.keys else []
+    command = [sys.executable, "-P", "-m", "quire.cli", "workers", *argv, f"--scheduler={cluster.address}", *keys]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    out, _ = await process.communicate()
+    return process.returncode or 0, out.decode()
