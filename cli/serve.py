@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import threading
 import time
@@ -12,6 +13,8 @@ from typing import Any
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
 from ..proto.process import setup_logging
 from .main import CommandError
+
+log = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,6 +39,7 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
 
     setup_logging("serve", engine_args.log_level)
     stack = Stack(engine_args, http=True)
+    stack.hurry = ending.hurry
     try:
         stack.start()
         stack.wait_ready()
@@ -43,6 +47,7 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
         if not ending.stop.is_set():
             print(ready_line(stack.args, time.monotonic() - began), flush=True)
         stack.supervise(ending.stop)
+        log.info("ending: open requests may take %g s more; a second signal ends them", engine_args.shutdown_timeout)
     except LaunchError as error:
         raise CommandError(str(error), error.code if error.code > 0 else 1) from error
     finally:
@@ -68,16 +73,16 @@ def ready_line(args: EngineArgs, seconds: float) -> str:
 
 
 class Ending:
-    """Signals that end the server: they interrupt its start, and later only set ``stop``. The first one counts."""
+    """Signals that end the server: the first interrupts its start, or sets ``stop``; the second sets ``hurry``."""
 
     def __init__(self) -> None:
-        self.stop = threading.Event()
+        self.stop, self.hurry = threading.Event(), threading.Event()
         self.starting = True
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: object) -> None:
         first = not self.stop.is_set()
-        self.stop.set()
+        (self.stop if first else self.hurry).set()
         if first and self.starting:
             raise KeyboardInterrupt

@@ -28,6 +28,7 @@ class Child:
         self.started = 0.0
         self.due: float | None = None  # when it is to be started again
         self.deaths = 0  # quick ones in a row
+        self.left = False  # on purpose: it is not started again
         self.carry = b""
         self.error: str | None = None  # its last `quire.X: error:` line
         self.drained = threading.Event()  # all it printed has been read
@@ -37,13 +38,16 @@ class Child:
         """What it prints, standard output and error together."""
         return self.process.stdout if self.process is not None else None
 
-    def start(self, alive_fd: int) -> IO[bytes]:
-        """Start the process in a session of its own; it ends when ``alive_fd``'s other end is closed."""
+    def start(self, alive_fd: int, *held: int) -> IO[bytes]:
+        """Start the process in a session of its own; it ends when ``alive_fd``'s other end is closed.
+
+        The descriptors ``held`` stay open as long as it runs.
+        """
         self.carry, self.error, self.due, self.drained = b"", None, None, threading.Event()
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             self.command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, pass_fds=(alive_fd,), start_new_session=True,
+            stderr=subprocess.STDOUT, pass_fds=(alive_fd, *held), start_new_session=True,
         )  # fmt: skip
         stream = cast(IO[bytes], self.process.stdout)
         with contextlib.suppress(OSError, AttributeError):

@@ -1,7 +1,12 @@
 """Start quire's processes, restart those that die, and end them all.
 
 Everything is a plain subprocess in a session of its own, so a Ctrl-C at the terminal reaches only the parent, which
-ends the rest in order. Each child watches a pipe that breaks when the parent is gone, however it went.
+ends the rest in order. Each child watches a pipe that breaks when the parent is gone, however it went; the folder of
+socket files goes after the last of them (``rundir.py``).
+
+What dies is started again, but for a worker that ends with code 0: it was drained, by a signal or an operator. What
+hangs is its peers' business (they go on without it), but for the scheduler, which has no other: it is killed after
+SILENCE_S without a beat (``watch.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -29,7 +35,8 @@ from ..proto.sockets import load_keys
 from .background import EngineThread
 from .child import Child, say, without_errors
 from .processors import import_path
-from .rundir import make_run_dir
+from .rundir import make_run_dir, remove_after
+from .watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +45,13 @@ QUICK_S = 10.0
 """A child that lives shorter than this has died quickly; after QUICK_DEATHS of these in a row it is given up."""
 QUICK_DEATHS = 5
 MAX_BACKOFF_S = 10.0
-GRACE_S = {"frontend": 8.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 5.0}
-"""How long each has between SIGTERM and SIGKILL, in the order in which they are ended."""
+GRACE_S = {"frontend": 5.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 5.0}
+"""How long each has between SIGTERM and SIGKILL, in the order in which they are ended; a frontend after the
+``shutdown_timeout`` in which it finishes what is open."""
+HURRY_S = 1.0
+"""How long each has after a second signal."""
+SILENCE_S = 60.0
+"""A scheduler that has not beaten for so long is killed and started again; its requests go on from where they were."""
 
 
 class LaunchError(RuntimeError):
@@ -75,7 +87,10 @@ class Stack:
         self._api_key = args.api_key  # travels in the environment: a command line can be read by every user
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
-        self._alive_fd = self._read_end = self._lock_fd = -1
+        self._alive_fd = self._read_end = self._lock_fd = self._held_fd = -1
+        self._remover: subprocess.Popen[bytes] | None = None
+        self._watch: Watch | None = None
+        self.hurry = threading.Event()  # set: end without patience
         self._lock = threading.RLock()
         self._closed = False
         self._pid = os.getpid()
@@ -119,6 +134,7 @@ class Stack:
         """The folder that lives as long as this stack."""
         if self.run_dir is None:
             self.run_dir, self._lock_fd = make_run_dir()
+            self._remover, self._held_fd = remove_after(self.run_dir)
         return self.run_dir
 
     def _plan(self) -> list[Child]:
@@ -150,7 +166,10 @@ class Stack:
         if child.stream is not None:
             with contextlib.suppress(KeyError, ValueError):  # not read to its end: someone else holds it open
                 self._selector.unregister(child.stream)
-        stream = child.start(self._read_end)
+        held = [self._held_fd] if self._held_fd >= 0 else []
+        stream = child.start(self._read_end, *held)
+        if child.service == "scheduler" and self._watch is not None:
+            self._watch.restart()
         self._selector.register(stream, selectors.EVENT_READ, (child, child.drained))
 
     def wait_ready(self, timeout: float | None = None, is_ready: Callable[[], bool] | None = None) -> None:
@@ -202,16 +221,28 @@ class Stack:
     def check(self) -> None:
         """One round of ``supervise``."""
         with self._lock:
-            if self._closed:
-                return
-            for child in self._children:
-                if child.due is None and child.dead():
-                    self._bury(child)
-                if child.due is not None and time.monotonic() >= child.due:
-                    try:
-                        self._spawn(child)
-                    except OSError as error:
-                        raise LaunchError(f"quire.{child.service} cannot be started: {error}.") from error
+            if not self._closed:
+                self._look_after(self._children)
+
+    def _look_after(self, children: list[Child]) -> None:
+        for child in children:
+            if child.service == "scheduler" and not child.dead():
+                self._check_silence(child)
+            if child.due is None and not child.left and child.dead():
+                self._bury(child)
+            if child.due is not None and time.monotonic() >= child.due:
+                try:
+                    self._spawn(child)
+                except OSError as error:
+                    raise LaunchError(f"quire.{child.service} cannot be started: {error}.") from error
+
+    def _check_silence(self, child: Child) -> None:
+        if self._watch is None:
+            self._watch = Watch(self.address, load_keys(self._keys))
+        if self._watch.silence() > SILENCE_S and child.process is not None:
+            log.error("quire.%s has been silent for %g s; killing it.", child.service, SILENCE_S)
+            os.killpg(child.process.pid, signal.SIGKILL)
+            self._watch.restart()
 
     def set_tokenizer(self, folder: str) -> None:
         """Replace the detokenizers by ones with the tokenizer in ``folder``; the old ones have ended on return.
@@ -235,6 +266,11 @@ class Stack:
         code = child.process.returncode if child.process is not None else 1
         if code == EXIT_CONFIG:
             raise LaunchError(child.obituary(), code)
+        if code == 0 and child.service == "gpu_worker":
+            child.left = True
+            rest = sum(each.service == "gpu_worker" and not each.left for each in self._children)
+            log.warning("a gpu_worker has left on purpose and is not started again; %d of this server's stay.", rest)
+            return
         lived = time.monotonic() - child.started
         child.deaths = child.deaths + 1 if lived < QUICK_S else 0
         if child.deaths >= QUICK_DEATHS:
@@ -277,7 +313,7 @@ class Stack:
             if self._closed:
                 return
             self._closed = True
-            self._end(["frontend"])
+            self._end(["frontend"], others_live=True)
             self._end(["gpu_worker", "detokenizer"])
             self._end(["scheduler"])
             _close_fd(self._alive_fd)
@@ -286,27 +322,45 @@ class Stack:
                 child.drained.wait(1.0)
                 if child.stream is not None:
                     child.stream.close()
+            if self._watch is not None:
+                self._watch.close()
+            if self._remover is not None:
+                self._remover.kill()
+                self._remover.wait()
             if self.run_dir is not None:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
             _close_fd(self._lock_fd)
+            _close_fd(self._held_fd)
 
-    def _end(self, services: list[str]) -> None:
-        """SIGTERM in the order given, then SIGKILL for what has not gone within its grace."""
+    def _end(self, services: list[str], others_live: bool = False) -> None:
+        """SIGTERM in the order given, then SIGKILL for what has not gone within its grace.
+
+        ``others_live``: what dies of the rest meanwhile is started again, for those that end still need it.
+        """
         children = [child for service in services for child in self._children if child.service == service]
-        for child in children:
-            if not child.dead() and child.process is not None:
-                child.process.terminate()
-        began = time.monotonic()
+        others = [child for child in self._children if others_live and child not in children]
+        _terminate(children)
+        began, hurried = time.monotonic(), False
         while left := [child for child in children if not child.dead()]:
             try:
+                if self.hurry.is_set() and not hurried:
+                    began, hurried, others = time.monotonic(), True, []
+                    _terminate(left)
                 for child in left:
-                    grace = GRACE_S[child.service]
+                    grace = HURRY_S if hurried else self._grace(child.service)
                     if time.monotonic() - began > grace and child.process is not None:
                         log.warning("quire.%s did not end within %g s; killing it.", child.service, grace)
                         os.killpg(child.process.pid, signal.SIGKILL)
+                self._look_after(others)
                 time.sleep(0.01)
+            except LaunchError as error:
+                log.error("%s", error)
+                others = []
             except KeyboardInterrupt:  # a second Ctrl-C: no more patience
-                began = float("-inf")
+                self.hurry.set()
+
+    def _grace(self, service: str) -> float:
+        return GRACE_S[service] + (self.args.shutdown_timeout if service == "frontend" else 0.0)
 
 
 # ---------------------------------------------------------------- helpers
@@ -333,6 +387,12 @@ def _free_port(host: str, port: int) -> int:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}.") from error
 
 
+def _terminate(children: list[Child]) -> None:
+    for child in children:
+        if not child.dead() and child.process is not None:
+            child.process.terminate()
+
+
 def _device(number: int) -> str:
     """The CUDA device of worker ``number``, among those this process may see."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -352,7 +412,8 @@ def _after_fork() -> None:
     """A forked copy of the parent must not keep the children alive when the parent dies."""
     for stack in _stacks:
         _close_fd(stack._alive_fd)
-        stack._alive_fd = -1
+        _close_fd(stack._held_fd)
+        stack._alive_fd = stack._held_fd = -1
 
 
 os.register_at_fork(after_in_child=_after_fork)

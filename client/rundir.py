@@ -1,4 +1,4 @@
-"""The folder of socket files that lives as long as one launcher."""
+"""The folder of socket files that lives as long as one launcher and its children, however they end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import fcntl
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
 
 STALE_S = 60.0
-"""A folder without its launcher is removed by a later one when it is as old as this."""
+"""A folder that was left behind all the same is removed by a later launcher when it is as old as this."""
 
 _PREFIX = "quire-run-"
 _LOCK = "launcher.lock"  # the scheduler locks the folder itself
@@ -26,6 +27,26 @@ def make_run_dir() -> tuple[str, int]:
     fd = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
     return path, fd
+
+
+def remove_after(path: str) -> tuple[subprocess.Popen[bytes] | None, int]:
+    """Have ``path`` removed once nobody holds the descriptor any more: this process, and whom it is passed on to.
+
+    The kernel counts them, so it works where all were killed: a shell of its own session waits for the end of a
+    pipe. Returns the shell (None where there is none: a later launcher sweeps then) and the descriptor.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        shell = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r _; rm -rf -- "$1"', "quire-run-dir", path], stdin=read_end, cwd="/",
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    except OSError:
+        os.close(write_end)
+        return None, -1
+    finally:
+        os.close(read_end)
+    return shell, write_end
 
 
 def _sweep(base: str) -> None:

@@ -137,18 +137,79 @@ def test_what_can_never_work_is_not_restarted(make_stack):
         stack.supervise(threading.Event())
 
 
+def test_a_worker_that_left_on_purpose_is_not_started_again(make_stack, caplog):
+    stack = make_stack(
+        scheduler=SLEEP, gpu_worker="import signal; signal.signal(15, lambda *_: exit(0)); signal.pause()"
+    )
+    (worker,) = [child for child in stack._children if child.service == "gpu_worker"]
+    before = worker.process.pid
+    wait_for(lambda: signal.SIGTERM in _signals(before, "SigCgt"))
+    worker.process.terminate()
+    wait_for(worker.dead)
+    for _ in range(3):
+        stack.check()
+    assert worker.left and worker.process.pid == before and list(stack.pids.values()) == ["scheduler"]
+    assert "left on purpose and is not started again; 0 of" in caplog.text
+    stack.close()
+
+
+def test_a_scheduler_that_hangs_is_killed_and_started_again(make_stack, monkeypatch):
+    monkeypatch.setattr(launch, "SILENCE_S", 2.0)
+    code = "import os; from quire.scheduler.__main__ import main; main(['--scheduler=' + os.environ['ADDRESS']])"
+    monkeypatch.setenv("ADDRESS", "")
+    original = Stack.make_run_dir
+
+    def make_run_dir(self):
+        folder = original(self)
+        monkeypatch.setenv("ADDRESS", f"ipc://{folder}")
+        return folder
+
+    monkeypatch.setattr(Stack, "make_run_dir", make_run_dir)
+    stack = make_stack(scheduler=code)
+    (pid,) = stack.pids
+
+    def look():
+        stack.check()
+        return stack._watch is not None and stack._watch._heard is not None
+
+    wait_for(look)
+    stack._watch._looked -= 100  # the supervisor itself was stopped: that is no silence of others
+    stack._watch._heard -= 100
+    stack.check()
+    assert not gone(pid)
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: stack.check() or (len(stack.pids) == 1 and pid not in stack.pids))
+    wait_for(look)  # the new one beats
+
+
+def test_what_dies_while_frontends_end_is_started_again_and_a_second_signal_ends_all(make_stack):
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    stack = make_stack(frontend=deaf, detokenizer=SLEEP)
+    pids = {service: pid for pid, service in stack.pids.items()}
+    wait_for(lambda: signal.SIGTERM in _signals(pids["frontend"], "SigIgn"))
+    closing = threading.Thread(target=stack.close)
+    closing.start()
+    wait_for(lambda: stack._closed)
+    os.kill(pids["detokenizer"], signal.SIGKILL)
+    wait_for(lambda: len(stack.pids) == 2 and pids["detokenizer"] not in stack.pids)
+    assert closing.is_alive()  # a frontend has --shutdown-timeout
+    stack.hurry.set()
+    closing.join(20)
+    assert not closing.is_alive() and stack.pids == {} and gone(pids["frontend"])
+
+
 def test_what_does_not_end_is_killed(make_stack, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_S", dict.fromkeys(launch.GRACE_S, 0.2))
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
     stack = make_stack(scheduler=deaf)
     (pid,) = stack.pids
-    wait_for(lambda: signal.SIGTERM in _ignored(pid))
+    wait_for(lambda: signal.SIGTERM in _signals(pid, "SigIgn"))
     stack.close()
     assert gone(pid)
 
 
-def _ignored(pid):
-    mask = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
+def _signals(pid, kind):
+    mask = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(kind))
     bits = int(mask.split()[1], 16)
     return {signum for signum in range(1, 64) if bits >> (signum - 1) & 1}
 
@@ -180,10 +241,10 @@ def test_children_end_when_the_parent_is_killed():
         parent.kill()
         parent.wait()
         wait_for(lambda: gone(pid))
+        wait_for(lambda: not os.path.exists(folder))  # nobody was left to remove it but the kernel's count
     finally:
         os.kill(copy, signal.SIGKILL)
         parent.stdout.close()
-        shutil.rmtree(folder)
 
 
 def test_folders_of_killed_launchers_are_swept():
