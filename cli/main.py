@@ -16,6 +16,7 @@ COMMANDS = {
     "chat": (".chat", "talk to a running server"),
     "complete": (".chat", "let a running server continue a text"),
     "bench": (".bench", "measure: serve, throughput, latency, control-plane"),
+    "workers": (".workers", "list the workers of a running server, drain one, remove one"),
     "keygen": (".keygen", "make the key file that processes on several machines share"),
 }
 

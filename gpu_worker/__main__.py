@@ -22,10 +22,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _end(signum: int, frame: FrameType | None) -> None:
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)  # one is enough; a second must not cut the farewell short
-    raise SystemExit(0)
+class Ending:
+    """SIGTERM and SIGINT: while the worker loads they end it at once; once it serves, the first asks it to drain and
+    the second ends it at once."""
+
+    def __init__(self) -> None:
+        self.link: Link | None = None  # set when it serves
+        self.asked = False
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        first, self.asked = not self.asked, True
+        if first and self.link is not None:
+            self.link.leave()
+            return
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)  # one more must not cut the farewell short
+        raise SystemExit(0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,20 +47,25 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_service_args("gpu_worker", argv)
     setup_logging("gpu_worker", args.log_level)
     watch_parent()
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, _end)
-    farewell, link = "asked to end", None
+    ending, link = Ending(), None
+    farewell: str | None = None
     try:
         link, worker = _load(args)
+        ending.link = link
         worker.serve(link)
         farewell = "drained"
     except ConfigError as error:
         farewell = str(error)
         die("gpu_worker", error)
     except Dismissed as dismissal:
-        if str(dismissal) not in ("", "drained"):
-            # One that was never let in cannot work here; one that was expelled may start again from nothing.
-            die("gpu_worker", dismissal, 1 if dismissal.served else EXIT_CONFIG)
+        farewell = "dismissed"
+        # One that was never let in cannot work here; one that was expelled may start again from nothing.
+        die("gpu_worker", dismissal, 1 if dismissal.served else EXIT_CONFIG)
+    except SystemExit:
+        if ending.asked:
+            farewell = "asked to end"
+            raise
+        die("gpu_worker", "a step called sys.exit", 1)  # and the scheduler learns of it as of a crash
     finally:
         if link is not None:
             link.close(farewell)

@@ -36,6 +36,9 @@ MAX_QUEUED = 64
 _SEND, _RENEW, _CLOSE = b"s", b"r", b"c"
 """First byte of what the compute thread hands over; then its session in 8 bytes, then a frame to send, if any."""
 
+HUNG_S = 10.0
+"""Dismissed for so long with the compute thread still in a step: that step hangs, and the process must end."""
+
 LINGER_MS = 1000
 """How long last words may take to leave when a session is closed on purpose."""
 
@@ -45,6 +48,10 @@ class LeaseLost:
 
     def __init__(self, reason: str):
         self.reason = reason
+
+
+class Leave:
+    """In place of a message: this process was asked to end, and should drain first."""
 
 
 class Dismissed(Exception):
@@ -95,7 +102,7 @@ class Link:
                 return None
             if isinstance(message, BaseException):
                 raise message
-            if session == self._session or isinstance(message, LeaseLost):
+            if session == self._session or isinstance(message, LeaseLost | Leave):
                 self._seen = max(session, self._seen)
                 return message
 
@@ -110,6 +117,10 @@ class Link:
     def post(self, message: Any) -> None:
         """Put a message of this process's own before the compute thread; safe from any thread."""
         self._inbox.put((self._session, message))
+
+    def leave(self) -> None:
+        """Put Leave before the compute thread; safe in a signal handler."""
+        self._inbox.put((0, Leave()))
 
     def close(self, reason: str | None = None) -> None:
         """Say Bye (unless ``reason`` is None), let it leave, and end the thread. Safe to call twice."""
@@ -153,6 +164,8 @@ class Link:
         for socket in (wire.socket, monitor, self._in):
             poller.register(socket, zmq.POLLIN)
         answered, linger = False, 0
+        dismissed = False
+        hung_at: float | None = None
         try:
             wire.send(self._hello(wire))
             next_beat = time.monotonic() + BEAT_S
@@ -160,6 +173,10 @@ class Link:
                 poller.poll(max(0, int(1000 * (next_beat - time.monotonic())) + 1))
                 while self._inbox.qsize() <= MAX_QUEUED and (message := wire.recv()) is not None:
                     answered = True
+                    if isinstance(message, Bye):
+                        if message.again and not dismissed:
+                            return self._lose(message.reason), answered
+                        dismissed = True
                     if not isinstance(message, Beat):
                         self.post(message)
                 self.bad_frames = dropped_before + wire.bad_frames
@@ -172,9 +189,15 @@ class Link:
                         return self._lose("the connection to the scheduler broke"), answered
                 if self._inbox.qsize() > MAX_QUEUED:
                     return self._lose(f"the scheduler sent over {MAX_QUEUED} messages unasked"), answered
-                if time.monotonic() >= next_beat:
+                now = time.monotonic()
+                if dismissed and self.loaded:
+                    hung_at = hung_at or now + HUNG_S
+                    if now > hung_at:
+                        log.error("dismissed, and step %d still runs after %g s; ending", self.last_step + 1, HUNG_S)
+                        os._exit(1)
+                if now >= next_beat:
                     wire.send(Beat(self.last_step, resident_bytes(), self.bad_frames))
-                    next_beat += BEAT_S
+                    next_beat = now + BEAT_S
         finally:
             wire.socket.disable_monitor()
             monitor.close(0)

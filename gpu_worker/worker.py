@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ from ..proto.params import MAX_BEAMS, SamplingParams
 from .followers import Follower
 from .graphs import capture_sizes
 from .kv_cache import KVCache
-from .link import Dismissed, LeaseLost, Link
+from .link import Dismissed, LeaseLost, Leave, Link
 from .memory import Budget, cpu_budget, cuda_budget, fit, step_bytes
 from .outcome import ROOM, Outcome
 from .processors import Function, Processors
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
     from .models.decoder import Decoder
 
 log = logging.getLogger(__name__)
+
+
+ANSWER_S = 3.0
+"""How much longer than ``drain_timeout`` a worker that wants to leave waits for the scheduler's word."""
 
 
 class _Failure:
@@ -76,21 +81,35 @@ class Worker:
         self._next_step = 0  # 0: not ready
         self._assigned: tuple[int, int, int] | None = None  # block_size, max_num_seqs, max_num_batched_tokens
         self._num_blocks = 0  # that fit
+        self._leave_by: float | None = None  # when a worker that asked to leave goes without an answer
         self._state: RowState | None = None
         self._runner: Runner | None = None
 
     def serve(self, link: Link) -> None:
-        """Until Drain. Raises Dismissed on Bye and ConfigError where the model does not fit."""
+        """Until Drain, or until nobody is there to ask. Raises Dismissed on Bye and ConfigError where the model does
+        not fit."""
         self._link = link
         self._results = _Results(link, threaded=self._device.type != "cpu")
         while True:
-            match link.get():
+            left = None if self._leave_by is None else self._leave_by - time.monotonic()
+            if left is not None and left <= 0:
+                log.warning("the scheduler has not let go in %g s; leaving", self._args.drain_timeout + ANSWER_S)
+                return
+            match link.get(left):
                 case StepPlan() as plan:
                     self._step(plan)
                 case Assign() as assign:
                     self._open(assign)
                 case Configure() as configure:
                     self._configure(configure)
+                case Leave():
+                    if not self._next_step:  # nothing can run here
+                        return
+                    log.info("asked to end: draining for at most %g s", self._args.drain_timeout)
+                    self._leave_by = time.monotonic() + self._args.drain_timeout + ANSWER_S
+                    link.send(Drain("it was asked to end"))
+                case LeaseLost() | Bye() if self._leave_by is not None:
+                    return  # what ran here goes on elsewhere
                 case LeaseLost():
                     self._end_lease()
                 case _Failure() as failure if failure.lease == self._lease:

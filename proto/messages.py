@@ -300,6 +300,7 @@ class Bye(Message):
     """Both ways: the sender leaves, or the receiver must (``reason`` says why)."""
 
     reason: str = ""
+    again: bool = False  # scheduler -> worker: only the lease is over; keep the weights and say Hello again
 
 
 class Drain(Message):

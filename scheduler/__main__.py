@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import re
+import time
 
-from ..proto.config import ConfigError, EngineArgs, parse_service_args
+from ..proto.config import ConfigError, EngineArgs, default_run_dir, parse_service_args
 from ..proto.process import die, setup_logging, watch_parent
 from ..proto.sockets import front_endpoint, private_dir, worker_endpoint
 from .loop import serve
+
+log = logging.getLogger(__name__)
+
+MAX_EPOCH = 2**53
+"""No clock says so much: a lock file that does is broken."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -18,24 +26,33 @@ def main(argv: list[str] | None = None) -> None:
     watch_parent()
     try:
         lock = take_address(config)
-        serve(config)
+        serve(config, next_epoch(lock))
     except ConfigError as error:
         die("scheduler", error)
+    remove_socket_files(config)
     if lock is not None:
-        remove_socket_files(config)
         os.close(lock)
 
 
 def take_address(config: EngineArgs) -> int | None:
-    """Lock the folder of an ipc address until this process ends: its descriptor, or None for tcp (bind is the lock).
+    """Lock an address until this process ends: the descriptor of its lock file, or None where a tcp address has none
+    because the run folder cannot be used (there the bind is the lock).
 
-    Raises ConfigError where another scheduler holds it.
+    The file stays, for the epoch in it. Raises ConfigError where another scheduler holds it.
     """
-    assert config.scheduler is not None
-    if not config.scheduler.startswith("ipc://"):
-        return None
-    folder = private_dir(config.scheduler.removeprefix("ipc://"))
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    address = config.scheduler or ""
+    if address.startswith("ipc://"):
+        path = os.path.join(private_dir(address.removeprefix("ipc://")), "scheduler.lock")
+    else:
+        try:
+            path = os.path.join(private_dir(default_run_dir()), re.sub(r"\W+", "-", address) + ".lock")
+        except ConfigError as error:
+            log.warning("%s; the clock must not go back between two starts", error)
+            return None
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot open {path}: {error.strerror}; name another address with --scheduler.") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -46,9 +63,26 @@ def take_address(config: EngineArgs) -> int | None:
     return lock
 
 
+def next_epoch(lock: int | None) -> int:
+    """The time in ms, or just above the last epoch kept in the lock file, where the clock has gone back since then:
+    peers ignore lower epochs."""
+    epoch = time.time_ns() // 1_000_000
+    if lock is not None:
+        kept = os.pread(lock, 32, 0).strip()
+        if kept.isdigit() and int(kept) < MAX_EPOCH:
+            epoch = max(epoch, int(kept) + 1)
+        try:
+            os.pwrite(lock, b"%-18d\n" % epoch, 0)
+        except OSError as error:  # a full disk is no reason not to serve
+            log.warning("cannot keep the epoch: %s; the clock must not go back until the next start", error.strerror)
+    return epoch
+
+
 def remove_socket_files(config: EngineArgs) -> None:
     """Leave no socket file behind."""
     assert config.scheduler is not None
+    if not config.scheduler.startswith("ipc://"):
+        return
     for endpoint in (front_endpoint(config.scheduler), worker_endpoint(config.scheduler)):
         try:
             os.unlink(endpoint.removeprefix("ipc://"))

@@ -6,7 +6,9 @@ by ``plan``, and what the front side is owed gathers in ``outbox``.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 
 from ..proto.codec import BadFrame, from_i32, from_i64, i32, i64
@@ -26,13 +28,20 @@ from ..proto.messages import (
 )
 from . import commit as committing
 from . import planner
+from .accounts import Accounts
 from .beams import BeamGroup, answered
 from .block_pool import PoolError
 from .intake import Refused, check_fits, check_width, read_request
 from .outbox import Outbox
+from .placement import can_ever_hold
 from .queue import WaitingQueue
 from .replica import Replica
 from .request import MAX_LOSSES, Request, Sequence, State
+
+log = logging.getLogger(__name__)
+
+UNPLACED_S = 60.0
+"""How long a request that only a larger worker could hold waits for one, as long as there are others."""
 
 
 class Scheduler:
@@ -43,7 +52,11 @@ class Scheduler:
         self.requests: dict[int, Request] = {}
         self.queue = WaitingQueue(config.max_num_queued_reqs, config.max_num_queued_tokens)
         self.replicas: dict[int, Replica] = {}
+        self.accounts = Accounts(config.max_requests_per_key)
         self.loading = 0  # replicas on their way: nobody knows yet what they will hold
+        self._deadlines: deque[tuple[float, Request]] = deque()  # of those that may wait only so long, in order
+        self.shrunk = False  # a worker left, or never came: those who wait for one of its size may wait in vain
+        self._unplaced: dict[int, float] = {}  # uids that no replica could hold, and since when
         self.outbox = Outbox()
         self.max_model_len = 0  # of the replica with the shortest; 0 until one was ready
         self.vocab_size = 0
@@ -65,7 +78,7 @@ class Scheduler:
                 owner, message, self.config.block_size, self.vocab_size, self.config.scheduling_policy == "priority"
             )
             if message.losses >= MAX_LOSSES:
-                raise Refused(_poison(message.losses), status=500)
+                raise Refused(_poison(message.uid, message.losses), status=500)
             self._settle(request)
         except Refused as no:
             self._refuse(owner, message, no.status, str(no), no.param)
@@ -74,12 +87,20 @@ class Scheduler:
             self.bad_messages += 1
             self._refuse(owner, message, 400, f"The request does not make sense: {error}.")
             return
-        full = self.queue.full(request.prompt_len) if not message.attempt else None
+        full = self._full(request) if not message.attempt else None
         if full:
-            text = f"The server is full: {full}. Please try again later."
-            self._refuse(owner, message, 429, text, retry_after=self.queue.retry_after(self.clock()))
+            self._refuse(owner, message, 429, full[0] + ". Please try again later.", retry_after=full[1])
             return
         self._enqueue(request)
+
+    def _full(self, request: Request) -> tuple[str, float] | None:
+        """Why a new request is refused for load, and the seconds until it likely is not; or None."""
+        now = self.clock()
+        if (mine := self.accounts.full(request.account, now)) is not None:
+            return mine
+        if (full := self.queue.full(request.prompt_len)) is not None:
+            return f"The server is full: {full}", self.queue.retry_after(request.prompt_len, now)
+        return None
 
     def _settle(self, request: Request) -> None:
         """Check the request against what the replicas hold, as far as that is known."""
@@ -93,8 +114,12 @@ class Scheduler:
             )  # fmt: skip
 
     def _enqueue(self, request: Request) -> None:
+        now = self.clock()
         self.requests[request.uid] = request
         self.queue.enter(request)
+        self.accounts.enter(request, now)
+        if self.config.queue_timeout is not None and not request.attempt:
+            self._deadlines.append((now + self.config.queue_timeout, request))
         sink = self.outbox.sink(request.owner)
         parent: Sequence | None = None
         for seq in list(request.live):
@@ -117,6 +142,12 @@ class Scheduler:
         retry_after: float | None = None,
     ) -> None:  # fmt: skip
         self.outbox.put(owner, Failed(message.uid, message.attempt, status, text, param, retry_after))
+
+    def bad(self, peer: str, why: object) -> None:
+        """Count a message that makes no sense."""
+        self.bad_messages += 1
+        if self.bad_messages <= 20 or self.bad_messages % 1000 == 0:
+            log.warning("dropped a bad message from %r (%d so far): %s", peer, self.bad_messages, why)
 
     def abort(self, uid: int, attempt: int) -> None:
         """The client is gone. A stale attempt's abort, or one for an unknown uid, does nothing."""
@@ -184,9 +215,11 @@ class Scheduler:
         self.outbox.finished(seq, finish, stop_id, with_token)
         self.leave(seq)
 
-    def fail(self, request: Request, status: int, text: str, param: str | None = None) -> None:
+    def fail(
+        self, request: Request, status: int, text: str, param: str | None = None, retry_after: float | None = None
+    ) -> None:
         """End a request with an error."""
-        self.outbox.put(request.owner, Failed(request.uid, request.attempt, status, text, param))
+        self.outbox.put(request.owner, Failed(request.uid, request.attempt, status, text, param, retry_after))
         self.drop(request)
 
     def drop(self, request: Request) -> None:
@@ -220,9 +253,46 @@ class Scheduler:
         if not request.started:
             self.queue.leave(request)
         del self.requests[request.uid]
-        self.queue.finished(self.clock())
+        now = self.clock()
+        self.queue.rate.freed(now)
+        self.accounts.leave(request, now)
+
+    def expire(self) -> None:
+        """Once a second: end requests whose time is up, those that waited for their first step for longer than
+        ``queue_timeout``, and those that no replica could hold for ``UNPLACED_S``."""
+        now = self.clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request = self._deadlines.popleft()
+            if not request.started and self.requests.get(request.uid) is request:
+                text = f"The request waited for {self.config.queue_timeout:g} s, the limit, for its first step. "
+                retry = self.queue.time_to_drain(now)
+                self.fail(request, 503, text + "Please try again later.", retry_after=retry)
+        self._expire_unplaced(now)
+
+    def _expire_unplaced(self, now: float) -> None:
+        replicas = list(self.replicas.values())
+        if self.loading or not replicas or not self.shrunk:  # what comes, or comes back, may hold it
+            self._unplaced.clear()
+            return
+        unplaced = {s.uid: s.request for s in self.queue if not any(can_ever_hold(r, s) for r in replicas)}
+        self.shrunk = bool(unplaced)
+        self._unplaced = {uid: self._unplaced.get(uid, now) for uid in unplaced}
+        for uid, request in unplaced.items():
+            if now - self._unplaced[uid] >= UNPLACED_S:
+                largest = max(r.pool.num_blocks for r in replicas)
+                text = f"No worker is left that could hold this request: the largest has {largest} KV blocks of "
+                text += f"{self.config.block_size} tokens, and no larger one came within {UNPLACED_S:g} s."
+                self.fail(request, 503, text, retry_after=UNPLACED_S)
 
     # -- running sequences
+
+    def running_by_account(self) -> Counter[str]:
+        """Rows held by each API key."""
+        counts: Counter[str] = Counter()
+        for replica in self.replicas.values():
+            for seq in replica.sequences():
+                counts[seq.request.account] += seq.width
+        return counts
 
     def note_start(self, seq: Sequence) -> None:
         """``seq`` got a row from the queue."""
@@ -251,17 +321,23 @@ class Scheduler:
     def add_replica(self, replica: Replica) -> None:
         """A worker is ready. Requests that waited to know what it holds are checked now."""
         self.replicas[replica.number] = replica
-        self.max_model_len = min(r.max_model_len for r in self.replicas.values())
-        self.vocab_size = min(r.vocab_size for r in self.replicas.values())
+        self._measure()
         for request in [r for r in self.requests.values() if not r.started]:
             try:
                 self._settle(request)
             except Refused as no:
                 self.fail(request, no.status, str(no), no.param)
 
+    def _measure(self) -> None:
+        if self.replicas:
+            self.max_model_len = min(r.max_model_len for r in self.replicas.values())
+            self.vocab_size = min(r.vocab_size for r in self.replicas.values())
+
     def end_lease(self, replica: Replica, blame: bool = True) -> None:
         """The worker is gone, or not to be trusted. ``blame``: what it was running may be why."""
         del self.replicas[replica.number]
+        self._measure()
+        self.shrunk = True
         poisonous: dict[int, Request] = {}
         if blame:
             for seq in {s.key: s for step in replica.in_flight for s in step.sequences()}.values():
@@ -273,7 +349,7 @@ class Scheduler:
             self.requeue(seq)
         replica.in_flight.clear()
         for request in poisonous.values():
-            self.fail(request, 500, _poison(MAX_LOSSES))
+            self.fail(request, 500, _poison(request.uid, MAX_LOSSES))
 
     def plan(self, replica: Replica) -> StepPlan | None:
         """The next step to send to ``replica``, or None."""
@@ -329,5 +405,8 @@ class Scheduler:
             raise PoolError(f"{self.queue.fresh_requests} requests are counted as waiting, {len(fresh)} are")
 
 
-def _poison(losses: int) -> str:
-    return f"The worker died {losses} times while running this request; it is given up so that others can go on."
+def _poison(uid: int, losses: int) -> str:
+    return (
+        f"A process died {losses} times while it ran request {uid}, which got no further in between; it is taken for "
+        "the cause and given up, so that others can go on."
+    )

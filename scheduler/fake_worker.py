@@ -247,6 +247,7 @@ class FakeWorker:
     def __init__(self, num_blocks: int = 512, max_model_len: int = 2048, vocab_size: int = 1000, pages: bool = True):
         self.num_blocks, self.max_model_len, self.vocab_size, self.pages = num_blocks, max_model_len, vocab_size, pages
         self.store: PageStore | None = None
+        self.poison: int | None = None  # the first token of prompts that kill this process
         self._assign: Assign | None = None
 
     def hello(self, incarnation: str, loaded: bool = False) -> Hello:
@@ -266,6 +267,8 @@ class FakeWorker:
             self.store = PageStore(rows, message.num_blocks, size, self.vocab_size, self.pages)
             return [Ready(message.lease)]
         if isinstance(message, StepPlan) and self._current(message.lease) and self.store is not None:
+            if self.poison is not None and any(from_i32(admit.ids)[0] == self.poison for admit in message.admits):
+                os._exit(70)
             try:
                 return [self.store.run(message)]
             except (PlanError, BadFrame) as error:
@@ -291,13 +294,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--page-store", choices=("on", "off"), default="on", help="off: every token is 1")
     parser.add_argument("--delay-ms", type=float, nargs=2, default=(0.0, 0.0), metavar=("LOW", "HIGH"))
     parser.add_argument("--seed", type=int, default=0, help="of the delays")
+    parser.add_argument("--poison", type=int, help="a prompt that begins with this token kills the worker")
     args = parser.parse_args(argv)
     setup_logging("fake_worker")
     watch_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
+        signal.signal(number, _leave)
     worker = FakeWorker(args.num_blocks, args.max_model_len, args.vocab_size, args.page_store == "on")
+    worker.poison = args.poison
     _serve(worker, args.scheduler, tuple(args.delay_ms), random.Random(args.seed))
+
+
+_leaving: list[int] = []  # signals that came
+
+
+def _leave(number: int, frame: object) -> None:
+    """The first asks to drain, the second ends it."""
+    if _leaving:
+        sys.exit(0)
+    _leaving.append(number)
 
 
 def _serve(worker: FakeWorker, address: str, delay_ms: tuple[float, float], rng: random.Random) -> None:
@@ -311,6 +326,8 @@ def _serve(worker: FakeWorker, address: str, delay_ms: tuple[float, float], rng:
             _run_lease(worker, wire, delay_ms, rng)
         finally:
             wire.close()
+        if _leaving:
+            sys.exit(0)
 
 
 def _run_lease(worker: FakeWorker, wire: Dealer, delay_ms: tuple[float, float], rng: random.Random) -> None:
@@ -318,9 +335,12 @@ def _run_lease(worker: FakeWorker, wire: Dealer, delay_ms: tuple[float, float], 
     monitor, poller = wire.monitor(), zmq.Poller()
     poller.register(wire.socket, zmq.POLLIN)
     poller.register(monitor, zmq.POLLIN)
-    next_beat = time.monotonic() + BEAT_S
+    next_beat, asked = time.monotonic() + BEAT_S, False
     while True:
-        poller.poll(max(0, int((next_beat - time.monotonic()) * 1000)))
+        poller.poll(min(100, max(0, int((next_beat - time.monotonic()) * 1000))))
+        if _leaving and not asked:
+            asked = True
+            wire.send(Drain("it was asked to end"))
         if time.monotonic() >= next_beat:
             next_beat = time.monotonic() + BEAT_S
             wire.send(Beat(worker.last_step))
@@ -329,6 +349,8 @@ def _run_lease(worker: FakeWorker, wire: Dealer, delay_ms: tuple[float, float], 
                 return
         while (message := wire.recv()) is not None:
             if isinstance(message, Bye):
+                if message.again:
+                    return
                 die("fake_worker", message.reason)
             if isinstance(message, StepPlan) and delay_ms[1]:
                 time.sleep(rng.uniform(*delay_ms) / 1000)

@@ -54,7 +54,7 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
     request = Request(
         message.uid, message.attempt, owner, message.ids, hashes, message.params, message.eos, message.seed,
         message.arrival, message.priority if by_priority else 0, message.masked, message.bad_words,
-        message.prompt_logprobs_from,
+        message.prompt_logprobs_from, message.key,
     )  # fmt: skip
     request.live = _sequences(request, message, vocab_size)
     return request

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-import time
 
 import zmq
 
@@ -21,13 +20,14 @@ log = logging.getLogger(__name__)
 class Loop:
     """Both sockets and the scheduler between them. Raises ConfigError where a socket cannot be bound."""
 
-    def __init__(self, config: EngineArgs):
+    def __init__(self, config: EngineArgs, epoch: int):
         assert config.scheduler is not None
         keys = load_keys(config.keys)
         self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
         self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
         self.core = Scheduler(config)
-        self.membership = Membership(self.core, epoch=time.time_ns() // 1_000_000)
+        self.membership = Membership(self.core, epoch)
+        self.fleet = self.membership.fleet
         self._wake, self._waker = socket.socketpair()
         self._poller = zmq.Poller()
         for readable in (self.front.socket, self.front.monitor(), self.workers.socket, self.workers.monitor()):
@@ -40,9 +40,10 @@ class Loop:
         settled = True
         while not self._stopping:
             self._poller.poll(int(self.membership.timeout() * 1000) + 1 if settled else 0)
+            self.membership.notice()
             self._ingest()
             self.membership.tick()
-            self.membership.plans()
+            self.fleet.plans()
             settled = self._send()
 
     def stop(self, *_: object) -> None:
@@ -59,8 +60,8 @@ class Loop:
 
     def _ingest(self) -> None:
         """Results first: whoever waits for a token has waited longest."""
-        membership = self.membership
-        for wire, handle in ((self.workers, membership.on_worker), (self.front, membership.on_front)):
+        membership, fleet = self.membership, self.fleet
+        for wire, handle in ((self.workers, fleet.on_worker), (self.front, membership.on_front)):
             for _ in range(DRAIN_LIMIT):
                 received = wire.recv()
                 if received is None:
@@ -68,9 +69,9 @@ class Loop:
                 handle(*received)
         membership.wire_bad_frames = self.front.bad_frames + self.workers.bad_frames
         if _connection_lost(self.workers):
-            for peer in list(membership.workers):
+            for peer in list(fleet.workers):
                 if not self.workers.send(peer, Beat()):
-                    membership.worker_gone(peer, "is gone: its connection broke")
+                    fleet.gone(peer, "is gone: its connection broke")
         if _connection_lost(self.front):
             for peer in list(membership.front):
                 if not self.front.send(peer, Beat()):
@@ -78,11 +79,11 @@ class Loop:
 
     def _send(self) -> bool:
         """Everything owed. False where something could not be delivered: others are owed something in turn."""
-        membership, settled = self.membership, True
-        messages, membership.to_workers = membership.to_workers, []
+        membership, fleet, settled = self.membership, self.fleet, True
+        messages, fleet.to_workers = fleet.to_workers, []
         for peer, message in messages:
             if not self.workers.send(peer, message):
-                membership.worker_gone(peer, "is gone: it cannot be reached")
+                fleet.gone(peer, "is gone: it cannot be reached")
                 settled = False
         for peer, message in self.core.outbox.take():
             if not self.front.send(peer, message):
@@ -99,9 +100,9 @@ def _connection_lost(wire: Router) -> bool:
     return lost
 
 
-def serve(config: EngineArgs) -> None:
+def serve(config: EngineArgs, epoch: int) -> None:
     """Run until SIGTERM or SIGINT."""
-    loop = Loop(config)
+    loop = Loop(config, epoch)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, loop.stop)
     log.info("listening on %s and %s", loop.front.endpoint, loop.workers.endpoint)

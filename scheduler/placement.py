@@ -42,7 +42,7 @@ def belongs_elsewhere(seq: Sequence, here: Replica, cached: list[int], others: I
     """Another replica has room for ``seq`` and is the better place; it takes it when its next step is planned."""
     score = (_score(here, len(cached)), -here.number)
     for other in others:
-        if other is here or other.draining or not can_ever_hold(other, seq):
+        if other is here or other.draining or other.suspects or not can_ever_hold(other, seq):
             continue
         theirs = cached_prefix(other, seq)
         if (_score(other, len(theirs)), -other.number) > score and has_room(other, seq, theirs):

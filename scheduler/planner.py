@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .core import Scheduler
 
 LOOKAHEAD = 32
-"""Waiting sequences looked at in one plan: those that another replica should take are passed over."""
+"""Waiting sequences left to other replicas in one plan, at most."""
 
 
 _ONE = i32([1])
@@ -115,8 +115,8 @@ def _decodes_wait(core: Scheduler, replica: Replica) -> bool:
     """Without chunked prefill, a prompt that decodes leave no room for gets every second step to itself."""
     if core.config.enable_chunked_prefill or replica.decodes_waited or not replica.decoding:
         return False
-    head = core.queue.first(1)
-    return bool(head) and head[0].known > core.config.max_num_batched_tokens - sum(s.width for s in replica.decoding)
+    head = next(core.queue.in_turn(core.running_by_account), None)
+    return head is not None and head.known > core.config.max_num_batched_tokens - sum(s.width for s in replica.decoding)
 
 
 # -- decodes
@@ -223,18 +223,29 @@ def _fork_siblings(core: Scheduler, replica: Replica, draft: Draft, parent: Sequ
 
 
 def _admit(core: Scheduler, replica: Replica, draft: Draft) -> None:
-    """Rows for those in line, strictly in order: whoever does not fit holds up those behind it."""
+    """Rows for those in line, strictly in order: whoever does not fit holds up those behind it, but for one that only
+    a larger replica could ever hold."""
+    if not core.queue:
+        return
+    if not draft.budget or not replica.free_rows:
+        core.queue.rate.waiting(core.clock())
+        return
     chunked, budget = core.config.enable_chunked_prefill, core.config.max_num_batched_tokens
     others = core.replicas.values() if len(core.replicas) > 1 else ()
-    for seq in core.queue.first(LOOKAHEAD):
+    passed = 0
+    for seq in core.queue.in_turn(core.running_by_account):
         if not draft.budget or not replica.free_rows:
             return
         if not can_ever_hold(replica, seq) or (seq.request.asks_prompt and seq.request.carried()):
             continue
         cached = cached_prefix(replica, seq)
         if others and belongs_elsewhere(seq, replica, cached, others):
+            passed += 1
+            if passed == LOOKAHEAD:
+                return
             continue
         if not has_room(replica, seq, cached):
+            core.queue.rate.waiting(core.clock())
             return
         rest = seq.known - len(cached) * replica.block_size
         if not chunked and draft.budget < min(rest, budget):

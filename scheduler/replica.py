@@ -84,6 +84,7 @@ class Replica:
         self.drops: list[int] = []  # rows given up since the last plan
         self.in_flight: deque[Step] = deque()
         self.last_step = 0
+        self.progress_at = 0.0  # when the last result came
         self.decodes_waited = False  # the last plan left the decodes out to take a whole prompt
         self.draining = False
 

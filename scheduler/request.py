@@ -46,14 +46,14 @@ class Request:
     """What one Submit asked for. ``owner`` is the detokenizer that submitted it and gets its tokens."""
 
     __slots__ = (
-        "arrival", "attempt", "bad_words", "eos", "hashes", "live", "masked", "max_tokens", "owner", "params",
-        "priority", "prompt", "prompt_done", "prompt_len", "seed", "started", "stops", "uid",
+        "account", "arrival", "attempt", "bad_words", "eos", "hashes", "live", "masked", "max_tokens", "owner",
+        "params", "priority", "prompt", "prompt_done", "prompt_len", "seed", "started", "stops", "uid",
     )  # fmt: skip
 
     def __init__(
         self, uid: int, attempt: int, owner: str, prompt: bytes, hashes: list[bytes], params: SamplingParams,
         eos: list[int], seed: int, arrival: float, priority: int = 0, masked: bytes = b"",
-        bad_words: list[list[int]] | None = None, prompt_done: int = 0,
+        bad_words: list[list[int]] | None = None, prompt_done: int = 0, account: str = "",
     ):  # fmt: skip
         self.uid, self.attempt, self.owner = uid, attempt, owner
         self.prompt, self.prompt_len = prompt, len(prompt) // 4
@@ -65,6 +65,7 @@ class Request:
         # Leading prompt tokens whose logprobs nobody needs from here on: they were sent, or were never asked for.
         self.prompt_done = self.prompt_len if params.prompt_logprobs is None else max(1, prompt_done)
         self.seed, self.arrival, self.priority = seed, arrival, priority
+        self.account = account  # the API key it came with, "" for none
         self.live: list[Sequence] = []
         self.started = False
 

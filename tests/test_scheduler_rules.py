@@ -435,7 +435,7 @@ def test_a_larger_replica_on_its_way_may_hold_it() -> None:
 
 def test_a_full_queue_is_429_with_the_time_to_wait() -> None:
     rig = Rig(max_num_seqs=1, max_num_queued_reqs=2)
-    rig.submit(5, max_tokens=1)
+    rig.submit(5, max_tokens=3)
     rig.step()
     for _ in range(3):
         rig.submit(5, max_tokens=1)
@@ -444,7 +444,14 @@ def test_a_full_queue_is_429_with_the_time_to_wait() -> None:
     assert "limit is 2" in failed.message
     rig.now = 20.0
     rig.submit(5)
-    assert rig.failed().retry_after == 40.0  # 2 waiting, one ended in 20 s
+    assert rig.failed().retry_after == 20.0  # nothing has ended yet: as long again as it has been full
+    rig.step()
+    rig.now = 24.0
+    rig.step()
+    rig.step()
+    rig.submit(5)
+    rig.submit(5)
+    assert rig.failed().retry_after == 12.0  # two places became free in 24 s
     rig.submit(5, attempt=1)  # a resubmission is never refused for load
     rig.receive()
     assert rig.other == []

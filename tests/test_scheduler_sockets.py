@@ -274,10 +274,10 @@ def test_second_scheduler_is_refused_and_the_first_leaves_no_files(stack: Stack,
     assert error.count("\n") == 1
     assert "another scheduler serves" in error
     assert first.poll() is None
-    assert sorted(p.name for p in stack.folder.iterdir()) == ["scheduler.front", "scheduler.workers"]
+    assert sorted(p.name for p in stack.folder.iterdir()) == ["scheduler.front", "scheduler.lock", "scheduler.workers"]
     stack.stop(first)
     assert first.returncode == 0
-    assert list(stack.folder.iterdir()) == []
+    assert [p.name for p in stack.folder.iterdir()] == ["scheduler.lock"]
 
 
 def test_a_new_scheduler_takes_over_after_kill_9(stack: Stack, front: Front) -> None:

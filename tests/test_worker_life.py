@@ -207,6 +207,31 @@ def test_it_waits_for_a_scheduler_that_comes_later(tmp_path):
         link.close()
 
 
+def test_a_lease_that_is_over_is_a_new_session(scheduler, link):
+    old, _ = scheduler.get(Hello)
+    link.loaded = True
+    scheduler.send(old, Bye("silent", again=True))
+    assert isinstance(link.get(30), LeaseLost)
+    new, hello = scheduler.get(Hello)
+    assert new != old and hello.loaded
+    scheduler.send(new, Bye("out of its mind"))
+    scheduler.send(new, Bye("a stranger", again=True))  # changes nothing: it has been dismissed
+    assert link.get(30) == Bye("out of its mind")
+
+
+def test_a_dismissed_process_whose_step_never_ends_is_ended(scheduler, link, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr("quire.gpu_worker.link.HUNG_S", 0.2)
+    monkeypatch.setattr("quire.gpu_worker.link.os._exit", lambda code: ended.set())
+    peer, _ = scheduler.get(Hello)
+    scheduler.send(peer, Bye("step 3 did not end"))
+    scheduler.get(Beat)
+    scheduler.get(Beat)
+    assert not ended.is_set()  # it still loads: what it was told may be said when it has
+    link.loaded = True
+    assert ended.wait(30)
+
+
 def test_a_flood_ends_the_session_instead_of_filling_memory(scheduler, link):
     old, _ = scheduler.get(Hello)
     for _ in range(200):
@@ -301,6 +326,39 @@ def test_drain_finishes_what_is_planned(scheduler):
     scheduler.send(peer, Drain("scaling down"))
     scheduler.get(StepResult, peer)
     scheduler.get(Bye, peer)
+    running.join()
+    assert running.ending is None
+
+
+def test_leave_asks_the_scheduler_and_goes_when_it_says_so(scheduler):
+    running = Running(scheduler, num_gpu_blocks_override=32)
+    peer, _, lease = scheduler.prepare()
+    running.link.leave()
+    scheduler.get(Drain, peer)
+    scheduler.send(peer, first_step(lease))
+    scheduler.get(StepResult, peer)
+    assert running.thread.is_alive()
+    scheduler.send(peer, Drain())
+    scheduler.get(Bye, peer)
+    running.join()
+    assert running.ending is None
+
+
+@pytest.mark.parametrize("how", ["no lease", "no answer", "lease lost", "bye"])
+def test_leave_waits_for_nobody_who_does_not_answer(scheduler, how, monkeypatch):
+    monkeypatch.setattr("quire.gpu_worker.worker.ANSWER_S", 0.1)
+    running = Running(scheduler, num_gpu_blocks_override=32, drain_timeout=0.0 if how == "no answer" else 60.0)
+    if how == "no lease":
+        scheduler.get(Hello)
+    else:
+        peer, _, _ = scheduler.prepare()
+    running.link.leave()
+    if how != "no lease":
+        scheduler.get(Drain, peer)
+    if how == "lease lost":
+        scheduler.restart()
+    elif how == "bye":
+        scheduler.send(peer, Bye("out of its mind"))
     running.join()
     assert running.ending is None
 

@@ -109,9 +109,34 @@ def test_a_whole_life(model, tmp_path):
         ))  # fmt: skip
         assert from_i32(scheduler.get(StepResult, third)[1].tokens) == [3]
 
+        worker.process.send_signal(signal.SIGSTOP)
+        scheduler.send(third, Bye("it was silent", again=True))  # as a scheduler does whose patience has ended
+        worker.process.send_signal(signal.SIGCONT)
+        fourth, hello, lease = scheduler.prepare()
+        assert fourth != third and hello.loaded and hello.pid == worker.process.pid
+        assert steps(scheduler, fourth, lease, 6) == tokens
+
         worker.process.send_signal(signal.SIGTERM)
-        scheduler.get(Bye, third)
+        scheduler.get(Drain, fourth)
+        scheduler.send(fourth, plan(8, lease))  # it goes on working until it is let go
+        assert scheduler.get(StepResult, fourth)[1].step == 8
+        scheduler.send(fourth, Drain())
+        scheduler.get(Bye, fourth)
         assert worker.end()[0] == 0
+
+
+def test_a_second_sigterm_or_a_scheduler_that_breaks_off_end_it_at_once(model):
+    for second in (True, False):
+        with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
+            peer, _, _ = scheduler.prepare()
+            worker.process.send_signal(signal.SIGTERM)
+            scheduler.get(Drain, peer)
+            if second:
+                worker.process.send_signal(signal.SIGTERM)
+                scheduler.get(Bye, peer)
+            else:
+                scheduler.restart()
+            assert worker.end()[0] == 0
 
 
 def test_an_idle_worker_sleeps_and_a_drained_one_ends(model):
