@@ -49,6 +49,7 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
         stack.supervise(ending.stop)
         log.info("ending: open requests may take %g s more; a second signal ends them", engine_args.shutdown_timeout)
     except LaunchError as error:
+        ending.hurry.set()  # what is open cannot be finished, only told so
         raise CommandError(str(error), error.code if error.code > 0 else 1) from error
     finally:
         ending.starting = False

@@ -48,7 +48,7 @@ MAX_BACKOFF_S = 10.0
 GRACE_S = {"frontend": 5.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 5.0}
 """How long each has between SIGTERM and SIGKILL, in the order in which they are ended; a frontend after the
 ``shutdown_timeout`` in which it finishes what is open."""
-HURRY_S = 1.0
+HURRY_S = 2.0
 """How long each has after a second signal."""
 SILENCE_S = 60.0
 """A scheduler that has not beaten for so long is killed and started again; its requests go on from where they were."""
@@ -343,16 +343,17 @@ class Stack:
         began, hurried = time.monotonic(), False
         while left := [child for child in children if not child.dead()]:
             try:
-                if self.hurry.is_set() and not hurried:
-                    began, hurried, others = time.monotonic(), True, []
-                    _terminate(left)
+                if self.hurry.is_set():
+                    if not hurried:
+                        began, hurried, others = time.monotonic(), True, []
+                    _terminate(left)  # again and again: two signals close together may arrive as one
                 for child in left:
                     grace = HURRY_S if hurried else self._grace(child.service)
                     if time.monotonic() - began > grace and child.process is not None:
                         log.warning("quire.%s did not end within %g s; killing it.", child.service, grace)
                         os.killpg(child.process.pid, signal.SIGKILL)
                 self._look_after(others)
-                time.sleep(0.01)
+                time.sleep(0.05 if hurried else 0.01)
             except LaunchError as error:
                 log.error("%s", error)
                 others = []

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
+import os
+import signal
+import subprocess
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
+from stack import Server, wait_until
 
 from quire.frontend import __main__ as main
 from quire.frontend.fake import FakeServer, Say, Script
@@ -106,3 +112,85 @@ def test_what_does_not_end_in_time_is_told_so(second: bool) -> None:
         assert why in json.loads(body)["error"]["message"]
         assert " one" in events and why in events and events.endswith("data: [DONE]\n\n")
         assert server.engine.open_requests == 0
+
+
+# ---------------------------------------------------------------- `quire serve` itself
+
+
+def child_of(server: Server, service: str) -> psutil.Process:
+    return next(p for p in server.children() if f"-m quire.{service}" in " ".join(p.cmdline()))
+
+
+def long_stream(server: Server) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), HEADERS)
+    return connection.getresponse()
+
+
+def test_a_drained_worker_stays_away_and_a_killed_launcher_leaves_nothing() -> None:
+    server = Server()
+    worker = None
+    try:
+        for path in ("/health", "/health/live", "/health/ready", "/health/generate"):
+            assert server.get(path)[0] == 200
+        old = child_of(server, "gpu_worker")
+        command = old.cmdline()
+        old.terminate()
+        wait_until(lambda: "left on purpose" in server.stderr(), "the launcher lets it go")
+        wait_until(lambda: server.get("/health/ready")[0] == 503, "nobody serves")
+        status, answer, headers = server.post("/v1/completions", HI)
+        assert status == 503 and int(headers["Retry-After"]) >= 1 and "not ready" in answer["error"]["message"]
+        assert server.get("/health/live")[0] == 200
+        worker = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(lambda: server.get("/health/generate")[0] == 200, "another one joins", 60)
+        assert not any("gpu_worker" in " ".join(p.cmdline()) for p in server.children())
+
+        children, folder = server.children(), server.run_dir()
+        answer = long_stream(server)
+        assert answer.readline()
+        server.process.kill()
+        server.process.wait()
+        assert psutil.wait_procs(children, timeout=20)[1] == []
+        until(lambda: not os.path.exists(folder))
+    finally:
+        if worker is not None:
+            worker.kill()
+            worker.wait()
+        server.close()
+
+
+def test_what_dies_again_and_again_is_given_up_with_a_message_and_a_code() -> None:
+    server = Server()
+    try:
+        children, folder = set(server.children()), server.run_dir()
+        answer = long_stream(server)
+        assert answer.readline()
+        while server.process.poll() is None:  # the first may have lived long enough not to count
+            with contextlib.suppress(StopIteration, psutil.Error):
+                child_of(server, "detokenizer").kill()
+            with contextlib.suppress(psutil.Error):
+                children.update(server.children())
+            time.sleep(0.02)
+        assert server.process.wait() == 1
+        assert b"told to hurry" in answer.read()  # it could not be finished
+        assert "quire.detokenizer ended 5 times within 10 s of its start: " in server.stderr().splitlines()[-1]
+        assert psutil.wait_procs(children, timeout=5)[1] == [] and not os.path.exists(folder)
+    finally:
+        server.close()
+
+
+def test_a_second_signal_ends_at_once_and_tells_clients() -> None:
+    server = Server("--shutdown-timeout=600")
+    try:
+        children, folder = server.children(), server.run_dir()
+        answer = long_stream(server)
+        assert answer.readline()
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: server.get("/health/ready")[0] == 503, "it says that it ends")
+        server.process.send_signal(signal.SIGINT)
+        assert b"told to hurry" in answer.read()
+        assert server.process.wait(20) == 0
+        assert psutil.wait_procs(children, timeout=5)[1] == [] and not os.path.exists(folder)
+    finally:
+        server.close()
