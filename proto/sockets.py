@@ -16,10 +16,8 @@ identity; what it had not sent yet it sends then, what was under way is lost and
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import contextlib
 import logging
-import os
-import stat
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -27,6 +25,16 @@ from typing import Any, Generic, TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from .addresses import (
+    MAX_FOLDER,
+    detokenizer_bind,
+    front_endpoint,
+    host_of,
+    ip_of,
+    needs_curve,
+    private_dir,
+    worker_endpoint,
+)
 from .codec import BadFrame, Decoder, encode
 from .config import ConfigError
 from .keys import Keys, connect_with, load_keys, serve_with
@@ -36,6 +44,7 @@ __all__ = [
     "CONNECTED",
     "DISCONNECTED",
     "DRAIN_LIMIT",
+    "MAX_FOLDER",
     "MAX_FRAME",
     "Dealer",
     "Keys",
@@ -44,6 +53,7 @@ __all__ = [
     "detokenizer_bind",
     "front_endpoint",
     "load_keys",
+    "needs_curve",
     "private_dir",
     "worker_endpoint",
 ]
@@ -53,10 +63,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_FRAME = 256 * 2**20
-MAX_FOLDER = 85
-"""A socket file's whole path may have 107 characters; the longest name in the folder has 21."""
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
+REFUSED_S = 1.0
+"""A DEALER in an event loop that was refused for its keys waits this long before it tries again."""
 CONNECT_TIMEOUT_MS = 3_000
 """The system's own is two minutes, with ever longer pauses: too long for a link that has come back."""
 DRAIN_LIMIT = 512
@@ -71,79 +81,6 @@ _EVENTS: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: DISCONNECTED,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: DISCONNECTED,
 }
-
-
-def private_dir(path: str) -> str:
-    """Make (or accept) a folder that is ours and 0700. Raises ConfigError otherwise."""
-    if len(path) > MAX_FOLDER:
-        raise ConfigError(
-            f"socket folder {path!r} is {len(path)} characters long, over {MAX_FOLDER}; choose a shorter one."
-        )
-    try:
-        os.mkdir(path, mode=0o700)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise ConfigError(f"socket folder {path} cannot be made: {error.strerror}; name another.") from error
-    info = os.lstat(path)
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise ConfigError(f"{path} must be a folder of this user with mode 0700; name another with --scheduler ipc://…")
-    return path
-
-
-def front_endpoint(address: str) -> str:
-    """Where detokenizers and frontends meet the scheduler at ``address``."""
-    return _endpoint(address, "scheduler.front", 0)
-
-
-def worker_endpoint(address: str) -> str:
-    """Where workers meet the scheduler at ``address``."""
-    return _endpoint(address, "scheduler.workers", 1)
-
-
-def detokenizer_bind(address: str, incarnation: str) -> str:
-    """Where a detokenizer listens by default, given the scheduler's address: a socket file beside its."""
-    if address.startswith("tcp://"):
-        return "tcp://127.0.0.1:*"
-    return f"{address}/{incarnation[:20]}"
-
-
-def _endpoint(address: str, name: str, offset: int) -> str:
-    if address.startswith("ipc://"):
-        return f"{address}/{name}"
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not port.isdigit() or not 0 < int(port) < 65535:
-        raise ConfigError(f"address {address!r} must look like ipc:///folder or tcp://host:port.")
-    return f"tcp://{host}:{int(port) + offset}"
-
-
-def _host(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
-def _address(endpoint: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address in a tcp endpoint, or None for a name. ZeroMQ writes IPv4 as ::ffff:127.0.0.1."""
-    try:
-        address = ipaddress.ip_address(_host(endpoint))
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def _is_loopback(endpoint: str) -> bool:
-    address = _address(endpoint)
-    return _host(endpoint) == "localhost" if address is None else address.is_loopback
-
-
-def _encrypted(endpoint: str, keys: Keys | None) -> bool:
-    """Whether ``keys`` are for this endpoint. ConfigError where it is none of ours, or must not go without keys."""
-    if endpoint.startswith("ipc://"):
-        return False
-    if not endpoint.startswith("tcp://"):
-        raise ConfigError(f"{endpoint!r} must look like ipc:///path or tcp://host:port.")
-    if keys is None and not _is_loopback(endpoint):
-        raise ConfigError(f"{endpoint} is off loopback and needs --keys; make a file with `quire keygen`.")
-    return keys is not None
 
 
 def _descriptor(socket: zmq.Socket) -> int:
@@ -267,11 +204,12 @@ class Router(Wire[T]):
 
     def __init__(self, union: Any, endpoint: str, keys: Keys | None = None, context: zmq.Context | None = None):
         """Bind ``endpoint``; ``self.endpoint`` is what was bound. Raises ConfigError where it cannot be."""
-        encrypted = _encrypted(endpoint, keys)
+        encrypted = needs_curve(endpoint, keys)
         context = context or zmq.Context.instance()
         super().__init__(zmq.ROUTER, union, context)
         self._keys = keys
         self._unread: dict[str, Unread] = {}
+        self._refused = 0
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that comes back before its old connection was found broken takes its identity over. Without this
         # ZeroMQ accepts the new connection, and then never reads from it.
@@ -291,9 +229,9 @@ class Router(Wire[T]):
         """What to tell others of where they reach this socket: ``address`` or the one it is bound to, with its public
         key where they cannot know it. Raises ConfigError for one that means nothing elsewhere."""
         address = address or self.endpoint
-        _encrypted(address, self._keys)
-        where = _address(address)
-        if address.startswith("tcp://") and (_host(address) == "*" or (where is not None and where.is_unspecified)):
+        needs_curve(address, self._keys)
+        where = ip_of(address)
+        if address.startswith("tcp://") and (host_of(address) == "*" or (where is not None and where.is_unspecified)):
             raise ConfigError(f"others cannot reach {address}; say with --advertise tcp://host:port where they can.")
         if self._keys is None or self._keys.shared or not address.startswith("tcp://"):
             return address
@@ -372,6 +310,11 @@ class Router(Wire[T]):
         return True
 
     def _note(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._refused += 1
+            if self._refused <= 20 or self._refused % 1000 == 0:
+                log.warning("refused a connection to %s (%d so far): it is not quire's, or has wrong keys or none",
+                            self.endpoint, self._refused)  # fmt: skip
         if _EVENTS.get(event) == DISCONNECTED:  # forget what those owe who are no longer there
             now = time.monotonic()
             for peer, unread in list(self._unread.items()):
@@ -390,12 +333,12 @@ class Dealer(Wire[T]):
         one that makes no sense.
         """
         self.endpoint, _, server = endpoint.partition(" ")
-        encrypted = _encrypted(self.endpoint, keys)
+        self._encrypted = needs_curve(self.endpoint, keys)
         super().__init__(zmq.DEALER, union, context)
         self._unread = Unread(time.monotonic())
         try:
             self.socket.setsockopt(zmq.IDENTITY, identity.encode("ascii"))
-            if encrypted and keys is not None:
+            if self._encrypted and keys is not None:
                 connect_with(self.socket, keys, server.encode("ascii", "replace"))
             self.monitor()  # before connecting, so that no event is missed
             self.socket.connect(self.endpoint)
@@ -459,10 +402,16 @@ class Dealer(Wire[T]):
             return False
         return True
 
+    def _connect(self) -> None:
+        """Once more, without what waits in the connection there was."""
+        if not self.socket.closed:
+            with contextlib.suppress(zmq.ZMQError):  # ZeroMQ has forgotten an endpoint whose handshake failed
+                self.socket.disconnect(self.endpoint)
+            self.socket.connect(self.endpoint)
+
     def _reset(self) -> None:
         """Give up the connection and all that waits in it, and make another."""
-        self.socket.disconnect(self.endpoint)
-        self.socket.connect(self.endpoint)
+        self._connect()
         self._unread = Unread(time.monotonic())
         self.socket.send(RESET, zmq.NOBLOCK)
         self._resets += 1
@@ -470,16 +419,20 @@ class Dealer(Wire[T]):
             self._loop.call_soon(self._pump_events)
 
     def _note(self, event: int) -> None:
-        """Say once, until it has worked, that keys do not fit."""
+        """Say once that keys do not fit, until it has worked. ZeroMQ does not try again after a refusal; we do."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             _not_let_in.discard(self.endpoint)
-        elif event in _HANDSHAKE_FAILED and self.endpoint not in _not_let_in:
+        elif event in _HANDSHAKE_FAILED and self._encrypted and self.endpoint not in _not_let_in:
             _not_let_in.add(self.endpoint)
             log.warning("%s: %s; trying again", self.endpoint, _HANDSHAKE_FAILED[event])
+        if event in _REFUSED and self._loop is not None:
+            self._loop.call_later(REFUSED_S, self._connect)
 
 
 _HANDSHAKE_FAILED: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "this process's key is not allowed there",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "who listens there is not quire, or has other keys, or none",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "who listens there has no keys, or is not quire",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it broke off while keys were exchanged, as when they are not the same",
 }
+_REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _not_let_in: set[str] = set()
