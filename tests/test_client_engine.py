@@ -600,6 +600,7 @@ async def beating(detokenizers):
 @scenario(count=2)
 async def test_a_silent_detokenizer_hands_over_what_it_held(net, monkeypatch):
     monkeypatch.setattr(engine_module, "SILENCE_S", 0.5)
+    monkeypatch.setattr(engine_module, "JUMP_S", 0.1)
     alive = list(net.scheduler.detokenizers)
     task = asyncio.create_task(beating(alive))
     stream = net.engine.submit(prompt="hi")
@@ -624,10 +625,11 @@ async def test_a_silent_detokenizer_hands_over_what_it_held(net, monkeypatch):
 @scenario()
 async def test_what_the_only_detokenizer_held_waits_for_its_return(net, monkeypatch):
     monkeypatch.setattr(engine_module, "SILENCE_S", 0.3)
+    monkeypatch.setattr(engine_module, "JUMP_S", 0.1)
     monkeypatch.setattr(engine_module, "NO_DETOKENIZER_S", 0.3)
     taken = net.engine.submit(prompt="never accepted")
     sent = await net.detokenizer.next(m.Tokenize)
-    await until(lambda: not net.engine.ready)
+    await until(lambda: not any(link.ready for link in net.engine._links.values()))
     with pytest.raises(RequestError, match="no detokenizer"):  # a new one does not wait as long
         await drain(net.engine.submit(prompt="new"))
     assert not taken.done
@@ -643,7 +645,7 @@ async def test_what_the_only_detokenizer_held_waits_for_its_return(net, monkeypa
 @scenario()
 async def test_who_stood_still_takes_nobody_for_silent(net, monkeypatch):
     monkeypatch.setattr(engine_module, "SILENCE_S", 0.5)
-    monkeypatch.setattr(engine_module, "JUMP_S", 0.2)
+    monkeypatch.setattr(engine_module, "JUMP_S", 0.1)
     task = asyncio.create_task(beating([net.detokenizer]))
     stream = net.engine.submit(prompt="hi")
     sent = await net.detokenizer.next(m.Tokenize)
