@@ -39,15 +39,16 @@ def claim(count: int, claims: Path) -> int | None:
     return None
 
 
-def main(command: list[str]) -> int:
+def main(command: list[str]) -> None:
+    """Become ``command`` with a GPU of its own, or end with code 78 where none is left."""
     count = len(devices(DEVICES))
     number = claim(count, CLAIMS)
     if number is None:
         print(f"quire.gpu_worker: error: all {count} GPUs here are taken; scale gpu_worker_cuda to {count} at most.")
-        return EXIT_CONFIG
+        sys.exit(EXIT_CONFIG)
     os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
     os.execvp(command[0], command)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,17 +1,17 @@
 """Exit code 0 where the process in this container is well; else 1 and one line that says why.
 
     healthcheck.py http [/health/ready]   the frontend answers 200
-    healthcheck.py scheduler              the scheduler's loop answers a message
+    healthcheck.py answers 5600           the scheduler's or a detokenizer's loop answers a message at its port
     healthcheck.py link 5600              this machine has a connection to the scheduler's port
 
-The last asks nothing of the process itself: a worker or detokenizer that hangs is found by its scheduler or by the
-frontends, which know what it owes.
+The last asks nothing of the process itself: one that hangs is found by those who know what it owes.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 TIMEOUT_S = 4.0
@@ -33,24 +33,26 @@ def http(path: str = "/health/ready", port: int = 8000) -> None:
         raise Unwell(f"{path} answered {answer.status}: {answer.read(500).decode('utf-8', 'replace')}")
 
 
-def scheduler(address: str = "tcp://127.0.0.1:5600") -> None:
-    """The scheduler's loop answers: a stranger's empty list of open requests comes back as an empty list of gone ones.
+def answers(port: str) -> None:
+    """The process that listens at ``port`` says that it knows nothing of a request that nobody made.
 
-    That also shows that the key file is the one it was started with.
+    That also shows that the key file (QUIRE_KEYS) is the one it was started with.
     """
-    from quire.proto.messages import FromSchedulerFront, Gone, Open
+    from quire.proto.codec import i32, i64
+    from quire.proto.messages import FromDetokenizer, Gone, Open
     from quire.proto.process import new_incarnation
-    from quire.proto.sockets import Dealer, front_endpoint, load_keys
+    from quire.proto.sockets import Dealer, load_keys
 
     keys = load_keys(os.environ.get("QUIRE_KEYS"))
-    dealer: Dealer = Dealer(FromSchedulerFront, front_endpoint(address), new_incarnation("health"), keys)
-    dealer.send(Open(b"", b""))
-    if not dealer.socket.poll(int(TIMEOUT_S * 1000)):
-        raise Unwell(f"the scheduler did not answer within {TIMEOUT_S:g} s")
-    answer = dealer.recv()
-    dealer.close()
-    if not isinstance(answer, Gone):
-        raise Unwell(f"the scheduler answered {answer!r}")
+    endpoint = f"tcp://127.0.0.1:{port}" + (f" {keys.public.decode()}" if keys else "")
+    dealer: Dealer = Dealer(FromDetokenizer, endpoint, new_incarnation("health"), keys)
+    dealer.send(Open(i64([0]), i32([0])))
+    deadline = time.monotonic() + TIMEOUT_S
+    while (left := deadline - time.monotonic()) > 0:
+        dealer.socket.poll(int(1000 * left) + 1)
+        if isinstance(dealer.recv(), Gone):
+            return
+    raise Unwell(f"nothing answered at port {port} within {TIMEOUT_S:g} s")
 
 
 def link(port: str) -> None:
@@ -71,7 +73,7 @@ def connected(table: str, port: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    checks = {"http": http, "scheduler": scheduler, "link": link}
+    checks = {"http": http, "answers": answers, "link": link}
     try:
         checks[argv[0]](*argv[1:])
     except (Unwell, OSError) as error:

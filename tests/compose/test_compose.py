@@ -21,15 +21,14 @@ SERVICES = ("scheduler", "detokenizer", "gpu_worker")
 pytestmark = pytest.mark.timeout(900)
 
 
-def disturbed(compose: Compose, act: Callable[[], None], times: int = 1) -> list[Answer]:
-    """Open the streams, act ``times`` times while they run, and return their answers."""
+def disturbed(compose: Compose, act: Callable[[], object], at: float = 0.25) -> list[Answer]:
+    """Open the streams, act when the share ``at`` of their tokens has come, and return their answers."""
 
     async def run() -> list[Answer]:
         load = Load(compose.urls(), bodies(STREAMS, TOKENS))
-        for number in range(times):
-            await load.until(STREAMS * TOKENS * (number + 1) // (4 * times))
-            compose.note(f"{load.open} streams open, {load.tokens} tokens so far")
-            await asyncio.to_thread(act)
+        await load.until(int(STREAMS * TOKENS * at))
+        compose.note(f"{load.open} streams open, {load.tokens} tokens so far")
+        await asyncio.to_thread(act)
         compose.note(f"done; {load.open} streams open, {load.tokens} tokens so far")
         answers = await load.finish()
         seconds = load.ended - load.started
@@ -68,6 +67,7 @@ def test_only_http_is_published_and_nobody_is_root(compose):
             assert found["HostConfig"]["ReadonlyRootfs"]
             assert found["HostConfig"]["CapDrop"] == ["ALL"]
     assert published == {("frontend", "8000/tcp")}
+    compose.run("exec", "detokenizer", "python", "/opt/healthcheck.py", "answers", "5610")
     assert compose.run("exec", "scheduler", "stat", "-c", "%a %U", "/keys/quire.key").split() == ["600", "quire"]
 
 
@@ -90,7 +90,8 @@ def test_more_workers_add_capacity_under_load(compose, reference):
     assert compose.metric("quire:kv_blocks") > 2 * blocks
     assert set(before) < set(compose.containers("gpu_worker"))
     compose.note("the same streams on three workers")
-    check(compose, disturbed(compose, lambda: _note_cpu(compose)), reference)
+    check(compose, disturbed(compose, lambda: _workers(compose)), reference)
+    assert [(state, int(step) > 0) for _, _, state, _, _, step, *_ in _workers(compose)] == [("ready", True)] * 3
 
 
 def test_fewer_workers_lose_nothing_under_load(compose, reference):
@@ -144,10 +145,15 @@ def test_a_killed_frontend_loses_only_its_own_connections(compose, reference):
     compose.wait_ready()
 
 
-def test_the_whole_comes_back_with_its_keys(compose, reference):
+def test_the_whole_ends_politely_and_comes_back_with_its_keys(compose, reference):
     key = compose.run("exec", "scheduler", "cat", "/keys/quire.key")
-    compose.note("$ docker compose down; docker compose up -d")
-    compose.run("down")
+
+    def down() -> None:
+        compose.note("$ docker compose down")
+        compose.run("down")
+
+    check(compose, disturbed(compose, down, at=0.5), reference)
+    assert not compose.run("ps", "-q")
     compose.up()
     compose.wait_ready()
     assert compose.run("exec", "scheduler", "cat", "/keys/quire.key") == key
@@ -168,7 +174,11 @@ def _crash(compose: Compose, container: str) -> None:
         time.sleep(0.1)
 
 
-def _note_cpu(compose: Compose) -> None:
-    for container in compose.containers("gpu_worker"):
-        line = compose.docker("stats", "--no-stream", "--format", "{{.Name}} {{.CPUPerc}} {{.MemUsage}}", container)
-        compose.note(line.strip())
+def _workers(compose: Compose) -> list[list[str]]:
+    """`quire workers list`: a list of words for each."""
+    command = "quire workers list --scheduler tcp://127.0.0.1:5600 --keys /keys/quire.key"
+    compose.note(f"$ docker compose exec scheduler {command}")
+    lines = compose.run("exec", "scheduler", *command.split()).splitlines()
+    for line in lines:
+        compose.note(f"    {line}")
+    return [line.split() for line in lines[1:]]
