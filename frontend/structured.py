@@ -31,11 +31,16 @@ class Formed(Protocol):
 
 def form_field(request: Formed) -> str | None:
     """The name of the request's field that asks for a form; None where none does. Raises ApiError for several."""
-    asked = [name for name in _GUIDED if getattr(request, name) not in (None, False)]
+    asked = [name for name in _GUIDED if getattr(request, name) is not None]
+    if request.guided_json_object is False:
+        asked.remove("guided_json_object")
     if request.structured_outputs is not None:
         asked.append(OBJECT)
     if request.response_format is not None and _of_format(request.response_format) is not None:
         asked.append(FORMAT)
+    if request.guided_whitespace_pattern and not asked:
+        text = "guided_whitespace_pattern means nothing without a form such as guided_json."
+        raise ApiError(400, text, "guided_whitespace_pattern")
     if len(asked) > 1:
         raise ApiError(
             400, f"give one of {', '.join(asked)}, not several: each says what form the output has.", asked[-1]

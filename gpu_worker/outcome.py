@@ -16,19 +16,19 @@ from ..proto.codec import i32
 from ..proto.messages import Lease, Logprobs, PromptChunk, SlotFailed, StepResult
 from ..proto.sockets import MAX_FRAME
 from .sampler import LogprobGroup
-from .state import Span, logprob_bytes
+from .state import Failure, Span, logprob_bytes
 from .transfer import Arrival, Download
 
 ROOM = MAX_FRAME // 8 * 3
 """Bytes that the prompts' logprobs of one result may take, and again those of its tokens; with both a frame fits."""
 
-NAN = (500, "the model produced NaN logits, so no token can be drawn.")
-FORBIDDEN = (
+NAN = Failure(500, "the logits are NaN (the model's, or a logits processor's), so no token can be drawn.")
+FORBIDDEN = Failure(
     400,
     "no token is left to draw: allowed_token_ids, bad_words, min_tokens, logit_bias, logits processors and the "
     "structure asked for forbid every one.",
 )
-
+_NO_ROOM = "logprobs with {k} others each do not fit one step's answer; ask for fewer."
 
 Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 """ids, values, ranks"""
@@ -43,7 +43,7 @@ class PromptGroup(NamedTuple):
     ranks: torch.Tensor  # int32 [N]
 
 
-UNDEFINED = (500, "no token can be drawn: the logits are NaN, or no token is allowed.")
+UNDEFINED = Failure(500, "no token can be drawn: the logits are NaN, or no token is allowed.")
 """Where only the logprobs show it: the token's own is -infinity, and yet none is more likely."""
 
 
@@ -56,7 +56,7 @@ class Outcome:
         tokens: torch.Tensor,
         groups: Sequence[LogprobGroup] = (),
         prompts: Sequence[PromptGroup] = (),
-        failed: dict[int, tuple[int, str]] | None = None,
+        failed: dict[int, Failure] | None = None,
     ):
         self._groups = [(group.slots.tolist(), group.k) for group in groups]
         self._prompts = [group.spans for group in prompts]
@@ -94,7 +94,7 @@ class Outcome:
                 if np.isneginf(values[at, 0]) and ranks[at] == 1:
                     self._failed.setdefault(slot, UNDEFINED)
                 elif room < 0:
-                    self._failed.setdefault(slot, (503, f"logprobs with {k} others each do not fit one step's answer."))
+                    self._failed.setdefault(slot, Failure(503, _NO_ROOM.format(k=k), "logprobs"))
                 else:
                     yield slot, _pack(ids[at], values[at], ranks[at : at + 1])
 

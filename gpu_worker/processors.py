@@ -73,6 +73,16 @@ def _positional(function: Callable[..., Any]) -> int | None:
     return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
 
 
+def _said(error: BaseException) -> str:
+    """An exception in one line; its own words may fail, too."""
+    try:
+        words = str(error)
+    except Exception as worse:  # noqa: BLE001  # of the user's class
+        words = f"(whose text raised {type(worse).__name__})"
+    line = f"{type(error).__name__}: {' '.join(words.split())}"
+    return line if len(line) <= 300 else line[:299] + "…"
+
+
 @dataclass(slots=True)
 class _History:
     names: list[str]
@@ -122,13 +132,13 @@ class Processors:
                 )
             try:
                 self._call(name, function, history, logits)
-            except SlotError:
+            except (SlotError, KeyboardInterrupt):  # Ctrl-C ends the worker, whatever it was doing
                 raise
-            except Exception as error:  # a user's code may raise anything; it fails its request alone
-                log.warning("logits processor %s raised", name, exc_info=error)
-                raise SlotError(
-                    500, f"logits processor {name} raised {type(error).__name__}: {str(error)[:500]}"
-                ) from error
+            except BaseException as error:  # a user's code may raise anything, SystemExit included
+                said = _said(error)
+                log.warning("logits processor %s raised %s", name, said)
+                log.debug("where it did", exc_info=True)
+                raise SlotError(500, f"logits processor {name} raised {said}") from None
 
     @staticmethod
     def _call(name: str, function: Function, history: _History, logits: torch.Tensor) -> None:

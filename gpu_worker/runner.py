@@ -20,7 +20,7 @@ from .kv_cache import KVCache
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
 from .processors import SlotError
 from .sampler import Sampled, sample, token_logprobs
-from .state import RowState, Run, Span
+from .state import Failure, RowState, Run, Span
 from .transfer import Download
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Runner:
         prompts = self._prompts(hidden[drawn:], prompt_tokens, spans) if spans else []
         if not drawn:
             return Outcome(self._download, self._nothing, prompts=prompts)
-        failed: dict[int, tuple[int, str]] = {}
+        failed: dict[int, Failure] = {}
         sampled = self._sample(self.model.logits(hidden[:drawn] if spans else hidden), run, rows, positions, failed)
         tokens = sampled.tokens.to(torch.int32)
         # A beam's token lands beyond those its row has, where nothing reads it before an append replaces it.
@@ -90,7 +90,7 @@ class Runner:
         run: Run,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        failed: dict[int, tuple[int, str]],
+        failed: dict[int, Failure],
     ) -> Sampled:
         """Draw; slots that cannot are added to ``failed``, and their tokens mean nothing."""
         state, mask, edit = self.state, None, None
@@ -108,7 +108,7 @@ class Runner:
                 failed.setdefault(slot, NAN if np.isnan(chosen[slot]) else FORBIDDEN)
         return sampled
 
-    def _mask(self, drawing: list[int], failed: dict[int, tuple[int, str]]) -> torch.Tensor | None:
+    def _mask(self, drawing: list[int], failed: dict[int, Failure]) -> torch.Tensor | None:
         """The grammars' mask of the rows that draw; waits for the last step's tokens while this one's run."""
         grammars = self.state.grammars
         if grammars is None or grammars.rows.isdisjoint(drawing):
@@ -116,10 +116,10 @@ class Runner:
         grammars.settle(wait=True)
         mask, bad = grammars.histories.fill(drawing)
         for slot, status, message in bad:
-            failed.setdefault(slot, (status, message))
+            failed.setdefault(slot, Failure(status, message, "structured_outputs"))
         return self.state.upload(mask)[0]
 
-    def _edit(self, drawing: list[int], failed: dict[int, tuple[int, str]]) -> Callable[[torch.Tensor], None] | None:
+    def _edit(self, drawing: list[int], failed: dict[int, Failure]) -> Callable[[torch.Tensor], None] | None:
         """What calls the users' functions for the rows that draw."""
         processors = self.state.processors
         if processors is None or processors.rows.isdisjoint(drawing):
@@ -132,11 +132,11 @@ class Runner:
                     try:
                         processors.histories.apply(row, logits[slot])
                     except SlotError as error:
-                        failed[slot] = (error.status, str(error))
+                        failed[slot] = Failure(error.status, str(error), "logits_processors")
 
         return edit
 
-    def _follow(self, run: Run, outcome: Outcome, failed: dict[int, tuple[int, str]]) -> None:
+    def _follow(self, run: Run, outcome: Outcome, failed: dict[int, Failure]) -> None:
         """Doom the rows that failed; the others' followers take their tokens when these arrive."""
         state = self.state
         for slot, why in failed.items():

@@ -12,7 +12,7 @@ CPU device both are the same memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ from .transfer import Upload
 if TYPE_CHECKING:
     from .grammar import Grammars
     from .processors import Processors
+
+
+class Failure(NamedTuple):
+    """Why no token can be drawn for a row: the HTTP status and message for its request, and the field at fault."""
+
+    status: int
+    message: str
+    param: str | None = None
 
 
 class PlanError(ValueError):
@@ -115,7 +123,7 @@ class RowState:
         self.prompt_len = np.zeros(max_rows, np.int64)
         self.grows = np.ones(max_rows, np.int64)  # tokens a draw adds: none to a beam, which waits for an append
         self.asking: dict[int, tuple[int, int]] = {}  # rows that want prompt logprobs: from which position, how many
-        self.doomed: dict[int, tuple[int, str]] = {}
+        self.doomed: dict[int, Failure] = {}
         self.grammars, self.processors = grammars, processors
         self.followers: list[Follower[Any]] = [each for each in (grammars, processors) if each is not None]
         self._on_host = device.type == "cpu"
@@ -330,7 +338,7 @@ class RowState:
                 continue
             size = logprob_bytes(count, k)
             if size > room:
-                self.doomed[row] = (400, _TOO_MUCH.format(count=count, k=k))
+                self.doomed[row] = Failure(400, _TOO_MUCH.format(count=count, k=k), "prompt_logprobs")
                 del self.asking[row]
                 continue
             room -= size

@@ -111,7 +111,7 @@ class EngineArgs:
     host: str = _flag("0.0.0.0", _HTTP, "address to listen on")
     port: int = _flag(8000, _HTTP, "port to listen on; 0 takes a free one")
     served_model_name: list[str] | None = _flag(None, _HTTP, "names the API answers to (default: the model's)")
-    api_key: str | None = _flag(None, _HTTP, "required as a bearer token; also QUIRE_API_KEY")
+    api_key: str | None = _flag(None, _HTTP, "required as a bearer token; several with commas; also QUIRE_API_KEY")
     max_request_bytes: int = _flag(8 * 2**20, _HTTP, "largest request body in bytes; more gets 413")
 
     # Processes (read by `quire serve` and LLM alone)
@@ -211,7 +211,7 @@ def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip:
         if kind is bool:
             kwargs["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is list:
-            kwargs.update(nargs="+", type=typing.get_args(kind)[0])
+            kwargs.update(nargs="+", action="extend", type=typing.get_args(kind)[0])
         else:
             kwargs.update(type=human_int if kind is int else kind, choices=fld.metadata["choices"])
         parser.add_argument("--" + fld.name.replace("_", "-"), **kwargs)

@@ -479,6 +479,7 @@ class SlotFailed(msgspec.Struct, array_like=True, gc=False):
     slot: int
     status: int
     message: str
+    param: str | None = None  # the field at fault
 
 
 class StepResult(Message):

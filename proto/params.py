@@ -25,6 +25,8 @@ MIN_TEMPERATURE = 1e-2
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024
 MAX_BEAMS = 64
+MAX_IDS = 2**18
+MAX_PROCESSORS = 64
 MAX_INT = 2**31 - 1
 
 _STRUCTURED, _SKIP_CACHE = "structured_outputs", "skip_reading_prefix_cache"
@@ -211,9 +213,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
 
     def _check_ids(self) -> None:
-        _ids("stop_token_ids", self.stop_token_ids)
+        self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
-            _ids("allowed_token_ids", self.allowed_token_ids)
+            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise ParamError(
                     "allowed_token_ids is empty, so that no token could be generated.", "allowed_token_ids"
@@ -244,6 +246,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
             raise ParamError(f"logits_processors must be a list of names, got {names!r:.80}.", "logits_processors")
+        if len(names) > MAX_PROCESSORS:
+            raise ParamError(
+                f"logits_processors must have at most {MAX_PROCESSORS} names, got {len(names)}.", "logits_processors"
+            )
 
     def _check_search(self) -> None:
         """Greedy, beam search and the rest each have fields that would mean nothing."""
@@ -284,15 +290,21 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise ParamError(f"{name} must be {shown} when using beam search. Got {getattr(self, name)}.", name)
 
 
-def _ids(name: str, ids: Any) -> None:
+def _ids(name: str, ids: Any) -> list[int]:
+    """The ids, each once. A list longer than any vocabulary is refused before it costs anybody time."""
+    if isinstance(ids, list) and len(ids) > MAX_IDS:
+        raise ParamError(f"{name} must have at most {MAX_IDS} token ids, got {len(ids)}.", name)
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise ParamError(f"{name} must be a list of token ids, got {ids!r:.80}.", name)
+    return list(dict.fromkeys(ids))
 
 
 def _bias(given: Any) -> dict[int, float]:
     """Token id -> bias; ids may be written as strings, as JSON must. Values are held to [-100, 100], as in vLLM."""
     if not isinstance(given, dict):
         raise ParamError(f"logit_bias must map token ids to numbers, got {given!r:.80}.", "logit_bias")
+    if len(given) > MAX_IDS:
+        raise ParamError(f"logit_bias must have at most {MAX_IDS} token ids, got {len(given)}.", "logit_bias")
     bias = {}
     for key, value in given.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-MAX_CHARACTERS = 2**20
+MAX_CHARACTERS = 2**18
 """Characters that a schema, pattern, grammar or list of choices may have."""
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
@@ -65,9 +65,13 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise ValueError(f"structured_outputs.{name} must be true or false, got {getattr(self, name)!r:.80}.")
         if self.json_object is not None and self.json_object is not True:
             raise ValueError(f"structured_outputs.json_object must be true, got {self.json_object!r:.80}.")
-        size = sum(map(len, self.choice or ())) + sum(
-            len(value) for value in (self.json, self.regex, self.grammar) if isinstance(value, str)
-        )
+        size = sum(map(len, self.choice or ()))
+        size += sum(len(value) for value in (self.json, self.regex, self.grammar) if isinstance(value, str))
+        if isinstance(self.json, dict):
+            try:
+                size += len(msgspec.json.encode(self.json))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"structured_outputs.json must be a JSON schema: {error}.") from None
         if size > MAX_CHARACTERS:
             raise ValueError(f"structured_outputs has {size} characters, over the limit of {MAX_CHARACTERS}.")
 

@@ -130,7 +130,7 @@ def _pass_on(core: Scheduler, step: Step, result: StepResult, beams: Container[i
     for failed in result.failed:
         seq, generation = slots[failed.slot]
         if seq.generation == generation:
-            core.fail(seq.request, min(max(failed.status, 400), 599), failed.message)
+            core.fail(seq.request, min(max(failed.status, 400), 599), failed.message, failed.param)
     for request, _, _, end in step.prompts:
         if core.requests.get(request.uid) is request and request.prompt_done < end == request.prompt_len:
             core.fail(request, 500, "The worker did not send the logprobs of the whole prompt.")

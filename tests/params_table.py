@@ -58,7 +58,8 @@ def flag(name: str) -> list[tuple[Any, str]]:
 def ids(name: str) -> list[tuple[Any, str]]:
     """Bad values of any field that holds token ids."""
     said = f"{name} must be a list of token ids"
-    return [([-1], said), ([2**31], said), (["1"], said), ([1.0], said), ([True], said), (5, said), ([NAN], said)]
+    long = f"{name} must have at most 262144 token ids"
+    return [([5] * (2**18 + 1), long), ([-1], said), ([2**31], said), (["1"], said), ([1.0], said), ([True], said), (5, said), ([NAN], said)]
 
 
 ROWS: dict[str, Row] = {
@@ -118,7 +119,7 @@ ROWS: dict[str, Row] = {
                                   *integer("truncate_prompt_tokens")]),
     "logits_processors": Row(None, [None, []], [
         (len, "logits_processors holds a Python callable"), ([len], "logits_processors holds a Python callable"),
-        ("a:b", "list of names"), ([1], "list of names"), ([""], "list of names")]),
+        ("a:b", "list of names"), ([1], "list of names"), ([""], "list of names"), (["a:b"] * 65, "at most 64 names")]),
     "output_kind": Row(RequestOutputKind.CUMULATIVE, [1, RequestOutputKind.FINAL_ONLY], [
         (3, "output_kind must be one of"), ("all", "output_kind must be one of"), (None, "output_kind must be one of"),
         ], http=False),
@@ -149,7 +150,8 @@ STRUCTURED = Row(None, [
     ({"regex": 5}, "regex must be"), ({"choice": []}, "choice must be"), ({"choice": [""]}, "choice must be"),
     ({"choice": "ab"}, "choice must be"), ({"grammar": ""}, "grammar must be"), ({"json_object": 1}, "json_object must be"),
     ({"json": {}, "disable_any_whitespace": 1}, "disable_any_whitespace must be true or false"),
-    ({"regex": "a" * (2**20 + 1)}, "over the limit of 1048576"),
+    ({"regex": "a" * (2**18 + 1)}, "over the limit of 262144"),
+    ({"json": {"enum": ["x" * 2**18]}}, "over the limit of 262144"),
 ])  # fmt: skip
 
 

@@ -220,6 +220,7 @@ def test_whatever_a_field_holds_it_is_taken_or_refused(kind: type[Any]) -> None:
         {"use_beam_search": True, "n": 2},
         {"echo": True},
         {"guided_json": {}},
+        {"guided_json": False},
     ]
     for name in kind.__struct_fields__:
         for value in ODD:
@@ -313,7 +314,7 @@ def test_forms(make: Any, fields: dict[str, Any], form: dict[str, Any] | None) -
         ("structured_outputs", {"regex": "a", "backend": "x"}),
         ("guided_json", 5), ("guided_json", []), ("guided_regex", 5), ("guided_regex", ""), ("guided_regex", True),
         ("guided_choice", "abc"), ("guided_choice", []), ("guided_choice", [1]), ("guided_grammar", {"a": 1}),
-        ("guided_json_object", 1), ("guided_regex", "a" * (2**20 + 1)),
+        ("guided_json_object", 1), ("guided_regex", "a" * (2**18 + 1)), ("guided_whitespace_pattern", " ?"),
     ],
 )  # fmt: skip
 def test_bad_forms_name_the_field_that_holds_them(field: str, value: Any) -> None:

@@ -119,6 +119,7 @@ OF_THE_MODEL = [
 def test_what_the_model_decides(server, llm, fields, said):
     status, answer, _ = server.post("/v1/completions", {"prompt": PROMPT, **fields})
     assert status == 400, answer
+    assert answer["error"]["param"] in fields
     assert said in answer["error"]["message"]
     with pytest.raises(ValueError) as caught:
         llm.generate(PROMPT, SamplingParams(**fields), use_tqdm=False)

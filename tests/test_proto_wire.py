@@ -1,5 +1,6 @@
 """The codec, sockets and flags: what crosses a wire arrives whole, what should not cross is dropped and counted."""
 
+import argparse
 import asyncio
 import pickle
 import random
@@ -152,6 +153,10 @@ def test_endpoints():
 
 
 def test_flags_reach_the_services_that_name_them():
+    parser = argparse.ArgumentParser()
+    config.add_flags(parser)
+    both = parser.parse_args(["--logits-processor", "a:b", "--logits-processor", "c:d", "e:f"])
+    assert both.logits_processor == ["a:b", "c:d", "e:f"]
     args = config.EngineArgs(max_num_seqs=4, enable_prefix_caching=False, served_model_name=["a", "b"], model="m")
     assert args.argv_for("scheduler") == ["--max-num-seqs=4", "--no-enable-prefix-caching"]
     assert args.argv_for("frontend") == ["--model=m", "--served-model-name", "a", "b"]

@@ -29,6 +29,13 @@ def only(token, logits):
 # ---------------------------------------------------------------- users' functions
 
 
+class Mumbled(Exception):
+    """Cannot even say what is wrong."""
+
+    def __str__(self):
+        raise ZeroDivisionError
+
+
 class Recorder:
     """Functions of a user; ``calls`` has what they were given."""
 
@@ -47,6 +54,15 @@ class Recorder:
         if output_ids:
             raise RuntimeError("out of luck")
         return logits
+
+    def leave(self, output_ids, logits):
+        raise SystemExit(3)
+
+    def mumble(self, output_ids, logits):
+        raise Mumbled
+
+    def long_story(self, output_ids, logits):
+        raise ValueError("first line\nsecond line " + "x" * 1000)
 
     def narrow(self, output_ids, logits):
         return logits[:-1]
@@ -76,7 +92,7 @@ def user(monkeypatch):
 
 @pytest.fixture
 def hand(user):
-    names = ("count_up", "ban_best", "bad_luck", "narrow", "nothing", "nan", "forbid")
+    names = ("count_up", "ban_best", "bad_luck", "leave", "mumble", "long_story", "narrow", "nothing", "nan", "forbid")
     return Hand(MODEL, functions=load_functions([f"users_own:{name}" for name in names]))
 
 
@@ -127,6 +143,9 @@ def test_forks_have_histories_of_their_own(user, hand):
 
 FAILURES = {
     "bad_luck": (500, "users_own:bad_luck raised RuntimeError: out of luck"),
+    "leave": (500, "users_own:leave raised SystemExit: 3"),
+    "mumble": (500, "users_own:mumble raised Mumbled: (whose text raised ZeroDivisionError)"),
+    "long_story": (500, "users_own:long_story raised ValueError: first line second line xxx"),
     "narrow": (500, f"users_own:narrow returned shape [{VOCAB - 1}] where logits of shape [{VOCAB}] are due"),
     "nothing": (500, "users_own:nothing returned NoneType"),
     "nan": (500, "NaN"),
@@ -153,6 +172,8 @@ def test_one_that_fails_fails_its_slot_alone(name, hand):
         assert got[row] == oracle(MODEL, asked[row], 3)
     assert [len(each) for each in failed] == ([0, 1, 1] if name == "bad_luck" else [1, 1, 1])
     assert {each.status for each in failed[-1]} == {status} and message in failed[-1][0].message
+    assert "\n" not in failed[-1][0].message and len(failed[-1][0].message) < 400
+    assert failed[-1][0].param == (None if name in ("nan", "forbid") else "logits_processors")
     hand.drop(1)
     assert hand.generate(1, asked[1], 3) == oracle(MODEL, asked[1], 3) and not hand.result.failed
 
