@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 ANSWER_S = 10.0
 """How long the scheduler may take to answer."""
 LOOK_S = 0.3
-RUN_DIRS = "quire-run-*"
-"""What ``quire serve`` calls its folder of socket files (client/rundir.py)."""
+RUN_DIRS, SHARED_TMP = "quire-run-*", "/tmp"
+"""What ``quire serve`` calls its folder of socket files, and where it is if TMPDIR is too long (client/rundir.py)."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -135,10 +135,7 @@ class Operator:
 
 def find_scheduler() -> str:
     """The address of this user's one running server. Raises CommandError where there is none, or several."""
-    folders = {default_run_dir()}
-    for base in {tempfile.gettempdir(), "/tmp"}:
-        folders.update(glob.glob(os.path.join(glob.escape(base), RUN_DIRS)))
-    found = sorted(folder for folder in folders if _serves(folder))
+    found = serving_folders()
     if not found:
         raise CommandError(
             "no server of this user runs here; name one with --scheduler ipc://FOLDER or tcp://HOST:PORT."
@@ -146,6 +143,14 @@ def find_scheduler() -> str:
     if len(found) > 1:
         raise CommandError(f"several servers run: {', '.join('ipc://' + f for f in found)}; name one with --scheduler.")
     return "ipc://" + found[0]
+
+
+def serving_folders() -> list[str]:
+    """Folders of this user's schedulers that are running."""
+    folders = {default_run_dir()}
+    for base in {tempfile.gettempdir(), SHARED_TMP}:
+        folders.update(glob.glob(os.path.join(glob.escape(base), RUN_DIRS)))
+    return sorted(folder for folder in folders if _serves(folder))
 
 
 def _serves(folder: str) -> bool:

@@ -68,7 +68,8 @@ class Rig:
     def submit(
         self, prompt: list[int] | int, *, uid: int = 0, attempt: int = 0, eos: tuple[int, ...] = (), priority: int = 0,
         children: list[Child] | None = None, losses: int = 0, arrival: float | None = None, masked: bytes = b"",
-        bad_words: list[list[int]] | None = None, prompt_from: int = 0, **params: object,
+        bad_words: list[list[int]] | None = None, prompt_from: int = 0, key: str = "",
+        **params: object,
     ) -> int:  # fmt: skip
         self.last_uid += 1
         uid = uid or self.last_uid
@@ -78,7 +79,7 @@ class Rig:
         message = Submit(
             uid, attempt, ids, hashes, SamplingParams(**{"max_tokens": 4, **params}), list(eos), uid,
             float(self.last_uid) if arrival is None else arrival, children or [], priority=priority, losses=losses,
-            masked=masked, bad_words=bad_words or [], prompt_logprobs_from=prompt_from,
+            masked=masked, bad_words=bad_words or [], prompt_logprobs_from=prompt_from, key=key,
         )  # fmt: skip
         self.core.submit("detok", message)
         return uid

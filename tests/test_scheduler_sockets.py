@@ -184,6 +184,81 @@ def test_streams_survive_kill_9_of_a_worker(stack: Stack, front: Front) -> None:
     assert front.other == []
 
 
+def test_a_stopped_worker_is_found_and_comes_back_with_a_new_name(stack: Stack, front: Front) -> None:
+    scheduler = stack.scheduler("--worker-timeout=2", "--step-timeout=60")
+    stopped = stack.worker("--delay-ms", "2", "4")
+    front.until(front.ready)
+    front.submit(1, PROMPTS[1], max_tokens=200)
+    front.until(lambda: len(front.tokens[1]) > 5)
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        front.until(lambda: not front.ready())
+        assert front.stats().waiting == 1
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    front.until(lambda: 1 in front.finished)
+    assert front.tokens[1] == expected_tokens(PROMPTS[1], 1, 200, VOCAB)
+    assert stopped.poll() is None
+    said = stack.stop(scheduler)
+    assert "was silent for 2 s" in said and "its weights still loaded" in said
+
+
+def test_a_stopped_scheduler_loses_nothing(stack: Stack, front: Front) -> None:
+    scheduler = stack.scheduler("--worker-timeout=2", "--step-timeout=2")
+    stack.worker("--delay-ms", "2", "4")
+    front.until(front.ready)
+    front.submit(1, PROMPTS[1], max_tokens=200)
+    front.until(lambda: len(front.tokens[1]) > 5)
+    scheduler.send_signal(signal.SIGSTOP)
+    time.sleep(4.0)
+    scheduler.send_signal(signal.SIGCONT)
+    front.until(lambda: 1 in front.finished)
+    assert front.tokens[1] == expected_tokens(PROMPTS[1], 1, 200, VOCAB)
+    said = stack.stop(scheduler)
+    assert "stood still for" in said and "loses its lease" not in said
+
+
+def test_a_worker_that_is_asked_to_end_drains(stack: Stack, front: Front) -> None:
+    scheduler = stack.scheduler("--drain-timeout=0.5")
+    leaving = stack.worker("--delay-ms", "2", "4")
+    front.until(front.ready)
+    for uid in (1, 2):
+        front.submit(uid, PROMPTS[uid], max_tokens=1500)
+    front.until(lambda: all(len(front.tokens[uid]) > 5 for uid in (1, 2)))
+    stack.stop(leaving)
+    assert leaving.returncode == 0
+    stack.worker()
+    front.until(lambda: len(front.finished) == 2)
+    for uid in (1, 2):
+        assert front.tokens[uid] == expected_tokens(PROMPTS[uid], uid, 1500, VOCAB)
+    said = stack.stop(scheduler)
+    assert "drains (it was asked to end): 2 sequences" in said and "2 of 2 sequences go back in line" in said
+
+
+def test_a_request_that_kills_workers_ends_with_a_500(stack: Stack, front: Front) -> None:
+    stack.scheduler()
+    flags = ("--delay-ms", "1", "2", "--poison=666")
+    workers = [stack.worker(*flags)]
+    front.until(front.ready)
+    for uid in (1, 2, 3):
+        front.submit(uid, PROMPTS[uid], max_tokens=150)
+    front.until(lambda: all(len(front.tokens[uid]) > 3 for uid in (1, 2, 3)))
+    front.submit(9, [666, 1, 2], max_tokens=10)
+
+    def ended() -> bool:
+        if workers[-1].poll() is not None:
+            assert workers[-1].returncode == 70
+            workers.append(stack.worker(*flags))
+        return len(front.finished) == 3 and bool(front.other)
+
+    front.until(ended)
+    assert len(workers) == 4
+    for uid in (1, 2, 3):
+        assert front.tokens[uid] == expected_tokens(PROMPTS[uid], uid, 150, VOCAB)
+    (failed,) = front.other
+    assert (failed.uid, failed.status) == (9, 500) and "3 times" in failed.message and "request 9" in failed.message
+
+
 GARBAGE = [
     b"", b"\x00", b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", pickle.dumps({"a": print}), encode(["Nonsense", 1]),
     encode(Beat())[:-1], encode(["Submit", 1, 1]), os.urandom(10_000), b"\x91" * 5000,

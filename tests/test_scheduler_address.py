@@ -1,0 +1,66 @@
+"""The scheduler's lock on its address, and epochs that only rise."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.proto.config import ConfigError, EngineArgs
+from quire.scheduler.__main__ import MAX_EPOCH, next_epoch, take_address
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineArgs:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return EngineArgs(scheduler=f"ipc://{tmp_path}/s")
+
+
+def start(config: EngineArgs) -> int:
+    lock = take_address(config)
+    assert lock is not None
+    epoch = next_epoch(lock)
+    os.close(lock)
+    return epoch
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_epochs_rise_although_the_clock_goes_back(
+    config: EngineArgs, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if scheme == "tcp":
+        config.scheduler = "tcp://127.0.0.1:5000"
+    first = start(config)
+    assert abs(first - time.time() * 1000) < 60_000
+    monkeypatch.setattr(time, "time_ns", lambda: 1_000_000_000_000)
+    second, third = start(config), start(config)
+    assert first < second < third
+    other = EngineArgs(scheduler="tcp://127.0.0.1:6000")
+    assert start(other) == 1_000_000
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"-5", b"9" * 30, str(MAX_EPOCH).encode(), b"\xff" * 99])
+def test_a_broken_lock_file_is_no_obstacle(config: EngineArgs, content: bytes) -> None:
+    start(config)
+    assert config.scheduler is not None
+    Path(config.scheduler.removeprefix("ipc://"), "scheduler.lock").write_bytes(content)
+    assert abs(start(config) - time.time() * 1000) < 60_000
+
+
+def test_one_scheduler_at_an_address(config: EngineArgs) -> None:
+    lock = take_address(config)
+    assert lock is not None
+    with pytest.raises(ConfigError, match="another scheduler serves"):
+        take_address(config)
+    os.close(lock)
+    start(config)
+
+
+def test_without_a_run_folder_the_clock_decides(
+    config: EngineArgs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    assert take_address(EngineArgs(scheduler="tcp://127.0.0.1:5000")) is None
+    assert abs(next_epoch(None) - time.time() * 1000) < 60_000
