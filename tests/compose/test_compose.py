@@ -67,13 +67,13 @@ def test_only_http_is_published_and_nobody_is_root(compose):
             assert found["HostConfig"]["ReadonlyRootfs"]
             assert found["HostConfig"]["CapDrop"] == ["ALL"]
     assert published == {("frontend", "8000/tcp")}
-    compose.run("exec", "detokenizer", "python", "/opt/healthcheck.py", "answers", "5610")
-    assert compose.run("exec", "scheduler", "stat", "-c", "%a %U", "/keys/quire.key").split() == ["600", "quire"]
+    compose.run("exec", "-T", "detokenizer", "python", "/opt/healthcheck.py", "answers", "5610")
+    assert compose.run("exec", "-T", "scheduler", "stat", "-c", "%a %U", "/keys/quire.key").split() == ["600", "quire"]
 
 
 def test_only_the_worker_has_torch(compose):
     code = "import importlib.util as u; print(*[n for n in ('torch', 'triton') if u.find_spec(n)])"
-    has = {service: compose.run("exec", service, "python", "-c", code).split() for service in ("frontend", *SERVICES)}
+    has = {service: compose.run("exec", "-T", service, "python", "-c", code).split() for service in ("frontend", *SERVICES)}
     assert has == {"frontend": [], "scheduler": [], "detokenizer": [], "gpu_worker": ["torch", "triton"]}
 
 
@@ -146,7 +146,7 @@ def test_a_killed_frontend_loses_only_its_own_connections(compose, reference):
 
 
 def test_the_whole_ends_politely_and_comes_back_with_its_keys(compose, reference):
-    key = compose.run("exec", "scheduler", "cat", "/keys/quire.key")
+    key = compose.run("exec", "-T", "scheduler", "cat", "/keys/quire.key")
 
     def down() -> None:
         compose.note("$ docker compose down")
@@ -156,7 +156,7 @@ def test_the_whole_ends_politely_and_comes_back_with_its_keys(compose, reference
     assert not compose.run("ps", "-q")
     compose.up()
     compose.wait_ready()
-    assert compose.run("exec", "scheduler", "cat", "/keys/quire.key") == key
+    assert compose.run("exec", "-T", "scheduler", "cat", "/keys/quire.key") == key
     check(compose, disturbed(compose, lambda: None), reference)
 
 
@@ -178,7 +178,7 @@ def _workers(compose: Compose) -> list[list[str]]:
     """`quire workers list`: a list of words for each."""
     command = "quire workers list --scheduler tcp://127.0.0.1:5600 --keys /keys/quire.key"
     compose.note(f"$ docker compose exec scheduler {command}")
-    lines = compose.run("exec", "scheduler", *command.split()).splitlines()
+    lines = compose.run("exec", "-T", "scheduler", *command.split()).splitlines()
     for line in lines:
         compose.note(f"    {line}")
     return [line.split() for line in lines[1:]]
