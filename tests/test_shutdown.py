@@ -121,10 +121,10 @@ def child_of(server: Server, service: str) -> psutil.Process:
     return next(p for p in server.children() if f"-m quire.{service}" in " ".join(p.cmdline()))
 
 
-def long_stream(server: Server) -> http.client.HTTPResponse:
+def long_stream(server: Server, key: str = "") -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), HEADERS)
+    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 8}
+    connection.request("POST", "/v1/completions", json.dumps(body), HEADERS | {"Authorization": f"Bearer {key}"})
     return connection.getresponse()
 
 
@@ -180,12 +180,18 @@ def test_what_dies_again_and_again_is_given_up_with_a_message_and_a_code() -> No
         server.close()
 
 
-def test_a_second_signal_ends_at_once_and_tells_clients() -> None:
-    server = Server("--shutdown-timeout=600")
+def test_keys_have_limits_and_a_second_signal_ends_at_once_and_tells_clients() -> None:
+    server = Server("--shutdown-timeout=600", "--max-requests-per-key=1", "--queue-timeout=0.5", "--max-num-seqs=1",
+                    env={"QUIRE_API_KEY": "one,two"})  # fmt: skip
     try:
         children, folder = server.children(), server.run_dir()
-        answer = long_stream(server)
+        assert not any("one,two" in " ".join(p.cmdline()) for p in children)
+        answer = long_stream(server, "one")
         assert answer.readline()
+        assert server.post("/v1/completions", HI)[0] == 401
+        for key, expected in (("one", 429), ("two", 503)):  # its share is used up; the only row is taken for too long
+            status, told, headers = server.post("/v1/completions", HI, headers={"Authorization": f"Bearer {key}"})
+            assert status == expected and int(headers["Retry-After"]) >= 1, told
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: server.get("/health/ready")[0] == 503, "it says that it ends")
         server.process.send_signal(signal.SIGINT)
