@@ -96,8 +96,9 @@ def test_an_image_has_what_its_service_imports_and_nothing_else(service):
     assert set(script("requirements").NEEDS[service]) == third_party(f"quire.{service}.__main__") - OPTIONAL
 
 
-def test_keys_can_be_made_in_the_scheduler_s_image():
-    assert third_party("quire.cli.keygen") <= set(script("requirements").NEEDS["scheduler"])
+@pytest.mark.parametrize("command", ["keygen", "workers"])
+def test_the_scheduler_s_image_has_what_operators_need(command):
+    assert third_party(f"quire.cli.{command}") <= set(script("requirements").NEEDS["scheduler"])
 
 
 def test_versions_are_those_of_pyproject():
