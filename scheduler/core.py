@@ -55,6 +55,7 @@ class Scheduler:
         self.accounts = Accounts(config.max_requests_per_key)
         self.loading = 0  # replicas on their way: nobody knows yet what they will hold
         self._deadlines: deque[tuple[float, Request]] = deque()  # of those that may wait only so long, in order
+        self.wary = False  # somebody in line may be what kills workers
         self.shrunk = False  # a worker left, or never came: those who wait for one of its size may wait in vain
         self._unplaced: dict[int, float] = {}  # uids that no replica could hold, and since when
         self.outbox = Outbox()
@@ -120,6 +121,7 @@ class Scheduler:
         self.accounts.enter(request, now)
         if self.config.queue_timeout is not None and not request.attempt:
             self._deadlines.append((now + self.config.queue_timeout, request))
+        self.wary = self.wary or any(seq.suspect for seq in request.live)
         sink = self.outbox.sink(request.owner)
         parent: Sequence | None = None
         for seq in list(request.live):
@@ -268,6 +270,7 @@ class Scheduler:
                 retry = self.queue.time_to_drain(now)
                 self.fail(request, 503, text + "Please try again later.", retry_after=retry)
         self._expire_unplaced(now)
+        self.wary = self.wary and any(seq.suspect for seq in self.queue)
 
     def _expire_unplaced(self, now: float) -> None:
         replicas = list(self.replicas.values())
@@ -343,6 +346,7 @@ class Scheduler:
             for seq in {s.key: s for step in replica.in_flight for s in step.sequences()}.values():
                 seq.losses = seq.losses + 1 if seq.computed <= seq.mark else 1
                 seq.mark = max(seq.mark, seq.computed)
+                self.wary = self.wary or seq.losses >= MAX_LOSSES - 1
                 if seq.losses >= MAX_LOSSES:
                     poisonous[seq.uid] = seq.request
         for seq in replica.sequences():

@@ -110,7 +110,12 @@ class Membership:
     def _stranger(self, peer: str, message: Any) -> None:
         """Meant for a scheduler before this one: what it asks for is not here, and what it tells is of no use."""
         if isinstance(message, Submit):
-            self.core.outbox.put(peer, Gone(i64([message.uid]), i32([message.attempt])))
+            try:
+                gone = Gone(i64([message.uid]), i32([message.attempt]))
+            except OverflowError as error:
+                self.core.bad(peer, f"Submit of {message.uid}, attempt {message.attempt}: {error}")
+            else:
+                self.core.outbox.put(peer, gone)
         elif isinstance(message, Open):
             self.core.outbox.put(peer, Gone(message.uids, message.attempts))
         elif not isinstance(message, Abort | Stopped | BeamStopped | GetStats | Beat | Bye):

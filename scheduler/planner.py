@@ -8,6 +8,7 @@ whoever is preempted is not in the plan yet. The first in line is never preempte
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..proto.codec import i32, u64
@@ -84,6 +85,8 @@ def plan(core: Scheduler, replica: Replica) -> StepPlan | None:
     if len(replica.in_flight) >= MAX_IN_FLIGHT:
         return None
     draft = Draft(core.config.max_num_batched_tokens)
+    if core.wary and not replica.suspects and not replica.draining and _take_suspect(core, replica, draft):
+        return None
     if replica.suspects:
         _plan_alone(core, replica, draft)
     if not replica.suspects and not draft.rows:
@@ -222,42 +225,54 @@ def _fork_siblings(core: Scheduler, replica: Replica, draft: Draft, parent: Sequ
 # -- those who wait
 
 
-def _admit(core: Scheduler, replica: Replica, draft: Draft) -> None:
-    """Rows for those in line, strictly in order: whoever does not fit holds up those behind it, but for one that only
-    a larger replica could ever hold."""
-    if not core.queue:
-        return
-    if not draft.budget or not replica.free_rows:
-        core.queue.rate.waiting(core.clock())
-        return
-    chunked, budget = core.config.enable_chunked_prefill, core.config.max_num_batched_tokens
+def _candidates(core: Scheduler, replica: Replica) -> Iterator[tuple[Sequence, list[int]]]:
+    """Those in line that are this replica's to take, in order, each with its cached blocks: passed over are those that
+    only a larger replica could ever hold, and those that are better off on another one."""
     others = core.replicas.values() if len(core.replicas) > 1 else ()
     passed = 0
     for seq in core.queue.in_turn(core.running_by_account):
-        if not draft.budget or not replica.free_rows:
-            return
         if not can_ever_hold(replica, seq) or (seq.request.asks_prompt and seq.request.carried()):
             continue
         cached = cached_prefix(replica, seq)
-        if others and belongs_elsewhere(seq, replica, cached, others):
-            passed += 1
-            if passed == LOOKAHEAD:
+        if not others or not belongs_elsewhere(seq, replica, cached, others):
+            yield seq, cached
+        elif (passed := passed + 1) == LOOKAHEAD:
+            return
+
+
+def _admit(core: Scheduler, replica: Replica, draft: Draft) -> None:
+    """Rows for those in line, strictly in order: whoever does not fit holds up those behind it."""
+    if not core.queue:
+        return
+    chunked, budget = core.config.enable_chunked_prefill, core.config.max_num_batched_tokens
+    if draft.budget and replica.free_rows:
+        for seq, cached in _candidates(core, replica):
+            if not has_room(replica, seq, cached):
+                break
+            rest = seq.known - len(cached) * replica.block_size
+            if not chunked and draft.budget < min(rest, budget):
+                return  # a preempted sequence may have outgrown the budget; only then is it split
+            if seq.suspect:
+                core.wary = True
+                return  # it is the first in line now, and its turn comes alone
+            _start(core, replica, draft, seq, cached)
+            _plan_chunk(core, replica, draft, seq)
+            if not draft.budget or not replica.free_rows:
                 return
-            continue
-        if not has_room(replica, seq, cached):
-            core.queue.rate.waiting(core.clock())
+        else:
             return
-        rest = seq.known - len(cached) * replica.block_size
-        if not chunked and draft.budget < min(rest, budget):
-            return  # a preempted sequence may have outgrown the budget; only then is it split
-        if seq.suspect:
-            if draft.rows or not replica.in_flight:
-                _start(core, replica, draft, seq, cached)
-                if len(draft.rows) == 0:
-                    _plan_chunk(core, replica, draft, seq)
-            return
-        _start(core, replica, draft, seq, cached)
-        _plan_chunk(core, replica, draft, seq)
+    core.queue.rate.waiting(core.clock())
+
+
+def _take_suspect(core: Scheduler, replica: Replica, draft: Draft) -> bool:
+    """Where the first in line may be what kills workers, admit it in a plan of its own, with nothing else in flight.
+    True while that is still to come."""
+    found = next(_candidates(core, replica), None)
+    if found is None or not found[0].suspect or not has_room(replica, *found):
+        return False
+    if not replica.in_flight:
+        _start(core, replica, draft, *found)
+    return bool(replica.in_flight)
 
 
 def _start(core: Scheduler, replica: Replica, draft: Draft, seq: Sequence, cached: list[int]) -> None:

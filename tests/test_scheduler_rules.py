@@ -549,7 +549,7 @@ def test_losses_counted_by_engine_go_on_here() -> None:
     rig = Rig()
     other = rig.submit(9, max_tokens=30)
     rig.step()
-    uid = rig.submit(20, attempt=3, losses=2)
+    uid = rig.submit(40, attempt=3, losses=2)
     seen = []
     for _ in range(6):
         rig.step()
@@ -557,7 +557,7 @@ def test_losses_counted_by_engine_go_on_here() -> None:
         seen.append({seq.uid for seq in rig.replica.suspects})
     assert {uid} in seen
     rig.run()
-    assert rig.tokens[uid, 0] == oracle(rig, 20, uid, 4)
+    assert rig.tokens[uid, 0] == oracle(rig, 40, uid, 4)
     assert rig.tokens[other, 0] == oracle(rig, 9, other, 30)
     rig.submit(5, attempt=4, losses=3)
     assert rig.failed().status == 500
