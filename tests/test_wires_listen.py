@@ -1,0 +1,70 @@
+"""After start only the HTTP port listens off loopback; socket files are in a folder of their owner's."""
+
+import ipaddress
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+import pytest
+from stack import Server
+
+from quire.proto.keys import Keys
+
+LISTEN = "0A"
+
+
+def listeners(pids):
+    """(address, port) of every TCP socket that these processes listen on."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(fd)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == LISTEN and columns[9] in inodes:
+                address, port = columns[1].split(":")
+                words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
+                ip = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
+                found.append((getattr(ip, "ipv4_mapped", None) or ip, int(port, 16)))
+    return found
+
+
+def two_free_ports():
+    """The first of two adjacent ones."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port = one.getsockname()[1]
+            try:
+                with socket.create_server(("127.0.0.1", port + 1)):
+                    return port
+            except OSError:
+                continue
+
+
+@pytest.mark.parametrize("wires", ["ipc", "tcp"])
+def test_only_the_http_port_listens_off_loopback(wires, tmp_path):
+    flags = ["--host=0.0.0.0"]
+    if wires == "tcp":
+        keys = str(tmp_path / "keys")
+        Keys.generate().save(keys)
+        flags += [f"--scheduler=tcp://127.0.0.1:{two_free_ports()}", f"--keys={keys}"]
+    server = Server(*flags)
+    try:
+        pids = [server.process.pid, *(child.pid for child in server.children())]
+        found = listeners(pids)
+        port = int(server.url.rpartition(":")[2])
+        assert {where for where in found if not where[0].is_loopback} == {(ipaddress.ip_address("0.0.0.0"), port)}
+        assert len([where for where in found if where[0].is_loopback]) == (3 if wires == "tcp" else 0)
+        if wires == "ipc":
+            assert stat.S_IMODE(os.stat(server.run_dir()).st_mode) == 0o700
+    finally:
+        server.close()
