@@ -55,6 +55,7 @@ class Scheduler:
         self.accounts = Accounts(config.max_requests_per_key)
         self.loading = 0  # replicas on their way: nobody knows yet what they will hold
         self._deadlines: deque[tuple[float, Request]] = deque()  # of those that may wait only so long, in order
+        self.lost_owners: set[str] = set()  # detokenizers whose connection broke; they may come back
         self.wary = False  # somebody in line may be what kills workers
         self.shrunk = False  # a worker left, or never came: those who wait for one of its size may wait in vain
         self._unplaced: dict[int, float] = {}  # uids that no replica could hold, and since when

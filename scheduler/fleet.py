@@ -254,9 +254,9 @@ class Fleet:
         self._let_go(peer, worker)
 
     def _let_go(self, peer: str, worker: Worker) -> None:
-        """Send Drain if nothing runs there any more, or time is up."""
+        """Send Drain if nothing runs there any more that somebody is there to read, or time is up."""
         left, now = worker.replica.sequences() if worker.replica is not None else [], self.core.clock()
-        if left and now < worker.leave_by:
+        if now < worker.leave_by and any(seq.request.owner not in self.core.lost_owners for seq in left):
             return
         for seq in left:
             self.core.requeue(seq)

@@ -104,6 +104,7 @@ class Membership:
         else:
             log.info("%s %s is here", hello.kind, peer)
             self.front[peer] = FrontPeer(hello)
+            self.core.lost_owners.discard(peer)
             if hello.kind != "operator":
                 self.announce()
 
@@ -127,6 +128,7 @@ class Membership:
         if known is not None and known.lost_at is None:
             log.info("%s %s is gone", known.hello.kind, peer)
             known.lost_at = self.core.clock()
+            self.core.lost_owners.add(peer)
             self.core.drop_unanswered(peer)
             if known.hello.kind != "operator":
                 self.announce()
@@ -177,6 +179,7 @@ class Membership:
                 for request in self.core.owned_by(peer):
                     self.core.drop(request)
                 self.core.outbox.forget(peer)
+                self.core.lost_owners.discard(peer)
                 del self.front[peer]
         self.fleet.tick()
         self.core.expire()

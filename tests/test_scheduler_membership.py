@@ -355,6 +355,23 @@ def test_drain_lets_requests_finish_and_takes_nothing_new(house: House) -> None:
     assert house.plans("w2")
 
 
+def test_a_drain_does_not_wait_for_requests_whose_detokenizer_is_gone(house: House) -> None:
+    house.hello("d1")
+    house.worker("w1")
+    house.submit("d1", 1)
+    house.plans("w1")
+    house.fleet.drain("w1", "shutting down", 30.0)
+    house.later(1.0)
+    assert house.sent("w1", Drain) == []
+    house.members.on_front("d1", Bye())
+    house.later(1.0)
+    assert house.sent("w1", Drain)
+    house.hello("d1")
+    assert not house.core.lost_owners
+    house.worker("w2")
+    assert house.plans("w2")
+
+
 def test_drain_ends_when_its_time_is_up(house: House) -> None:
     house.hello("d1")
     worker = FakeWorker(64, 128, 1000)
