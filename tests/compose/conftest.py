@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import Compose, reason_to_skip
+from compose.engine import Compose, reason_to_skip
 
 
 @pytest.fixture(scope="session")

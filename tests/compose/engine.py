@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE = "QUIRE_COMPOSE_BASE"
 """Environment variable: the image to build on."""
 PROJECT = "quire-test"
-FRONTENDS = 2
+FRONTENDS, DETOKENIZERS = 2, 2
 
 
 def reason_to_skip() -> str | None:
@@ -61,13 +61,22 @@ class Compose:
 
     def up(self) -> None:
         """Start what is missing and stop what is too much, leaving alone what runs."""
-        scale = ["--scale", f"gpu_worker={self.workers}", "--scale", f"frontend={FRONTENDS}"]
+        counts = {"gpu_worker": self.workers, "frontend": FRONTENDS, "detokenizer": DETOKENIZERS}
+        scale = [word for service, count in counts.items() for word in ("--scale", f"{service}={count}")]
         self.note(f"$ docker compose up -d --no-recreate {' '.join(scale)}")
-        self.run("up", "-d", "--no-build", "--no-recreate", *scale)
+        self.run("up", "-d", "--no-recreate", *scale)
 
     def containers(self, service: str) -> list[str]:
         """Ids of a service's running containers."""
         return self.run("ps", "-q", service).split()
+
+    def name(self, container: str) -> str:
+        """A container's name."""
+        return str(self.inspect(container)["Name"]).removeprefix("/")
+
+    def network(self) -> str:
+        """The network that the services share."""
+        return f"{PROJECT}_default"
 
     def inspect(self, container: str) -> dict[str, Any]:
         """What the engine knows of a container."""

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from engine import FRONTENDS, Compose
-from load import Answer, Load, bodies
+
+from compose.engine import FRONTENDS, Compose
+from compose.load import Answer, Load, bodies
 
 STREAMS, TOKENS = 24, 400
+AWAY_S = 12.0
 SERVICES = ("scheduler", "detokenizer", "gpu_worker")
 
 pytestmark = pytest.mark.timeout(900)
@@ -42,7 +44,7 @@ def check(compose: Compose, answers: list[Answer], reference: list[Answer]) -> N
     """Every answer is that of the undisturbed run."""
     errors = [answer.error for answer in answers if answer.error]
     different = [i for i, (a, b) in enumerate(zip(answers, reference, strict=True)) if a.same != b.same]
-    compose.note(f"{len(answers) - len(different)} of {len(answers)} streams as in the undisturbed run")
+    compose.note(f"= {len(answers) - len(different)} of {len(answers)} streams as in the undisturbed run")
     assert not errors
     assert not different
 
@@ -50,7 +52,10 @@ def check(compose: Compose, answers: list[Answer], reference: list[Answer]) -> N
 @pytest.fixture(scope="module")
 def reference(compose: Compose) -> list[Answer]:
     """The streams with nothing happening to any container."""
-    compose.note(f"undisturbed: {STREAMS} streams of {TOKENS} tokens over {FRONTENDS} frontends, 1 worker")
+    compose.note("# undisturbed")
+    compose.note(
+        f"{STREAMS} streams of {TOKENS} tokens over {FRONTENDS} frontends, {DETOKENIZERS} detokenizers, 1 worker"
+    )
     answers = disturbed(compose, lambda: None)
     assert not [answer.error for answer in answers if answer.error]
     assert {answer.finish for answer in answers} <= {"length", "stop"}
@@ -73,7 +78,9 @@ def test_only_http_is_published_and_nobody_is_root(compose):
 
 def test_only_the_worker_has_torch(compose):
     code = "import importlib.util as u; print(*[n for n in ('torch', 'triton') if u.find_spec(n)])"
-    has = {service: compose.run("exec", "-T", service, "python", "-c", code).split() for service in ("frontend", *SERVICES)}
+    has = {
+        service: compose.run("exec", "-T", service, "python", "-c", code).split() for service in ("frontend", *SERVICES)
+    }
     assert has == {"frontend": [], "scheduler": [], "detokenizer": [], "gpu_worker": ["torch", "triton"]}
 
 
@@ -109,7 +116,7 @@ def test_docker_kill_loses_nothing(compose, reference, service):
     """The engine does not restart what `docker kill` ended; `docker compose up -d` does."""
 
     def kill() -> None:
-        compose.docker("kill", compose.containers(service)[0])
+        compose.docker("kill", compose.name(compose.containers(service)[0]))
         compose.up()
 
     check(compose, disturbed(compose, kill), reference)
@@ -125,12 +132,25 @@ def test_the_restart_policy_brings_back_what_dies(compose, reference, service):
     assert compose.inspect(container)["RestartCount"] == restarts + 1
 
 
+@pytest.mark.parametrize("away, back", [("pause", "unpause"), ("network disconnect", "network connect")])
+def test_a_worker_out_of_reach_loses_nothing(compose, reference, away, back):
+    container = compose.name(compose.containers("gpu_worker")[0])
+    where = [compose.network()] if "network" in away else []
+
+    def cut() -> None:
+        compose.docker(*away.split(), *where, container)
+        time.sleep(AWAY_S)
+        compose.docker(*back.split(), *where, container)
+
+    check(compose, disturbed(compose, cut), reference)
+
+
 def test_a_killed_frontend_loses_only_its_own_connections(compose, reference):
     containers = compose.containers("frontend")
     compose.wait_ready()
 
     def kill() -> None:
-        compose.docker("kill", containers[0])
+        compose.docker("kill", compose.name(containers[0]))
 
     answers = disturbed(compose, kill)
     lost = [i for i, answer in enumerate(answers) if answer.error]
@@ -161,10 +181,9 @@ def test_the_whole_ends_politely_and_comes_back_with_its_keys(compose, reference
 
 
 def _crash(compose: Compose, container: str) -> None:
-    compose.note(f"kill -9 of every process in {container[:12]} ({compose.inspect(container)['Name'][1:]})")
     began = compose.inspect(container)["State"]["StartedAt"]
     try:
-        compose.docker("exec", container, "python", "-c", "import os; os.kill(-1, 9)")
+        compose.docker("exec", compose.name(container), "python", "-c", "import os; os.kill(-1, 9)")
     except RuntimeError:
         pass  # the container ended before its answer
     deadline = time.monotonic() + 60

@@ -1,0 +1,1 @@
+"""Containers on a real Docker engine: up, scaled, killed, restarted, under load."""
