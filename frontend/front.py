@@ -54,6 +54,7 @@ class Front:
         self.active = 0  # HTTP requests being answered
         self._quiet = asyncio.Event()
         self._was_ready = False
+        self._born = time.monotonic()
 
     def enter(self) -> None:
         """A request begins."""
@@ -82,8 +83,9 @@ class Front:
         self._check_engine()
 
     async def wait_ready(self) -> None:
-        """For a request that has been let in: while processes are being restarted it waits for them a little."""
-        if self._was_ready and not self.engine.ready:
+        """For a request that has been let in: while processes, or this one, are being restarted it waits a little."""
+        young = time.monotonic() - self._born < self.settings.restart_s
+        if (self._was_ready or young) and not self.engine.ready:
             with suppress(TimeoutError):
                 await self.engine.wait_ready(self.settings.restart_s)
         self._check_engine()

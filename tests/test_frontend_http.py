@@ -413,13 +413,25 @@ def test_one_refused_prompt_ends_the_others(server: FakeServer) -> None:
     assert len(server.engine.aborted) == 4
 
 
-def test_nothing_is_ready(server: FakeServer) -> None:
-    server.engine.is_ready = False
-    answer = ask(server, "POST", "/v1/completions", HI)
-    assert error_of(answer, 503)["type"] == "ServiceUnavailableError"
-    assert answer[2]["Retry-After"]
-    assert not server.engine.requests
-    error_of(post(server, {**HI, "n": 0}), 400)  # what is wrong with it is told all the same
+def test_nothing_is_ready() -> None:
+    with FakeServer(restart_s=0.1) as server:
+        server.engine.is_ready = False
+        answer = ask(server, "POST", "/v1/completions", HI)
+        assert error_of(answer, 503)["type"] == "ServiceUnavailableError"
+        assert answer[2]["Retry-After"] == "5"  # it has never been
+        assert not server.engine.requests
+        error_of(post(server, {**HI, "n": 0}), 400)  # what is wrong with it is told all the same
+
+
+def test_a_frontend_that_has_just_started_waits_a_little() -> None:
+    with FakeServer(restart_s=20.0) as server, ThreadPoolExecutor(1) as pool:
+        server.engine.is_ready = False
+        answer = pool.submit(ask, server, "POST", "/v1/completions", HI)
+        error_of(ask(server, "GET", "/health"), 503)  # health does not wait
+        assert not answer.done()
+        server.engine.is_ready = True
+        server.loop.call_soon_threadsafe(server.engine._changed.set)
+        assert answer.result()[0] == 200
 
 
 def test_a_fault_of_ours_is_a_500_that_tells_nothing(server: FakeServer) -> None:
