@@ -54,6 +54,7 @@ def error_body(error: RequestError) -> bytes:
     """The JSON of an error."""
     kind = _TYPES.get(error.status, "BadRequestError" if error.status < 500 else "InternalServerError")
     message = error.message if len(error.message) <= MAX_MESSAGE else error.message[:MAX_MESSAGE] + "..."
+    message = message.encode("utf-8", "replace").decode()  # a header's bytes may be no text
     fields = {"message": message, "type": kind, "param": error.param, "code": error.status}
     return msgspec.json.encode({"error": fields})
 

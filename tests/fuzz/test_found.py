@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from quire.client.stream import RequestError
+from quire.frontend.errors import error_body
 from quire.proto.config import EngineArgs
 from quire.proto.messages import Submit
 from quire.proto.params import SamplingParams
@@ -17,3 +21,8 @@ def test_a_stranger_with_numbers_that_fit_no_column(uid: int, attempt: int) -> N
     membership.on_front("stranger", Submit(uid, attempt, b"", b"", SamplingParams(max_tokens=1), [], 0, 0.0))
     assert membership.core.outbox.take() == []
     assert membership.core.bad_messages == 1
+
+
+def test_an_error_that_quotes_a_header_of_no_text() -> None:
+    body = json.loads(error_body(RequestError(400, "Content-Type must be application/json, got a\udcbb/json.")))
+    assert body["error"]["message"] == "Content-Type must be application/json, got a?/json."
