@@ -52,10 +52,7 @@ def check(compose: Compose, answers: list[Answer], reference: list[Answer]) -> N
 @pytest.fixture(scope="module")
 def reference(compose: Compose) -> list[Answer]:
     """The streams with nothing happening to any container."""
-    compose.note("# undisturbed")
-    compose.note(
-        f"{STREAMS} streams of {TOKENS} tokens over {FRONTENDS} frontends, {DETOKENIZERS} detokenizers, 1 worker"
-    )
+    compose.note(f"undisturbed: {STREAMS} streams of {TOKENS} tokens on 1 worker")
     answers = disturbed(compose, lambda: None)
     assert not [answer.error for answer in answers if answer.error]
     assert {answer.finish for answer in answers} <= {"length", "stop"}
