@@ -223,7 +223,7 @@ class Link:
             kind, frame = handed[:1], handed[9:]
             current = int.from_bytes(handed[1:9], "little") == self._session
             if frame and (current or kind == _CLOSE):
-                wire.socket.send(frame, zmq.NOBLOCK)
+                wire.send_frame(frame)
             if kind == _CLOSE or (kind == _RENEW and current):
                 return kind
 
