@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
@@ -12,6 +12,8 @@ from operator import attrgetter
 from .request import Request, Sequence
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+LOOK = 32
+"""Sequences taken from a line at a time while it is looked through."""
 SPANS = 32
 """Places that became free lately, by which the rate is measured."""
 
@@ -79,20 +81,25 @@ class WaitingQueue:
     def in_turn(self, running: Callable[[], Counter[str]]) -> Iterator[Sequence]:
         """Who may run next, best first; they may leave the line meanwhile. ``running``: sequences of each account,
         asked for only where several wait."""
-        lines = {account: line[:] for account, line in self._lines.items()}
-        if len(lines) == 1:
-            yield from next(iter(lines.values()))
+        if len(self._lines) == 1:
+            (line,) = self._lines.values()
+            part = line[:LOOK]
+            while part:
+                yield from part
+                at = bisect_right(line, part[-1].key, key=_key)
+                part = line[at : at + LOOK]
             return
-        counts = running() if lines else Counter()
-        heads = [(line[0].key[0], counts[account], line[0].key, account, 0) for account, line in lines.items()]
+        counts = running() if self._lines else Counter()
+        heads = [(line[0].key[0], counts[name], line[0].key, name, line) for name, line in self._lines.items()]
         heapify(heads)
         while heads:
-            _, count, _, account, at = heappop(heads)
-            seq, line = lines[account][at], lines[account]
+            _, count, key, account, line = heappop(heads)
+            seq = line[bisect_left(line, key, key=_key)]
             yield seq
-            if at + 1 < len(line):
-                key = line[at + 1].key
-                heappush(heads, (key[0], count + seq.width, key, account, at + 1))
+            after = bisect_right(line, key, key=_key)
+            if after < len(line):
+                key = line[after].key
+                heappush(heads, (key[0], count + seq.width, key, account, line))
 
     def push(self, seq: Sequence) -> None:
         """Take its place in line."""

@@ -87,6 +87,21 @@ def test_shares_are_taken_in_turn_within_a_priority() -> None:
     rig.run()
 
 
+@pytest.mark.parametrize("keys", ["", "aab"])
+def test_who_leaves_the_line_while_it_is_looked_through_confuses_nobody(keys: str) -> None:
+    rig = Rig(max_num_queued_reqs=500)
+    rng = random.Random(1)
+    uids = [rig.submit(4, key=rng.choice(keys or [""])) for _ in range(200)]
+    seen = []
+    for seq in rig.core.queue.in_turn(rig.core.running_by_account):
+        seen.append(seq.uid)
+        if rng.random() < 0.5:
+            rig.core.drop(seq.request)
+    assert sorted(seen) == uids
+    assert keys or seen == uids
+    rig.core.check_integrity()
+
+
 def test_without_keys_it_is_first_come_first_served() -> None:
     rig = Rig(max_num_seqs=2)
     uids = [rig.submit(4) for _ in range(5)]
