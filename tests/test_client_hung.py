@@ -1,33 +1,37 @@
-"""A detokenizer that hangs, with the real stack: every stream goes on exactly, whatever it had asked for."""
+"""A detokenizer or scheduler that hangs, with the real stack: every stream goes on exactly, whatever it asked for."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 
 from quire.client import engine as engine_module
+from quire.client import launch as launch_module
 from quire.client.engine import Engine
 from quire.client.launch import Stack
 from quire.proto.config import EngineArgs
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
 
-NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 30, "maxItems": 30}
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 15, "maxItems": 15}
 PROMPT = "Tell me a long story about a river."
-MANY = 150
+MANY = 90
 CASES = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=MANY, ignore_eos=True),
     "seeded": SamplingParams(seed=1, max_tokens=MANY, ignore_eos=True, n=2),
     "penalties": SamplingParams(
         seed=2, max_tokens=MANY, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2, min_tokens=MANY
     ),
-    "schema": SamplingParams(seed=3, max_tokens=400, structured_outputs=StructuredOutputsParams(json=NUMBERS)),
+    "schema": SamplingParams(seed=3, max_tokens=200, structured_outputs=StructuredOutputsParams(json=NUMBERS)),
     "logprobs": SamplingParams(seed=4, max_tokens=MANY, logprobs=3, prompt_logprobs=2, ignore_eos=True),
     "best of": SamplingParams(seed=5, max_tokens=MANY, best_of=3, ignore_eos=True),
-    "beams": SamplingParams(temperature=0.0, max_tokens=40, n=2, best_of=3, use_beam_search=True, ignore_eos=True),
+    "beams": SamplingParams(temperature=0.0, max_tokens=24, n=2, best_of=3, use_beam_search=True, ignore_eos=True),
 }
 
 
@@ -59,45 +63,79 @@ def with_stop(cases: dict[str, SamplingParams], text: str) -> dict[str, Sampling
     return {**cases, "stop": stop}
 
 
-def test_streams_go_on_when_the_only_detokenizer_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SILENCE_S", 1.5)
-    with Stack(EngineArgs()) as stack:
-        stack.start()
-        stack.wait_ready(60)
-        detokenizer = psutil.Process(next(pid for pid, service in stack.pids.items() if service == "detokenizer"))
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    with Stack(EngineArgs()) as running:
+        running.start()
+        running.wait_ready(60)
+        yield running
 
-        async def hang(streams: dict[str, Any]) -> None:
+
+def process_of(stack: Stack, service: str) -> psutil.Process:
+    return psutil.Process(next(pid for pid, name in stack.pids.items() if name == service))
+
+
+def compare(stack: Stack, cases: dict[str, SamplingParams], disturb: Any) -> None:
+    """The same requests undisturbed and disturbed end alike, and the second were sent again."""
+
+    async def main() -> None:
+        engine = Engine(stack.address)
+        await engine.start()
+        await engine.wait_ready(30)
+        ((text, *_),) = (await run_all(engine, {"logprobs": CASES["logprobs"]}))["logprobs"][0]
+        all_cases = with_stop(cases, text)
+        alone = await run_all(engine, all_cases)
+        assert alone["stop"][0][0][0] == text[: len(alone["stop"][0][0][0])] and alone["stop"][0][0][3]
+        attempts: list[int] = []
+
+        async def during(streams: dict[str, Any]) -> None:
             await until(lambda: all(stream.accepted for stream in streams.values()))
             await until(lambda: len(streams["seeded"].children[0].tokens) >= 10)
-            detokenizer.suspend()
-            assert not streams["seeded"].done
-            await until(lambda: not engine_of[0].ready)
-            await asyncio.sleep(0.2)
-            detokenizer.resume()
+            await disturb(engine)
+            attempts.extend(stream._request.attempt for stream in streams.values())
 
-        engine_of: list[Engine] = []
+        again = await run_all(engine, all_cases, during)
+        assert sum(attempts) > 0
+        for name in all_cases:
+            assert again[name] == alone[name], name
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+        await engine.close()
 
-        async def main() -> None:
-            engine = Engine(stack.address)
-            engine_of.append(engine)
-            await engine.start()
-            await engine.wait_ready(30)
-            ((text, *_),) = (await run_all(engine, {"logprobs": CASES["logprobs"]}))["logprobs"][0]
-            cases = with_stop(CASES, text)
-            alone = await run_all(engine, cases)
-            assert alone["stop"][0][0][0] == text[: len(alone["stop"][0][0][0])] and alone["stop"][0][0][3]
-            moved: list[int] = []
+    asyncio.run(main())
 
-            async def during(streams: dict[str, Any]) -> None:
-                await hang(streams)
-                moved.extend(stream._request.attempt for stream in streams.values())
 
-            again = await run_all(engine, cases, during)
-            assert sum(moved) > 0
-            for name in cases:
-                assert again[name] == alone[name], name
-            stats = await engine.stats()
-            assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-            await engine.close()
+def test_streams_go_on_when_the_only_detokenizer_returns(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "SILENCE_S", 1.5)
 
-        asyncio.run(main())
+    async def disturb(engine: Engine) -> None:
+        detokenizer = process_of(stack, "detokenizer")
+        detokenizer.suspend()
+        await until(lambda: not engine.ready)
+        await asyncio.sleep(0.2)
+        detokenizer.resume()
+        await until(lambda: engine.ready)
+
+    compare(stack, CASES, disturb)
+
+
+def test_streams_go_on_when_a_scheduler_that_hangs_for_good_is_replaced(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "SILENCE_S", 3.0)
+    stop = threading.Event()
+    watcher = threading.Thread(target=stack.supervise, args=(stop,))
+    watcher.start()
+
+    async def disturb(engine: Engine) -> None:
+        old = process_of(stack, "scheduler")
+        old.suspend()
+        await until(lambda: old.pid not in stack.pids and "scheduler" in stack.pids.values())
+        await until(lambda: engine._epoch > epoch and engine.ready)
+
+    epoch = int(time.time() * 1000)
+    try:
+        compare(stack, {"seeded": CASES["seeded"], "schema": CASES["schema"]}, disturb)
+    finally:
+        stop.set()
+        watcher.join()
