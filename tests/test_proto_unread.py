@@ -1,5 +1,9 @@
 """A peer that does not read: bounded, never waited for, given up in the open, and back when it reads again."""
 
+import random
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -158,6 +162,31 @@ def test_a_lost_question_is_asked_again():
     assert peer.owed == 0
 
 
+def test_a_stopped_process_is_disconnected_though_its_connection_is_full(context, tmp_path, monkeypatch):
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1000)
+    router = sockets.Router(m.ToSchedulerFront, f"ipc://{tmp_path}/x", None, context)
+    code = (
+        "import sys, time\nfrom quire.proto import messages as m, sockets\n"
+        "wire = sockets.Dealer(m.FromSchedulerFront, sys.argv[1], 'stopped')\nwire.send(m.Beat())\n"
+        "while True: wire.recv(); time.sleep(0.01)"
+    )
+    child = subprocess.Popen([sys.executable, "-P", "-c", code, router.endpoint])
+    try:
+        assert until(router.recv)[0] == "stopped"
+        child.send_signal(signal.SIGSTOP)
+        sent = 0
+        while sent < 100 and router.send("stopped", BIG):  # 2 MB: more than the connection takes
+            sent += 1
+        until(lambda: not router.send("stopped", m.Beat()))
+        child.send_signal(signal.SIGCONT)  # it connects again by itself, under its identity
+        until(lambda: router.send("stopped", m.Beat()))
+    finally:
+        child.kill()
+        child.wait()
+        router.close()
+
+
 def test_control_frames_that_make_no_sense_are_bad_frames(pair):
     router, dealer = pair
     for junk in (b"\xc1", b"\xc1?", b"\xc1!12", b"\xc1~x", b"\xc1x" + bytes(8)):
@@ -214,3 +243,39 @@ def test_those_who_left_are_forgotten(pair, context):
         router.send(guest.name, m.Beat())
         guest.close()
     until(lambda: set(router._unread) == {first.name}, router.next_event)
+
+
+def test_no_bytes_get_through_as_an_error(context, tmp_path):
+    """Frames of any bytes, in any number, from peers of any name: counted, and the next good one is heard."""
+    rng = random.Random(0)
+    router = sockets.Router(m.ToSchedulerFront, f"ipc://{tmp_path}/x", None, context)
+    friend = new_dealer(router, context)
+    assert until(router.recv)[0] == friend.name
+    strangers = []
+    for name in (b"\xff\xfe", b"\x01", b"?" * 255):
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.IDENTITY, name)
+        stranger.connect(router.endpoint)
+        strangers.append(stranger)
+    good = [sockets.encode(m.Beat()), sockets.encode(m.Hello("frontend", "x", m.PROTOCOL, 1)), b"\xc1?" + bytes(8)]
+    for _ in range(1000):
+        frames = []
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            frame = bytearray(rng.choice(good) if rng.random() < 0.5 else rng.randbytes(rng.randrange(40)))
+            if frame and rng.random() < 0.7:
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+            frames.append(bytes(frame))
+        rng.choice(strangers).send_multipart(frames)
+        router.socket.send_multipart([friend.name.encode(), *frames])
+    for stranger in strangers:
+        stranger.send(sockets.encode(m.GetStats(token=4)))
+    ends = 0
+    while ends < len(strangers):
+        peer, message = until(router.recv, friend.recv)
+        router.send(peer, m.Beat())  # to names that cannot be written as text too
+        ends += message == m.GetStats(token=4)
+    router.send(friend.name, m.Beat(last_step=6))
+    until(lambda: friend.recv() == m.Beat(last_step=6))
+    assert router.bad_frames > 100 and friend.bad_frames > 100
+    for wire in (*strangers, router, friend):
+        wire.close()
