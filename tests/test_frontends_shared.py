@@ -125,7 +125,7 @@ def test_a_hung_detokenizer_loses_nothing(server: Server) -> None:
             assert [each.result() for each in [pool.submit(events, answer) for answer in answers]] == [alone] * 4
         finally:
             hung.resume()
-    assert "has been silent for" in server.stderr()
+    assert "lost detokenizer" in server.stderr()  # by its silence or by ZMTP heartbeats, whichever came first
     wait_until(lambda: nothing_is_left(server), "late aborts and attempts leave nothing")
     assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 1})[0] == 200
 
