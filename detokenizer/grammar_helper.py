@@ -1,25 +1,33 @@
-"""`python -P -m quire.detokenizer.grammar_helper FOLDER VOCAB_SIZE EOS,...`: compiles grammars, and may die of it.
+"""`python -P -m quire.detokenizer.grammar_helper FOLDER VOCAB_SIZE EOS,... MEMORY`: compiles grammars in children.
 
-Frames on standard input and output are a length (4 bytes, little-endian) and that many bytes of msgpack. Each Check
-is answered with Phases, which tell what the time is spent on, and a Verdict. The process ends with its parent.
+It holds the table of tokens and forks a short-lived child for each Check, which shares the table and may die of the
+grammar: the kernel ends it at its limits of processor time, memory and stack. This process has one thread, so that a
+fork is whole, and waits for nothing but the next frame, the next child's end and the next child's time. Frames on
+standard input and output are a length (4 bytes, little-endian) and that many bytes of msgpack. The children end with
+this process, and this process with its parent.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
-import queue
 import random
 import resource
+import selectors
+import signal
 import struct
 import sys
 import threading
+import time
 import traceback
-from typing import TYPE_CHECKING, BinaryIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from ..proto.config import ConfigError
-from ..proto.grammar import GrammarError, fault, grammar_of, start_matcher, token_table, validate
+from ..proto.grammar import GrammarError, fault, grammar_of, start_matcher, token_table
 from ..proto.model_config import ModelConfig
 from ..proto.structured import StructuredOutputsParams
 
@@ -27,89 +35,196 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_FRAME = 64 * 2**20
-CPU_S = 4
-"""Seconds of processor time that one check may take, should nobody stop it before."""
+MAX_ANSWER = 4000
+"""Bytes of a child's answer; a pipe takes as many in one piece."""
 
-TABLE_BYTES = 2**30
 STACK_BYTES = 2**20
 """Half of what the smallest stack in the worker has: what would overflow there overflows here."""
 
+READY = 0
+LATE = -int(signal.SIGPROF)
 WALKS, STEPS = 2, 8
-CHECKING, TABLE = "checking", "table"
+_PR_SET_PDEATHSIG = 1
 
 
 class Check(msgspec.Struct, array_like=True):
-    """A grammar to check."""
+    """A grammar to check with ``seconds`` of processor time. ``spec``: StructuredOutputsParams."""
 
     number: int
-    spec: StructuredOutputsParams
+    seconds: float
+    spec: msgspec.Raw
 
 
-class Phase(msgspec.Struct, array_like=True, tag=True):
-    """What check ``number`` is at: ``checking`` the grammar, or building the token ``table`` once."""
+class Verdict(msgspec.Struct, array_like=True):
+    """The end of check ``number``, or READY: the table is built.
 
-    number: int
-    name: str
-
-
-class Verdict(msgspec.Struct, array_like=True, tag=True):
-    """The end of check ``number``: why the grammar cannot be honoured, or nothing."""
+    ``error``: why the grammar cannot be honoured; "" if it can; None where its child ended with ``code`` (negative for
+    a signal, LATE for too much time) and said nothing.
+    """
 
     number: int
-    error: str
+    error: str | None
+    code: int = 0
 
 
-def frame(message: Check | Phase | Verdict) -> bytes:
+def frame(message: Check | Verdict) -> bytes:
     """The message as it is written to a pipe."""
     body = msgspec.msgpack.encode(message)
     return struct.pack("<I", len(body)) + body
 
 
+def wall(seconds: float) -> float:
+    """Seconds by the clock after which a child is ended that may use ``seconds`` of the processor."""
+    return 2 * seconds + 0.5
+
+
+@dataclass
+class Child:
+    """A process that checks one grammar. ``answer``: the pipe it writes to. ``until``: when to end it."""
+
+    number: int
+    pid: int
+    answer: int
+    until: float
+    late: bool = False
+
+
 class Helper:
-    """One process's checks. ``memory``: bytes that a grammar may take."""
+    """The children and what they share. ``memory``: bytes that one grammar may take."""
 
-    def __init__(self, folder: str, model: ModelConfig, memory: int, out: BinaryIO):
-        self.folder, self.model, self.memory, self.out = folder, model, memory, out
-        self.table: LLTokenizer | None = None
+    def __init__(self, table: LLTokenizer | None, broken: str, memory: int):
+        """Without a table every check is answered with ``broken``."""
+        self.table, self.broken, self.memory = table, broken, memory
+        self.libc = ctypes.CDLL(None)
+        self.selector = selectors.PollSelector()  # it has no descriptor that a child could inherit
+        self.children: dict[int, Child] = {}
 
-    def check(self, check: Check) -> None:
-        """Answer one check."""
-        limit_processor(CPU_S)
-        self._send(Phase(check.number, CHECKING))
+    def serve(self, source: int) -> None:
+        """Until ``source`` ends. Raises ValueError for bytes that are no frames of checks."""
+        frames = Frames()
+        self.selector.register(source, selectors.EVENT_READ)
+        while True:
+            soonest = min((child.until for child in self.children.values()), default=float("inf"))
+            wait = None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
+            for key, _ in self.selector.select(wait):
+                if key.fd != source:
+                    self._ended(self.children.pop(key.fd))
+                    continue
+                data = os.read(source, 2**18)
+                if not data:
+                    return
+                for check in frames.feed(data):
+                    self._start(check)
+            self._end_late()
+
+    def _start(self, check: Check) -> None:
+        table = self.table
+        if table is None:
+            _send(Verdict(check.number, self.broken))
+            return
+        answer, end = os.pipe()
+        helper, pid = os.getpid(), os.fork()
+        if pid == 0:
+            try:
+                _hush()
+                self.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+                if os.getppid() == helper:
+                    work(table, check, self.memory, end)
+            except BaseException:  # noqa: BLE001 - a child must not go on as if it were the helper
+                traceback.print_exc()
+            os._exit(1)
+        os.close(end)
+        self.children[answer] = Child(check.number, pid, answer, time.monotonic() + wall(check.seconds))
+        self.selector.register(answer, selectors.EVENT_READ)
+
+    def _ended(self, child: Child) -> None:
+        """It has answered, or is gone; either way it is of no more use."""
+        answer = os.read(child.answer, MAX_ANSWER + 1)
+        if answer:
+            _send(Verdict(child.number, answer[1:].decode(errors="replace")))
+        self.selector.unregister(child.answer)
+        os.close(child.answer)
+        os.kill(child.pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        if not answer:
+            _send(Verdict(child.number, None, LATE if child.late else code))
+
+    def _end_late(self) -> None:
+        """A child's timer ends it, but only while it has the processor."""
+        now = time.monotonic()
+        for child in self.children.values():
+            if child.until <= now:
+                child.until, child.late = float("inf"), True
+                os.kill(child.pid, signal.SIGKILL)
+
+
+class Frames:
+    """Checks out of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._decoder = msgspec.msgpack.Decoder(Check)
+
+    def feed(self, data: bytes) -> list[Check]:
+        """The checks that ``data`` completes. Raises ValueError."""
+        self._bytes += data
+        checks = []
+        while len(self._bytes) >= 4:
+            (size,) = struct.unpack_from("<I", self._bytes)
+            if not 0 < size <= MAX_FRAME:
+                raise ValueError(f"a frame of {size} bytes")
+            if len(self._bytes) < 4 + size:
+                break
+            checks.append(self._decoder.decode(bytes(self._bytes[4 : 4 + size])))
+            del self._bytes[: 4 + size]
+        return checks
+
+
+def _send(verdict: Verdict) -> None:
+    data = frame(verdict)
+    while data:
+        data = data[os.write(1, data) :]
+
+
+# ---------------------------------------------------------------- in a child
+
+
+def work(table: LLTokenizer, check: Check, memory: int, end: int) -> NoReturn:
+    """Write the verdict on ``check`` to ``end``, if the limits permit, and end this process."""
+
+    def answer() -> None:
+        limit_memory(memory)
         try:
-            error = self._try(check)
-        except (GrammarError, ConfigError) as failed:
+            error = compiled(table, msgspec.msgpack.decode(check.spec, type=StructuredOutputsParams))
+        except GrammarError as failed:
             error = str(failed)
         except (MemoryError, RecursionError) as failed:
             error = f"it needs too much memory ({type(failed).__name__})."
-        self._send(Verdict(check.number, error))
+        os.write(end, b":" + error.encode(errors="replace")[:MAX_ANSWER])
+        os._exit(0)
 
-    def _try(self, check: Check) -> str:
-        grammar = grammar_of(check.spec)
-        if self.table is None:
-            validate(grammar)  # at once, so that a bad one need not wait for the table
-            self._send(Phase(check.number, TABLE))
-            limit_processor(30)
-            self.table = token_table(self.folder, self.model)
-            limit_processor(CPU_S)
-            limit_memory(self.memory)
-            self._send(Phase(check.number, CHECKING))
-        matcher = start_matcher(self.table, grammar)
-        draw = random.Random(0)
-        for _ in range(WALKS):
-            here = matcher.deep_copy()
-            for _ in range(STEPS):
-                mask = here.compute_bitmask()
-                if here.is_error():
-                    return fault(here)
-                if here.is_stopped():
-                    break
-                here.consume_token(_pick(mask, draw))
-        return ""
+    signal.setitimer(signal.ITIMER_PROF, check.seconds)  # SIGPROF ends it
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+    os._exit(1)
 
-    def _send(self, message: Phase | Verdict) -> None:
-        self.out.write(frame(message))
-        self.out.flush()
+
+def compiled(table: LLTokenizer, spec: StructuredOutputsParams) -> str:
+    """Compile a grammar and try a few masks; what is wrong with them. Raises GrammarError."""
+    matcher = start_matcher(table, grammar_of(spec))
+    draw = random.Random(0)
+    for _ in range(WALKS):
+        here = matcher.deep_copy()
+        for _ in range(STEPS):
+            mask = here.compute_bitmask()
+            if here.is_error():
+                return fault(here)
+            if here.is_stopped():
+                break
+            here.consume_token(_pick(mask, draw))
+    return ""
 
 
 def _pick(mask: bytes, draw: random.Random) -> int:
@@ -119,61 +234,38 @@ def _pick(mask: bytes, draw: random.Random) -> int:
     return at * 8 + draw.choice([bit for bit in range(8) if mask[at] >> bit & 1])
 
 
+def _hush() -> None:
+    """Let go of the helper's pipes: their ends must be seen when the helper is gone."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+
+
 def limit_memory(more: int) -> None:
     """Hold the address space to ``more`` bytes beyond what it has now."""
     with open("/proc/self/statm") as statm:
-        now = int(statm.read().split()[0]) * resource.getpagesize()
-    _limit(resource.RLIMIT_AS, now + more)
-
-
-def limit_processor(more: int) -> None:
-    """Have the kernel end this process after ``more`` further seconds of processor time."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + more)
-
-
-def _limit(kind: int, soft: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def serve(helper: Helper, checks: queue.Queue[Check]) -> None:
-    """Answer checks. An error that nothing foresaw ends the process, which its parent takes for a refusal."""
-    import llguidance  # noqa: F401 - now, while no request's clock runs
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit_memory(TABLE_BYTES + helper.memory)
-    try:
-        while True:
-            helper.check(checks.get())
-    finally:
-        traceback.print_exc()
-        os._exit(1)
-
-
-def read_frames(source: BinaryIO, checks: queue.Queue[Check]) -> None:
-    """Put what comes on ``source`` into ``checks``. Its end is this process's, and so are bytes that are no frames."""
-    decoder = msgspec.msgpack.Decoder(Check)
-    while True:
-        head = source.read(4)
-        size = struct.unpack("<I", head)[0] if len(head) == 4 else 0
-        if not 0 < size <= MAX_FRAME:
-            break
-        try:
-            checks.put(decoder.decode(source.read(size)))
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            break
-    os._exit(0 if not head else 1)
+        soft = int(statm.read().split()[0]) * resource.getpagesize() + more
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def main() -> None:
     folder, vocab_size, eos, memory = sys.argv[1:5]
     model = ModelConfig(folder, {}, 0, int(vocab_size), [int(i) for i in eos.split(",") if i])
-    checks: queue.Queue[Check] = queue.Queue(4)
-    helper = Helper(folder, model, int(memory), sys.stdout.buffer)
-    threading.stack_size(STACK_BYTES)
-    threading.Thread(target=serve, args=(helper, checks), daemon=True).start()
-    read_frames(sys.stdin.buffer, checks)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    table, broken = None, ""
+    try:
+        table = token_table(folder, model)
+    except ConfigError as error:
+        broken = str(error)
+    gc.collect()
+    gc.freeze()  # what is here is shared with the children
+    try:
+        _send(Verdict(READY, ""))
+        Helper(table, broken, int(memory)).serve(0)
+    except (ValueError, RecursionError, BrokenPipeError):  # msgspec's errors are ValueErrors
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The check of a request's grammar: verdicts, limits, and a child process that may be lost at any time."""
+"""The check of a request's grammar: verdicts, limits, whose turn it is, and processes that may be lost at any time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.detokenizer import grammar_check
 from quire.detokenizer.errors import Refused
 from quire.detokenizer.grammar_check import GrammarChecker
-from quire.detokenizer.grammar_helper import Check, frame
+from quire.detokenizer.grammar_helper import READY, Check, Verdict, frame
 from quire.proto.model_config import demo_model_path, load_model_config
 from quire.proto.structured import StructuredOutputsParams
 
@@ -26,24 +27,47 @@ ENDLESS = {"type": "integer", "multipleOf": 10**7 + 19}
 """Takes minutes and gigabytes to compile."""
 
 
+def endless(i: int) -> dict[str, Any]:
+    return {"type": "integer", "multipleOf": 10**7 + 1001 + 2 * i}
+
+
 def spec(**form: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**form)
 
 
-def run(test: Callable[[GrammarChecker], Awaitable[None]], **limits: Any) -> None:
+def run(test: Callable[[GrammarChecker], Awaitable[None]], folder: str = MODEL.path, **limits: Any) -> None:
     async def main() -> None:
-        checker = GrammarChecker(MODEL.path, MODEL, **limits)
+        checker = GrammarChecker(folder, MODEL, **limits)
         try:
             await test(checker)
         finally:
             checker.close()
-            await asyncio.sleep(0.05)  # the child's end is noticed
+            while checker.pid is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)  # its pipes are closed
 
     asyncio.run(main())
 
 
 def alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as listed:
+        return [int(child) for child in listed.read().split()]
+
+
+async def checking(checker: GrammarChecker) -> int:
+    """The process that compiles a grammar, once there is one."""
+    while True:
+        await asyncio.sleep(0.002)
+        if checker.pid is not None and (found := children(checker.pid)):
+            return found[0]
 
 
 async def verdict(checker: GrammarChecker, **form: Any) -> Refused | None:
@@ -91,7 +115,7 @@ EXPLOSIVE: list[dict[str, Any]] = [
     {"regex": "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"},
     {"regex": "(.*a.{900}|.*b.{900}|.*c.{900})*"},
     {"json": {"type": "array", "minItems": 10**6, "maxItems": 10**9, "items": {"type": "string", "minLength": 10**6}}},
-    {"json": {"enum": [f"value {i}" for i in range(10**5)]}},
+    {"json": {"enum": [f"value {i}" for i in range(15000)]}},
     {"json": {"properties": {f"p{i}": {"type": "string"} for i in range(5000)}}},
     {"json": {"patternProperties": {f"^{'a' * i}.*b{{{i}}}$": {} for i in range(1, 60)}}},
     {"json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]}},
@@ -100,11 +124,11 @@ EXPLOSIVE: list[dict[str, Any]] = [
     {"json": {"$defs": {"x": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/x"}}] * 500}}, "items":
               {"$ref": "#/$defs/x"}}},
     {"grammar": "start: ((x{1,1000}){1,1000}){1,1000}\nx: s\ns: s s | \"a\" | \"aa\" | s s s"},
-    {"grammar": "root ::= " + '"a" | ' * 100000 + '"b"'},
-    {"choice": [f"choice {i}" for i in range(70000)]},
+    {"grammar": "root ::= " + '"a" | ' * 40000 + '"b"'},
+    {"choice": [f"choice {i}" for i in range(20000)]},
     {"regex": "(" * 20000 + "a" + ")" * 20000},
     {"grammar": "start: " + "(" * 20000 + '"a"' + ")" * 20000},
-    {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(20000)) + '\nr20000: "a"'},
+    {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(18000)) + '\nr18000: "a"'},
     {"json": {"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(5000)} | {"d5000": {}},
               "$ref": "#/$defs/d0"}},
 ]  # fmt: skip
@@ -127,14 +151,83 @@ def test_explosive_grammars_are_answered_and_the_next_one_passes(forms: list[dic
 def test_the_time_limit_ends_the_child_and_is_remembered() -> None:
     async def test(checker: GrammarChecker) -> None:
         assert await verdict(checker, json_object=True) is None
-        pid = checker.pid
-        refused = await verdict(checker, json=ENDLESS)
-        assert refused is not None and "within 0.5 s and 512 MiB" in refused.message
-        assert checker.pid is None and pid is not None and not alive(pid)
+        pid, number = checker.pid, checker._number
+        refused = await asyncio.gather(*(verdict(checker, json=ENDLESS) for _ in range(5)))
+        assert all(one is not None and "within 0.5 s and 512 MiB" in one.message for one in refused)
+        assert checker._number == number + 2  # the first seconds and the whole time, once for all five
+        assert pid is not None and checker.pid == pid and children(pid) == []  # the helper is the same
         assert await verdict(checker, json=ENDLESS) is not None
-        assert checker.pid is None  # known: no other child was spent on it
+        assert checker._number == number + 2
 
     run(test)
+
+
+def test_a_stopped_child_is_ended_by_the_clock() -> None:
+    async def test(checker: GrammarChecker) -> None:
+        waiting = asyncio.create_task(verdict(checker, json=ENDLESS))
+        for _ in range(2):
+            os.kill(child := await checking(checker), signal.SIGSTOP)
+            while alive(child):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        refused = await waiting
+        assert refused is not None and refused.status == 400
+
+    run(test)
+
+
+def test_many_explosive_grammars_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All get their first seconds in turn; a harmless one that comes last passes before the slow have had theirs."""
+    monkeypatch.setattr(grammar_check, "PATIENCE_S", 600.0)
+
+    async def test(checker: GrammarChecker) -> None:
+        order: list[tuple[bool, Refused | None]] = []
+
+        async def ask(harmless: bool, schema: dict[str, Any]) -> None:
+            order.append((harmless, await verdict(checker, json=schema)))
+
+        waiting = [asyncio.create_task(ask(False, endless(i))) for i in range(50)]
+        await checking(checker)
+        await ask(True, {"properties": {"a": {"type": "integer"}}})
+        assert order[-1] == (True, None)
+        assert len(order) <= 50 - grammar_check.MAX_SLOW + 1
+        await asyncio.wait(waiting)
+        statuses = [refused.status if refused else 200 for harmless, refused in order if not harmless]
+        assert len(statuses) == 50 and set(statuses) == {400, 429}
+        told = next(one for _, one in order if one is not None and one.status == 429)
+        assert "takes long to compile" in told.message
+        known = [error for error, _ in checker._verdicts.values()]
+        assert known.count(None) == statuses.count(429)  # to be slow is no verdict
+        number = checker._number
+        final = [await verdict(checker, json=endless(i)) for i in (48, 49)]
+        assert [one and one.status for one in final] == [400, 400]
+        assert checker._number <= number + 2  # known to be slow: no first seconds are spent on it
+
+    run(test)
+
+
+def test_the_slow_do_not_wait_for_ever_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(grammar_check, "PLACES", 2)
+
+    async def test(checker: GrammarChecker) -> None:
+        answers = await asyncio.gather(*(verdict(checker, json=endless(i)) for i in range(12)))
+        statuses = [one.status for one in answers if one is not None]
+        assert len(statuses) == 12 and statuses[:6] == [429] * 6 and statuses[-1] == 400
+
+    run(test)
+
+
+def test_a_newcomer_passes_beside_a_slow_one() -> None:
+    async def test(checker: GrammarChecker) -> None:
+        slow = [asyncio.create_task(verdict(checker, json=endless(i))) for i in range(3)]
+        while not any(pending.slow for pending in checker._running.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        assert [await verdict(checker, regex=f"a{{{i}}}") for i in range(5)] == [None] * 5
+        assert not any(task.done() for task in slow[:1])
+        checker.close()
+        assert [one.status for one in await asyncio.gather(*slow) if one] == [503] * 3
+
+    run(test, seconds=60.0)
 
 
 def test_the_memory_limit() -> None:
@@ -180,20 +273,35 @@ def test_a_child_killed_in_the_middle_is_replaced(kind: signal.Signals) -> None:
     run(test, seconds=30.0)
 
 
-def test_a_grammar_that_kills_every_child_is_refused() -> None:
+def test_a_child_killed_in_the_middle_is_tried_again_once() -> None:
     async def test(checker: GrammarChecker) -> None:
-        async def kill() -> None:
-            for _ in range(2):
-                while checker.pid is None or checker._fresh:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
-                os.kill(checker.pid, signal.SIGKILL)
-                while checker.pid is not None and not checker._fresh:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
-
-        killing = asyncio.create_task(kill())
-        refused = await verdict(checker, json=ENDLESS)
-        await killing
+        assert await verdict(checker, json_object=True) is None
+        pid = checker.pid
+        assert pid is not None
+        waiting = asyncio.create_task(verdict(checker, json=ENDLESS))
+        for _ in range(2):
+            os.kill(child := await checking(checker), signal.SIGKILL)
+            while alive(child):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        refused = await waiting
         assert refused is not None and refused.status == 400
+        assert await verdict(checker, regex="a") is None and checker.pid == pid
+
+    run(test)
+
+
+def test_a_helper_killed_again_and_again_is_the_servers_fault() -> None:
+    async def test(checker: GrammarChecker) -> None:
+        waiting = [asyncio.create_task(verdict(checker, json=endless(i))) for i in range(2)]
+        for _ in range(4):
+            child, helper = await checking(checker), checker.pid
+            assert helper is not None
+            os.kill(helper, signal.SIGKILL)
+            while checker.pid == helper or alive(child):  # noqa: ASYNC110 - the child ends with the helper
+                await asyncio.sleep(0.002)
+            if all(task.done() for task in waiting):
+                break
+        assert [one and one.status for one in await asyncio.gather(*waiting)] == [500, 500]
         assert await verdict(checker, regex="a") is None
 
     run(test, seconds=30.0)
@@ -269,11 +377,50 @@ def test_the_helper_ends_at_hostile_bytes_and_with_its_parent(data: bytes) -> No
     assert helper.wait(30) in (0, 1)
 
 
+def read(helper: subprocess.Popen[bytes]) -> Verdict:
+    assert helper.stdout is not None
+    (size,) = struct.unpack("<I", helper.stdout.read(4))
+    return msgspec.msgpack.decode(helper.stdout.read(size), type=Verdict)
+
+
+def asked(number: int, seconds: float, **form: Any) -> bytes:
+    return frame(Check(number, seconds, msgspec.Raw(msgspec.msgpack.encode(spec(**form)))))
+
+
 def test_the_helper_ends_with_its_parent_in_the_middle_of_a_check() -> None:
     helper = _helper()
     assert helper.stdin is not None and helper.stdout is not None
-    helper.stdin.write(frame(Check(1, spec(json=ENDLESS))))
+    assert read(helper) == Verdict(READY, "")
+    helper.stdin.write(asked(1, 30.0, json=ENDLESS))
     helper.stdin.flush()
-    assert helper.stdout.read(4)  # it has begun
+    while not (found := children(helper.pid)):
+        time.sleep(0.002)
     helper.stdin.close()
     assert helper.wait(30) == 0
+    while alive(found[0]):
+        time.sleep(0.002)
+
+
+def test_the_helper_has_one_thread_and_answers_as_its_children_end() -> None:
+    """A fork of several threads would leave the child with locks that nobody opens."""
+    helper = _helper()
+    assert helper.stdin is not None
+    assert read(helper) == Verdict(READY, "")
+    assert len(os.listdir(f"/proc/{helper.pid}/task")) == 1
+    sent = asked(1, 30.0, json=ENDLESS) + asked(2, 30.0, regex="a") + asked(3, 30.0, regex="(")
+    for i in range(0, len(sent), 7):  # frames may come in pieces
+        helper.stdin.write(sent[i : i + 7])
+        helper.stdin.flush()
+    answers = {answer.number: answer for answer in (read(helper), read(helper))}
+    assert answers[2] == Verdict(2, "") and "unclosed" in (answers[3].error or "")
+    helper.stdin.close()
+    assert helper.wait(30) == 0
+
+
+def test_without_a_table_every_check_says_why(tmp_path: Any) -> None:
+    async def test(checker: GrammarChecker) -> None:
+        for regex in ("a", "b"):
+            refused = await verdict(checker, regex=regex)
+            assert refused is not None and "need a tokenizer.json" in refused.message
+
+    run(test, str(tmp_path))
