@@ -126,6 +126,7 @@ class Wire(Generic[T]):
                     return
                 item = self.recv()
                 if item is None:
+                    self._look_again()  # after many bad frames there may be more
                     return
                 on_message(*item) if isinstance(item, tuple) else on_message(item)
             loop.call_soon(pump)
@@ -144,7 +145,7 @@ class Wire(Generic[T]):
             loop.call_soon(pump_events)
         loop.call_soon(pump)
 
-    def _after_send(self) -> None:
+    def _look_again(self) -> None:
         if self._pump is not None and self._loop is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._pump)
 
@@ -238,8 +239,8 @@ class Router(Wire[T]):
         return f"{address} {self._keys.public.decode()}"
 
     def recv(self) -> tuple[str, T] | None:
-        """The next (peer, message), or None when nothing waits. Bad frames are counted and passed over."""
-        while True:
+        """The next (peer, message), or None when nothing waits (but bad frames, which are counted and dropped)."""
+        for _ in range(DRAIN_LIMIT):  # and no more: who sends nothing else must not keep the process from its work
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -255,6 +256,7 @@ class Router(Wire[T]):
                 return peer, self._decode(frame)
             except BadFrame as error:
                 self._drop(peer, error)
+        return None
 
     def send(self, peer: str, message: Any) -> bool:
         """False where the peer is gone, or given up."""
@@ -268,6 +270,7 @@ class Router(Wire[T]):
             unread = self._unread[peer] = Unread(now)
         if len(frame) > MAX_FRAME:
             log.error("a frame of %d bytes for %r was not sent: it is over %d", len(frame), peer, MAX_FRAME)
+            self._put(peer, RESET)
             return False
         if unread.hopeless(now):
             if not unread.given_up:
@@ -282,7 +285,7 @@ class Router(Wire[T]):
         unread.add(len(frame))
         if (question := unread.question(now)) is not None:
             self._put(peer, question)
-        self._after_send()
+        self._look_again()
         return True
 
     def _put(self, peer: str, frame: bytes) -> bool:
@@ -347,8 +350,8 @@ class Dealer(Wire[T]):
             raise
 
     def recv(self) -> T | None:
-        """The next message, or None when nothing waits. Bad frames are counted and passed over."""
-        while True:
+        """The next message, or None when nothing waits (but bad frames, which are counted and dropped)."""
+        for _ in range(DRAIN_LIMIT):  # and no more: who sends nothing else must not keep the process from its work
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -363,6 +366,7 @@ class Dealer(Wire[T]):
                 return self._decode(frame)
             except BadFrame as error:
                 self._drop(self.endpoint, error)
+        return None
 
     def send(self, message: Any) -> bool:
         """False where it was not queued: the peer has left too much unread for too long, and was given up."""
@@ -385,7 +389,7 @@ class Dealer(Wire[T]):
                 self.socket.send(question, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._after_send()
+        self._look_again()
         return True
 
     def _control(self, frame: bytes) -> bool:

@@ -1,5 +1,6 @@
 """A peer that does not read: bounded, never waited for, given up in the open, and back when it reads again."""
 
+import asyncio
 import random
 import signal
 import subprocess
@@ -206,7 +207,9 @@ def test_a_frame_over_the_limit_ends_its_senders_connection_only(context, tmp_pa
     assert {until(router.recv)[0], until(router.recv)[0]} == {friend.name, big.name}
     while big.next_event() is not None:
         pass
-    assert not big.send(m.Bye("x" * 100_001))  # not sent at all
+    assert not big.send(m.Bye("x" * 100_001)) and not router.send(friend.name, m.Bye("x" * 100_001))  # not sent at all
+    until(lambda: friend.next_event() == sockets.DISCONNECTED, friend.recv)  # as of one that is gone: it comes back
+    until(lambda: friend.next_event() == sockets.CONNECTED, friend.recv, router.recv)
     big.socket.send(bytes(100_001))
     assert until(big.next_event) == sockets.DISCONNECTED
     friend.send(m.GetStats(token=2))
@@ -279,3 +282,24 @@ def test_no_bytes_get_through_as_an_error(context, tmp_path):
     assert router.bad_frames > 100 and friend.bad_frames > 100
     for wire in (*strangers, router, friend):
         wire.close()
+
+
+def test_one_who_sends_only_nonsense_keeps_nobody_from_work(context, tmp_path):
+    async def run():
+        router = sockets.Router(m.ToSchedulerFront, f"ipc://{tmp_path}/x", None, context)
+        noisy, friend = new_dealer(router, context), new_dealer(router, context)
+        for _ in range(5 * sockets.DRAIN_LIMIT):
+            noisy.socket.send(b"junk")
+        await asyncio.sleep(0.2)  # all is there before the first is read
+        assert any(router.recv() is None for _ in range(3)) and router.bad_frames < 3 * sockets.DRAIN_LIMIT
+        heard = asyncio.Queue()
+        router.attach(lambda peer, message: heard.put_nowait(message))
+        friend.send(m.GetStats(token=8))
+        while await asyncio.wait_for(heard.get(), 10) != m.GetStats(token=8):
+            pass
+        while router.bad_frames < 5 * sockets.DRAIN_LIMIT:  # noqa: ASYNC110  # no other message wakes it
+            await asyncio.sleep(0.01)
+        for wire in (router, noisy, friend):
+            wire.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
