@@ -69,7 +69,7 @@ class Shape:
     scheduler_flags: list[str] = field(default_factory=list)
     worker_flags: list[str] = field(default_factory=list)
     frontend_flags: list[str] = field(default_factory=list)
-    worker_command: list[str] | None = None  # in place of `python -m quire...`
+    commands: dict[str, list[str]] = field(default_factory=dict)  # by service, in place of `python -m quire...`
 
 
 class Cluster:
@@ -116,14 +116,14 @@ class Cluster:
         else:
             (self.folder / "s").mkdir(mode=0o700)
             self._direct = self.address = f"ipc://{self.folder / 's'}"
-        self.add("scheduler", [*_module("scheduler"), f"--scheduler={self._direct}", *shape.scheduler_flags])
+        self.add("scheduler", [*self._command("scheduler"), f"--scheduler={self._direct}", *shape.scheduler_flags])
         for _ in range(shape.workers):
             self.add_worker()
         for _ in range(shape.detokenizers):
             await self._add_detokenizer()
         for _ in range(shape.frontends):
             flags = [f"--port={self.port}", "--host=127.0.0.1", *shape.frontend_flags]
-            self.add("frontend", [*_module("frontend"), f"--scheduler={self.address}", *flags])
+            self.add("frontend", [*self._command("frontend"), f"--scheduler={self.address}", *flags])
         self._keeper = asyncio.ensure_future(self._keep())
 
     async def _add_proxy(self, port: int, target: int) -> Proxy:
@@ -133,7 +133,7 @@ class Cluster:
         return proxy
 
     async def _add_detokenizer(self) -> None:
-        command = [*_module("detokenizer"), f"--scheduler={self.address}"]
+        command = [*self._command("detokenizer"), f"--scheduler={self.address}"]
         if self.shape.tcp:
             own, shown = free_ports(2)
             await self._add_proxy(shown, own)
@@ -142,9 +142,7 @@ class Cluster:
 
     def add_worker(self, kept: bool = True) -> Member:
         """Start one more."""
-        command = self.shape.worker_command
-        if command is None:
-            command = _module("scheduler.fake_worker") if self.shape.fake else _module("gpu_worker")
+        command = self._command("worker", "scheduler.fake_worker" if self.shape.fake else "gpu_worker")
         own = [f"--seed={self._count}"] if self.shape.fake else []
         member = self.add("worker", [*command, f"--scheduler={self.address}", *own, *self.shape.worker_flags])
         member.kept = kept
@@ -159,6 +157,9 @@ class Cluster:
         self.members.append(member)
         self._spawn(member)
         return member
+
+    def _command(self, service: str, module: str = "") -> list[str]:
+        return self.shape.commands.get(service) or [sys.executable, "-P", "-m", f"quire.{module or service}"]
 
     def of(self, service: str) -> list[Member]:
         """The living processes of one service that have not been told to end."""
@@ -244,10 +245,6 @@ class Cluster:
         os.close(self._alive_fd)
         os.close(self._read_end)
         self._folder.cleanup()
-
-
-def _module(name: str) -> list[str]:
-    return [sys.executable, "-P", "-m", f"quire.{name}"]
 
 
 async def until(happened: Callable[[], bool], seconds: float, every: float = 0.02) -> bool:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ class Faults:
         self.history: list[Fault] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.drain_codes: list[int] = []
+        self.spared: set[str] = set()  # names of members to which nothing happens
 
     async def do(self, kind: str) -> Fault | None:
         """Let ``kind`` happen; None where there is nobody it can happen to now."""
@@ -82,7 +82,7 @@ class Faults:
         return 0.1 * (self.longest_pause / 0.1) ** self.rng.random()
 
     def _choose(self, service: str) -> Member | None:
-        found = [member for member in self.cluster.of(service) if not member.stopped]
+        found = [m for m in self.cluster.of(service) if not m.stopped and m.name not in self.spared]
         return self.rng.choice(found) if found else None
 
     def _kill(self, service: str, fault: Fault) -> bool:
@@ -124,10 +124,10 @@ class Faults:
         return True
 
     def _drain(self) -> bool:
-        workers = [w for w in self.cluster.of("worker") if not w.stopped and time.monotonic() - w.started > 2.0]
-        if len(workers) < 2:
+        member = self._choose("worker")
+        if member is None or time.monotonic() - member.started < 2.0 or len(self.cluster.of("worker")) < 2:
             return False
-        return self._background(self._drained(self.rng.choice(workers)))
+        return self._background(self._drained(member))
 
     async def _drained(self, member: Member) -> None:
         member.doomed = True
@@ -152,14 +152,3 @@ def _ports_of(pid: int) -> set[int]:
     with contextlib.suppress(psutil.Error):
         return {c.raddr.port for c in psutil.Process(pid).net_connections("tcp") if c.raddr}
     return set()
-
-
-async def quire_workers(cluster: Cluster, *argv: str) -> tuple[int, str]:
-    """Run `quire workers ...` against the cluster: its exit code and what it printed."""
-    keys = [f"--keys={cluster.folder / 'keys'}"] if cluster.keys else []
-    command = [sys.executable, "-P", "-m", "quire.cli", "workers", *argv, f"--scheduler={cluster.address}", *keys]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    out, _ = await process.communicate()
-    return process.returncode or 0, out.decode()

@@ -29,6 +29,8 @@ SETTLE_S = 60.0
 """A stream that has not moved for so long after a fault is stuck."""
 END_S = 120.0
 REFUSED_S = 0.3
+ABORT_S = 2.0
+"""Clients that leave do so within this time."""
 MAX_FAILURES = 20
 
 
@@ -58,6 +60,7 @@ class Report:
     tokens: int = 0
     lost_with_frontend: int = 0
     refused: int = 0
+    aborted: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     recovery: list[float] = field(default_factory=list)
@@ -74,8 +77,10 @@ class Report:
 class Storm:
     """One cluster, one Engine, the requests and their undisturbed outcomes."""
 
-    def __init__(self, cluster: Cluster, seed: int, streams: int, longest: int, kinds: int, pause: float):
-        self.cluster, self.rng, self.width = cluster, random.Random(seed), streams
+    def __init__(
+        self, cluster: Cluster, seed: int, streams: int, longest: int, kinds: int, pause: float, aborts: float = 0.0
+    ):
+        self.cluster, self.rng, self.width, self.aborts = cluster, random.Random(seed), streams, aborts
         self.asks = make_asks(kinds, random.Random(seed + 1), longest)
         self.wanted: dict[str, Outcome] = {}
         self.faults = Faults(cluster, self.rng, pause)
@@ -180,11 +185,10 @@ class Storm:
 
     async def _run(self, stream: Stream) -> None:
         ask, report = stream.ask, self.report
+        patience = self.rng.uniform(0.0, ABORT_S) if self.rng.random() < self.aborts else None
         try:
-            if stream.way == "engine":
-                outcome = await self._over_engine(stream)
-            else:
-                outcome = await self._until_answered(stream)
+            async with asyncio.timeout(patience):
+                outcome = await (self._over_engine(stream) if stream.way == "engine" else self._until_answered(stream))
             wrong = difference(outcome, self.wanted[ask.name])
             if wrong is not None:
                 self._fail(stream, wrong)
@@ -192,6 +196,8 @@ class Storm:
             report.tokens += outcome.count
             report.by_way[stream.way] += 1
             report.by_kind[ask.kind] += 1
+        except TimeoutError:
+            report.aborted += 1
         except RequestError as error:
             self._fail(stream, f"{error.status} {error}")
         except Cut as error:
@@ -209,7 +215,7 @@ class Storm:
     async def _over_engine(self, stream: Stream) -> Outcome:
         while True:
             running = self.engine.submit(params=stream.ask.params(), **stream.ask.prompt_field())
-            try:
+            try:  # leaving this by a timeout drops the stream, and that is an abort
                 seen: dict[int, list[int]] = {}
                 async for event in running:
                     seen.setdefault(event.index, []).extend(event.tokens)
@@ -315,6 +321,7 @@ def summary(report: Report) -> dict[str, Any]:
         "streams": report.streams, "streams by way": dict(report.by_way), "streams by kind": dict(report.by_kind),
         "tokens compared": report.tokens, "mismatches": len(report.failures), "failures": report.failures,
         "lost with their frontend and asked again": report.lost_with_frontend, "refused with 503": report.refused,
+        "aborted": report.aborted,
         "seconds to recover": {
             "p50": round(percentile(report.recovery, 0.5), 3), "p99": round(percentile(report.recovery, 0.99), 3),
             "most": round(max(report.recovery, default=0.0), 3),
