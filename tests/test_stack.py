@@ -119,7 +119,7 @@ BAD = [
     ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
     ("/v1/completions", {"prompt": "x", "top_p": 0}, 400, "top_p"),
     ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n"),
-    ("/v1/completions", {"prompt": "x", "logprobs": 5}, 400, "logprobs"),
+    ("/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs"),
     ("/v1/completions", {"prompt": ""}, 400, "prompt"),
     ("/v1/completions", {}, 400, "prompt"),
     ("/v1/completions", {"prompt": [10**6]}, 400, "prompt"),
