@@ -61,10 +61,22 @@ class Compose:
 
     def up(self) -> None:
         """Start what is missing and stop what is too much, leaving alone what runs."""
-        counts = {"gpu_worker": self.workers, "frontend": FRONTENDS, "detokenizer": DETOKENIZERS}
-        scale = [word for service, count in counts.items() for word in ("--scale", f"{service}={count}")]
-        self.note(f"$ docker compose up -d --no-recreate {' '.join(scale)}")
-        self.run("up", "-d", "--no-recreate", *scale)
+        self._up("--no-recreate", *self._scale(*self._counts))
+
+    def replace(self, service: str) -> None:
+        """New containers for one service."""
+        self._up("--no-deps", "--force-recreate", *self._scale(service), service)
+
+    def _up(self, *args: str) -> None:
+        self.note(f"$ docker compose up -d {' '.join(args)}")
+        self.run("up", "-d", *args)
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        return {"gpu_worker": self.workers, "frontend": FRONTENDS, "detokenizer": DETOKENIZERS}
+
+    def _scale(self, *services: str) -> list[str]:
+        return [word for service in services for word in ("--scale", f"{service}={self._counts.get(service, 1)}")]
 
     def containers(self, service: str) -> list[str]:
         """Ids of a service's running containers."""

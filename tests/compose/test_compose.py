@@ -162,6 +162,20 @@ def test_a_killed_frontend_loses_only_its_own_connections(compose, reference):
     compose.wait_ready()
 
 
+def test_replacing_one_service_after_the_other_loses_nothing(compose, reference):
+    """As an upgrade does. Frontends come last, and are replaced once their streams have ended."""
+    services = (*SERVICES, "frontend")
+    before = {service: set(compose.containers(service)) for service in services}
+
+    def replace() -> None:
+        for service in services:
+            compose.replace(service)
+
+    check(compose, disturbed(compose, replace), reference)
+    assert all(not before[service] & set(compose.containers(service)) for service in services)
+    compose.wait_ready()
+
+
 def test_the_whole_ends_politely_and_comes_back_with_its_keys(compose, reference):
     key = compose.run("exec", "-T", "scheduler", "cat", "/keys/quire.key")
 
