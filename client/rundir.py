@@ -10,6 +10,8 @@ import subprocess
 import tempfile
 import time
 
+from ..proto.config import ConfigError
+
 STALE_S = 60.0
 """A folder that was left behind all the same is removed by a later launcher when it is as old as this."""
 
@@ -18,14 +20,19 @@ _LOCK = "launcher.lock"  # the scheduler locks the folder itself
 
 
 def make_run_dir() -> tuple[str, int]:
-    """A new 0700 folder for socket files, and a lock on it that goes with this process."""
+    """A new 0700 folder for socket files, and a lock on it that goes with this process. Raises ConfigError."""
     base = tempfile.gettempdir()
     if len(base) > 40:  # a socket's path has at most 107 bytes
         base = "/tmp"
-    _sweep(base)
-    path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
-    fd = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        _sweep(base)
+        path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
+        fd = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for socket files can be made in {base}: {error.strerror}; make room, or name one with TMPDIR."
+        ) from error
     return path, fd
 
 
