@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import psutil
 
 from chaos.cluster import Cluster, Member, until
+from quire.cli.main import CommandError
+from quire.cli.workers import Operator
 
 KILLS = ("kill worker", "kill detokenizer", "kill scheduler", "kill frontend")
 PAUSES = ("pause worker", "pause detokenizer", "pause scheduler")
@@ -131,14 +133,27 @@ class Faults:
 
     async def _drained(self, member: Member) -> None:
         member.doomed = True
-        os.kill(member.pid, signal.SIGTERM)
         process = member.process
         assert process is not None
+        if self.rng.random() < 0.5 or not await asyncio.to_thread(self._ask_to_drain, process.pid):
+            process.terminate()
         if await until(lambda: process.poll() is not None, DRAIN_S):
             self.drain_codes.append(process.returncode)
         else:
             self.cluster.surprises.append(f"{member.name} did not drain within {DRAIN_S:g} s")
             process.kill()
+
+    def _ask_to_drain(self, pid: int) -> bool:
+        """As `quire workers drain` does; False where the scheduler does not know the worker now, or is stopped."""
+        keys = str(self.cluster.folder / "keys") if self.cluster.keys else None
+        operator = Operator(self.cluster.address, keys)
+        try:
+            found = [worker.worker for worker in operator.ask("list").workers if worker.pid == pid]
+            return bool(found) and not operator.ask("drain", found[0]).error
+        except CommandError:
+            return False
+        finally:
+            operator.close()
 
     def _background(self, work: object) -> bool:
         task = asyncio.ensure_future(work)  # type: ignore[arg-type]

@@ -65,13 +65,14 @@ async def hang() -> None:
             assert not any(stream.done for stream in streams)
             cluster.add_worker()
             assert await is_ready(cluster, 200)
-            for ask, stream in zip(asks, streams, strict=True):
-                got = from_engine(await stream.collect(), stream.prompt_logprobs, ask)
+            got = [from_engine(await stream.collect(), stream.prompt_logprobs, ask)
+                   for ask, stream in zip(asks, streams, strict=True)]  # fmt: skip
+            again = [engine.submit(params=ask.params(), **ask.prompt_field()) for ask in asks]
+            for ask, stream, found in zip(asks, again, got, strict=True):
+                calm = from_engine(await stream.collect(), stream.prompt_logprobs, ask)
                 assert stream.accepted is not None
-                assert against_oracle(ask, stream.accepted.prompt_ids, got) is None, ask.name
-                again = engine.submit(params=ask.params(), **ask.prompt_field())
-                calm = from_engine(await again.collect(), again.prompt_logprobs, ask)
-                assert difference(got, calm) is None, ask.name
+                assert against_oracle(ask, stream.accepted.prompt_ids, found) is None, ask.name
+                assert difference(found, calm) is None, ask.name
             os.kill(hung.pid, signal.SIGCONT)
             # It learns that it was sent away, and comes back: under another name, or as the process in its place.
             assert await has_replicas(engine, 2)
