@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 TIMEOUT_S = 4.0
@@ -73,7 +74,7 @@ def connected(table: str, port: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    checks = {"http": http, "answers": answers, "link": link}
+    checks: dict[str, Callable[..., None]] = {"http": http, "answers": answers, "link": link}
     try:
         checks[argv[0]](*argv[1:])
     except (Unwell, OSError) as error:
