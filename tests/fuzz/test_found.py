@@ -1,11 +1,13 @@
-"""What fuzzing has found, each by itself."""
+"""What fuzzing and storms have found, each by itself."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
+from fuzz.targets import FakePeers
 from quire.client.stream import RequestError
 from quire.frontend.errors import error_body
 from quire.proto.config import EngineArgs
@@ -26,3 +28,22 @@ def test_a_stranger_with_numbers_that_fit_no_column(uid: int, attempt: int) -> N
 def test_an_error_that_quotes_a_header_of_no_text() -> None:
     body = json.loads(error_body(RequestError(400, "Content-Type must be application/json, got a\udcbb/json.")))
     assert body["error"]["message"] == "Content-Type must be application/json, got a?/json."
+
+
+def test_a_detokenizer_lost_while_its_engine_closes() -> None:
+    """Its connection is made again, and must be closed too, not only its descriptor under the event loop's feet."""
+
+    async def run() -> None:
+        watched = asyncio.get_running_loop()._selector.get_map  # type: ignore[attr-defined]
+        before = set(watched())
+        peers = FakePeers()
+        await peers.start()
+        (link,) = peers.engine._links.values()
+        closing = asyncio.ensure_future(peers.engine.close())
+        await asyncio.sleep(0)
+        peers.engine._lose(link)
+        await closing
+        await peers.close()
+        assert set(watched()) == before
+
+    asyncio.run(run())
