@@ -47,7 +47,7 @@ def main() -> int:
     args = parser.parse_args()
     kinds = ["fake", "real"] if args.workers == "both" else [args.workers]
     found: dict[str, Any] = {"when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "machine": _machine(),
-                             "commit": _commit(), "settings": vars(args), "storms": {}}  # fmt: skip
+                             "commit": _commit(), "settings": {name: value for name, value in vars(args).items() if name != "output_json"}, "storms": {}}  # fmt: skip
     sound = True
     for kind in kinds:
         report = asyncio.run(_storm(args, kind == "fake", -(-args.kills // len(kinds))))

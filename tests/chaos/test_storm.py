@@ -45,14 +45,14 @@ def check(report: Report) -> None:
 
 def test_kills_over_workers_with_a_page_store() -> None:
     shape = Shape(scheduler_flags=SCHEDULER, worker_flags=FAKE)
-    check(asyncio.run(run(shape, seed=11, seconds=12.0, kinds=KILLS)))
+    check(asyncio.run(run(shape, seed=11, seconds=8.0, kinds=KILLS)))
 
 
 def test_stops_and_cuts_over_workers_with_a_page_store() -> None:
     shape = Shape(tcp=True, scheduler_flags=SCHEDULER, worker_flags=FAKE)
-    check(asyncio.run(run(shape, seed=12, seconds=12.0, kinds=(*PAUSES, *SOCKETS, *WORKERS))))
+    check(asyncio.run(run(shape, seed=12, seconds=8.0, kinds=(*PAUSES, *SOCKETS, *WORKERS))))
 
 
 def test_everything_over_the_demo_model_with_keys() -> None:
     shape = Shape(fake=False, tcp=True, scheduler_flags=SCHEDULER, worker_flags=["--cpu-threads=1"])
-    check(asyncio.run(run(shape, seed=21, seconds=15.0, kinds=(*KILLS, *PAUSES, *SOCKETS, *WORKERS))))
+    check(asyncio.run(run(shape, seed=21, seconds=12.0, kinds=(*KILLS, *PAUSES, *SOCKETS, *WORKERS))))
