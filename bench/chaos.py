@@ -46,8 +46,11 @@ def main() -> int:
     parser.add_argument("--output-json")
     args = parser.parse_args()
     kinds = ["fake", "real"] if args.workers == "both" else [args.workers]
-    found: dict[str, Any] = {"when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "machine": _machine(),
-                             "commit": _commit(), "settings": {name: value for name, value in vars(args).items() if name != "output_json"}, "storms": {}}  # fmt: skip
+    shown = {name: value for name, value in vars(args).items() if name != "output_json"}
+    found: dict[str, Any] = {
+        "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "machine": _machine(), "commit": _commit(),
+        "settings": shown, "storms": {},
+    }  # fmt: skip
     sound = True
     for kind in kinds:
         report = asyncio.run(_storm(args, kind == "fake", -(-args.kills // len(kinds))))
