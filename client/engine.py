@@ -337,7 +337,8 @@ class Engine:
             hit = [request for request in self._open.values() if request.accepted and request.link]
             log.warning("the scheduler was restarted; sending %d requests again", len(hit))
             for request in hit:
-                self._resubmit(request, counts=request.started)
+                innocent = peers.blamed is not None and peers.blamed != request.uid
+                self._resubmit(request, counts=request.started and not innocent)
         self._changed.set()
 
     # ------------------------------------------------------------ detokenizers

@@ -286,6 +286,7 @@ class Peers(Message):
     block_size: int
     ready: bool
     max_model_len: int  # 0 until a replica is ready
+    blamed: int | None = None  # the request whose submission ended the scheduler before this one: nobody else's fault
 
 
 class Beat(Message):

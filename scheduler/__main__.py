@@ -11,6 +11,7 @@ import time
 from ..proto.config import ConfigError, EngineArgs, default_run_dir, parse_service_args
 from ..proto.process import die, setup_logging, watch_parent
 from ..proto.sockets import front_endpoint, private_dir, worker_endpoint
+from .blame import Blame
 from .loop import serve
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     watch_parent()
     try:
         lock = take_address(config)
-        serve(config, next_epoch(lock))
+        serve(config, next_epoch(lock), Blame(lock))
     except ConfigError as error:
         die("scheduler", error)
     remove_socket_files(config)

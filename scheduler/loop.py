@@ -11,6 +11,7 @@ import zmq
 from ..proto.config import EngineArgs
 from ..proto.messages import Beat, ToSchedulerFront, ToSchedulerWorkers
 from ..proto.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
+from .blame import Blame
 from .core import Scheduler
 from .membership import Membership
 
@@ -20,13 +21,13 @@ log = logging.getLogger(__name__)
 class Loop:
     """Both sockets and the scheduler between them. Raises ConfigError where a socket cannot be bound."""
 
-    def __init__(self, config: EngineArgs, epoch: int):
+    def __init__(self, config: EngineArgs, epoch: int, blame: Blame):
         assert config.scheduler is not None
         keys = load_keys(config.keys)
         self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
         self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
         self.core = Scheduler(config)
-        self.membership = Membership(self.core, epoch)
+        self.membership = Membership(self.core, epoch, blame)
         self.fleet = self.membership.fleet
         self._wake, self._waker = socket.socketpair()
         self._poller = zmq.Poller()
@@ -100,9 +101,9 @@ def _connection_lost(wire: Router) -> bool:
     return lost
 
 
-def serve(config: EngineArgs, epoch: int) -> None:
+def serve(config: EngineArgs, epoch: int, blame: Blame) -> None:
     """Run until SIGTERM or SIGINT."""
-    loop = Loop(config, epoch)
+    loop = Loop(config, epoch, blame)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, loop.stop)
     log.info("listening on %s and %s", loop.front.endpoint, loop.workers.endpoint)

@@ -17,6 +17,7 @@ from ..proto.messages import (
     BeamTokens,
     Beat,
     Bye,
+    Failed,
     GetStats,
     Gone,
     Hello,
@@ -29,8 +30,10 @@ from ..proto.messages import (
     Submit,
     TokenBatch,
 )
+from .blame import Blame
 from .core import Scheduler
 from .fleet import Fleet, count, wrong_protocol
+from .request import MAX_LOSSES
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +57,11 @@ class FrontPeer:
 
 
 class Membership:
-    """Peers of the front socket. ``epoch`` is this scheduler's start in ms, above any earlier one's."""
+    """Peers of the front socket. ``epoch`` is this scheduler's start in ms, above any earlier one's; ``blame`` knows
+    what ended those."""
 
-    def __init__(self, core: Scheduler, epoch: int):
+    def __init__(self, core: Scheduler, epoch: int, blame: Blame | None = None):
+        self.blame = blame if blame is not None else Blame()
         self.core, self.epoch, self.config = core, epoch, core.config
         self.fleet = Fleet(core, epoch, self.announce)
         self.front: dict[str, FrontPeer] = {}
@@ -71,7 +76,7 @@ class Membership:
         elif peer not in self.front:
             self._stranger(peer, message)
         elif isinstance(message, Submit):
-            self.core.submit(peer, message)
+            self._submit(peer, message)
         elif isinstance(message, Abort):
             self.core.abort(message.uid, message.attempt)
         elif isinstance(message, Stopped):
@@ -95,6 +100,20 @@ class Membership:
                 self.core.outbox.put(peer, self.fleet.manage(message))
             else:
                 self.core.bad(peer, f"Manage of a {self.front[peer].hello.kind}")
+
+    def _submit(self, peer: str, message: Submit) -> None:
+        """Write down what is being taken in, so that one that ends this process is known to the next."""
+        if self.blame.deaths(message.uid) >= MAX_LOSSES:
+            text = (
+                f"The scheduler died {MAX_LOSSES} times while taking in this request ({message.uid}); it is given up."
+            )
+            self.core.outbox.put(peer, Failed(message.uid, message.attempt, 500, text))
+        elif -(2**63) <= message.uid < 2**63:
+            self.blame.begin(message.uid)
+            self.core.submit(peer, message)
+            self.blame.end()
+        else:
+            self.core.submit(peer, message)  # refuses it
 
     def _hello(self, peer: str, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
@@ -148,7 +167,9 @@ class Membership:
         listed = [*there.values(), *(w.hello for w in self.fleet.workers.values())]
         peers = [Peer(hello.kind, hello.incarnation, hello.endpoint) for hello in listed]
         core = self.core
-        message = Peers(self.epoch, peers, self.config.block_size, self.fleet.ready, core.max_model_len)
+        message = Peers(
+            self.epoch, peers, self.config.block_size, self.fleet.ready, core.max_model_len, self.blame.last
+        )
         for peer in there:
             core.outbox.put(peer, message)
 

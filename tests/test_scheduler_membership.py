@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -44,6 +45,7 @@ from quire.proto.messages import (
     ToSchedulerWorkers,
 )
 from quire.proto.params import SamplingParams
+from quire.scheduler.blame import Blame
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake_worker import FakeWorker
 from quire.scheduler.fleet import LOADING_LIMIT_S
@@ -611,3 +613,18 @@ def test_a_question_or_answer_lost_on_its_way_drops_the_search(house: House) -> 
     search(house, 5)
     house.members.undelivered("d1", question)
     assert not house.core.requests
+
+
+def test_a_request_that_ends_schedulers_while_it_is_taken_in_is_known_to_the_next(tmp_path):
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    for deaths in range(3):
+        blame = Blame(lock)
+        assert (blame.deaths(7), blame.deaths(8)) == (deaths, 0)
+        assert blame.last == (7 if deaths else None)
+        blame.begin(8)
+        blame.end()
+        blame.begin(7)  # and the process is killed here
+    assert Blame(lock).deaths(7) == 3
+    last = Blame(lock)
+    assert last.last is None and last.deaths(7) == 3  # the one before ended in peace
+    os.close(lock)

@@ -1,0 +1,57 @@
+"""Which request ended the scheduler before this one: what is being submitted is written down while it is.
+
+It stands in the scheduler's lock file, in memory shared with the kernel: writing costs no system call, and what was
+written stays when the process is killed. A request that has ended so many schedulers gets a 500 instead of another.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+
+START, SLOTS = 64, 32
+"""Where in the lock file it begins (the epoch comes first), and how many requests are remembered: the last ones."""
+
+_NOW, _ENTRY = struct.Struct("<qq"), struct.Struct("<qq")  # (1 while busy, uid); (uid, deaths)
+_SIZE = START + _NOW.size + SLOTS * _ENTRY.size
+
+
+class Blame:
+    """``lock`` is the lock file's descriptor; without one nothing outlives the process."""
+
+    def __init__(self, lock: int | None = None):
+        self._deaths: dict[int, int] = {}
+        self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
+        if lock is not None:
+            if os.fstat(lock).st_size < _SIZE:
+                os.ftruncate(lock, _SIZE)
+            self._memory = mmap.mmap(lock, _SIZE)
+        for slot in range(SLOTS):
+            uid, deaths = _ENTRY.unpack_from(self._memory, START + _NOW.size + slot * _ENTRY.size)
+            if deaths > 0:
+                self._deaths[uid] = deaths
+        busy, uid = _NOW.unpack_from(self._memory, START)
+        self.last: int | None = uid if busy else None
+        """The request that ended the scheduler before this one."""
+        if busy:
+            self._deaths[uid] = self._deaths.pop(uid, 0) + 1
+            self._keep()
+        self.end()
+
+    def begin(self, uid: int) -> None:
+        """The submission of ``uid`` (an int64) is being handled."""
+        _NOW.pack_into(self._memory, START, 1, uid)
+
+    def end(self) -> None:
+        """It has been."""
+        _NOW.pack_into(self._memory, START, 0, 0)
+
+    def deaths(self, uid: int) -> int:
+        """Schedulers that ended while they handled the submission of ``uid``."""
+        return self._deaths.get(uid, 0)
+
+    def _keep(self) -> None:
+        last = list(self._deaths.items())[-SLOTS:]
+        for slot, (uid, deaths) in enumerate(last):
+            _ENTRY.pack_into(self._memory, START + _NOW.size + slot * _ENTRY.size, uid, deaths)
