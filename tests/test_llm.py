@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy
 import psutil
 import pytest
+import stack
 
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.client.prompts import parse_conversations, parse_params, parse_priority, parse_prompts
@@ -547,9 +548,7 @@ def test_a_killed_script_leaves_no_process():
     process.stdout.close()
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
     assert not alive
-    for path in sorted(folder.glob("**/*"), reverse=True):
-        path.unlink()
-    folder.rmdir()
+    stack.wait_until(lambda: not folder.exists(), "the run folder's end")
 
 
 def same_dicts(mine, other):
