@@ -59,7 +59,16 @@ def ids(name: str) -> list[tuple[Any, str]]:
     """Bad values of any field that holds token ids."""
     said = f"{name} must be a list of token ids"
     long = f"{name} must have at most 262144 token ids"
-    return [([5] * (2**18 + 1), long), ([-1], said), ([2**31], said), (["1"], said), ([1.0], said), ([True], said), (5, said), ([NAN], said)]
+    return [
+        ([5] * (2**18 + 1), long),
+        ([-1], said),
+        ([2**31], said),
+        (["1"], said),
+        ([1.0], said),
+        ([True], said),
+        (5, said),
+        ([NAN], said),
+    ]
 
 
 ROWS: dict[str, Row] = {
