@@ -347,7 +347,8 @@ def _run_lease(worker: FakeWorker, wire: Dealer, delay_ms: tuple[float, float], 
         while (event := wire.next_event()) is not None:
             if event == DISCONNECTED:
                 return
-        while (message := wire.recv()) is not None:
+        # One at a time: behind a slow plan the next one always waits, and beats and signals must not wait for a gap.
+        if (message := wire.recv()) is not None:
             if isinstance(message, Bye):
                 if message.again:
                     return

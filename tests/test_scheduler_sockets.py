@@ -233,7 +233,7 @@ def test_a_worker_that_is_asked_to_end_drains(stack: Stack, front: Front) -> Non
         assert front.tokens[uid] == expected_tokens(PROMPTS[uid], uid, 1500, VOCAB)
     said = stack.stop(scheduler)
     told = [line for line in said.splitlines() if "drains (it was asked to end)" in line or "is drained after" in line]
-    assert len(told) == 2 and "sequences go back in line" in told[1], told
+    assert len(told) == 2 and "2 sequences" in told[0] and "2 of 2 sequences go back in line" in told[1], told
 
 
 def test_a_request_that_kills_workers_ends_with_a_500(stack: Stack, front: Front) -> None:
