@@ -7,14 +7,13 @@ observation, because one is made for every token.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..client.metrics import SECONDS, TOKENS, Bins, counters_of, gauges_of
 from ..client.outputs import RequestMetrics
 from ..proto.messages import Stats
 
@@ -22,30 +21,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _OWN = ", at the frontend process that answers this scrape"
 
-_TTFT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
 _ITL = (
     0.001,
     0.0025,
@@ -72,29 +47,19 @@ _ITL = (
 )
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _CHOICES = (1, 2, 5, 10, 20)
-_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
-class Histogram:
-    """Counts by bucket; cheap enough for every token."""
+class Histogram(Bins):
+    """One that prometheus_client can write."""
 
-    def __init__(self, name: str, help: str, bounds: Iterable[float]):
-        self.name, self.help, self.bounds = name, help, list(bounds)
-        self._counts = [0] * (len(self.bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Add ``value``, ``times`` times."""
-        self._counts[bisect_left(self.bounds, value)] += times
-        self._sum += value * times
+    def __init__(self, name: str, help: str, bounds: Sequence[float]):
+        super().__init__(bounds)
+        self.name, self.help = name, help
 
     def family(self, model: str) -> Metric:
         """As prometheus_client writes it: cumulative buckets."""
-        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        help = self.help + _OWN
-        family = HistogramMetricFamily(self.name, help, labels=["model_name"])
-        family.add_metric([model], buckets, self._sum)
+        family = HistogramMetricFamily(self.name, self.help + _OWN, labels=["model_name"])
+        family.add_metric([model], self.buckets(), self.sum)
         return family
 
 
@@ -104,21 +69,21 @@ class Metrics(Collector):
     def __init__(self, model: str):
         self.model = model
         self.stats: Stats | None = None
-        self.first_token = Histogram("quire:time_to_first_token_seconds", "arrival to first token", _TTFT)
+        self.first_token = Histogram("quire:time_to_first_token_seconds", "arrival to first token", SECONDS)
         self.inter_token = Histogram("quire:inter_token_latency_seconds", "time between tokens of a sequence", _ITL)
         self.per_token = Histogram(
             "quire:request_time_per_output_token_seconds", "mean time a token of a request, after its first", _ITL
         )
         self.end_to_end = Histogram("quire:e2e_request_latency_seconds", "arrival to the end of a request", _E2E)
         self.queue = Histogram("quire:request_queue_time_seconds", "arrival to the first step", _E2E)
-        self.prompt = Histogram("quire:request_prompt_tokens", "prompt tokens of a request", _TOKENS)
-        self.generation = Histogram("quire:request_generation_tokens", "output tokens of a request", _TOKENS)
+        self.prompt = Histogram("quire:request_prompt_tokens", "prompt tokens of a request", TOKENS)
+        self.generation = Histogram("quire:request_generation_tokens", "output tokens of a request", TOKENS)
         self.longest = Histogram(
-            "quire:request_max_num_generation_tokens", "output tokens of a request's longest sequence", _TOKENS
+            "quire:request_max_num_generation_tokens", "output tokens of a request's longest sequence", TOKENS
         )
         self.n = Histogram("quire:request_params_n", "n of a request", _CHOICES)
         self.width = Histogram("quire:request_params_best_of", "sequences run: beams, best_of or n", _CHOICES)
-        self.max_tokens = Histogram("quire:request_params_max_tokens", "max_tokens of a request", _TOKENS)
+        self.max_tokens = Histogram("quire:request_params_max_tokens", "max_tokens of a request", TOKENS)
         self._finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0}
         self._errors: dict[str, int] = {}
 
@@ -181,27 +146,11 @@ class Metrics(Collector):
             yield histogram.family(self.model)
 
     def _of_scheduler(self, stats: Stats) -> Iterator[Metric]:
-        usage = stats.blocks_used / stats.blocks if stats.blocks else 0.0
-        for name, help, value in (
-            ("num_requests_running", "sequences in the present step", float(stats.running)),
-            ("num_requests_waiting", "sequences that wait", float(stats.waiting)),
-            ("kv_cache_usage_perc", "share of KV blocks in use; 1 is all", usage),
-            ("kv_blocks", "KV blocks there are", float(stats.blocks)),
-            ("kv_blocks_in_use", "KV blocks that running requests hold", float(stats.blocks_used)),
-            ("replicas", "replicas of the model", float(len(stats.replicas))),
-        ):
-            gauge = GaugeMetricFamily("quire:" + name, help, labels=["model_name"])
-            gauge.add_metric([self.model], value)
+        for name, help, level in gauges_of(stats):
+            gauge = GaugeMetricFamily(name, help, labels=["model_name"])
+            gauge.add_metric([self.model], level)
             yield gauge
-        for name, help, count in (
-            ("prompt_tokens", "prompt tokens of requests taken", stats.prompt_tokens),
-            ("generation_tokens", "tokens generated", stats.generation_tokens),
-            ("num_preemptions", "sequences put back for want of blocks", stats.preemptions),
-            ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
-            ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hits),
-            ("scheduler_steps", "steps run", stats.steps),
-            ("bad_frames", "messages dropped because they did not decode", stats.bad_frames),
-        ):
-            counter = CounterMetricFamily("quire:" + name, help, labels=["model_name"])
+        for name, help, count in counters_of(stats):
+            counter = CounterMetricFamily(name, help, labels=["model_name"])
             counter.add_metric([self.model], count)
             yield counter
