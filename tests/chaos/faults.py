@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import signal
@@ -26,11 +27,12 @@ DRAIN_S = 60.0
 
 @dataclass
 class Fault:
-    """One that happened. ``ports``: the connections that went with a killed frontend."""
+    """One that happened. ``ports``: the connections that went with a killed frontend, ``over`` when it was gone."""
 
     kind: str
     at: float
     ports: set[int] = field(default_factory=set)
+    over: float = math.inf
 
 
 class Faults:
@@ -98,7 +100,16 @@ class Faults:
             fault.ports = _ports_of(member.pid)
         member.doomed = True
         os.kill(member.pid, signal.SIGKILL)
+        if service == "frontend":
+            self._background(self._note_end(member, fault))
         return True
+
+    async def _note_end(self, member: Member, fault: Fault) -> None:
+        """Until a killed process is gone its port takes connections, which go with it."""
+        process = member.process
+        assert process is not None
+        if await until(lambda: process.poll() is not None, DRAIN_S):
+            fault.over = time.monotonic()
 
     def _pause(self, service: str) -> bool:
         member = self._choose(service)

@@ -266,7 +266,7 @@ class Storm:
         kills = [fault for fault in self.faults.history if fault.kind == "kill frontend"]
         if not answer.port:  # nobody listens where the other one is just being started
             return any(kill.at > began - 10.0 for kill in kills)
-        return any(kill.at >= began - 0.1 and (answer.port in kill.ports or not answer.begun) for kill in kills)
+        return any(kill.over >= began and (answer.port in kill.ports or not answer.begun) for kill in kills)
 
     # ------------------------------------------------------------ getting on
 
