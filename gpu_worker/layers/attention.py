@@ -10,6 +10,7 @@ from .attention_cpu import AttentionPlan
 from .attention_cpu import paged_attention as attention_cpu
 from .linear import Linear
 from .norm import RMSNorm
+from .rope import rotate
 
 
 class StepContext:
@@ -67,7 +68,7 @@ class Attention:
             write_cache(k_cache, k, step)
             write_cache(v_cache, v, step)
             plan = step.plan(self.window, q.dtype, k_cache.shape[1] * self.kv_heads * self.head_dim)
-            out = attention_cpu(q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, plan)
+            out = attention_cpu(q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, plan=plan)
         return self.o(out.view(x.shape[0], -1))
 
     def _kernels(
@@ -84,15 +85,6 @@ class Attention:
 
         rope_write(q, k, v, self.cos, self.sin, batch.positions, batch.slots, k_cache, v_cache)
         return paged_attention(q, k_cache, v_cache, batch, self.scale, self.window, self.softcap)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn x [T, heads, head_dim] in place, halves style; cos and sin [T, 1, R / 2], dims from R on stay."""
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    turned = first * sin
-    first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).add_(turned)
 
 
 def write_cache(cache: torch.Tensor, x: torch.Tensor, step: StepContext) -> None:

@@ -1,4 +1,4 @@
-"""Tables of cosines and sines by position, for every rope scaling that transformers 5 knows.
+"""Rotary positions: the turn itself on a CPU, and tables of cosines and sines for every scaling transformers 5 knows.
 
 A cached key keeps the rotation it was written with, so a position must turn the same way whatever the length of its
 sequence. Two types depend on that length in transformers; here they are:
@@ -40,6 +40,21 @@ def rope_tables(spec: RopeSpec, max_len: int, device: torch.device | None = None
     speeds, factor = _TYPES[spec.type](spec, max_len)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * speeds
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> None:
+    """Turn the first R dims of x [T, heads, head_dim] in place; cos and sin [T, 1, R / 2].
+
+    Dim i turns with dim i + R / 2 (NeoX's halves), or 2i with 2i + 1 (GPT-J's pairs) if ``interleaved``.
+    """
+    half = cos.shape[-1]
+    if interleaved:
+        first, second = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        first, second = x[..., :half], x[..., half : 2 * half]
+    turned = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).add_(turned)
 
 
 def _number(spec: RopeSpec, key: str, default: float | None = None) -> float:
