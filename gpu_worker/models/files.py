@@ -1,0 +1,247 @@
+"""Weight files: which of a folder's are read, and the tensors, or slices of them, in each.
+
+A safetensors file is read, not mapped: the pages of a mapping count as this process's memory until the file is
+closed, which for one large file would be the model a second time. What is asked for is copied to its place in pieces
+of at most ``_PIECE`` bytes. Pickles (.bin, .pt) are read only where asked for, and only tensors are taken from them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...proto.config import ConfigError
+
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+_NOT_SUPPORTED = (
+    "npcache", "tensorizer", "sharded_state", "bitsandbytes", "gguf", "mistral", "runai_streamer", "fastsafetensors",
+)  # fmt: skip
+_INDEX = "model.safetensors.index.json"
+_PICKLE_INDEX = "pytorch_model.bin.index.json"
+# What trainers leave beside the weights.
+_NO_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
+_PIECE = 8 << 20
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+# Types that torch lacks (those of less than a byte) stand as uint8: they are refused when read.
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def check_load_format(load_format: str) -> None:
+    """Raises ConfigError for one that is not among LOAD_FORMATS."""
+    if load_format in _NOT_SUPPORTED:
+        raise ConfigError(f"load format {load_format!r} is not supported; use one of {list(LOAD_FORMATS)}.")
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"Unknown load format: {load_format}. Must be one of {list(LOAD_FORMATS)}.")
+
+
+def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
+    """The files of ``folder`` with the model's weights: safetensors, or pickles for ``load_format`` pt.
+
+    Those of the index, else the one of the usual name, else all of the kind. Raises ConfigError.
+    """
+    check_load_format(load_format)
+    if load_format == "pt":
+        found = _indexed(folder, _PICKLE_INDEX, "weights") or _single(folder, "pytorch_model.bin") or _pickles(folder)
+        if not found:
+            raise ConfigError(f"{folder} holds no .bin or .pt file; download the weights, or leave out --load-format.")
+        return found
+    found = _indexed(folder, _INDEX, "safetensors") or _single(folder, "model.safetensors")
+    found = found or sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if found:
+        return found
+    if pickles := _pickles(folder):
+        raise ConfigError(
+            f"{folder} holds no .safetensors file, but {some([file.name for file in pickles])}: read pickled weights "
+            "with --load-format pt, or convert them (model.save_pretrained(folder) in transformers)."
+        )
+    raise ConfigError(
+        f"{folder} holds no .safetensors file; download the weights, convert them "
+        "(model.save_pretrained(folder) in transformers), or use --load-format dummy."
+    )
+
+
+def some(names: list[str]) -> str:
+    """The first few of ``names``, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _indexed(folder: Path, name: str, kind: str) -> list[Path]:
+    index = folder / name
+    if not index.exists():
+        return []
+    try:
+        shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        files = [folder / shard for shard in shards]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{index} is not a {kind} index ({error}); download it again.") from error
+    if not files:
+        raise ConfigError(f"{index} is not a {kind} index (it names no file); download it again.")
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise ConfigError(f"{index} names {some(absent)}, which the folder lacks; download the missing files.")
+    return files
+
+
+def _single(folder: Path, name: str) -> list[Path]:
+    return [folder / name] if (folder / name).is_file() else []
+
+
+def _pickles(folder: Path) -> list[Path]:
+    files = [*folder.glob("*.bin"), *folder.glob("*.pt")]
+    return sorted(file for file in files if file.name not in _NO_WEIGHTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file, not read yet. ``rows(start, stop)`` are slices of its first dim, valid until the next."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Callable[[int, int], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """The tensor, or its ``rows`` (dim 0) and ``columns`` (dim 1), as they are in the file. See ``copy_to``."""
+        shape = list(self.shape)
+        for dim, part in enumerate((rows, columns)):
+            if part is not None:
+                shape[dim] = len(range(*part.indices(shape[dim])))
+        out = torch.empty(shape, dtype=self.dtype)
+        self.copy_to(out, rows, columns)
+        return out
+
+    def copy_to(self, out: torch.Tensor, rows: slice | None = None, columns: slice | None = None) -> None:
+        """Copy the tensor, or its ``rows`` and ``columns`` (slices without a step), to ``out``, cast to its dtype.
+
+        Takes ``_PIECE`` bytes of memory, or one row where that is more. Raises ConfigError for a type that is no
+        plain float and for a file that ends too early.
+        """
+        if self.dtype not in _FLOATS:
+            raise ConfigError(
+                f"{self.file}: {self.name} is {str(self.dtype)[6:]}, a quantised weight, which is not supported; "
+                "use the model's float weights."
+            )
+        if not self.shape:
+            out.copy_(self.rows(0, 1).view(()))
+            return
+        start, stop, _ = (rows or slice(None)).indices(self.shape[0])
+        step = max(1, _PIECE // max(1, math.prod(self.shape[1:]) * self.dtype.itemsize))
+        for at in range(start, stop, step):
+            end = min(at + step, stop)
+            piece = self.rows(at, end)
+            out[at - start : end - start].copy_(piece if columns is None else piece[:, columns])
+
+
+class Tensors:
+    """The tensors of one file, in the order they lie in it. A context manager: entries are read while it is open."""
+
+    def __init__(self, entries: list[Entry], close: Callable[[], None]) -> None:
+        self._entries, self._close = entries, close
+
+    @staticmethod
+    def open(file: Path) -> Tensors:
+        """Read what the file says of its tensors. Raises ConfigError, one line that names the file and the remedy."""
+        return _open_pickle(file) if file.suffix in (".bin", ".pt") else _open_safetensors(file)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entries = []
+        self._close()
+
+
+def _cut_short(file: Path, error: object) -> ConfigError:
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError(f"{file} is cut short or no safetensors file ({first}); download it again.")
+
+
+def _open_safetensors(file: Path) -> Tensors:
+    try:
+        with safe_open(file, framework="pt", device="cpu"):
+            pass  # its library has checked the header: every tensor lies in the file, and none over another
+        data = file.open("rb")
+        length = int.from_bytes(data.read(8), "little")
+        header: dict[str, Any] = json.loads(data.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _cut_short(file, error) from error
+    header.pop("__metadata__", None)
+    scratch = torch.empty(_PIECE, dtype=torch.uint8)
+
+    def reader(start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[int, int], torch.Tensor]:
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+
+        def rows(first: int, last: int) -> torch.Tensor:
+            nonlocal scratch
+            size = (last - first) * row_bytes
+            if size > len(scratch):
+                scratch = torch.empty(size, dtype=torch.uint8)
+            data.seek(8 + length + start + first * row_bytes)
+            try:
+                found = data.readinto(memoryview(scratch.numpy())[:size])
+            except OSError as error:
+                raise _cut_short(file, error) from error
+            if found != size:
+                raise _cut_short(file, "it ends within a tensor")
+            return scratch[:size].view(dtype).view(last - first, *shape[1:])
+
+        return rows
+
+    entries = []
+    for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        shape, dtype = tuple(said["shape"]), _DTYPES.get(said["dtype"], torch.uint8)
+        entries.append(Entry(file, name, shape, dtype, reader(said["data_offsets"][0], shape, dtype)))
+    return Tensors(entries, data.close)
+
+
+def _open_pickle(file: Path) -> Tensors:
+    try:
+        with file.open("rb") as data:
+            mapped = data.read(4) == b"PK\x03\x04"  # files of torch before 1.6 are no archives, and cannot be mapped
+        table = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{file} is cut short, or holds more than tensors ({_what(error)}), of which nothing is run; download it "
+            "again, or use safetensors weights."
+        ) from error
+    except Exception as error:  # an unpickler that reads other bytes than it should raises many kinds
+        raise ConfigError(
+            f"{file} is cut short or no file of torch.save ({_what(error)}); download it again."
+        ) from error
+    if not isinstance(table, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in table.values()):
+        raise ConfigError(f"{file} is no table of tensors by name; save it again from model.state_dict().")
+
+    def rows(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+        return lambda first, last: tensor[first:last] if tensor.dim() else tensor
+
+    return Tensors([Entry(file, name, tuple(t.shape), t.dtype, rows(t)) for name, t in table.items()], table.clear)
+
+
+def _what(error: Exception) -> str:
+    """The part of torch's explanation that matters: its first sentence, or the name of the code in the pickle."""
+    text = str(error)
+    for line in text.splitlines():
+        if "GLOBAL " in line:
+            return line.split("GLOBAL ", 1)[1].split()[0]
+    return text.splitlines()[0].split(". ")[0] if text else type(error).__name__
