@@ -66,7 +66,7 @@ def parse(body: bytes, kind: type[R]) -> R:
         raise ApiError(400, "the body is nested too deeply.") from error
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body must be a JSON object, got {kind_of(raw)}.")
-    _refuse_not_yet(raw)
+    _refuse_not_yet(raw, set(kind.__struct_fields__))
     try:
         request = msgspec.convert(raw, kind, strict=True)
     except msgspec.ValidationError as error:
@@ -115,8 +115,8 @@ def _invalid(error: msgspec.ValidationError) -> ApiError:
     return ApiError(400, f"{path} {what}.", param)
 
 
-def _refuse_not_yet(raw: dict[str, Any]) -> None:
-    for name in raw.keys() & _NOT_YET.keys():
+def _refuse_not_yet(raw: dict[str, Any], own: set[str]) -> None:
+    for name in (raw.keys() & _NOT_YET.keys()) - own:
         value = raw[name]
         if value is not None and not any(_same(value, neutral) for neutral in _NOT_YET[name]):
             shown = repr(value)

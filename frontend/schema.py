@@ -16,13 +16,11 @@ from ..proto.params import ParamError, SamplingParams
 from ..proto.structured import StructuredOutputsParams
 from .errors import ApiError
 from .extras import Extras
-from .parsing import Request, kind_of, parse
+from .parsing import Request, parse
+from .prompts import MAX_PROMPTS, conversation_of, prompts_of, template_of
 from .structured import OBJECT, form_field, form_of
 
 __all__ = ["MAX_CHOICES", "MAX_PROMPTS", "ChatRequest", "CompletionRequest", "GenerateRequest", "parse"]
-
-MAX_PROMPTS = 2048
-"""Prompts in one request at most."""
 
 MAX_CHOICES = 16384
 """Prompts times n (or best_of) of one request at most."""
@@ -228,25 +226,7 @@ class CompletionRequest(GenerateRequest):
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, at least one, none empty. Raises ApiError."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            prompts: list[Any] = [prompt]
-        elif isinstance(prompt, list) and prompt and type(prompt[0]) is int:
-            prompts = [prompt]
-        elif isinstance(prompt, list):
-            prompts = prompt
-        elif prompt is None:
-            raise ApiError(400, "prompt must be given and must not be empty.", "prompt")
-        else:
-            raise ApiError(400, f"prompt must be a string or a list, got {kind_of(prompt)}.", "prompt")
-        if not prompts:
-            raise ApiError(400, "prompt must be given and must not be empty.", "prompt")
-        if len(prompts) > MAX_PROMPTS:
-            raise ApiError(400, f"prompt holds {len(prompts)} prompts, over the limit of {MAX_PROMPTS}.", "prompt")
-        kind = type(prompts[0])
-        for position, one in enumerate(prompts):
-            _check_prompt(one, kind, f"prompt[{position}]" if len(prompts) > 1 else "prompt")
-        return prompts
+        return prompts_of(self.prompt, "prompt")
 
 
 class ChatRequest(GenerateRequest):
@@ -277,63 +257,13 @@ class ChatRequest(GenerateRequest):
 
     def template(self) -> dict[str, Any]:
         """How the chat template is to be rendered; the detokenizer refuses what cannot be."""
-        go_on = bool(self.continue_final_message)
-        template: dict[str, Any] = {
-            "add_generation_prompt": not go_on if self.add_generation_prompt is None else self.add_generation_prompt,
-            "continue_final_message": go_on,
-        }
-        if self.chat_template_kwargs:
-            template["chat_template_kwargs"] = self.chat_template_kwargs
-        return template
+        return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages, each with a role, their text parts joined. Raises ApiError."""
-        if not self.messages:
-            raise ApiError(400, "messages must hold at least one message.", "messages")
-        return [_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return conversation_of(self.messages)
 
 
 def _count(given: int | bool | None) -> int | None:
     """A number of logprobs: true asks for one, false for none."""
     return (1 if given else None) if isinstance(given, bool) else given
-
-
-def _check_prompt(prompt: Any, kind: type[Any], where: str) -> None:
-    if type(prompt) is not kind or kind not in (str, list):
-        raise ApiError(
-            400, f"{where} must be a string or a list of token ids, all alike; got {kind_of(prompt)}.", "prompt"
-        )
-    if not prompt:
-        raise ApiError(400, f"{where} must not be empty.", "prompt")
-    if kind is list:
-        if set(map(type, prompt)) != {int}:
-            odd = next(i for i in prompt if type(i) is not int)
-            raise ApiError(400, f"{where} must hold integers (token ids), got {kind_of(odd)}.", "prompt")
-        if min(prompt) < 0 or max(prompt) >= 2**31:
-            odd = next(i for i in prompt if not 0 <= i < 2**31)
-            raise ApiError(400, f"{where} holds {odd}, which is no token id.", "prompt")
-
-
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise ApiError(400, f"{where}.role must be a string such as 'user', got {kind_of(role)}.", "messages")
-    if content is None or isinstance(content, str):
-        return message
-    if not isinstance(content, list):
-        raise ApiError(400, f"{where}.content must be a string or a list of parts, got {kind_of(content)}.", "messages")
-    texts = []
-    for position, part in enumerate(content):
-        at = f"{where}.content[{position}]"
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise ApiError(400, f"{at} must be an object with a type, got {kind_of(part)}.", "messages")
-        if part["type"] not in ("text", "input_text", "output_text", "refusal"):
-            raise ApiError(400, f"{at} of type {part['type']!r} is not supported yet by this version.", "messages")
-        text = part.get("refusal" if part["type"] == "refusal" else "text")
-        if not isinstance(text, str):
-            raise ApiError(400, f"{at}.text must be a string, got {kind_of(text)}.", "messages")
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
