@@ -1,13 +1,17 @@
-"""What LLM.generate returns. Names and printed form are vLLM's."""
+"""What LLM's methods return. Names and printed form are vLLM's."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
+    import numpy
+
     from .stream import TokenLogprobs
+
+Out = TypeVar("Out")
 
 
 @dataclass(slots=True)
@@ -103,3 +107,88 @@ class RequestOutput:
             f"outputs={self.outputs}, finished={self.finished}, metrics={self.metrics}, "
             f"lora_request={self.lora_request})"
         )
+
+
+@dataclass(slots=True, eq=False)
+class PoolingOutput:
+    """What a model pools of a prompt: float32 [dim], or [tokens, dim] where every token has its own."""
+
+    data: numpy.ndarray
+
+    @property
+    def embedding(self) -> list[float]:
+        """The same as a list, under the name that ``LLM.encode`` once had for it."""
+        return self.data.tolist()
+
+
+@dataclass(slots=True, repr=False)
+class EmbeddingOutput:
+    """An embedding: one vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its length."""
+        return len(self.embedding)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={self.hidden_size})"
+
+
+@dataclass(slots=True, repr=False)
+class ClassificationOutput:
+    """A probability, or with ``use_activation=False`` a logit, for each class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+    def __repr__(self) -> str:
+        return f"ClassificationOutput(num_classes={self.num_classes})"
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts belong together."""
+
+    score: float
+
+
+@dataclass(slots=True, repr=False)
+class PoolingRequestOutput(Generic[Out]):
+    """A prompt and what was pooled of it. A pair's ids are those of both texts."""
+
+    request_id: str
+    outputs: Out
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(request_id={self.request_id!r}, outputs={self.outputs!r}, "
+            f"prompt_token_ids={self.prompt_token_ids}, num_cached_tokens={self.num_cached_tokens}, "
+            f"finished={self.finished})"
+        )
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """What ``LLM.embed`` returns for a prompt."""
+
+    __slots__ = ()
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """What ``LLM.classify`` returns for a prompt."""
+
+    __slots__ = ()
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """What ``LLM.score`` returns for a pair."""
+
+    __slots__ = ()
