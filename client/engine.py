@@ -15,7 +15,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from typing import Any
 
 import zmq
@@ -24,14 +24,16 @@ from ..proto import messages as m
 from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
 from ..proto.config import ConfigError
 from ..proto.params import SamplingParams
+from ..proto.pooling import PoolingParams
 from ..proto.process import new_incarnation, resident_bytes
 from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
 from .best import to_wire
 from .logprobs import by_row, unpack
+from .pooled import PoolRequest
 from .sendable import bad_field, priority_of, size_of
-from .stream import OpenRequest, Prompt, RequestError, RequestStream, StreamEvent, pack_ids
+from .stream import OpenRequest, Pooled, Prompt, RequestError, RequestStream, StreamEvent, pack_ids
 
-__all__ = ["Engine", "Prompt", "RequestError", "RequestStream", "StreamEvent"]
+__all__ = ["Engine", "Pooled", "Prompt", "RequestError", "RequestStream", "StreamEvent"]
 
 log = logging.getLogger(__name__)
 
@@ -200,27 +202,63 @@ class Engine:
         params = params if params is not None else SamplingParams()
         seed = params.seed if params.seed is not None else seed
         seed = random.getrandbits(64) if seed is None else seed % 2**64
-        try:
-            priority = priority_of(priority)
-        except (TypeError, ValueError) as error:
-            raise RequestError(400, str(error), "priority") from None
-        self._uid += 1
         message = m.Tokenize(
-            uid=self._uid, attempt=0, params=params, seed=seed,
+            uid=0, attempt=0, params=params, seed=seed,
             arrival=time.time(), prompt=prompt, ids=None if ids is None else pack_ids(ids), messages=messages,
-            template=template, add_special_tokens=add_special_tokens, key=key, priority=priority, echo=echo,
+            template=template, add_special_tokens=add_special_tokens, key=key, priority=_priority(priority), echo=echo,
         )  # fmt: skip
-        if (bad := bad_field(message)) is not None:
-            raise RequestError(400, f"{bad[0]} cannot be sent: {bad[1]}.", bad[0])
         self._admit(message)
         message.params = to_wire(params)
         request = OpenRequest(message, params)
-        self._place(request)
-        self._open[request.uid] = request
+        self._enter(request)
         return RequestStream(request, self._abandon, self._abort)
 
+    def pool(
+        self,
+        *,
+        prompt: str | None = None,
+        ids: list[int] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        pair: str | None = None,
+        params: PoolingParams | None = None,
+        template: dict[str, Any] | None = None,
+        add_special_tokens: bool = True,
+        key: str = "",
+        priority: int = 0,
+    ) -> Awaitable[Pooled]:
+        """Queue one prompt to be pooled and return at once what its answer will be awaited on; cancelling that aborts
+        the request. Exactly one of prompt, ids and messages is given; ``pair`` is the second text of a pair whose
+        first is ``prompt``.
+
+        What is wrong with the request is raised by the awaitable as RequestError; only what could not be sent at all
+        is raised here, as by ``submit``.
+        """
+        if sum(x is not None for x in (prompt, ids, messages)) != 1:
+            raise ValueError("exactly one of prompt, ids and messages must be given.")
+        if pair is not None and prompt is None:
+            raise ValueError("the first text of a pair must be given as prompt.")
+        message = m.Tokenize(
+            uid=0, attempt=0, params=SamplingParams(max_tokens=1), seed=0, arrival=time.time(), prompt=prompt,
+            ids=None if ids is None else pack_ids(ids), messages=messages, template=template,
+            add_special_tokens=add_special_tokens, key=key, priority=_priority(priority),
+            pooling=params if params is not None else PoolingParams(), pair=pair,
+        )  # fmt: skip
+        self._admit(message)
+        request = PoolRequest(message, self._abort)
+        self._enter(request)
+        return request.answer
+
+    def _enter(self, request: OpenRequest) -> None:
+        self._place(request)
+        self._open[request.uid] = request
+
     def _admit(self, message: m.Tokenize) -> None:
-        """Count what is on its way in. Raises RequestError 429 where it is too much."""
+        """Give it its number, and count what is on its way in. Raises RequestError: 400 where it could not be sent,
+        429 where too much is on its way."""
+        self._uid += 1
+        message.uid = self._uid
+        if (bad := bad_field(message)) is not None:
+            raise RequestError(400, f"{bad[0]} cannot be sent: {bad[1]}.", bad[0])
         size = size_of(message)
         count, size_before = len(self._unaccepted), self._unaccepted_bytes
         if count >= MAX_UNACCEPTED or (count and size_before + size > MAX_UNACCEPTED_BYTES):
@@ -407,6 +445,11 @@ class Engine:
             if (request := self._current(message)) is not None:
                 self._unaccepted_bytes -= self._unaccepted.pop(message.uid, 0)
                 request.accept(message)
+        elif isinstance(message, m.Pooled):
+            request = self._current(message)
+            if isinstance(request, PoolRequest):
+                request.settle(message.rows, message.data)
+                self._finish(request, None)
         elif isinstance(message, m.Failed):
             if (request := self._current(message)) is not None:
                 error = RequestError(message.status, message.message, message.param, message.retry_after)
@@ -420,7 +463,7 @@ class Engine:
         elif isinstance(message, m.Bye):
             self._lose(link, left=True)
 
-    def _current(self, message: m.Accepted | m.Failed | m.PromptLogprobs) -> OpenRequest | None:
+    def _current(self, message: m.Accepted | m.Failed | m.Pooled | m.PromptLogprobs) -> OpenRequest | None:
         request = self._open.get(message.uid)
         return request if request is not None and request.attempt == message.attempt else None
 
@@ -517,3 +560,10 @@ class Engine:
                 del link.open[request.uid]
                 request.link = min((other for other in ready if other is not link), key=lambda other: len(other.open))
                 self._resubmit(request, counts=False)
+
+
+def _priority(value: int) -> int:
+    try:
+        return priority_of(value)
+    except (TypeError, ValueError) as error:
+        raise RequestError(400, str(error), "priority") from None

@@ -58,4 +58,4 @@ def priority_of(value: Any) -> int:
 def size_of(message: Tokenize) -> int:
     """Roughly the bytes that a request holds while it waits to be tokenized."""
     chat = sum(len(v) if isinstance(v, (str, list)) else 64 for each in message.messages or () for v in each.values())
-    return 512 + len(message.prompt or "") + len(message.ids or b"") + chat
+    return 512 + len(message.prompt or "") + len(message.pair or "") + len(message.ids or b"") + chat

@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,9 @@ from ..proto.messages import Accepted, Finish, Resume, Tokenize
 from ..proto.params import SamplingParams
 from .best import choose, from_wire, is_held
 from .outputs import RequestMetrics
+
+if TYPE_CHECKING:
+    import numpy
 
 MAX_LOSSES = 3
 """A request lost this often at one point is at fault itself and fails."""
@@ -77,6 +80,19 @@ class Prompt:
     prompt_ids: list[int]
     prompt: str | None
     params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pooled:
+    """What came of one prompt that was pooled: its ids as run (a pair's are those of both texts), and float32 [dim], or
+    [tokens, dim] where every token has its own.
+
+    ``num_cached_tokens`` of the prompt were found in the prefix cache.
+    """
+
+    prompt_ids: list[int]
+    data: numpy.ndarray
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)

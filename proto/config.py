@@ -57,6 +57,16 @@ class EngineArgs:
         "auto", _WORK, "type of weights and activations",
         ("auto", "half", "float16", "bfloat16", "float", "float32"),
     )  # fmt: skip
+    runner: str = _flag(
+        "auto", _MODEL, "what the model is served for; auto: by its files", ("auto", "generate", "pooling")
+    )
+    convert: str = _flag(
+        "auto", _MODEL, "with --runner pooling, what is made of the model; auto: by its architecture",
+        ("auto", "none", "embed", "classify"),
+    )  # fmt: skip
+    pooler_config: str | None = _flag(
+        None, _MODEL, "JSON object over the model's own: pooling_type, normalize, dimensions, use_activation"
+    )
 
     # Generation
     generation_config: str = _flag(

@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from .params import SamplingParams
+from .pooling import PoolingParams
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 
@@ -93,6 +94,8 @@ class Tokenize(Message):
     losses: int = 0
     echo: bool = False  # the client wants the prompt's text: decode it where ids alone were given
     prompt_logprobs_from: int = 0  # on a resubmission: leading prompt tokens whose logprobs Engine has
+    pooling: PoolingParams | None = None  # nothing is generated: ``params`` mean nothing, the answer is Pooled
+    pair: str | None = None  # with ``prompt`` and ``pooling``: the second text of a pair
 
 
 class Child(msgspec.Struct, array_like=True, gc=False):
@@ -127,6 +130,8 @@ class Submit(Message):
     )
     bad_words: list[list[int]] = []  # token ids of each form of each bad word
     prompt_logprobs_from: int = 0  # leading prompt tokens whose logprobs the client has
+    pooling: PoolingParams | None = None  # resolved; the request ends with its prompt
+    second: int = -1  # with ``pooling``: where the tokens of type 1 begin, a pair's second text; -1: nowhere
 
 
 class Abort(Message):
@@ -235,6 +240,18 @@ class TextBatch(Message):
     started_cached: bytes = b""  # i32
     logprob_rows: bytes = b""  # i32, as in TokenBatch
     logprobs: list[Logprobs] = []  # with texts; of exactly the row's ``counts`` tokens
+
+
+class Pooled(Message):
+    """scheduler -> detokenizer -> frontend: a pooling request's answer, and its end.
+
+    ``data`` is float32: one vector where ``rows`` is 0, else [rows, dim], a row for each token of the prompt.
+    """
+
+    uid: int
+    attempt: int
+    rows: int
+    data: bytes
 
 
 class Failed(Message):
@@ -402,6 +419,8 @@ class Loaded(Message):
     num_blocks: int
     max_model_len: int
     vocab_size: int
+    pools: bool = False  # it answers prompts with vectors and generates nothing
+    whole: bool = False  # every token sees all others: a prompt is neither split over steps nor cached
 
 
 class Configure(Message):
@@ -430,6 +449,8 @@ class Admit(msgspec.Struct, array_like=True, gc=False):
     masked: bytes = b""  # i32, as in Submit
     bad_words: list[list[int]] = []
     prompt_logprobs_from: int = -1  # first prompt token whose logprobs are wanted from this row; -1: none
+    pooling: PoolingParams | None = None  # its slot answers with SlotPooled; draws nothing
+    second: int = -1  # as in Submit
 
 
 class StepPlan(Message):
@@ -483,6 +504,14 @@ class SlotFailed(msgspec.Struct, array_like=True, gc=False):
     param: str | None = None  # the field at fault
 
 
+class SlotPooled(msgspec.Struct, array_like=True, gc=False):
+    """What a slot of a pooling request answers with, as in Pooled."""
+
+    slot: int
+    rows: int
+    data: bytes  # f32
+
+
 class StepResult(Message):
     """sampling rank -> scheduler, one a plan even when it samples nothing: tokens in sample-slot order.
 
@@ -497,6 +526,7 @@ class StepResult(Message):
     logprobs: list[Logprobs] = []  # one for each of logprob_slots, of one token
     prompts: list[PromptChunk] = []
     failed: list[SlotFailed] = []
+    pooled: list[SlotPooled] = []  # one for each slot of a pooling request, but for the failed; its token means nothing
 
 
 class StepFailed(Message):
@@ -512,13 +542,15 @@ class StepFailed(Message):
 ToDetokenizer = Tokenize | Abort | Open | Beat | Bye
 """Engine -> detokenizer."""
 
-FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Failed | Gone | Beat | Bye
+FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Pooled | Failed | Gone | Beat | Bye
 """detokenizer -> Engine."""
 
 ToSchedulerFront = Hello | Submit | Abort | Stopped | BeamStopped | Open | GetStats | Manage | Beat | Bye
 """detokenizer, Engine, operator -> the scheduler's front socket."""
 
-FromSchedulerFront = Peers | TokenBatch | PromptLogprobs | BeamTokens | Failed | Gone | Stats | Managed | Beat | Bye
+FromSchedulerFront = (
+    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Gone | Stats | Managed | Beat | Bye
+)
 """the scheduler's front socket -> detokenizer, Engine, operator."""
 
 ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Drain | Beat | Bye
