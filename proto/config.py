@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import tempfile
 import types
@@ -43,8 +44,21 @@ class EngineArgs:
     model: str | None = _flag(None, _MODEL, "folder or hub id; the demo model when left out")
     revision: str | None = _flag(None, _MODEL, "branch, tag or commit of the model")
     download_dir: str | None = _flag(None, _MODEL, "where downloads are kept (default: the hub's cache)")
-    trust_remote_code: bool = _flag(False, _MODEL, "accepted for vLLM's sake; no family here needs remote code")
-    max_model_len: int | None = _flag(None, _MODEL, "longest prompt + output in tokens; 32k, 32K")
+    code_revision: str | None = _flag(None, _WORK, "branch, tag or commit of the model's code, with trust_remote_code")
+    trust_remote_code: bool = _flag(
+        False, _MODEL, "run Python code that comes with the model, where it is of no family known here"
+    )
+    max_model_len: int | None = _flag(
+        None, _MODEL, "longest prompt + output in tokens; 32k, 32K; auto or -1: what the model allows, or as much of "
+        "it as fits the memory",
+    )  # fmt: skip
+    hf_overrides: str | None = _flag(None, _MODEL, "JSON object of values over those of config.json")
+    rope_scaling: str | None = _flag(None, _MODEL, "JSON object in place of config.json's rope_scaling")
+    rope_theta: float | None = _flag(None, _MODEL, "number in place of config.json's rope_theta")
+    model_impl: str = _flag(
+        "auto", _WORK, "whose model runs: auto: quire's where it knows the architecture, else transformers' with "
+        "quire's attention", ("auto", "quire", "transformers"),
+    )  # fmt: skip
     tokenizer: str | None = _flag(None, _WORDS, "folder or hub id of the tokenizer (default: the model's)")
     tokenizer_mode: str = _flag("auto", _TEXT, "auto: the fast tokenizer if there is one", ("auto", "slow"))
     tokenizer_revision: str | None = _flag(None, _WORDS, "branch, tag or commit of the tokenizer")
@@ -52,7 +66,10 @@ class EngineArgs:
         False, ("frontend", "detokenizer", "gpu_worker"), "no tokenizer: prompts are token ids, and no text comes out"
     )
     chat_template: str | None = _flag(None, _TEXT, "a jinja file, or the template itself, in place of the model's")
-    load_format: str = _flag("auto", _WORK, "dummy: random weights by config", ("auto", "safetensors", "dummy"))
+    load_format: str = _flag(
+        "auto", _WORK, "auto: safetensors; pt: pickled tensors (.bin, .pt); dummy: random weights by config",
+        ("auto", "safetensors", "pt", "dummy"),
+    )  # fmt: skip
     dtype: str = _flag(
         "auto", _WORK, "type of weights and activations",
         ("auto", "half", "float16", "bfloat16", "float", "float32"),
@@ -147,7 +164,14 @@ class EngineArgs:
                      "detokenizer_count", "max_num_queued_reqs", "max_request_bytes"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("max_model_len", "num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
+        if self.max_model_len in ("auto", -1):
+            self.max_model_len = -1
+        elif self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len must be at least 1, or auto, got {self.max_model_len}.")
+        for name in ("hf_overrides", "rope_scaling"):
+            if isinstance(value := getattr(self, name), dict):  # LLM's callers write it so
+                setattr(self, name, json.dumps(value))
+        for name in ("num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
                      "kv_cache_memory_bytes", "max_requests_per_key"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -207,6 +231,11 @@ def human_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 32k or 32K") from None
 
 
+def human_length(text: str) -> int:
+    """A ``human_int``, or -1 for ``auto``."""
+    return -1 if text == "auto" else human_int(text)
+
+
 def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip: tuple[str, ...] = ()) -> None:
     """Add the flags of one service, or of all of them, to a parser."""
     hints = typing.get_type_hints(EngineArgs)
@@ -223,7 +252,8 @@ def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip:
         elif typing.get_origin(kind) is list:
             kwargs.update(nargs="+", action="extend", type=typing.get_args(kind)[0])
         else:
-            kwargs.update(type=human_int if kind is int else kind, choices=fld.metadata["choices"])
+            parse = human_length if fld.name == "max_model_len" else human_int if kind is int else kind
+            kwargs.update(type=parse, choices=fld.metadata["choices"])
         parser.add_argument("--" + fld.name.replace("_", "-"), **kwargs)
 
 
