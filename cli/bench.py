@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
-from ..proto.model_config import load_model_config, resolve_model
+from ..proto.model_config import config_of, model_folder
 from ..proto.params import SamplingParams
 
 _NOT_OFFLINE = (
@@ -173,8 +173,7 @@ def _params(args: argparse.Namespace, output_len: int) -> SamplingParams:
 
 def _check_lengths(engine: EngineArgs, input_len: int, output_len: int, most: float) -> int:
     """The model's vocabulary. Raises ConfigError where the longest request cannot fit the model."""
-    path = resolve_model(engine.model, engine.revision, engine.download_dir, weights=False)
-    model = load_model_config(path, engine.max_model_len)
+    model = config_of(engine, model_folder(engine))
     longest = int((input_len + output_len) * most)
     if longest > model.max_model_len:
         raise ConfigError(

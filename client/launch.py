@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable
 
 from ..proto.config import ConfigError, EngineArgs
-from ..proto.model_config import DEMO_MODEL, load_model_config, resolve_model
+from ..proto.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
 from ..proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ..proto.sockets import load_keys
 from .background import EngineThread
@@ -72,12 +72,10 @@ class Stack:
     def __init__(self, args: EngineArgs, http: bool = False):
         load_keys(args.keys)
         served = args.served_model_name or [args.model or DEMO_MODEL]
-        model = resolve_model(args.model, args.revision, args.download_dir, weights=args.load_format != "dummy")
-        self.config = load_model_config(model, args.max_model_len)
-        tokenizer = args.tokenizer
-        if tokenizer is not None:
-            revision = args.tokenizer_revision
-            tokenizer = os.path.abspath(resolve_model(tokenizer, revision, args.download_dir, weights=False))
+        model = model_folder(args, weights=True)
+        self.config = config_of(args, model)
+        folder = tokenizer_folder(args, model)
+        tokenizer = None if folder == model else os.path.abspath(folder)
         self.http, self._keys = http, args.keys
         self.run_dir: str | None = None
         self.args = dataclasses.replace(

@@ -10,7 +10,7 @@ import sys
 import time
 
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
-from ..proto.model_config import load_model_config, resolve_model
+from ..proto.model_config import config_of, model_folder, tokenizer_folder
 from ..proto.process import die, new_incarnation, setup_logging, watch_parent
 from ..proto.sockets import detokenizer_bind, load_keys, private_dir
 from .gate import Checker
@@ -24,14 +24,11 @@ log = logging.getLogger(__name__)
 def load(args: EngineArgs) -> tuple[Preparer, str]:
     """Read the model's config and its tokenizer; also the tokenizer's folder. Raises ConfigError."""
     began = time.monotonic()
-    path = resolve_model(args.model, args.revision, args.download_dir, weights=False)
-    model = load_model_config(path, args.max_model_len)
+    path = model_folder(args)
+    model = config_of(args, path)
     if args.skip_tokenizer_init:
         return Preparer(None, model, args.max_logprobs), path
-    folder = path
-    if args.tokenizer is not None or args.tokenizer_revision is not None:
-        revision = args.tokenizer_revision or (args.revision if args.tokenizer is None else None)
-        folder = resolve_model(args.tokenizer or args.model, revision, args.download_dir, weights=False)
+    folder = tokenizer_folder(args, path)
     tokenizer = load_tokenizer(folder, args.tokenizer_mode, args.chat_template, args.trust_remote_code)
     preparer = Preparer(tokenizer, model, args.max_logprobs)
     if tokenizer.templates:

@@ -16,7 +16,8 @@ from ..client.defaults import default_sampling
 from ..client.engine import Engine
 from ..client.stream import RequestError
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
-from ..proto.model_config import DEMO_MODEL, load_model_config, resolve_model
+from ..proto.model_config import DEMO_MODEL, config_of, model_folder
+from ..proto.pooler_config import pooler_of
 from ..proto.process import die, setup_logging, watch_parent
 from ..proto.sockets import load_keys
 from .app import make_app
@@ -63,8 +64,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 def settings_of(args: EngineArgs) -> Settings:
     """Settings by the flags, the environment and the model's folder. Raises ConfigError."""
-    path = resolve_model(args.model, args.revision, args.download_dir, weights=False)
-    model = load_model_config(path, args.max_model_len)
+    model = config_of(args, model_folder(args))
     defaults = default_sampling(model.generation, args.generation_config, args.override_generation_config)
     if "max_tokens" in defaults:  # not a request's own mistake where it is too much
         defaults["max_tokens"] = min(defaults["max_tokens"], model.max_model_len)
@@ -78,6 +78,7 @@ def settings_of(args: EngineArgs) -> Settings:
         max_request_bytes=args.max_request_bytes,
         max_queued=args.max_num_queued_reqs,
         defaults=defaults,
+        pooler=pooler,
     )
 
 

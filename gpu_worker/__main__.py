@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
-from ..proto.model_config import load_model_config, resolve_model
+from ..proto.model_config import config_of, model_folder
 from ..proto.process import EXIT_CONFIG, die, setup_logging, watch_parent
 from ..proto.sockets import load_keys, needs_curve, worker_endpoint
 from .device import choose_device, choose_threads, describe, parameter_estimate, set_environment, usable_cores
@@ -76,8 +76,8 @@ def _load(args: EngineArgs) -> tuple[Link, Worker]:
     began = time.monotonic()
     endpoint, keys = worker_endpoint(args.scheduler or ""), load_keys(args.keys)
     needs_curve(endpoint, keys)  # refused now, not when the model has been loaded
-    path = resolve_model(args.model, args.revision, args.download_dir, weights=args.load_format != "dummy")
-    config = load_model_config(path, args.max_model_len)
+    path = model_folder(args, weights=True)
+    config = config_of(args, path)
     threads = choose_threads(args.cpu_threads, usable_cores(), parameter_estimate(config))
     set_environment(threads)
 

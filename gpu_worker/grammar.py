@@ -22,9 +22,9 @@ import numpy as np
 
 from ..proto.codec import from_i32
 from ..proto.config import ConfigError, EngineArgs
-from ..proto.grammar import GrammarError, fault, grammar_of, spec_key, start_matcher, token_table, tokenizer_folder
+from ..proto.grammar import GrammarError, fault, grammar_of, spec_key, start_matcher, token_table
 from ..proto.messages import Admit
-from ..proto.model_config import ModelConfig
+from ..proto.model_config import ModelConfig, tokenizer_folder
 from ..proto.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:

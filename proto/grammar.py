@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 
-from .config import ConfigError, EngineArgs
-from .model_config import ModelConfig, resolve_model
+from .config import ConfigError
+from .model_config import ModelConfig
 from .structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -204,14 +204,6 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 # ---------------------------------------------------------------- tokens
-
-
-def tokenizer_folder(args: EngineArgs, model_folder: str) -> str:
-    """The folder whose tokenizer is used: ``--tokenizer``'s, or the model's. Raises ConfigError."""
-    if args.tokenizer is None and args.tokenizer_revision is None:
-        return model_folder
-    revision = args.tokenizer_revision or (args.revision if args.tokenizer is None else None)
-    return resolve_model(args.tokenizer or args.model, revision, args.download_dir, weights=False)
 
 
 def token_table(folder: str, model: ModelConfig) -> LLTokenizer:

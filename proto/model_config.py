@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config import ConfigError
+from .config import ConfigError, EngineArgs
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,17 @@ _LENGTH_KEYS = (
     "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
 _DEFAULT_LENGTH = 2048
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
+AUTO_LENGTH = -1
+"""A max_model_len that is what config.json allows, or as much of it as fits the device."""
+_PATTERNS = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
+# What some families call the values that every decoder has; the usual name counts where both are there.
+_OTHER_NAMES = {
+    "vocab_size": ("padded_vocab_size", "n_vocab"),
+    "hidden_size": ("n_embd", "d_model", "model_dim"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
+}
 
 
 @dataclass
@@ -36,6 +46,11 @@ class ModelConfig:
     vocab_size: int
     eos_token_ids: list[int] = field(default_factory=list)
     generation: dict[str, Any] = field(default_factory=dict)
+    # Of the flags: whether the folder's own code may run, of which revision, and whose model runs.
+    trust_remote_code: bool = False
+    code_revision: str | None = None
+    model_impl: str = "auto"
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -48,12 +63,34 @@ def demo_model_path() -> str:
     return str(Path(__file__).resolve().parent.parent / "demo_model")
 
 
+def model_folder(args: EngineArgs, weights: bool = False) -> str:
+    """The folder of the model that ``args`` name, with its weight files only where asked for. Raises ConfigError."""
+    return resolve_model(
+        args.model, args.revision, args.download_dir, weights, args.load_format, code=args.trust_remote_code
+    )
+
+
+def tokenizer_folder(args: EngineArgs, folder: str) -> str:
+    """The folder whose tokenizer is used: ``--tokenizer``'s, or ``folder``, the model's. Raises ConfigError."""
+    if args.tokenizer is None and args.tokenizer_revision is None:
+        return folder
+    revision = args.tokenizer_revision or (args.revision if args.tokenizer is None else None)
+    model = args.tokenizer or args.model
+    return resolve_model(model, revision, args.download_dir, weights=False, code=args.trust_remote_code)
+
+
 def resolve_model(
-    model: str | None, revision: str | None = None, download_dir: str | None = None, weights: bool = True
+    model: str | None,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    weights: bool = True,
+    load_format: str = "auto",
+    code: bool = False,
 ) -> str:
     """The local folder of ``model``: a path as it is, a hub id downloaded (or found in the hub's cache).
 
-    ``None`` and ``quire-demo`` are the demo model. ``weights=False`` leaves the weight files where they are.
+    ``None`` and ``quire-demo`` are the demo model. ``weights=False`` leaves the weight files where they are; which
+    kind there is to fetch is ``load_format``'s to say. ``code`` fetches the repository's Python files too.
     With QUIRE_USE_MODELSCOPE=True hub ids are ModelScope's. Raises ConfigError.
     """
     if model is None or model == DEMO_MODEL:
@@ -62,7 +99,8 @@ def resolve_model(
         return model
     if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") > 1:
         raise ConfigError(f"model folder {model!r} does not exist.")
-    patterns = [p for p in _PATTERNS if weights or p != "*.safetensors"]
+    kinds = {"pt": ["*.bin", "*.pt"], "dummy": []}.get(load_format, ["*.safetensors"]) if weights else []
+    patterns = _PATTERNS + kinds + (["*.py"] if code else [])
     if os.environ.get("QUIRE_USE_MODELSCOPE", "").lower() in ("true", "1"):
         return _from_modelscope(model, revision, download_dir, patterns)
     return _from_hub(model, revision, download_dir, patterns)
@@ -90,22 +128,68 @@ def _from_modelscope(model: str, revision: str | None, download_dir: str | None,
         raise ConfigError(f"model {model!r} is not to be had from ModelScope: {error}") from error
 
 
-def load_model_config(path: str, max_model_len: int | None = None) -> ModelConfig:
-    """Read a model folder. Raises ConfigError that names the file and the remedy."""
+def config_of(args: EngineArgs, folder: str) -> ModelConfig:
+    """The config of the model in ``folder`` by ``args``. Raises ConfigError."""
+    overrides = _object("hf_overrides", args.hf_overrides)
+    if args.rope_scaling is not None:
+        overrides["rope_scaling"] = _object("rope_scaling", args.rope_scaling)
+    if args.rope_theta is not None:
+        overrides["rope_theta"] = args.rope_theta
+    config = load_model_config(folder, args.max_model_len, overrides)
+    config.trust_remote_code, config.code_revision = args.trust_remote_code, args.code_revision
+    config.model_impl = args.model_impl
+    return config
+
+
+def _object(name: str, text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{name} must be a JSON object, got {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {text!r}.")
+    return value
+
+
+def load_model_config(
+    path: str, max_model_len: int | None = None, overrides: dict[str, Any] | None = None
+) -> ModelConfig:
+    """Read a model folder; ``overrides`` replace values of its config.json. Raises ConfigError that names the file
+    and the remedy."""
     hf = _read_json(Path(path) / "config.json", required=True)
-    text = {**hf, **hf["text_config"]} if isinstance(hf.get("text_config"), dict) else hf
+    text = hf.get("text_config")
+    if isinstance(text, dict):
+        hf = {**hf, **{key: value for key, value in text.items() if value is not None or hf.get(key) is None}}
+    hf = _overridden(hf, overrides or {})
+    for name, others in _OTHER_NAMES.items():
+        found = [hf[other] for other in others if hf.get(other) is not None]
+        if found and hf.get(name) is None:
+            hf[name] = found[0]
     generation = _read_json(Path(path) / "generation_config.json", required=False)
-    vocab = text.get("vocab_size")
-    if not isinstance(vocab, int) or vocab < 1:
+    vocab, names = hf.get("vocab_size"), hf.get("architectures") or []
+    if type(vocab) is not int or vocab < 1:
         raise ConfigError(f"{path}/config.json has no usable vocab_size (got {vocab!r}).")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}/config.json: architectures must be a list of names, got {names!r}.")
     return ModelConfig(
         path=path,
-        hf=text,
-        max_model_len=_max_len(path, text, max_model_len),
+        hf=hf,
+        max_model_len=_max_len(path, hf, max_model_len),
         vocab_size=vocab,
-        eos_token_ids=_eos(path, generation) or _eos(path, text),
+        eos_token_ids=_eos(path, generation) or _eos(path, hf),
         generation=generation,
+        overrides=overrides or {},
     )
+
+
+def _overridden(hf: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(overrides.get("rope_parameters") or hf.get("rope_parameters") or {})
+    if rope and "rope_scaling" in overrides:  # the older spelling counts, where it is the one the user wrote
+        theta = rope.get("rope_theta")
+        rope = {**({} if theta is None else {"rope_theta": theta}), **(overrides["rope_scaling"] or {})}
+    if rope and "rope_theta" in overrides:
+        rope["rope_theta"] = overrides["rope_theta"]
+    return {**hf, **overrides, **({"rope_parameters": rope} if rope else {})}
 
 
 def _read_json(path: Path, required: bool) -> dict[str, Any]:
@@ -140,19 +224,15 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _max_len(path: str, hf: dict[str, Any], asked: int | None) -> int:
+    if asked == AUTO_LENGTH:
+        asked = None
+    if asked is not None and asked < 2:
+        raise ConfigError(f"max_model_len must be at least 2 (a token in and a token out), got {asked}.")
     lengths = [v for key in _LENGTH_KEYS if type(v := hf.get(key)) is int and v > 0]
     if not lengths:
         log.warning("%s/config.json names no maximum length; using %d", path, asked or _DEFAULT_LENGTH)
         return asked or _DEFAULT_LENGTH
-    if asked is not None and asked < 2:
-        raise ConfigError(f"max_model_len must be at least 2 (a token in and a token out), got {asked}.")
-    derived = min(lengths)
-    rope = rope_parameters(hf)
-    kind, factor = rope["rope_type"], rope.get("factor") or 1.0
-    if kind == "yarn":
-        derived = int((rope.get("original_max_position_embeddings") or derived) * factor)
-    elif kind in ("linear", "dynamic"):
-        derived = int(derived * factor)
+    derived = _scaled(path, hf, min(lengths))
     if asked is None:
         return derived
     if asked > derived and os.environ.get("QUIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1":
@@ -161,3 +241,22 @@ def _max_len(path: str, hf: dict[str, Any], asked: int | None) -> int:
             f"{path}/config.json; lower it, or set QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1 if the model can go further."
         )
     return asked
+
+
+def _scaled(path: str, hf: dict[str, Any], length: int) -> int:
+    """``length`` stretched by the rope scaling; Gemma 3 and the types not named here count it in already."""
+    rope = rope_parameters(hf)
+    scalings = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # Gemma 3 has one a layer type
+    for each in scalings if "gemma3" not in str(hf.get("model_type")) else []:
+        kind = each.get("rope_type", each.get("type"))
+        if kind not in ("linear", "dynamic", "yarn"):
+            continue
+        factor, original = each.get("factor") or 1.0, each.get("original_max_position_embeddings")
+        original = (original if kind == "yarn" else None) or length
+        if not isinstance(factor, int | float) or not isinstance(original, int | float) or factor <= 0:
+            raise ConfigError(
+                f"{path}/config.json: rope scaling {kind!r} needs a factor above 0 and lengths that are numbers, got "
+                f"{factor!r} and {original!r}."
+            )
+        return int(original * factor)
+    return length

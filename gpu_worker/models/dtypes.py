@@ -28,7 +28,21 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
     """
     if name != "auto" and name not in _NAMES:
         raise ConfigError(f"Unknown dtype: {name}. Must be one of {['auto', *_NAMES]}.")
-    wanted = _config_dtype(config) if name == "auto" else _NAMES[name]
+    stored = _config_dtype(config, name)
+    dtype = _choose(name, stored, config, device)
+    if dtype == stored:
+        return dtype
+    if dtype == torch.float32:
+        log.debug("Upcasting %s to %s.", stored, dtype)
+    elif stored == torch.float32:
+        log.info("Downcasting %s to %s.", stored, dtype)
+    else:
+        log.warning("Casting %s to %s.", stored, dtype)
+    return dtype
+
+
+def _choose(name: str, stored: torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    wanted = stored if name == "auto" else _NAMES[name]
     if device.type != "cpu":
         if name == "auto" and wanted == torch.float32:
             return torch.bfloat16 if str(config.hf.get("model_type", "")).startswith("gemma") else torch.float16
@@ -42,8 +56,9 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
     return used
 
 
-def _config_dtype(config: ModelConfig) -> torch.dtype:
+def _config_dtype(config: ModelConfig, asked: str) -> torch.dtype:
+    """What config.json says the weights are. Only with ``asked`` auto must it be a dtype that can be computed in."""
     name = str(config.hf.get("dtype") or config.hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in _NAMES:
+    if name not in _NAMES and asked == "auto":
         raise ConfigError(f"Unknown dtype: {name} in {config.path}/config.json; choose one with --dtype bfloat16.")
-    return _NAMES[name]
+    return _NAMES.get(name, torch.float32)

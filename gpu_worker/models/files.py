@@ -68,7 +68,8 @@ def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
         )
     raise ConfigError(
         f"{folder} holds no .safetensors file; download the weights, convert them "
-        "(model.save_pretrained(folder) in transformers), or use --load-format dummy."
+        "(model.save_pretrained(folder) in transformers), read .bin files with --load-format pt, or use "
+        "--load-format dummy."
     )
 
 
@@ -244,4 +245,5 @@ def _what(error: Exception) -> str:
     for line in text.splitlines():
         if "GLOBAL " in line:
             return line.split("GLOBAL ", 1)[1].split()[0]
-    return text.splitlines()[0].split(". ")[0] if text else type(error).__name__
+    kind = type(error).__name__
+    return f"{kind}: {text.splitlines()[0].split('. ')[0]}" if text else kind
