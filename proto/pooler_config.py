@@ -61,6 +61,8 @@ class PoolerConfig:
 
     def resolve(self, params: PoolingParams) -> PoolingParams:
         """``params`` with nothing left to the model. Raises ParamError where the model cannot do it."""
+        if params.task is None:
+            params = msgspec.structs.replace(params, task=self.tasks[0])
         if params.task not in self.tasks:
             why = ""
             if params.task == "score" and self.convert == "classify":
@@ -79,7 +81,7 @@ class PoolerConfig:
             )
         if not params.embeds:
             activates = self.use_activation if params.use_activation is None else params.use_activation
-            return msgspec.structs.replace(params, pooling=pooling, normalize=False, use_activation=activates)
+            return msgspec.structs.replace(params, pooling=pooling, use_activation=activates)
         dimensions = self.dimensions if params.dimensions is None else params.dimensions
         if dimensions is not None and (dimensions > self.size or (self.sizes and dimensions not in self.sizes)):
             limit = f"one of {list(self.sizes)}" if self.sizes else f"at most {self.size}, the model's own"

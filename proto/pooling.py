@@ -21,7 +21,7 @@ POOLINGS = ("CLS", "LAST", "MEAN", "ALL")
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How to pool. None: as the model does.
+    """How to pool. None: as the model does; ``task`` is then what the model was made for.
 
     ``dimensions`` keeps so many leading values of an embedding (Matryoshka), which is then normalised again where
     embeddings are normalised. ``normalize`` is an embedding's, ``use_activation`` a classifier's (softmax, or sigmoid
@@ -32,7 +32,7 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         ParamError (a ValueError): a value is of the wrong type, out of range, or not this task's.
     """
 
-    task: str = "embed"
+    task: str | None = None
     pooling: str | None = None
     dimensions: int | None = None
     normalize: bool | None = None
@@ -41,10 +41,11 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
-        _choice("task", self.task, TASKS)
+        if self.task is not None:
+            _choice("task", self.task, TASKS)
         if self.pooling is not None:
             _choice("pooling", self.pooling, POOLINGS)
-            if self.per_token != (self.pooling == "ALL"):
+            if self.task is not None and self.per_token != (self.pooling == "ALL"):
                 remedy = "task 'token_embed' or 'token_classify'" if self.pooling == "ALL" else "pooling 'ALL'"
                 raise ParamError(
                     f"pooling {self.pooling!r} does not go with task {self.task!r}; use {remedy}.", "pooling"
@@ -75,7 +76,7 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.task in ("token_embed", "token_classify")
 
     def _only(self, name: str, fits: bool, kind: str) -> None:
-        if not fits:
+        if self.task is not None and not fits:
             raise ParamError(f"{name} means nothing for task {self.task!r}; leave it out (it is {kind}'s).", name)
 
 
