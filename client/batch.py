@@ -7,7 +7,7 @@ import concurrent.futures
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from ..proto.config import EngineArgs
 from ..proto.messages import Finish, Stats
 from ..proto.params import SamplingParams
+from ..proto.pooler_config import pooler_of
+from ..proto.pooling import PoolingParams
 from ..proto.sockets import load_keys
 from .background import EngineThread
 from .checks import Limits
@@ -22,7 +24,7 @@ from .defaults import default_sampling
 from .engine import Engine
 from .launch import POLL_S, LaunchError, Stack
 from .metrics import Metric, Recorder
-from .outputs import CompletionOutput, RequestOutput, to_dict
+from .outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, to_dict
 from .prompts import Input
 from .stream import Child, RequestError, RequestStream
 
@@ -47,12 +49,27 @@ class Job:
     priority: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolJob:
+    """One prompt of a batch that is pooled."""
+
+    number: int  # its place among the prompts
+    request_id: str
+    given: Input
+    params: PoolingParams
+
+
+AnyJob = Job | PoolJob
+AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
+
+
 class Offline:
     """The processes and the Engine behind an LLM; holds no reference to it, so that it can be collected."""
 
     def __init__(self, args: EngineArgs, tokenizer: Any):
         self.stack = Stack(args)
         config = self.stack.config
+        self.pooler = pooler_of(config, self.stack.args)
         self.defaults = default_sampling(config.generation, args.generation_config, args.override_generation_config)
         if "max_tokens" in self.defaults:
             self.defaults["max_tokens"] = min(self.defaults["max_tokens"], config.max_model_len)
@@ -144,63 +161,77 @@ class Offline:
 
     def run(self, jobs: list[Job], progress: Progress, limit: int | None = None) -> list[RequestOutput]:
         """Run all jobs, a bounded number at a time. KeyboardInterrupt aborts what is open and is raised again."""
+        return self._run_all(self._generate, jobs, progress, min(self.window, limit or self.window))
+
+    def pool(self, jobs: list[PoolJob], progress: Progress) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The same for prompts that are pooled."""
+        return self._run_all(self._pool, jobs, progress, self.window)
+
+    def _run_all(self, one: Any, jobs: Sequence[AnyJob], progress: Progress, window: int) -> list[Any]:
         with self._counted():
-            return self._run_all(jobs, progress, min(self.window, limit or self.window))
-
-    def _run_all(self, jobs: list[Job], progress: Progress, window: int) -> list[RequestOutput]:
-        thread = self._alive()
-        done: queue.SimpleQueue[RequestOutput | None] = queue.SimpleQueue()
-        future = thread.run(self._run(thread.engine, jobs, done.put, window))
-        future.add_done_callback(lambda _: done.put(None))
-        try:
-            while (output := done.get()) is not None:
-                progress.add(output)
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise RuntimeError(self._dead or _CLOSED) from None
-        except RequestError as error:
-            kind = ValueError if 400 <= error.status < 500 else RuntimeError
-            raise kind(error.message) from None
-        finally:
-            future.cancel()
-
-    async def _run(
-        self, engine: Engine, jobs: list[Job], done: Callable[[RequestOutput], None], window: int
-    ) -> list[RequestOutput]:
-        outputs: dict[int, RequestOutput] = {}
-        waiting = iter(jobs)
-
-        async def lane() -> None:
-            for job in waiting:
-                output = outputs[job.number] = await self._one(engine, job)
-                self._recorder.add(output)
-                done(output)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(window, len(jobs))):
-                    group.create_task(lane())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [outputs[job.number] for job in jobs]
-
-    async def _one(self, engine: Engine, job: Job) -> RequestOutput:
-        given = job.given
-        while True:
-            stream = engine.submit(
-                prompt=given.text if given.ids is None else None, ids=given.ids, messages=given.messages,
-                params=job.params, template=given.template, add_special_tokens=given.special, seed=job.seed,
-                priority=job.priority,
-            )  # fmt: skip
+            thread = self._alive()
+            done: queue.SimpleQueue[AnyOutput | None] = queue.SimpleQueue()
+            future = thread.run(_lanes(lambda job: self._again(one, thread.engine, job), jobs, done.put, window))
+            future.add_done_callback(lambda _: done.put(None))
             try:
-                await stream.collect()
-                return _output(job, stream)
+                while (output := done.get()) is not None:
+                    progress.add(output)
+                return future.result()
+            except concurrent.futures.CancelledError:
+                raise RuntimeError(self._dead or _CLOSED) from None
+            except RequestError as error:
+                kind = ValueError if 400 <= error.status < 500 else RuntimeError
+                raise kind(error.message) from None
+            finally:
+                future.cancel()
+
+    async def _again(self, one: Any, engine: Engine, job: AnyJob) -> AnyOutput:
+        """Run a job, as often as it is refused for load."""
+        while True:
+            try:
+                output = await one(engine, job)
+                self._recorder.add(output)
+                return output
             except RequestError as error:
                 if error.status != 429:
                     raise
                 await asyncio.sleep(error.retry_after or RETRY_S)
-            finally:
-                stream.abort()
+
+    async def _generate(self, engine: Engine, job: Job) -> RequestOutput:
+        stream = engine.submit(**job.given.asked(), params=job.params, seed=job.seed, priority=job.priority)
+        try:
+            await stream.collect()
+            return _output(job, stream)
+        finally:
+            stream.abort()
+
+    async def _pool(self, engine: Engine, job: PoolJob) -> PoolingRequestOutput[PoolingOutput]:
+        pooled = await engine.pool(**job.given.asked(), params=job.params)
+        return PoolingRequestOutput(
+            job.request_id, PoolingOutput(pooled.data), pooled.prompt_ids, pooled.num_cached_tokens
+        )
+
+
+async def _lanes(
+    one: Callable[[AnyJob], Awaitable[AnyOutput]], jobs: Sequence[AnyJob], done: Callable[[AnyOutput], None],
+    window: int,
+) -> list[AnyOutput]:  # fmt: skip
+    """All jobs' outputs in order, ``window`` of them at a time; the first failure ends the others and is raised."""
+    outputs: dict[int, AnyOutput] = {}
+    waiting = iter(jobs)
+
+    async def lane() -> None:
+        for job in waiting:
+            output = outputs[job.number] = await one(job)
+            done(output)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(window, len(jobs))):
+                group.create_task(lane())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [outputs[job.number] for job in jobs]
 
 
 def _output(job: Job, stream: RequestStream) -> RequestOutput:
@@ -243,12 +274,13 @@ class Progress:
         read, written = (x / elapsed if elapsed else 0.0 for x in (self._read, self._written))
         return f"est. speed input: {read:.2f} toks/s, output: {written:.2f} toks/s"
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: AnyOutput) -> None:
         """One more is done."""
         if self._bar is None:
             return
         self._read += len(output.prompt_token_ids)
-        self._written += sum(len(each.token_ids) for each in output.outputs)
+        if isinstance(output, RequestOutput):
+            self._written += sum(len(each.token_ids) for each in output.outputs)
         self._bar.postfix = self._rates(self._bar.format_dict["elapsed"])
         self._bar.update(1)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..proto import checks
 from ..proto.model_config import ModelConfig
 from ..proto.params import RequestOutputKind, SamplingParams
+from ..proto.pooling import PoolingParams
 from .prompts import Input
 from .sendable import bad_field
 
@@ -56,3 +57,14 @@ def check_input(given: Input, params: SamplingParams, limits: Limits) -> None:
         return
     keep = checks.tokens_kept(params, config.max_model_len)
     checks.check_prompt(given.ids if keep is None else given.ids[-keep:], config, config.max_model_len)
+
+
+def check_pooled(given: Input, params: PoolingParams, limits: Limits) -> None:
+    """The same of an input that is pooled; it may fill the whole context. Raises ValueError."""
+    if given.ids is None:
+        if not limits.has_tokenizer:
+            raise ValueError(_NO_TEXT)
+        return
+    config, keep = limits.config, params.truncate_prompt_tokens
+    ids = given.ids if keep is None else given.ids[: config.max_model_len if keep == -1 else keep]
+    checks.check_prompt(ids, config, config.max_model_len + 1)

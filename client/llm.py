@@ -20,6 +20,7 @@ from .beams import BeamSearchOutput, BeamSearchParams, beam_output
 from .checks import check_input, check_params
 from .metrics import Metric
 from .outputs import RequestOutput
+from .pooling import PoolingMethods, from_task
 from .processors import processor_names
 from .prompts import (
     Input,
@@ -33,8 +34,8 @@ from .prompts import (
 _ACCEPTED_AND_UNUSED = {"disable_log_stats", "disable_log_requests", "enable_log_requests"}
 
 
-class LLM:
-    """A model, ready to generate from lists of prompts.
+class LLM(PoolingMethods):
+    """A model, ready to generate from lists of prompts, or to pool them.
 
     Args (names and defaults are vLLM's):
         model: folder or hub id; the demo model when left out.
@@ -44,7 +45,8 @@ class LLM:
         seed: makes the seeds of requests that name none reproducible.
         logits_processors: functions that requests may name in their ``logits_processors``, or the names,
             ``package.module:function``. They run in another process, so they must be importable by that name.
-        **kwargs: any other field of EngineArgs; ``override_generation_config`` may be a dict.
+        **kwargs: any other field of EngineArgs; ``override_generation_config`` and ``pooler_config`` may be dicts.
+            ``task`` is the older form of ``runner`` and ``convert``.
 
     Raises:
         TypeError: an argument that does not exist.
@@ -77,14 +79,17 @@ class LLM:
         logits_processors: list[Callable[..., Any] | str] | None = None,
         **kwargs: Any,
     ):
+        if (task := kwargs.pop("task", None)) is not None:
+            kwargs = {**from_task(task), **kwargs}
         _check_kwargs(kwargs)
         names = processor_names(logits_processors)
         names += [name for name in processor_names(kwargs.pop("logits_processor", None)) if name not in names]
         if max_context_len_to_capture is not None:
             warnings.warn("max_context_len_to_capture is now max_seq_len_to_capture", DeprecationWarning, stacklevel=2)
             max_seq_len_to_capture = max_context_len_to_capture
-        if isinstance(kwargs.get("override_generation_config"), dict):
-            kwargs["override_generation_config"] = json.dumps(kwargs["override_generation_config"])
+        for name in ("override_generation_config", "pooler_config"):
+            if isinstance(kwargs.get(name), dict):
+                kwargs[name] = json.dumps(kwargs[name])
         own = tokenizer if hasattr(tokenizer, "save_pretrained") else None
         args = EngineArgs(
             model=None if model is None else os.fspath(model),
@@ -97,7 +102,7 @@ class LLM:
         ).check()  # fmt: skip
         self._random = random.Random(seed)
         self._request_count = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._tokenizer: Any = own
         self._vocabulary: dict[str, int] | None = None  # of the tokenizer that the workers have
         self._running = Offline(args, own)
@@ -132,6 +137,7 @@ class LLM:
                 checked before anything is queued; where the server refuses one prompt the others are aborted.
             RuntimeError: the processes behind are gone for good, or a request failed.
         """
+        self._check_generates("generate")
         if prompts is not None and inputs is not None:
             raise TypeError("inputs is another name of prompts; give one of them.")
         parsed = parse_prompts(inputs if prompts is None else prompts, prompt_token_ids)
@@ -161,6 +167,7 @@ class LLM:
 
         Raises as ``generate`` does.
         """
+        self._check_generates("chat")
         if chat_template_content_format not in ("auto", "string"):
             raise ValueError(
                 f'chat_template_content_format must be "auto" or "string", got {chat_template_content_format!r}; '
@@ -209,6 +216,7 @@ class LLM:
 
         Raises as ``generate`` does.
         """
+        self._check_generates("beam_search")
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}.")
         if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
@@ -277,6 +285,19 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _take_numbers(self, count: int) -> int:
+        """The first of so many numbers for new requests."""
+        with self._lock:
+            first, self._request_count = self._request_count, self._request_count + count
+        return first
+
+    def _check_generates(self, method: str) -> None:
+        if self._running.pooler is not None:
+            raise ValueError(
+                f"LLM.{method}() is only supported for generative models. Try passing `--runner generate` to use the "
+                "model as a generative model."
+            )
+
     def _generate(
         self, inputs: list[Input], params: Any, use_tqdm: Any, lora_request: Any, priority: list[int] | None,
         limit: int | None = None,
@@ -291,7 +312,7 @@ class LLM:
         for given, each in zip(inputs, per_prompt, strict=True):
             check_input(given, each, self._running.limits)
         with self._lock:
-            first, self._request_count = self._request_count, self._request_count + len(inputs)
+            first = self._take_numbers(len(inputs))
             seeds = [self._random.getrandbits(64) for _ in inputs]
         jobs = [
             Job(number, str(first + number), given, each, seed, priorities[number])

@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from ..proto.messages import Stats
-from .outputs import RequestOutput
+from .outputs import PoolingRequestOutput, RequestOutput
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
             2560)  # fmt: skip
@@ -115,9 +116,14 @@ class Recorder:
             "request_generation_tokens": Bins(TOKENS),
         }
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
         """A request has ended."""
-        bins, times = self._bins, output.metrics
+        bins = self._bins
+        if isinstance(output, PoolingRequestOutput):
+            bins["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+            self._finished["stop"] += 1
+            return
+        times = output.metrics
         lengths = [len(each.token_ids) for each in output.outputs]
         bins["request_prompt_tokens"].observe(len(output.prompt_token_ids))
         bins["request_generation_tokens"].observe(sum(lengths))

@@ -15,6 +15,7 @@ from .sendable import priority_of, unsendable
 class Input:
     """One prompt: text, ids (which are run where both are given), or chat messages with their template options.
 
+    ``pair`` is the second text of a pair whose first is ``text``.
     ``special``: special tokens are added to the text, as they are not to one that a template has rendered.
     """
 
@@ -23,6 +24,15 @@ class Input:
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] | None = None
     special: bool = True
+    pair: str | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """The same as arguments of ``Engine.submit``, or of ``Engine.pool``, which alone takes pairs."""
+        fields: dict[str, Any] = {
+            "prompt": self.text if self.ids is None else None, "ids": self.ids, "messages": self.messages,
+            "template": self.template, "add_special_tokens": self.special,
+        }  # fmt: skip
+        return fields if self.pair is None else {**fields, "pair": self.pair}
 
 
 def parse_prompts(prompts: Any, prompt_token_ids: Any) -> list[Input]:

@@ -65,6 +65,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 def settings_of(args: EngineArgs) -> Settings:
     """Settings by the flags, the environment and the model's folder. Raises ConfigError."""
     model = config_of(args, model_folder(args))
+    pooler = pooler_of(model, args)  # may lower max_model_len
     defaults = default_sampling(model.generation, args.generation_config, args.override_generation_config)
     if "max_tokens" in defaults:  # not a request's own mistake where it is too much
         defaults["max_tokens"] = min(defaults["max_tokens"], model.max_model_len)

@@ -17,6 +17,8 @@ from .errors import ApiError, Handler, errors_middleware
 from .front import FRONT, Front, Settings
 from .health import PROBE, Probe, generate, live, ready
 from .metrics import CONTENT_TYPE
+from .pooling import classify, embeddings, pooling
+from .scores import rerank, score
 
 
 def make_app(engine: Engine, settings: Settings) -> web.Application:
@@ -33,6 +35,11 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
             web.get("/v1/models/{model:.+}", one_model),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/embeddings", embeddings),
+            web.post("/classify", classify),
+            web.post("/pooling", pooling),
+            *[web.post(path, score) for path in ("/score", "/v1/score")],
+            *[web.post(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")],
             web.get("/health", ready),
             web.get("/health/live", live),
             web.get("/health/ready", ready),

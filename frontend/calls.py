@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -22,6 +22,8 @@ from .extras import ChatLogprobs, CompletionLogprobs
 from .metrics import Metrics
 from .schema import GenerateRequest
 from .sse import DONE, Chunks, Outlet, to_json, usage_of
+
+T = TypeVar("T")
 
 REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort"}
 
@@ -78,7 +80,7 @@ class Call:
     async def complete(self) -> tuple[list[Ended], dict[str, object]]:
         """All choices in order, and the usage. Raises RequestError; the first failure ends the whole call."""
         try:
-            await _all([stream.collect() for stream in self._streams])
+            await together([stream.collect() for stream in self._streams])
             choices = [self._ended(prompt, child) for prompt in range(len(self._streams)) for child in range(self._n)]
             self._count(streamed=False)
             return choices, self._usage()
@@ -107,7 +109,7 @@ class Call:
         include_usage, self._continuous = self._body.usage_options()
         outlet = Outlet(request, stall_s)
         try:
-            await _all([self._follow(prompt, outlet) for prompt in range(len(self._streams))])
+            await together([self._follow(prompt, outlet) for prompt in range(len(self._streams))])
             if not outlet.opened:
                 raise ApiError(500, "the request ended without an answer.")
             self._count(streamed=True)
@@ -227,14 +229,13 @@ class Call:
             self._metrics.parameters(self._params.n, self._params.width, resolved.max_tokens or 0)
 
 
-async def _all(work: Sequence[Coroutine[Any, Any, Any]]) -> None:
-    """Wait for all; the first failure cancels the others and is raised."""
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for all, and give what they return; the first failure cancels the others and is raised."""
     if len(work) == 1:
-        await work[0]
-        return
+        return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

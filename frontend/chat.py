@@ -22,6 +22,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     body = await front.read(request, ChatRequest)
     model = front.check_model(body.model)
+    front.check_generates("Chat Completions")
     messages = body.conversation()
     params = front.params(body)
     await front.wait_ready()

@@ -20,6 +20,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     body = await front.read(request, CompletionRequest)
     model = front.check_model(body.model)
+    front.check_generates("Completions")
     prompts = body.prompts()
     params = front.params(body, len(prompts))
     by_ids = isinstance(prompts[0], list)

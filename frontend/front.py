@@ -15,12 +15,15 @@ from aiohttp import web
 from ..client.engine import Engine
 from ..client.stream import RequestError, RequestStream
 from ..proto.params import SamplingParams
+from ..proto.pooler_config import PoolerConfig
 from .auth import OWNER
 from .errors import ApiError
 from .metrics import Metrics
-from .schema import MAX_CHOICES, GenerateRequest, parse
+from .parsing import Request, parse
+from .pooling_schema import PoolRequest
+from .schema import MAX_CHOICES, GenerateRequest
 
-R = TypeVar("R", bound=GenerateRequest)
+R = TypeVar("R", bound=Request)
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -38,6 +41,7 @@ class Settings:
     stall_s: float = 30.0  # that a client may leave a full stream unread
     restart_s: float = 5.0  # that a new request waits for processes that are being restarted
     stats_s: float = 1.0  # for the scheduler to answer /metrics
+    pooler: PoolerConfig | None = None  # how the model pools; None where it generates
     generate_s: float = 20.0  # for the token of /health/generate
     loading_s: float = 5.0  # when to ask again where the model has not been ready yet
     again_s: float = 2.0  # when to ask again where it was
@@ -135,14 +139,38 @@ class Front:
             name = "n" if params.best_of is None else "best_of"
             asked = f"{prompts} prompts with {name}={params.width}"
             raise ApiError(400, f"{asked} are over the limit of {MAX_CHOICES} choices a request.", name)
+        self.check_room(prompts, "prompt")
+        return params
+
+    def check_room(self, prompts: int, name: str) -> None:
+        """Raises ApiError 400 where so many prompts of field ``name`` could never wait at once."""
         if prompts > self.settings.max_queued:
             raise ApiError(
                 400,
-                f"prompt holds {prompts} prompts, over the {self.settings.max_queued} requests that may wait at once; "
+                f"{name} holds {prompts} prompts, over the {self.settings.max_queued} requests that may wait at once; "
                 "send them in smaller lists, or raise --max-num-queued-reqs.",
-                "prompt",
+                name,
             )
-        return params
+
+    def check_generates(self, api: str) -> None:
+        """Raises ApiError 400 where the model pools."""
+        if self.settings.pooler is not None:
+            raise ApiError(
+                400, f"The model does not support {api} API: this server pools "
+                f"({', '.join(self.settings.pooler.tasks)}).", "model",
+            )  # fmt: skip
+
+    def pooler(self, api: str, *tasks: str) -> PoolerConfig:
+        """How the model pools, where it can do one of ``tasks``. Raises ApiError 400."""
+        pooler = self.settings.pooler
+        why = None
+        if pooler is None:
+            why = "it generates; start a server with --runner pooling"
+        elif not set(tasks) & set(pooler.tasks):
+            why = f"it can do {', '.join(pooler.tasks)}"
+        if pooler is None or why is not None:
+            raise ApiError(400, f"The model does not support {api} API: {why}.", "model")
+        return pooler
 
     def submit(
         self, request: web.Request, prompts: list[dict[str, Any]], params: SamplingParams, body: GenerateRequest,
@@ -168,7 +196,7 @@ class Front:
 FRONT = web.AppKey("front", Front)
 
 
-def request_id(request: web.Request, body: GenerateRequest, prefix: str) -> str:
+def request_id(request: web.Request, body: GenerateRequest | PoolRequest, prefix: str) -> str:
     """``cmpl-...``: the client's own id where it sent a usable one (X-Request-Id, or the field), else a new one."""
     for given in (body.request_id, request.headers.get("X-Request-Id")):
         if given is not None and _SAFE_ID.fullmatch(given):

@@ -114,6 +114,12 @@ class Metrics(Collector):
             if not streamed:  # nobody watched its tokens come, so each counts as the mean
                 self.inter_token.observe(mean, steps)
 
+    def pooled(self, prompt: int, seconds: float) -> None:
+        """A prompt of so many tokens has been pooled."""
+        self.finished("stop")
+        self.prompt.observe(prompt)
+        self.end_to_end.observe(seconds)
+
     def parameters(self, n: int, width: int, max_tokens: int) -> None:
         """What a request that ended had asked for."""
         self.n.observe(n)

@@ -1,0 +1,74 @@
+"""POST /score and /rerank: how well texts go with each other, by a cross-encoder or by their embeddings."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from aiohttp import web
+
+from ..client.pooled import Pooled
+from ..client.scoring import Pairs, Scored
+from .calls import json_body
+from .front import FRONT, request_id
+from .pooling import pool_all, usage_of_pooled
+from .pooling_schema import RerankRequest, ScoreRequest
+
+
+async def score(request: web.Request) -> web.Response:
+    """A score for each pair."""
+    body = await request.app[FRONT].read(request, ScoreRequest)
+    model, scores, pooled = await _scores(request, body, "Score")
+    return json_body(
+        {
+            "id": request_id(request, body, "score-"),
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "data": [{"index": place, "object": "score", "score": each.score} for place, each in enumerate(scores)],
+            "usage": usage_of_pooled(pooled),
+        }
+    )
+
+
+async def rerank(request: web.Request) -> web.Response:
+    """The documents by their score with the query, best first; equal ones in their own order."""
+    body = await request.app[FRONT].read(request, RerankRequest)
+    model, scores, pooled = await _scores(request, body, "Rerank (Score)")
+    documents = body.sides()[1]
+    order = sorted(range(len(scores)), key=lambda place: -scores[place].score)[: body.top_n or None]
+    results: list[dict[str, Any]] = []
+    for place in order:
+        result: dict[str, Any] = {"index": place, "relevance_score": scores[place].score}
+        if body.return_documents is not False:
+            result["document"] = {"text": documents[place]}
+        results.append(result)
+    usage = usage_of_pooled(pooled)
+    return json_body(
+        {
+            "id": request_id(request, body, "rerank-"),
+            "model": model,
+            "usage": {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]},
+            "results": results,
+        }
+    )
+
+
+async def _scores(
+    request: web.Request, body: ScoreRequest | RerankRequest, api: str
+) -> tuple[str, list[Scored], list[Pooled]]:
+    front = request.app[FRONT]
+    model = front.check_model(body.model)
+    pooler = front.pooler(api, "score", "embed")
+    cross = "score" in pooler.tasks
+    params = body.params("score" if cross else "embed")
+    first, second = body.sides()
+    pairs = Pairs(first, second, cross)
+    names = [_places(name, len(texts)) for name, texts in zip(body.names(), (first, second), strict=True)]
+    places = names[1] if cross else names[0] + names[1]
+    pooled = await pool_all(request, body, pooler, params, pairs.inputs, places)
+    return model, pairs.scores(pooled), pooled
+
+
+def _places(name: str, count: int) -> list[str]:
+    return [f"{name}[{place}]" for place in range(count)] if count > 1 else [name]
