@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from quire.gpu_worker.layers import linear
 from quire.gpu_worker.models import dtypes
-from quire.gpu_worker.models.decoder import parameters
-from quire.gpu_worker.models.families import FAMILIES, find_family
+from quire.gpu_worker.models.families import find_family
+from quire.gpu_worker.models.families.llama import FAMILIES
 from quire.gpu_worker.models.loader import load_model, resolve_dtype
+from quire.gpu_worker.models.parameters import parameters
 from quire.proto.config import ConfigError
 from quire.proto.model_config import ModelConfig, load_model_config
 
@@ -132,8 +133,8 @@ def test_no_weights(copy: Path) -> None:
     (copy / WEIGHTS).unlink()
     with pytest.raises(ConfigError, match=r"holds no .safetensors file; .*--load-format dummy"):
         load(copy)
-    with pytest.raises(ConfigError, match=r"Unknown load format: pt"):
-        load(copy, load_format="pt")
+    with pytest.raises(ConfigError, match=r"Unknown load format: pth"):
+        load(copy, load_format="pth")
 
 
 def test_unknown_architecture(copy: Path) -> None:
@@ -203,11 +204,11 @@ def test_old_spellings_mean_the_same(row: str, tmp_path: Path) -> None:
     new, _ = find_family(config)
     old = {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype", "layer_types")}
     found, _ = find_family({**old, **OLD_SPELLINGS[row], "torch_dtype": "float32"})
-    for field in ("windows", "attn_scale", "config_dtype", "kv_heads", "head_dim"):
+    for field in ("windows", "attn_scales", "config_dtype", "kv_heads", "head_dim"):
         assert getattr(found, field) == getattr(new, field)
-    assert (found.rope.type, found.rope.rotary_dim, found.rope.theta) == (
-        new.rope.type, new.rope.rotary_dim, new.rope.theta,
-    )  # fmt: skip
+    one, other = found.ropes[0], new.ropes[0]
+    assert one is not None and other is not None
+    assert (one.type, one.rotary_dim, one.theta) == (other.type, other.rotary_dim, other.theta)
 
 
 def dtype_of(name: str, asked: str = "auto", device: str = "cpu", **hf: Any) -> torch.dtype:

@@ -45,7 +45,7 @@ def config(kind: str, theta: float = 5000.0) -> LlamaConfig:
 
 def tables(hf: dict[str, Any], length: int) -> tuple[torch.Tensor, torch.Tensor]:
     spec, _ = find_family({**hf, "architectures": ["LlamaForCausalLM"]})
-    return rope_tables(spec.rope, length)
+    return rope_tables(spec.ropes[0], length)
 
 
 def theirs(rotary: LlamaRotaryEmbedding, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,25 +6,35 @@ import torch
 
 from ..batch import StepBatch
 from ..models.spec import DecoderSpec
+from ..parallel import Group
 from .attention_cpu import AttentionPlan
 from .attention_cpu import paged_attention as attention_cpu
 from .linear import Linear
-from .norm import RMSNorm
+from .norm import LayerNorm, RMSNorm
 from .rope import rotate
+
+Norm = RMSNorm | LayerNorm
 
 
 class StepContext:
     """What the layers of one step share on a CPU: rotations of its tokens, and plans by window."""
 
-    def __init__(self, batch: StepBatch, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
-        self.cos = cos.index_select(0, batch.positions).unsqueeze(1)
-        self.sin = sin.index_select(0, batch.positions).unsqueeze(1)
         # Slot -1 means "write nothing": those tokens are left out of the copy.
         unwritten = bool((batch.slots < 0).any())
         self.written = torch.nonzero(batch.slots >= 0).flatten() if unwritten else None
         self.slots = batch.slots[batch.slots >= 0] if unwritten else batch.slots
         self._plans: dict[tuple[int | None, int], AttentionPlan] = {}
+        self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rotation(self, tables: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, 1, R / 2] of the step's tokens, looked up by the first layer that asks."""
+        found = self._rotations.get(id(tables))
+        if found is None:
+            cos, sin = (table.index_select(0, self.batch.positions).unsqueeze(1) for table in tables)
+            found = self._rotations[id(tables)] = cos, sin
+        return found
 
     def plan(self, window: int | None, dtype: torch.dtype, page_values: int) -> AttentionPlan:
         """The attention plan of layers with ``window``, made by the first that asks."""
@@ -35,56 +45,80 @@ class StepContext:
 
 
 class Attention:
-    """Layer ``layer`` of ``spec``; ``q_norm`` and ``k_norm`` are norms of each head, or None."""
+    """Layer ``layer`` of ``spec``, which is one rank's part of it: its heads, and so its part of the sum.
+
+    ``tables`` are those of ``rope_tables``, or None where nothing turns; ``sinks`` [heads] or None.
+    """
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        layer: int,
-        qkv: Linear,
-        o: Linear,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
-        tables: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        self.qkv, self.o, self.q_norm, self.k_norm = qkv, o, q_norm, k_norm
+        self, spec: DecoderSpec, layer: int, qkv: Linear, o: Linear, q_norm: Norm | None, k_norm: Norm | None,
+        tables: tuple[torch.Tensor, torch.Tensor] | None, sinks: torch.Tensor | None, group: Group,
+    ) -> None:  # fmt: skip
+        self.qkv, self.o, self.q_norm, self.k_norm, self.group = qkv, o, q_norm, k_norm, group
         self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads[layer], spec.head_dim
-        self.scale, self.window, self.softcap = spec.attn_scale, spec.windows[layer], spec.attn_softcap
-        self.cos, self.sin = tables
+        self.scale, self.window, self.softcap = spec.attn_scales[layer], spec.windows[layer], spec.attn_softcap
+        self.tables, self.clip, self.norm_all = tables, spec.clip_qkv, spec.qk_norm == "full"
+        rope = spec.ropes[layer]
+        self.interleaved = rope is not None and rope.interleaved
+        self.sinks = None if sinks is None else sinks.float()
+        self._alibi = spec.alibi
+        self._slopes: torch.Tensor | None = None
 
     def __call__(
         self, x: torch.Tensor, batch: StepBatch, k_cache: torch.Tensor, v_cache: torch.Tensor, step: StepContext | None
     ) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; writes this step's keys and values. ``step`` is None on a GPU."""
-        qkv = self.qkv(x).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
+        qkv = self.qkv(x)
+        if self.clip is not None:
+            qkv = qkv.clamp_(-self.clip, self.clip)
+        qkv = qkv.view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
+        slopes = self._slopes_on(x.device)
         if step is None:
-            out = self._kernels(q, k, v, batch, k_cache, v_cache)
+            out = self._kernels(q, k, v, batch, k_cache, v_cache, slopes)
         else:
-            rotate(q, step.cos, step.sin)
-            rotate(k, step.cos, step.sin)
+            if self.tables is not None:
+                cos, sin = step.rotation(self.tables)
+                rotate(q, cos, sin, self.interleaved)
+                rotate(k, cos, sin, self.interleaved)
             write_cache(k_cache, k, step)
             write_cache(v_cache, v, step)
             plan = step.plan(self.window, q.dtype, k_cache.shape[1] * self.kv_heads * self.head_dim)
-            out = attention_cpu(q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, plan=plan)
+            out = attention_cpu(
+                q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, plan, slopes, self.sinks
+            )
         return self.o(out.view(x.shape[0], -1))
 
+    def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        if not self.norm_all:
+            return norm(x)
+        flat = x.reshape(x.shape[0], -1)
+        if self.group.shard.size == 1:
+            return norm(flat).view(x.shape)
+        # The mean of the squares is over the heads of all ranks; key heads held twice count twice above and below.
+        sums = self.group.all_reduce(flat.float().square().sum(-1, keepdim=True))
+        count = flat.shape[1] * self.group.shard.size
+        scale = (sums / count + norm.eps).rsqrt()
+        normed = (flat.float() * scale).to(x.dtype)
+        return (normed if norm.weight is None else normed * norm.weight).view(x.shape)
+
+    def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
+        if self._alibi is not None and self._slopes is None:
+            self._slopes = torch.tensor(self._alibi, dtype=torch.float32, device=device)
+        return self._slopes
+
     def _kernels(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: StepBatch,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, slopes: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         from ..kernels.attention import paged_attention
         from ..kernels.rope import rope_write
 
-        rope_write(q, k, v, self.cos, self.sin, batch.positions, batch.slots, k_cache, v_cache)
-        return paged_attention(q, k_cache, v_cache, batch, self.scale, self.window, self.softcap)
+        cos, sin = self.tables or (None, None)
+        rope_write(q, k, v, cos, sin, batch.positions, batch.slots, k_cache, v_cache, self.interleaved)
+        return paged_attention(q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, slopes, self.sinks)
 
 
 def write_cache(cache: torch.Tensor, x: torch.Tensor, step: StepContext) -> None:

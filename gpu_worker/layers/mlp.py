@@ -1,19 +1,68 @@
-"""The gated MLP: one product for gate and up, the activation, one product down."""
+"""The halves of a layer behind attention: an MLP, gated or plain, or experts with what every token shares.
+
+Of a model in several tensor ranks each gives its part of the sum.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from .activation import gated_activation
+from ..models.spec import WHOLE, DecoderSpec, Shard
+from .activation import activation, gated_activation
 from .linear import Linear
+from .moe import MoE
 
 
-class GatedMLP:
-    """down(activation(gate(x)) * up(x)); ``activation`` is silu, gelu or gelu_tanh."""
+class MLP:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))): ``prefix`` names the Linears among ``products``."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
-        self.gate_up, self.down, self.activation = gate_up, down, activation
+    def __init__(
+        self, spec: DecoderSpec, products: Mapping[str, Linear], tensors: object = None, prefix: str = "",
+        shard: Shard = WHOLE, kind: str | None = None,
+    ) -> None:  # fmt: skip
+        self.gated = f"{prefix}gate_up" in products
+        self.up = products[f"{prefix}gate_up" if self.gated else f"{prefix}up"]
+        self.down = products[f"{prefix}down"]
+        self.kind = kind or spec.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self.down(gated_activation(self.gate_up(x), self.activation))
+        wide = self.up(x)
+        return self.down(gated_activation(wide, self.kind) if self.gated else activation(wide, self.kind))
+
+
+class Experts:
+    """The experts of one layer that this rank holds, and its part of the MLP that every token goes through."""
+
+    def __init__(
+        self, spec: DecoderSpec, products: Mapping[str, Linear], tensors: Mapping[str, torch.Tensor], prefix: str,
+        shard: Shard = WHOLE,
+    ) -> None:  # fmt: skip
+        moe = spec.moe
+        if moe is None:
+            raise ValueError("this spec has no experts")
+        held = shard.share(moe.experts)
+        up, down = tensors[f"{prefix}experts_gate_up.weight"], tensors[f"{prefix}experts_down.weight"]
+        up_bias, down_bias = tensors.get(f"{prefix}experts_gate_up.bias"), tensors.get(f"{prefix}experts_down.bias")
+        count, hidden = len(held), spec.hidden_size
+        self.experts = MoE(
+            moe, products[f"{prefix}router"],
+            up.view(count, 2 * moe.width, hidden), down.view(count, hidden, moe.width),
+            None if up_bias is None else up_bias.view(count, -1),
+            None if down_bias is None else down_bias.view(count, -1),
+            held.start, tensors.get(f"{prefix}correction.bias"),
+        )  # fmt: skip
+        self.shared = MLP(spec, products, prefix=f"{prefix}shared_", kind="silu") if moe.shared_width else None
+        self.shared_gate = products.get(f"{prefix}shared_gate")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        out = self.experts(x)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_gate(x))
+        return out + shared

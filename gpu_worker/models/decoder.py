@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,59 +11,18 @@ from ..batch import StepBatch
 from ..layers import dispatch
 from ..layers.attention import Attention, StepContext
 from ..layers.linear import Linear
-from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm
+from ..layers.mlp import MLP, Experts
+from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rope import rope_tables
-from .spec import DecoderSpec
+from ..parallel import Group
+from .spec import DecoderSpec, RopeSpec
 
 # Prefill tokens that go through an MLP at a time on a CPU. Wider activations come fresh from the system each time,
 # and clearing their pages costs a tenth of the step; these the allocator keeps.
 _MLP_ROWS = 256
 
-
-@dataclass(frozen=True)
-class Parameter:
-    """A tensor of the decoder. ``rows`` are the parts that separate checkpoints stack along dim 0.
-
-    ``kind``: "product" (a Linear's weight), "bias", "norm", or "table" (rows looked up).
-    """
-
-    name: str
-    kind: str
-    rows: tuple[int, ...]
-    columns: int | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole tensor's shape."""
-        total = sum(self.rows)
-        return (total,) if self.columns is None else (total, self.columns)
-
-
-def parameters(spec: DecoderSpec) -> Iterator[Parameter]:
-    """Every parameter of ``spec``, in the order the model uses them."""
-    hidden, wide = spec.hidden_size, spec.intermediate_size
-    yield Parameter("embed.weight", "table", (spec.vocab_size,), hidden)
-    for layer in range(spec.num_layers):
-        prefix = f"layers.{layer}."
-        yield Parameter(prefix + "attn_norm.weight", "norm", (hidden,))
-        products = (
-            ("qkv", spec.qkv_rows(layer), hidden, spec.qkv_bias),
-            ("o", (hidden,), spec.heads * spec.head_dim, spec.o_bias),
-            ("gate_up", (wide, wide), hidden, spec.mlp_bias),
-            ("down", (hidden,), wide, spec.mlp_bias),
-        )
-        for name, rows, columns, bias in products:
-            yield Parameter(f"{prefix}{name}.weight", "product", rows, columns)
-            if bias:
-                yield Parameter(f"{prefix}{name}.bias", "bias", rows)
-        if spec.qk_norm:
-            yield Parameter(prefix + "q_norm.weight", "norm", (spec.head_dim,))
-            yield Parameter(prefix + "k_norm.weight", "norm", (spec.head_dim,))
-        yield Parameter(prefix + "mlp_norm.weight", "norm", (hidden,))
-    yield Parameter("final_norm.weight", "norm", (hidden,))
-    if not spec.tied:
-        yield Parameter("lm_head.weight", "product", (spec.vocab_size,), hidden)
+Norm = RMSNorm | LayerNorm
+Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class Cache(Protocol):
@@ -75,83 +32,193 @@ class Cache(Protocol):
     v: list[torch.Tensor]
 
 
+class Weights:
+    """The loaded parameters of one process: ``tensors`` by parameter name, ``products`` as Linears by theirs."""
+
+    def __init__(self, spec: DecoderSpec, tensors: dict[str, torch.Tensor], products: dict[str, Linear]) -> None:
+        self.spec, self.tensors, self.products = spec, tensors, products
+
+    def norm(self, name: str, kind: str | None = None, affine: bool = True) -> Norm:
+        """The norm ``name``, of the model's kind unless another is given."""
+        spec, weight, bias = self.spec, self.tensors.get(f"{name}.weight"), self.tensors.get(f"{name}.bias")
+        if (kind or spec.norm) == "ln":
+            return LayerNorm(weight, bias, spec.norm_eps)
+        if weight is None:
+            raise KeyError(f"{name}.weight")
+        return RMSNorm(weight, spec.norm_eps, spec.norm_plus_one)
+
+    def optional_norm(self, name: str, wanted: bool) -> Norm | None:
+        """The norm ``name`` where the model has it."""
+        return self.norm(name) if wanted else None
+
+
 class _Layer:
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        index: int,
-        weights: dict[str, torch.Tensor],
-        products: dict[str, Linear],
-        tables: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
+    """One layer; ``index`` is its number in the whole model."""
+
+    def __init__(self, spec: DecoderSpec, index: int, weights: Weights, tables: Tables | None, group: Group) -> None:
         prefix = f"layers.{index}."
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(weights[f"{prefix}{name}.weight"], spec.norm_eps, spec.norm_plus_one)
-
-        q_norm, k_norm = (norm("q_norm"), norm("k_norm")) if spec.qk_norm else (None, None)
-        self.attn_norm, self.mlp_norm = norm("attn_norm"), norm("mlp_norm")
-        self.attention = Attention(
-            spec, index, products[prefix + "qkv"], products[prefix + "o"], q_norm, k_norm, tables
+        self.spec, self.group = spec, group
+        self.attn_norm, self.attn_out_norm, self.mlp_norm, self.mlp_out_norm = (
+            weights.optional_norm(f"{prefix}{name}_norm", name in spec.norms)
+            for name in ("attn", "attn_out", "mlp", "mlp_out")
         )
-        self.mlp = GatedMLP(products[prefix + "gate_up"], products[prefix + "down"], spec.activation)
+        q_norm, k_norm = (
+            (weights.norm(f"{prefix}{name}_norm", spec.qk_norm_kind) if spec.qk_norm else None) for name in "qk"
+        )
+        local = index - group.shard.layers(spec.num_layers).start
+        self.attention = Attention(
+            spec.local(group.shard), local, weights.products[prefix + "qkv"], weights.products[prefix + "o"],
+            q_norm, k_norm, tables, weights.tensors.get(prefix + "sinks.weight"), group,
+        )  # fmt: skip
+        make = Experts if spec.is_moe(index) else MLP
+        self.mlp: MLP | Experts = make(spec, weights.products, weights.tensors, prefix, group.shard)
+
+    def general(
+        self, x: torch.Tensor, batch: StepBatch, kv: tuple[torch.Tensor, torch.Tensor], step: StepContext | None,
+        outputs: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Any placement of norms: hidden states in, hidden states out, those of ``outputs`` alone where given."""
+        spec, add = self.spec, self.group.all_reduce
+        normed = x if self.attn_norm is None or spec.post_norm else self.attn_norm(x)
+        attended = self.attention(normed, batch, *kv, step)
+        if outputs is not None:
+            x, normed, attended = (each.index_select(0, outputs) for each in (x, normed, attended))
+        if spec.parallel:
+            second = normed if self.mlp_norm is None else self.mlp_norm(x)
+            return x + self._scaled(add(attended + self.run_mlp(second)))
+        attended = add(attended)
+        if self.attn_out_norm is not None:
+            attended = self.attn_out_norm(attended)
+        x = (normed if spec.residual_from_norm else x) + self._scaled(attended)
+        if spec.post_norm and self.attn_norm is not None:
+            x = self.attn_norm(x)
+        normed = x if self.mlp_norm is None or spec.post_norm else self.mlp_norm(x)
+        out = add(self.run_mlp(normed))
+        if self.mlp_out_norm is not None:
+            out = self.mlp_out_norm(out)
+        x = (normed if spec.residual_from_norm else x) + self._scaled(out)
+        return self.mlp_norm(x) if spec.post_norm and self.mlp_norm is not None else x
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.spec.residual_scale == 1.0 else x * self.spec.residual_scale
+
+    def run_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum."""
+        if dispatch.use_kernels(x) or x.shape[0] <= _MLP_ROWS or isinstance(self.mlp, Experts):
+            return self.mlp(x)
+        out = torch.empty_like(x)
+        for part, into in zip(x.split(_MLP_ROWS), out.split(_MLP_ROWS), strict=True):
+            into.copy_(self.mlp(part))
+        return out
 
 
 class Decoder:
-    """A loaded model. ``weights`` holds tables and norms by parameter name, ``products`` the Linears by theirs."""
+    """A loaded model, or the part of it that ``group.shard`` holds. ``spec`` is what this process has of it."""
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        weights: dict[str, torch.Tensor],
-        products: dict[str, Linear],
-        max_model_len: int,
-    ) -> None:
-        self.spec = spec
-        self.embed = weights["embed.weight"]
-        self.device, self.dtype = self.embed.device, self.embed.dtype
-        self.tables = rope_tables(spec.rope, max_model_len, self.device)
-        self.layers = [_Layer(spec, index, weights, products, self.tables) for index in range(spec.num_layers)]
-        self.final_norm = RMSNorm(weights["final_norm.weight"], spec.norm_eps, spec.norm_plus_one)
-        self.lm_head = products["lm_head"]
+    def __init__(self, spec: DecoderSpec, weights: Weights, max_model_len: int, group: Group) -> None:
+        shard = group.shard
+        self.spec, self.whole, self.group = spec.local(shard), spec, group
+        some = next(iter(weights.tensors.values()))
+        self.device, self.dtype = some.device, some.dtype
+        self.embed = weights.tensors.get("embed.weight")
+        self.vocabulary = shard.share(spec.vocab_size)
+        self.positions = weights.tensors.get("positions.weight")
+        self.project_in = weights.products.get("project_in")
+        self.project_out = weights.products.get("project_out")
+        self.embed_norm = weights.optional_norm("embed_norm", spec.embed_norm and shard.first)
+        self.final_norm = weights.optional_norm("final_norm", spec.final_norm and shard.last)
+        self.lm_head = weights.products.get("lm_head")
         # transformers multiplies by the scale as the model's dtype holds it.
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=self.dtype).item()
+        made: list[tuple[RopeSpec, Tables]] = []
+        self.layers = [
+            _Layer(spec, index, weights, self._tables(made, spec.ropes[index], max_model_len), group)
+            for index in shard.layers(spec.num_layers)
+        ]
+        self._plain = not (
+            spec.parallel or spec.post_norm or spec.residual_from_norm or spec.residual_scale != 1.0
+            or set(spec.norms) != {"attn", "mlp"} or not spec.final_norm
+        )  # fmt: skip
+
+    def _tables(self, made: list[tuple[RopeSpec, Tables]], rope: RopeSpec | None, max_model_len: int) -> Tables | None:
+        """Tables are made once for all layers that turn alike."""
+        if rope is None:
+            return None
+        for known, tables in made:
+            if known == rope:
+                return tables
+        made.append((rope, rope_tables(rope, max_model_len, self.device)))
+        return made[-1][1]
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Cache) -> torch.Tensor:
-        """Hidden states after the last norm, [T, hidden] or [S, hidden] of ``batch.outputs``; writes the cache."""
-        hidden = F.embedding(batch.token_ids, self.embed)
-        if self.spec.embed_scale != 1.0:
-            hidden = hidden * self.embed_scale
-        step = None if dispatch.use_kernels(hidden) else StepContext(batch, *self.tables)
-        first = self.layers[0]
-        residual, x = hidden, first.attn_norm(hidden)
+    def forward(self, batch: StepBatch, kv: Cache, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states after the last norm, [T, hidden] or [S, hidden] of ``batch.outputs``; writes the cache.
+
+        ``hidden`` [T, hidden] is what the stage before gave, for all stages but the first; all but the last return
+        theirs, [T, hidden], without a norm.
+        """
+        x = self._enter(batch) if hidden is None else hidden
+        step = None if dispatch.use_kernels(x) else StepContext(batch)
+        outputs = batch.outputs if self.group.shard.last else None
+        if self._plain and self.group.shard.last:
+            x = self._forward_plain(x, batch, kv, step, outputs)
+        else:
+            for index, layer in enumerate(self.layers):
+                wanted = outputs if layer is self.layers[-1] else None
+                x = layer.general(x, batch, (kv.k[index], kv.v[index]), step, wanted)
+            if self.final_norm is not None:
+                x = self.final_norm(x)
+        return x if self.project_out is None else self.project_out(x)
+
+    def _enter(self, batch: StepBatch) -> torch.Tensor:
+        assert self.embed is not None  # the first stage has it
+        if len(self.vocabulary) == self.whole.vocab_size:
+            x = F.embedding(batch.token_ids, self.embed)
+        else:
+            ids = batch.token_ids - self.vocabulary.start
+            others = (ids < 0) | (ids >= len(self.vocabulary))
+            x = F.embedding(ids.masked_fill(others, 0), self.embed).masked_fill_(others[:, None], 0.0)
+            x = self.group.all_reduce(x)
+        if self.whole.embed_scale != 1.0:
+            x = x * self.embed_scale
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.positions is not None:
+            x = x + F.embedding(batch.positions + self.whole.position_offset, self.positions)
+        return x if self.embed_norm is None else self.embed_norm(x)
+
+    def _forward_plain(
+        self, residual: torch.Tensor, batch: StepBatch, kv: Cache, step: StepContext | None,
+        outputs: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Llama's placement, each sum and the norm after it in one operation."""
+        first, add = self.layers[0], self.group.all_reduce
+        assert first.attn_norm is not None and self.final_norm is not None
+        x = first.attn_norm(residual)
         for index, layer in enumerate(self.layers):
-            x = layer.attention(x, batch, kv.k[index], kv.v[index], step)
-            if layer is self.layers[-1] and batch.outputs is not None:
-                x, residual = x.index_select(0, batch.outputs), residual.index_select(0, batch.outputs)
+            x = add(layer.attention(x, batch, kv.k[index], kv.v[index], step))
+            if layer is self.layers[-1] and outputs is not None:
+                x, residual = x.index_select(0, outputs), residual.index_select(0, outputs)
                 if not len(x):
                     return x
+            assert layer.mlp_norm is not None
             x, residual = layer.mlp_norm.add(x, residual)
-            x = self._mlp(layer.mlp, x)
+            x = add(layer.run_mlp(x))
             following = self.layers[index + 1].attn_norm if index + 1 < len(self.layers) else self.final_norm
+            assert following is not None
             x, residual = following.add(x, residual)
         return x
 
-    def _mlp(self, mlp: GatedMLP, x: torch.Tensor) -> torch.Tensor:
-        if dispatch.use_kernels(x) or x.shape[0] <= _MLP_ROWS:
-            return mlp(x)
-        out = torch.empty_like(x)
-        for part, into in zip(x.split(_MLP_ROWS), out.split(_MLP_ROWS), strict=True):
-            into.copy_(mlp(part))
-        return out
-
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of ``hidden`` [S, hidden], rows that ``forward`` gave."""
+        """Logits [S, vocab_size] float32 of ``hidden`` [S, hidden], rows that ``forward`` gave.
+
+        Of a model in several tensor ranks: those of ``vocabulary`` alone.
+        """
+        assert self.lm_head is not None  # the last stage has it
         logits = self.lm_head(hidden).float()
-        if self.spec.logit_scale != 1.0:
-            logits.mul_(self.spec.logit_scale)
-        if self.spec.logit_softcap:
-            logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
+        if self.whole.logit_scale != 1.0:
+            logits.mul_(self.whole.logit_scale)
+        if self.whole.logit_softcap:
+            logits.div_(self.whole.logit_softcap).tanh_().mul_(self.whole.logit_softcap)
         return logits

@@ -1,38 +1,43 @@
-"""From a model folder to a Decoder: safetensors streamed into fused parameters, or random weights from a config.
+"""From a model folder to a Decoder: tensors streamed into fused parameters, or random weights from a config.
 
-A checkpoint's tensors are read one at a time and copied to their rows of the decoder's parameters; a product is packed
-for its device as soon as its last row is there. So memory peaks at one model and one parameter. Every tensor must
-have a place and every parameter all its rows: what is missing or left over ends the load.
+A checkpoint's tensors are read one at a time, of each only the rows this process holds, and copied to their place in
+the decoder's parameters; a product is packed for its device as soon as its last row is there. So memory peaks at one
+model and one parameter. Every tensor must have a place and every parameter all its rows: what is missing or left over
+ends the load.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ...proto.config import ConfigError
 from ...proto.model_config import ModelConfig
 from ..layers.linear import Linear
-from .decoder import Decoder, Parameter, parameters
+from ..parallel import Group
+from .decoder import Decoder, Weights
 from .dtypes import resolve_dtype
 from .families import find_family
-from .spec import DecoderSpec, WeightNames
+from .files import Entry, Tensors, check_load_format, some, weight_files
+from .parameters import Parameter, parameters
+from .spec import DecoderSpec, Layout, Shard, WeightNames
 
 __all__ = ["load_model", "resolve_dtype"]
 
 log = logging.getLogger(__name__)
 
-_INDEX = "model.safetensors.index.json"
 _DUMMY_STD = 0.02
 # Random values drawn for dummy weights, then repeated: a prime, so that no two rows of a matrix are the same.
 _POOL = 4194319
+# Reads of one tensor; where its rows lie more scattered, all between the first and the last are read.
+_MOST_READS = 512
 
 
 @torch.inference_mode()
@@ -43,176 +48,240 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = False,
+    group: Group | None = None,
 ) -> Decoder:
-    """The model of ``config`` on ``device`` in ``dtype``.
+    """The model of ``config`` on ``device`` in ``dtype``, or the part of it that ``group.shard`` says.
 
-    ``load_format``: auto or safetensors read the folder; dummy makes random weights from ``seed``, no file needed.
-    Raises ConfigError, one line that names the file and the remedy.
+    ``load_format``: auto or safetensors read the folder, pt its pickled tensors; dummy makes random weights from
+    ``seed``, no file needed. Raises ConfigError, one line that names the file and the remedy.
     """
+    check_load_format(load_format)
+    group = group or Group.alone()
     spec, names = find_family(config.hf)
-    parts = _Parts(spec, dtype, device)
+    parts = _Parts(spec, dtype, device, group.shard)
     if load_format == "dummy":
         _fill_dummy(parts, seed, progress)
-    elif load_format in ("auto", "safetensors"):
-        _fill_from_files(parts, names, Path(config.path), progress)
     else:
-        raise ConfigError(f"Unknown load format: {load_format}. Must be one of ['auto', 'safetensors', 'dummy'].")
-    return parts.decoder(config.max_model_len)
+        _fill_from_files(parts, names, Path(config.path), load_format, progress)
+    return Decoder(spec, parts.weights(), config.max_model_len, group)
 
 
 class _Parts:
-    """The decoder's parameters while they fill up."""
+    """The parameters of one process while they fill up."""
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, shard: Shard) -> None:
         self.spec, self.dtype, self.device = spec, dtype, device
-        self.parameters = {parameter.name: parameter for parameter in parameters(spec)}
-        self._weights: dict[str, torch.Tensor] = {}
+        self.parameters = {parameter.name: parameter for parameter in parameters(spec, shard)}
+        self._tensors: dict[str, torch.Tensor] = {}
         self._products: dict[str, Linear] = {}
         self._open: dict[str, torch.Tensor] = {}
-        self._rows_left = {name: set(range(len(p.rows))) for name, p in self.parameters.items()}
+        self._left = {
+            name: {index for index, part in enumerate(p.parts) if len(part)} for name, p in self.parameters.items()
+        }
 
-    def put(self, name: str, part: int | None, tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` to part ``part`` of parameter ``name`` (None: all of it), cast to the model's dtype."""
-        parameter = self.parameters[name]
-        whole = self._open.get(name)
+    def rows(self, parameter: Parameter, index: int) -> torch.Tensor:
+        """The place of part ``index`` in the parameter's tensor, made at the first call."""
+        whole = self._open.get(parameter.name)
         if whole is None:
-            whole = self._open[name] = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
-        rows = whole
-        if part is not None:
-            start = sum(parameter.rows[:part])
-            rows = whole[start : start + parameter.rows[part]]
-        rows.copy_(tensor)
-        self._rows_left[name] -= {part} if part is not None else self._rows_left[name]
-        if not self._rows_left[name]:
-            self.finish(parameter, self._open.pop(name))
+            dtype = torch.float32 if parameter.stem == "correction.bias" else self.dtype
+            whole = self._open[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=self.device)
+        start = sum(map(len, parameter.parts[:index]))
+        return whole[start : start + len(parameter.parts[index])]
+
+    def filled(self, parameter: Parameter, index: int) -> None:
+        """Part ``index`` is complete."""
+        left = self._left[parameter.name]
+        left.discard(index)
+        if not left and parameter.name in self._open:
+            self.finish(parameter, self._open.pop(parameter.name))
 
     def finish(self, parameter: Parameter, tensor: torch.Tensor) -> None:
         """Take ``tensor`` as the whole of ``parameter``, in the model's dtype, on its device."""
-        self._rows_left[parameter.name].clear()
+        self._left[parameter.name].clear()
         if parameter.kind == "product":
             self._products[parameter.name.removesuffix(".weight")] = Linear(tensor)
         else:
-            self._weights[parameter.name] = tensor
+            self._tensors[parameter.name] = tensor
 
     def missing(self) -> list[tuple[str, int]]:
         """(parameter, part) still without rows, in the model's order."""
-        return [(name, part) for name, left in self._rows_left.items() for part in sorted(left)]
+        return [(name, part) for name, left in self._left.items() for part in sorted(left)]
 
-    def decoder(self, max_model_len: int) -> Decoder:
-        """The finished model."""
-        for name, parameter in self.parameters.items():
-            if parameter.kind == "bias":
-                self._products[name.removesuffix(".bias")].bias = self._weights.pop(name)
-        if self.spec.tied:
-            self._products["lm_head"] = Linear(self._weights["embed.weight"])
-        return Decoder(self.spec, self._weights, self._products, max_model_len)
-
-
-# Checkpoint tensor -> (parameter, part or None for all of it)
-_Places = dict[str, tuple[str, int | None]]
+    def weights(self) -> Weights:
+        """The finished parameters."""
+        if self.spec.tied and "embed.weight" in self._tensors:
+            self._products["lm_head"] = Linear(self._tensors["embed.weight"])
+        for name in list(self._tensors):
+            if name.endswith(".bias") and (product := self._products.get(name.removesuffix(".bias"))) is not None:
+                product.bias = self._tensors.pop(name)
+        return Weights(self.spec, self._tensors, self._products)
 
 
-def _places(parts: _Parts, names: WeightNames) -> _Places:
-    found: _Places = {}
-    outer = {"embed": names.embed, "final_norm": names.final_norm, "lm_head": names.lm_head}
-    for name, parameter in parts.parameters.items():
-        *prefix, stem, suffix = name.split(".")
-        if prefix:
-            modules = names.layer[stem]
-            base = names.layer_prefix.format(prefix[1])
+@dataclass(frozen=True)
+class _Place:
+    """What one tensor of a checkpoint holds: ``parts`` of ``parameter`` (the whole model's), in order."""
+
+    parameter: Parameter
+    parts: tuple[int, ...]
+    layout: Layout
+    experts: int = 0  # pieces along the first axis, each with ``parts`` of its own expert; 0: no such axis
+
+
+def _places(spec: DecoderSpec, names: WeightNames) -> dict[str, _Place]:
+    """Checkpoint tensor -> what it holds, for all of the model, whatever this process has of it."""
+    outer = {"embed": names.embed, "final_norm": names.final_norm, "lm_head": names.lm_head, **names.outer}
+    found: dict[str, _Place] = {}
+    for parameter in parameters(spec):
+        module, suffix = parameter.stem.rsplit(".", 1)
+        modules: tuple[str, ...]
+        if parameter.layer < 0:
+            modules, base = (outer.get(parameter.stem) or f"{outer[module]}.{suffix}",), ""
         else:
-            modules, base = (outer[stem],), ""
-        for part, module in enumerate(modules):
-            fused = len(modules) == 1
-            if not fused and len(modules) != len(parameter.rows):
-                raise ValueError(f"{names} names {len(modules)} modules for {name}, which has {len(parameter.rows)}")
-            found[f"{base}{module}.{suffix}"] = (name, None if fused else part)
+            base = names.layer_prefix.format(parameter.layer)
+            modules = names.layer.get(parameter.stem) or tuple(f"{each}.{suffix}" for each in names.layer[module])
+        layout = names.layouts.get(parameter.stem) or names.layouts.get(module) or Layout()
+        for name, place in _places_of(parameter, modules, layout, spec):
+            found[base + name] = place
     return found
 
 
-def _fill_from_files(parts: _Parts, names: WeightNames, folder: Path, progress: bool) -> None:
-    places = _places(parts, names)
+def _places_of(
+    parameter: Parameter, modules: tuple[str, ...], layout: Layout, spec: DecoderSpec
+) -> Iterator[tuple[str, _Place]]:
+    count = len(parameter.parts)
+    experts = spec.moe.experts if spec.moe is not None else 1
+    each = count // experts if parameter.stem.startswith("experts_") else count  # parts of one expert
+    if layout.per_expert or "{e}" in modules[0]:
+        for place, module in enumerate(modules):
+            own = tuple(range(each)) if len(modules) == 1 else (place,)
+            if layout.per_expert:
+                yield module, _Place(parameter, own, layout, experts)
+                continue
+            for expert in range(experts):
+                mine = tuple(expert * each + part for part in own)
+                yield module.replace("{e}", str(expert)), _Place(parameter, mine, layout)
+    elif len(modules) == 1:
+        yield modules[0], _Place(parameter, tuple(range(count)), layout)
+    elif len(modules) == count:
+        for index, module in enumerate(modules):
+            yield module, _Place(parameter, (index,), layout)
+    else:
+        raise ValueError(f"{len(modules)} modules are named for {parameter.name}, which has {count} parts")
+
+
+def _fill_from_files(parts: _Parts, names: WeightNames, folder: Path, load_format: str, progress: bool) -> None:
+    places = _places(parts.spec, names)
     skip = re.compile("|".join([*names.skip, *([re.escape(names.lm_head) + r"\.weight"] if parts.spec.tied else [])]))
     left_over: list[str] = []
-    files = _files(folder)
+    files = weight_files(folder, load_format)
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
         for file in files:
-            for name, tensor in _tensors(file):
-                bar.update(tensor.nbytes)
-                if name in places:
-                    _put_checked(parts, places[name], name, tensor, file)
-                elif not skip.fullmatch(name):
-                    left_over.append(name)
+            with Tensors.open(file) as tensors:
+                for entry in tensors:
+                    place = places.get(entry.name) or places.get(names.prefix + entry.name)
+                    if place is not None:
+                        _put(parts, place, entry)
+                    elif not skip.fullmatch(entry.name):
+                        left_over.append(entry.name)
+                    bar.update(entry.nbytes)
         bar.update(total - bar.n)  # what the files hold besides weights: their headers
-    checkpoint = {place: name for name, place in places.items()}
-    missing = [checkpoint.get((name, part)) or checkpoint[name, None] for name, part in parts.missing()]
+    _check_complete(parts, places, left_over, folder)
+
+
+def _check_complete(parts: _Parts, places: dict[str, _Place], left_over: list[str], folder: Path) -> None:
+    checkpoint = {(place.parameter.name, part): name for name, place in places.items() for part in place.parts}
+    missing = [checkpoint.get(each) or checkpoint[each[0], 0] for each in parts.missing()]
     if missing:
         raise ConfigError(
-            f"{folder}: the weights lack {_some(list(dict.fromkeys(missing)))}, which {parts.spec.architecture} with "
+            f"{folder}: the weights lack {some(list(dict.fromkeys(missing)))}, which {parts.spec.architecture} with "
             "this config.json needs; download the folder again, or correct config.json."
         )
     if left_over:
         raise ConfigError(
-            f"{folder}: the weights hold {_some(left_over)}, which {parts.spec.architecture} with this config.json "
+            f"{folder}: the weights hold {some(left_over)}, which {parts.spec.architecture} with this config.json "
             "has no place for; check that config.json belongs to these weights."
         )
 
 
-def _put_checked(parts: _Parts, place: tuple[str, int | None], name: str, tensor: torch.Tensor, file: Path) -> None:
-    parameter = parts.parameters[place[0]]
-    rows = sum(parameter.rows) if place[1] is None else parameter.rows[place[1]]
-    shape = (rows,) if parameter.columns is None else (rows, parameter.columns)
-    if tuple(tensor.shape) != shape:
-        raise ConfigError(
-            f"{file}: {name} has shape {tuple(tensor.shape)} where config.json makes it {shape}; "
-            "check that config.json belongs to these weights."
-        )
-    if not tensor.is_floating_point():
-        raise ConfigError(
-            f"{file}: {name} is {str(tensor.dtype)[6:]}, a quantised weight, which is not supported; "
-            "use the model's float weights."
-        )
-    parts.put(*place, tensor)
+def _put(parts: _Parts, place: _Place, entry: Entry) -> None:
+    """Read what this process holds of ``entry`` into its parameter."""
+    if not place.experts:
+        _check_shape(place, entry)
+    local = parts.parameters.get(place.parameter.name)
+    if local is None:
+        return
+    if place.experts:
+        _put_experts(parts, place, local, entry)
+        return
+    base = 0
+    for index in place.parts:
+        part = local.parts[index]
+        if len(part):
+            order = place.layout.order
+            rows = np.arange(base + part.start, base + part.stop)
+            rows = rows if order is None else order(parts.spec, local.layer)[rows]
+            _read(parts.rows(local, index), rows, local, place.layout, entry)
+            parts.filled(local, index)
+        base += part.total
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def _check_shape(place: _Place, entry: Entry) -> None:
+    parameter = place.parameter
+    rows = sum(parameter.parts[index].total for index in place.parts)
+    shape = (rows,) if parameter.columns is None else (rows, parameter.columns.total)
+    shape = shape[::-1] if place.layout.transposed else shape
+    if entry.shape != shape:
+        raise _wrong_shape(entry, entry.shape, shape)
 
 
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those of the index, else model.safetensors, else all but consolidated."""
-    index = folder / _INDEX
-    if index.exists():
-        try:
-            shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{index} is not a safetensors index ({error}); download it again.") from error
-        files = [folder / str(shard) for shard in shards]
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise ConfigError(f"{index} names {_some(absent)}, which the folder lacks; download the missing files.")
-        return files
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
-    if not files:
-        raise ConfigError(
-            f"{folder} holds no .safetensors file; download the weights, convert them "
-            "(model.save_pretrained(folder) in transformers), or use --load-format dummy."
-        )
-    return files
+def _wrong_shape(entry: Entry, found: tuple[int, ...], wanted: tuple[int, ...]) -> ConfigError:
+    return ConfigError(
+        f"{entry.file}: {entry.name} has shape {found} where config.json makes it {wanted}; "
+        "check that config.json belongs to these weights."
+    )
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file in the order they lie in it."""
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.offset_keys() if hasattr(tensors, "offset_keys") else tensors.keys():
-                yield name, tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{file} is cut short or no safetensors file ({first}); download it again.") from error
+def _read(into: torch.Tensor, rows: np.ndarray, parameter: Parameter, layout: Layout, entry: Entry) -> None:
+    """Copy ``rows`` of the tensor, and the parameter's columns of them."""
+    columns = None if parameter.columns is None else slice(parameter.columns.start, parameter.columns.stop)
+    if layout.transposed and columns is not None:
+        first, last = int(rows.min()), int(rows.max()) + 1
+        found = entry.read(columns, slice(first, last)).t()
+        into.copy_(found if len(rows) == last - first and (np.diff(rows) == 1).all() else found[rows - first])
+        return
+    if layout.convert is not None:
+        into.copy_(layout.convert(entry.read(slice(int(rows[0]), int(rows[-1]) + 1), columns)))
+        return
+    starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)  # each run of neighbouring rows is one read
+    if len(starts) > _MOST_READS:
+        first = int(rows.min())
+        into.copy_(entry.read(slice(first, int(rows.max()) + 1), columns)[rows - first])
+        return
+    for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+        entry.copy_to(into[start:stop], slice(int(rows[start]), int(rows[stop - 1]) + 1), columns)
+
+
+def _put_experts(parts: _Parts, place: _Place, local: Parameter, entry: Entry) -> None:
+    """A tensor of all experts: each one's piece is read, converted, and cut into the expert's parts."""
+    each = len(local.parts) // place.experts
+    size, odd = divmod(entry.shape[0], place.experts)
+    if odd:
+        raise _wrong_shape(entry, entry.shape, (place.experts, *entry.shape[1:]))
+    for expert in range(place.experts):
+        indices = [expert * each + part for part in place.parts]
+        if not len(local.parts[indices[0]]):
+            continue
+        piece = entry.read(slice(expert * size, (expert + 1) * size))
+        piece = piece[0] if size == 1 else piece
+        piece = piece if place.layout.convert is None else place.layout.convert(piece)
+        rows = sum(local.parts[index].total for index in indices)
+        shape = (rows,) if local.columns is None else (rows, local.columns.total)
+        if tuple(piece.shape) != shape:
+            raise _wrong_shape(entry, tuple(piece.shape), shape)
+        for index, found in zip(indices, piece.split([local.parts[i].total for i in indices]), strict=True):
+            parts.rows(local, index).copy_(found)
+            parts.filled(local, index)
 
 
 def _fill_dummy(parts: _Parts, seed: int, progress: bool) -> None:

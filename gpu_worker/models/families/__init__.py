@@ -1,0 +1,26 @@
+"""The table of families: architecture in config.json -> (its spec from the config's values, the names of its weights).
+
+A family is a function of the config's values that differ from Llama's, and a ``WeightNames``; docs/adding-a-model.md
+adds one step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ....proto.config import ConfigError
+from ..spec import DecoderSpec, WeightNames
+from . import llama
+from .common import Config, Family, with_aliases
+
+FAMILIES: Mapping[str, Family] = {**llama.FAMILIES}
+
+
+def find_family(hf: Config) -> tuple[DecoderSpec, WeightNames]:
+    """The spec and weight names of ``hf``. Raises ConfigError for an architecture the table does not hold."""
+    names = hf.get("architectures") or []
+    for name in names:
+        if name in FAMILIES:
+            make, weights = FAMILIES[name]
+            return make(with_aliases({**hf, "architectures": [name]})), weights
+    raise ConfigError(f"architectures {names} in config.json are not supported; supported are {sorted(FAMILIES)}.")

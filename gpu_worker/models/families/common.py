@@ -1,0 +1,155 @@
+"""What the families share: reading a config's values, and the spec and names of the commonest shape.
+
+Both spellings of configs are read: transformers 5 (``rope_parameters``, ``dtype``) and older (``rope_theta``,
+``rope_scaling``, ``torch_dtype``); and the older names of sizes (``n_embd``, ``num_layers``, ...).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ....proto.config import ConfigError
+from ....proto.model_config import rope_parameters
+from ..spec import DecoderSpec, RopeSpec, WeightNames
+
+Config = dict[str, Any]
+Family = tuple[Callable[[Config], DecoderSpec], WeightNames]
+
+LLAMA_LAYER: dict[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+    "attn_norm": ("input_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
+}
+LLAMA_NAMES = WeightNames(LLAMA_LAYER)
+
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "swiglu": "silu", "gelu": "gelu", "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
+    "relu2": "relu2", "quick_gelu": "quick_gelu",
+}  # fmt: skip
+
+# Other names of a value, read where config.json lacks the usual one.
+_ALIASES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
+    "hidden_act": ("activation_function", "hidden_activation"),
+    "vocab_size": ("padded_vocab_size",),
+    "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len", "max_sequence_length"),
+}
+
+
+def with_aliases(hf: Config) -> Config:
+    """``hf`` with the usual names of what it holds under other ones."""
+    found = dict(hf)
+    for name, others in _ALIASES.items():
+        value = next((hf[other] for other in others if hf.get(other) is not None), None)
+        if found.get(name) is None and value is not None:
+            found[name] = value
+    return found
+
+
+def integer(hf: Config, key: str, default: int | None = None) -> int:
+    """A positive integer. Raises ConfigError."""
+    value = hf.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json: {key} must be a positive integer, got {value!r}.")
+    return value
+
+
+def positive(hf: Config, key: str, default: float) -> float:
+    """A positive number. Raises ConfigError."""
+    value = hf.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}.")
+    return float(value)
+
+
+def activation(hf: Config, key: str = "hidden_act", default: str = "silu") -> str:
+    """The spec's name of an activation. Raises ConfigError."""
+    name = hf.get(key) or default
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"config.json: {key} {name!r} is not supported; it may be one of {sorted(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[name]
+
+
+def rope(hf: Config, head_dim: int, trained_len: int, interleaved: bool = False) -> RopeSpec:
+    """Rotary positions as config.json has them."""
+    values = rope_parameters(hf)
+    kind = str(values.pop("rope_type"))
+    theta = positive(values, "rope_theta", 10000.0)
+    del values["rope_theta"]
+    fraction = values.pop("partial_rotary_factor", None)
+    fraction = hf.get("partial_rotary_factor") if fraction is None else fraction
+    # Phi-3 keeps this beside the dict, and there it wins; elsewhere the config's length is the default.
+    outside = hf.get("original_max_position_embeddings")
+    if outside is not None:
+        values["original_max_position_embeddings"] = outside
+    values.setdefault("original_max_position_embeddings", trained_len)
+    fraction = positive({"partial_rotary_factor": fraction}, "partial_rotary_factor", 1.0)
+    if kind == "proportional":  # turns every dim, those past the fraction by nothing
+        values["fraction"], fraction = fraction, 1.0
+    kind = {"su": "longrope"}.get(kind, kind)
+    return RopeSpec(int(head_dim * fraction), theta, kind, values, trained_len, interleaved)
+
+
+def windows(hf: Config, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """``window`` on each layer, or where layer_types says so (transformers 5 writes them out)."""
+    types = hf.get("layer_types")
+    if window is None or not types:
+        return (window,) * layers
+    if len(types) != layers:
+        raise ConfigError(f"config.json: layer_types has {len(types)} entries for num_hidden_layers {layers}.")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def decoder(hf: Config, **changes: Any) -> DecoderSpec:
+    """Llama's values from ``hf``; other families pass what differs.
+
+    Beside the spec's fields, ``rope`` (a RopeSpec or None) and ``attn_scale`` stand for the same in every layer.
+    """
+    hidden, layers = integer(hf, "hidden_size"), integer(hf, "num_hidden_layers")
+    heads = integer(hf, "num_attention_heads")
+    kv_heads = integer(hf, "num_key_value_heads", heads)
+    head_dim = changes.get("head_dim") or integer(hf, "head_dim", hidden // heads)
+    if "kv_heads" not in changes and heads % kv_heads:
+        raise ConfigError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
+        )
+    if "ropes" not in changes:
+        turn = changes.pop("rope") if "rope" in changes else rope(hf, head_dim, _length(hf))
+        changes["ropes"] = (turn,) * layers
+    scale = changes.pop("attn_scale", head_dim**-0.5)
+    bias = bool(hf.get("attention_bias"))
+    values: dict[str, Any] = {
+        "architecture": (hf.get("architectures") or [""])[0],
+        "vocab_size": integer(hf, "vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "heads": heads,
+        "kv_heads": (kv_heads,) * layers,
+        "head_dim": head_dim,
+        "intermediate_size": changes.get("intermediate_size") or integer(hf, "intermediate_size"),
+        "attn_scales": (scale,) * layers,
+        "windows": (None,) * layers,
+        "norm_eps": changes.get("norm_eps") or positive(hf, "rms_norm_eps", 1e-6),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": bool(hf.get("mlp_bias")),
+        "activation": changes.get("activation") or activation(hf),
+        "tied": bool(hf.get("tie_word_embeddings")),
+        "config_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch.") or None,
+    }
+    return DecoderSpec(**{**values, **changes})
+
+
+def _length(hf: Config) -> int:
+    return integer(hf, "max_position_embeddings", 2048)
