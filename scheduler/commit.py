@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..proto.codec import BadFrame, from_i32
-from ..proto.messages import Finish, PromptLogprobs, StepResult
+from ..proto.messages import Finish, PromptLogprobs, SlotPooled, StepResult
 from .beams import BeamGroup, Scores, advance, read_scores
 from .logprobs import count_logprobs, skip_logprobs
 from .replica import Replica, Step
@@ -24,6 +24,7 @@ def commit(core: Scheduler, replica: Replica, result: StepResult) -> None:
     """
     step, tokens = _check(replica, result)
     scores = _check_beams(replica, step, result) if step.searches() else {}
+    pooled = _check_pooled(step, result) if replica.pools or result.pooled else {}
     core.outbox.flush()
     replica.in_flight.popleft()
     core.steps += 1
@@ -45,7 +46,7 @@ def commit(core: Scheduler, replica: Replica, result: StepResult) -> None:
         if known >= seq.milestone or token in seq.stops:
             _look(core, replica, seq, token)
     if step.chunks:
-        _commit_chunks(core, replica, step, tokens)
+        _commit_chunks(core, replica, step, tokens, pooled)
     if scores:
         _commit_beams(core, replica, step, scores)
 
@@ -115,6 +116,24 @@ def _check_beams(replica: Replica, step: Step, result: StepResult) -> dict[int, 
     }
 
 
+def _check_pooled(step: Step, result: StepResult) -> dict[int, SlotPooled]:
+    """What each slot of a pooling request answers with, but for the failed."""
+    given = {found.slot: found for found in result.pooled}
+    failed = {failed.slot for failed in result.failed}
+    wanted = {
+        slot: seq.request.prompt_len
+        for slot, (seq, _) in enumerate(step.slots())
+        if seq.request.pooling is not None and slot not in failed
+    }
+    if len(given) < len(result.pooled) or given.keys() - failed != wanted.keys():
+        raise BadFrame(f"slots {sorted(given)[:8]} are pooled where {sorted(wanted)[:8]} were expected")
+    for slot, prompt_len in wanted.items():
+        rows, size = given[slot].rows, len(given[slot].data)
+        if rows not in (0, prompt_len) or not size or size % (4 * max(rows, 1)):
+            raise BadFrame(f"{size} bytes in {rows} rows were pooled of {prompt_len} tokens")
+    return given
+
+
 def _pass_on(core: Scheduler, step: Step, result: StepResult, beams: Container[int]) -> None:
     """What comes beside tokens, for the few who asked for it: prompt logprobs first, as they go out before tokens."""
     requests = {at: request for request, at, _, _ in step.prompts}
@@ -140,13 +159,18 @@ def _pass_on(core: Scheduler, step: Step, result: StepResult, beams: Container[i
             seq.sink.logprobs[seq] = record
 
 
-def _commit_chunks(core: Scheduler, replica: Replica, step: Step, tokens: list[int]) -> None:
+def _commit_chunks(
+    core: Scheduler, replica: Replica, step: Step, tokens: list[int], pooled: dict[int, SlotPooled]
+) -> None:
     """Prompts' chunks, and siblings forked from them."""
     at = len(step.decodes) + sum(beams for _, _, beams in step.groups)
     for seq, generation, computed, draws in step.chunks:
         if seq.generation == generation:
             seq.computed = computed
-            if draws and not isinstance(seq, BeamGroup):
+            if draws and seq.request.pooling is not None:
+                _register(replica, seq)
+                core.answer(seq, pooled[at])
+            elif draws and not isinstance(seq, BeamGroup):
                 token = tokens[at]
                 seq.known += 1
                 seq.outputs.append(token)

@@ -19,7 +19,9 @@ from ..proto.messages import (
     Finish,
     Gone,
     Open,
+    Pooled,
     ReplicaStats,
+    SlotPooled,
     Stats,
     StepPlan,
     StepResult,
@@ -31,7 +33,7 @@ from . import planner
 from .accounts import Accounts
 from .beams import BeamGroup, answered
 from .block_pool import PoolError
-from .intake import Refused, check_fits, check_width, read_request
+from .intake import Refused, check_fits, check_kind, check_width, read_request
 from .outbox import Outbox
 from .placement import can_ever_hold
 from .queue import WaitingQueue
@@ -108,11 +110,13 @@ class Scheduler:
         """Check the request against what the replicas hold, as far as that is known."""
         check_width(request, self.config.max_num_seqs)
         if self.replicas:
-            config = self.config
-            blocks = None if self.loading else max(r.pool.num_blocks for r in self.replicas.values())
+            config, replicas = self.config, self.replicas.values()
+            if not self.loading:
+                check_kind(request, {r.pools for r in replicas})
+            blocks = None if self.loading else max(r.pool.num_blocks for r in replicas)
             check_fits(
                 request, self.max_model_len, blocks, config.block_size, config.max_num_batched_tokens,
-                config.enable_chunked_prefill,
+                config.enable_chunked_prefill and not any(r.whole for r in replicas),
             )  # fmt: skip
 
     def _enqueue(self, request: Request) -> None:
@@ -130,7 +134,7 @@ class Scheduler:
             finish, stop_id = Finish.NONE, -1
             if seq.outputs:
                 finish, stop_id = request.finish_of(seq.outputs[-1], len(seq.outputs))
-            if finish is Finish.NONE and seq.known >= seq.limit:
+            if finish is Finish.NONE and seq.known >= seq.limit and request.pooling is None:
                 finish = Finish.LENGTH
             if finish is not Finish.NONE:  # it had ended before its last attempt was lost
                 self.end(seq, finish, stop_id, with_token=False)
@@ -216,6 +220,12 @@ class Scheduler:
     def end(self, seq: Sequence, finish: Finish, stop_id: int, with_token: bool = True) -> None:
         """``seq`` ends by its own tokens; the detokenizer is told."""
         self.outbox.finished(seq, finish, stop_id, with_token)
+        self.leave(seq)
+
+    def answer(self, seq: Sequence, found: SlotPooled) -> None:
+        """``seq`` was pooled, and that was all of it."""
+        request = seq.request
+        self.outbox.put(request.owner, Pooled(request.uid, request.attempt, found.rows, found.data))
         self.leave(seq)
 
     def fail(

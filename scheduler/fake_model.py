@@ -16,6 +16,7 @@ from hashlib import blake2b
 from ..proto.codec import f32, i32
 from ..proto.messages import Finish, Logprobs
 from ..proto.params import SamplingParams
+from ..proto.pooling import PoolingParams
 
 
 def cell(position: int, token: int) -> int:
@@ -35,6 +36,14 @@ def distribution(context: bytes, vocab_size: int) -> list[float]:
     weights = [int(rng.random() * 64) / 8 for _ in range(vocab_size)]
     total = math.log(sum(math.exp(weight) for weight in weights))
     return array("f", [weight - total for weight in weights]).tolist()
+
+
+def pooled(context: bytes, params: PoolingParams) -> tuple[int, bytes]:
+    """What is pooled of ``context`` (int64 cells): rows and float32 data, as in SlotPooled."""
+    ends = range(8, len(context) + 1, 8) if params.per_token else [len(context)]
+    key = f"{params.task}:{params.pooling}:{params.dimensions}:".encode()
+    found = [blake2b(key + context[:end], digest_size=8).digest() for end in ends]
+    return len(found) * params.per_token, f32(byte / 256 for digest in found for byte in digest)
 
 
 def record(values: list[float], token: int, k: int) -> Logprobs:

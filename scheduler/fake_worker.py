@@ -34,13 +34,14 @@ from ..proto.messages import (
     PromptChunk,
     Ready,
     SlotFailed,
+    SlotPooled,
     StepFailed,
     StepPlan,
     StepResult,
 )  # fmt: skip
 from ..proto.process import die, new_incarnation, setup_logging, watch_parent
 from ..proto.sockets import DISCONNECTED, Dealer, worker_endpoint
-from .fake_model import cell, distribution, draw, join, record
+from .fake_model import cell, distribution, draw, join, pooled, record
 
 BEAT_S = 1.0
 UNWRITTEN = -1
@@ -62,14 +63,17 @@ class Row:
 
 
 class PageStore:
-    """Rows and pages of one lease. ``pages=False`` keeps none and draws 1 every time, for benches.
+    """Rows and pages of one lease. ``pages=False`` keeps none and draws 1 every time, for benches. ``whole`` prompts
+    must come in one piece.
 
     Slots of requests in ``failing`` (uids) draw nothing and are reported as failed.
     """
 
-    def __init__(self, num_rows: int, num_blocks: int, block_size: int, vocab_size: int, pages: bool = True):
+    def __init__(
+        self, num_rows: int, num_blocks: int, block_size: int, vocab_size: int, pages: bool = True, whole: bool = False
+    ):
         self.num_rows, self.num_blocks, self.block_size = num_rows, num_blocks, block_size
-        self.vocab_size = vocab_size
+        self.vocab_size, self.whole = vocab_size, whole
         self.rows: dict[int, Row] = {}
         self.pages = [array("q", [UNWRITTEN] * block_size) for _ in range(num_blocks if pages else 0)]
         self.last_step = 0
@@ -163,6 +167,8 @@ class PageStore:
             row = self._row(number)
             if count < 1 or (row.computed not in (-1, start)) or start + count > len(row.tokens):
                 raise PlanError(f"row {number}: {count} from {start}, {row.computed} of {len(row.tokens)} done")
+            if self.whole and (start, count) != (0, len(row.tokens)):
+                raise PlanError(f"row {number}: {count} from {start} of a prompt of {len(row.tokens)} that runs whole")
             for position in range(start, start + count):
                 page = self._page(self._block(row, position))
                 page[position % self.block_size] = cell(position, row.tokens[position])
@@ -198,13 +204,18 @@ class PageStore:
                 result.failed.append(SlotFailed(slot, 503, f"request {target.admit.uid} fails"))
                 continue
             context = self._context(source, end)
+            if target.admit.pooling is not None:
+                tokens.append(0)
+                result.pooled.append(SlotPooled(slot, *pooled(context, target.admit.pooling)))
+                continue
             tokens.append(draw(target.seed, end, context, self.vocab_size))
             if target.admit.params.logprobs is not None or target.admit.params.use_beam_search:
                 slots.append(slot)
                 tokens[-1], found = self._score(target, context, tokens[-1])
                 result.logprobs.append(found)
         for dst, token in zip(targets, tokens, strict=True):
-            if not self.rows[dst].admit.params.use_beam_search:
+            admit = self.rows[dst].admit
+            if not admit.params.use_beam_search and admit.pooling is None:
                 self.rows[dst].tokens.append(token)
         result.tokens, result.logprob_slots = i32(tokens), i32(slots)
 
@@ -244,8 +255,12 @@ def _same_length(*columns: list[int]) -> None:
 class FakeWorker:
     """The worker's side of the protocol. ``handle`` takes what the scheduler sent and returns what to answer."""
 
-    def __init__(self, num_blocks: int = 512, max_model_len: int = 2048, vocab_size: int = 1000, pages: bool = True):
+    def __init__(
+        self, num_blocks: int = 512, max_model_len: int = 2048, vocab_size: int = 1000, pages: bool = True,
+        pools: bool = False, whole: bool = False,
+    ):  # fmt: skip
         self.num_blocks, self.max_model_len, self.vocab_size, self.pages = num_blocks, max_model_len, vocab_size, pages
+        self.pools, self.whole = pools, whole
         self.store: PageStore | None = None
         self.poison: int | None = None  # the first token of prompts that kill this process
         self._assign: Assign | None = None
@@ -258,13 +273,14 @@ class FakeWorker:
         """The answers to one message; messages of another lease than the last are ignored."""
         if isinstance(message, Assign):
             self._assign, self.store = message, None
-            return [Loaded(message.lease, self.num_blocks, self.max_model_len, self.vocab_size)]
+            sizes = (self.num_blocks, self.max_model_len, self.vocab_size)
+            return [Loaded(message.lease, *sizes, self.pools, self.whole)]
         if isinstance(message, Drain):
             return [Bye("drained")]
         if isinstance(message, Configure) and self._current(message.lease):
             assert self._assign is not None
             rows, size = self._assign.max_num_seqs, self._assign.block_size
-            self.store = PageStore(rows, message.num_blocks, size, self.vocab_size, self.pages)
+            self.store = PageStore(rows, message.num_blocks, size, self.vocab_size, self.pages, self.whole)
             return [Ready(message.lease)]
         if isinstance(message, StepPlan) and self._current(message.lease) and self.store is not None:
             if self.poison is not None and any(from_i32(admit.ids)[0] == self.poison for admit in message.admits):
@@ -292,6 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--page-store", choices=("on", "off"), default="on", help="off: every token is 1")
+    parser.add_argument("--pools", choices=("no", "chunks", "whole"), default="no", help="pool prompts; whole: uncut")
     parser.add_argument("--delay-ms", type=float, nargs=2, default=(0.0, 0.0), metavar=("LOW", "HIGH"))
     parser.add_argument("--seed", type=int, default=0, help="of the delays")
     parser.add_argument("--poison", type=int, help="a prompt that begins with this token kills the worker")
@@ -300,7 +317,10 @@ def main(argv: list[str] | None = None) -> None:
     watch_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    worker = FakeWorker(args.num_blocks, args.max_model_len, args.vocab_size, args.page_store == "on")
+    worker = FakeWorker(
+        args.num_blocks, args.max_model_len, args.vocab_size, args.page_store == "on", args.pools != "no",
+        args.pools == "whole",
+    )  # fmt: skip
     worker.poison = args.poison
     _serve(worker, args.scheduler, tuple(args.delay_ms), random.Random(args.seed))
 

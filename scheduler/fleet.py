@@ -171,7 +171,8 @@ class Fleet:
         worker.phase, worker.since, worker.beat_at = "ready", now, now
         worker.replica = Replica(
             worker.lease.replica, worker.lease, peer, config.max_num_seqs, loaded.num_blocks, config.block_size,
-            loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device,
+            loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
+            loaded.whole,
         )  # fmt: skip
         self.core.loading -= 1
         self.core.add_replica(worker.replica)

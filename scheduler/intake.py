@@ -51,10 +51,14 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
         hashes = hash_blocks(message.ids, block_size)
     else:
         raise BadFrame(f"{len(message.hashes)} bytes of hashes for {prompt_len} tokens in blocks of {block_size}")
+    if message.pooling is not None and (message.pooling.pooling is None or message.children):
+        raise BadFrame("a pooling request is not resolved, or has children")
+    if not -1 <= message.second <= prompt_len:
+        raise BadFrame(f"second is {message.second} of {prompt_len} prompt tokens")
     request = Request(
         message.uid, message.attempt, owner, message.ids, hashes, message.params, message.eos, message.seed,
         message.arrival, message.priority if by_priority else 0, message.masked, message.bad_words,
-        message.prompt_logprobs_from, message.key,
+        message.prompt_logprobs_from, message.key, message.pooling, message.second,
     )  # fmt: skip
     request.live = _sequences(request, message, vocab_size)
     return request
@@ -62,7 +66,7 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
 
 def _sequences(request: Request, message: Submit, vocab_size: int) -> list[Sequence]:
     key = (request.priority, request.arrival, request.uid)
-    n = request.params.n
+    n = request.params.n if request.pooling is None else 1
     if request.params.use_beam_search:  # starts again whole, whatever children were live
         return [BeamGroup(request, (*key, 0), message.losses)]
     if not message.children:
@@ -96,6 +100,15 @@ def check_width(request: Request, max_num_seqs: int) -> None:
         )
 
 
+def check_kind(request: Request, pools: Collection[bool]) -> None:
+    """Raise Refused where no replica is there for requests of this kind. ``pools``: of each, whether it pools."""
+    if pools and (request.pooling is not None) not in pools:
+        does, asked = ("pool", "generate") if request.pooling is None else ("generate", "pool")
+        raise Refused(
+            f"The workers here {does} and do not {asked}: they were started with another --runner than the detokenizer."
+        )
+
+
 def check_fits(
     request: Request, max_model_len: int, blocks: int | None, block_size: int, budget: int, chunked: bool
 ) -> None:
@@ -103,23 +116,27 @@ def check_fits(
 
     ``blocks`` is the size of the largest replica (None: not known yet), ``budget`` the most tokens one step can run.
     """
-    if request.prompt_len >= max_model_len:
+    generates = request.pooling is None
+    if request.prompt_len >= max_model_len + (not generates):
+        why = ", which leaves no room for output" if generates else ""
         raise Refused(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
-            f"{request.prompt_len} input tokens, which leaves no room for output. Please reduce the length of "
-            "the input prompt.",
+            f"{request.prompt_len} input tokens{why}. Please reduce the length of the input prompt.",
             param="prompt",
         )
     if not chunked and request.prompt_len > budget:
+        why, remedy = "with chunked prefill off", "shorten it, raise that flag, or drop --no-enable-chunked-prefill"
+        if not generates:
+            why, remedy = "and runs a prompt whole", "shorten it (truncate_prompt_tokens), or raise that flag"
         raise Refused(
-            f"The prompt has {request.prompt_len} tokens and a step runs at most max_num_batched_tokens={budget} with "
-            "chunked prefill off; shorten it, raise that flag, or drop --no-enable-chunked-prefill.",
+            f"The prompt has {request.prompt_len} tokens and a step runs at most max_num_batched_tokens={budget} "
+            f"{why}; {remedy}.",
             param="prompt",
         )
-    limit = min(request.prompt_len + request.max_tokens, max_model_len)
+    limit = min(request.prompt_len + request.max_tokens * generates, max_model_len)
     for seq in request.live:
         seq.limit = limit
-    need = max((seq.most_blocks(block_size) for seq in request.live if seq.known < limit), default=0)
+    need = max((seq.most_blocks(block_size) for seq in request.live if seq.known < limit or not generates), default=0)
     if blocks is not None and need > blocks:
         beams = fewer = ""
         if request.params.use_beam_search:

@@ -244,7 +244,8 @@ def _admit(core: Scheduler, replica: Replica, draft: Draft) -> None:
     """Rows for those in line, strictly in order: whoever does not fit holds up those behind it."""
     if not core.queue:
         return
-    chunked, budget = core.config.enable_chunked_prefill, core.config.max_num_batched_tokens
+    chunked = core.config.enable_chunked_prefill and not replica.whole
+    budget = core.config.max_num_batched_tokens
     if draft.budget and replica.free_rows:
         for seq, cached in _candidates(core, replica):
             if not has_room(replica, seq, cached):

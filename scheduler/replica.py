@@ -71,11 +71,13 @@ class Replica:
 
     def __init__(
         self, number: int, lease: Lease, peer: str, num_rows: int, num_blocks: int, block_size: int,
-        max_model_len: int, vocab_size: int, caching: bool = True, device: str = "",
+        max_model_len: int, vocab_size: int, caching: bool = True, device: str = "", pools: bool = False,
+        whole: bool = False,
     ):  # fmt: skip
         self.number, self.lease, self.peer, self.device = number, lease, peer, device
+        self.pools, self.whole = pools, whole  # as in Loaded
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
-        self.pool = BlockPool(num_blocks, caching)
+        self.pool = BlockPool(num_blocks, caching and not whole)
         self.num_rows = num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.decoding: list[Sequence] = []

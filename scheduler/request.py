@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ..proto.hashing import ROOT, hash_block
 from ..proto.messages import Admit, Finish, Logprobs
 from ..proto.params import SamplingParams
+from ..proto.pooling import PoolingParams
 from .block_pool import blocks_for
 
 if TYPE_CHECKING:
@@ -47,18 +48,21 @@ class Request:
 
     __slots__ = (
         "account", "arrival", "attempt", "bad_words", "eos", "hashes", "live", "masked", "max_tokens", "owner",
-        "params", "priority", "prompt", "prompt_done", "prompt_len", "seed", "started", "stops", "uid",
+        "params", "pooling", "priority", "prompt", "prompt_done", "prompt_len", "second", "seed", "started", "stops",
+        "uid",
     )  # fmt: skip
 
     def __init__(
         self, uid: int, attempt: int, owner: str, prompt: bytes, hashes: list[bytes], params: SamplingParams,
         eos: list[int], seed: int, arrival: float, priority: int = 0, masked: bytes = b"",
         bad_words: list[list[int]] | None = None, prompt_done: int = 0, account: str = "",
+        pooling: PoolingParams | None = None, second: int = -1,
     ):  # fmt: skip
         self.uid, self.attempt, self.owner = uid, attempt, owner
         self.prompt, self.prompt_len = prompt, len(prompt) // 4
         self.hashes = hashes
         self.params, self.max_tokens = params, params.max_tokens or 1
+        self.pooling, self.second = pooling, second  # it ends with its prompt, and draws nothing
         self.eos = frozenset(eos)
         self.stops = self.eos.union(params.stop_token_ids or ())
         self.masked, self.bad_words = masked, bad_words or []
@@ -186,14 +190,16 @@ class Sequence:
         ids = request.prompt + self.outputs.tobytes()
         return Admit(
             self.row, self.uid, self.index, ids, request.prompt_len, request.params, self.seed(), request.masked,
-            request.bad_words, self.prompt_from,
+            request.bad_words, self.prompt_from, request.pooling, request.second,
         )  # fmt: skip
 
     def reusable(self) -> int:
         """Leading tokens that may come from the prefix cache. The last known one is always run, to draw from it; where
-        the logprobs of prompt token p are wanted, so is p - 1."""
-        request = self.request
+        the logprobs of prompt token p are wanted, so is p - 1; and where more is pooled than the last, all are."""
+        request, pooling = self.request, self.request.pooling
         if request.params.skip_reading_prefix_cache:
+            return 0
+        if pooling is not None and (pooling.pooling != "LAST" or pooling.skip_reading_prefix_cache):
             return 0
         return min(self.known, request.prompt_done) - 1 if request.asks_prompt else self.known - 1
 
