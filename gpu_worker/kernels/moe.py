@@ -1,0 +1,177 @@
+"""Mixture of experts on a GPU: each token through the experts it chose, one launch a product for all of them.
+
+A *slot* is one choice of one token: number token * k + choice. ``align`` sorts the slots by expert and gives each
+expert whole blocks of rows, so that a program multiplies its block by one expert's weight. How many blocks there are
+follows from the shapes alone, as an upper bound: nothing is read back by the host, and a CUDA graph captures it all.
+Results stay at their slots, so the sum over a token's slots has one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .activation import LIMIT, function, gated_activation_torch
+
+_SUM_BLOCK = 1024
+
+
+class Experts(NamedTuple):
+    """The experts ``first .. first + E - 1`` of a layer."""
+
+    gate_up: torch.Tensor
+    """[E, 2 * width, hidden], contiguous, the rows of gate before those of up."""
+    down: torch.Tensor
+    """[E, hidden, width], contiguous."""
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    """[E, 2 * width] and [E, hidden], contiguous."""
+    first: int = 0
+    activation: str = "silu"
+
+
+class Blocks(NamedTuple):
+    """Slots in blocks, each of one expert."""
+
+    slots: torch.Tensor
+    """int32 [blocks, rows]; ``total`` in an empty place."""
+    experts: torch.Tensor
+    """int32 [blocks], which of the local experts; their number where a block is without work."""
+    total: int
+    """The number of slots, T * k."""
+
+
+def experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
+    """What the experts of ``local`` contribute to each token: [T, hidden], in x's dtype.
+
+    The products and the sum are computed in float32, and each is rounded to x's dtype.
+
+    Args:
+        x: [T, hidden], last axis contiguous.
+        weights: float32 [T, k], contiguous: the factors of the chosen experts' outputs.
+        ids: int64 [T, k], contiguous: the chosen experts. Those that are not in ``local`` contribute nothing.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    if not len(x):
+        return torch.empty_like(x)
+    count = len(local.gate_up)
+    blocks = align(ids, local.first, count, block_rows(ids.numel() // count, x.dtype))
+    wide = grouped_product(x, local.gate_up, local.gate_up_bias, blocks, activation=local.activation)
+    each = grouped_product(wide, local.down, local.down_bias, blocks, weights=weights)
+    return sum_slots(each, ids, local.first, count)
+
+
+def experts_torch(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
+    """The twin of ``experts``."""
+    count = len(local.gate_up)
+    blocks = align(ids, local.first, count, 16)
+    wide = grouped_product_torch(x, local.gate_up, local.gate_up_bias, blocks, activation=local.activation)
+    each = grouped_product_torch(wide, local.down, local.down_bias, blocks, weights=weights)
+    return sum_slots_torch(each, ids, local.first, count)
+
+
+def block_rows(slots: int, dtype: torch.dtype) -> int:
+    """Rows of a block where an expert has ``slots`` slots on average."""
+    # float32 products take three passes and more registers.
+    return min(128 if dtype.itemsize == 2 else 32, max(16, 1 << max(slots - 1, 0).bit_length()))
+
+
+def align(ids: torch.Tensor, first: int, count: int, rows: int) -> Blocks:
+    """The slots of ``ids`` [T, k] whose experts are among ``first .. first + count - 1``, in blocks of ``rows``."""
+    total, device = ids.numel(), ids.device
+    blocks = -(-(total + min(count, total) * (rows - 1)) // rows)
+    expert = ids.flatten() - first
+    # The others' slots are sorted behind every block with work.
+    expert = torch.where((expert >= 0) & (expert < count), expert, count)
+    sizes = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_add_(0, expert, torch.ones_like(expert))
+    padded = (sizes + rows - 1) // rows * rows
+    ends = padded.cumsum(0)
+    shift = (ends - padded) - (sizes.cumsum(0) - sizes)
+    expert, order = expert.sort(stable=True)
+    slots = torch.full((blocks * rows,), total, dtype=torch.int32, device=device)
+    slots.scatter_(0, torch.arange(total, device=device) + shift[expert], order.int())
+    starts = torch.arange(0, blocks * rows, rows, device=device)
+    return Blocks(slots.view(-1, rows), torch.searchsorted(ends[:count], starts, right=True, out_int32=True), total)
+
+
+def grouped_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    blocks: Blocks,
+    activation: str = "",
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The row of each slot, or of its token, times the weight of the slot's expert.
+
+    Args:
+        x: [T * k, in] or [T, in], last axis contiguous.
+        weight: [E, out, in], contiguous; [E, 2 * out, in] where ``activation``, a gated one, joins the halves.
+        bias: shaped like weight's first two axes, added to the product; or None.
+        weights: [T, k], a factor for each slot's result; or None.
+
+    Returns:
+        [T * k, out], unset at slots whose expert is not local.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    if activation not in ("", "swiglu_oai"):
+        function(activation)
+    from . import moe_jit
+
+    rows, inner, half = blocks.slots.shape[1], x.shape[1], x.dtype.itemsize == 2
+    width = weight.shape[1] // (2 if activation else 1)
+    block_n, block_k = 64, 64 if half else 32
+    out = torch.empty((blocks.total, width), dtype=x.dtype, device=x.device)
+    moe_jit.grouped_kernel[(len(blocks.slots), -(-width // block_n))](
+        x, x.stride(0), weight, out if bias is None else bias, out if weights is None else weights, out,
+        blocks.slots, blocks.experts, blocks.total, len(weight), width, inner, LIMIT,
+        PER_ROW=blocks.total // len(x), ACTIVATION=activation, HAS_BIAS=bias is not None, WEIGHTED=weights is not None,
+        EVEN=inner % block_k == 0, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k,
+        PRECISION="tf32" if half else "tf32x3", num_warps=8 if rows == 128 else 4, num_stages=4 if rows < 64 else 3,
+    )  # fmt: skip
+    return out
+
+
+def grouped_product_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    blocks: Blocks,
+    activation: str = "",
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The twin of ``grouped_product``; zero at slots whose expert is not local."""
+    width = weight.shape[1] // (2 if activation else 1)
+    out = torch.zeros((blocks.total, width), dtype=x.dtype, device=x.device)
+    for slots, expert in zip(blocks.slots.long(), blocks.experts.tolist(), strict=True):
+        mine = slots[slots < blocks.total]
+        if expert == len(weight) or not len(mine):
+            continue
+        y = x[mine // (blocks.total // len(x))].float() @ weight[expert].float().T
+        y = y if bias is None else y + bias[expert].float()
+        y = gated_activation_torch(y, activation) if activation else y
+        out[mine] = (y if weights is None else y * weights.flatten()[mine, None]).to(x.dtype)
+    return out
+
+
+def sum_slots(each: torch.Tensor, ids: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """[T * k, width] -> [T, width]: each token's slots of local experts, in their order, summed in float32."""
+    from . import moe_jit
+
+    (tokens, top_k), width = ids.shape, each.shape[1]
+    out = torch.empty((tokens, width), dtype=each.dtype, device=each.device)
+    moe_jit.sum_kernel[(tokens, -(-width // _SUM_BLOCK))](
+        each, ids, out, first, count, width, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
+    )
+    return out
+
+
+def sum_slots_torch(each: torch.Tensor, ids: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """The twin of ``sum_slots``."""
+    local = (ids >= first) & (ids < first + count)
+    return each.float().unflatten(0, ids.shape).masked_fill(~local[..., None], 0).sum(1).to(each.dtype)

@@ -1,0 +1,119 @@
+"""Mixture of experts: a router chooses ``top_k`` experts a token, whose outputs are summed with the router's weights.
+
+``route`` knows the families' ways to choose. The experts then run where the data is: on a GPU in grouped Triton
+products (``kernels/moe.py``), on a CPU one expert after the other, below.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..kernels import moe as kernels
+from ..kernels.moe import Experts
+from ..models.spec import MoESpec
+from . import dispatch
+from .activation import gated_activation
+from .linear import _LEAST_ROWS, Linear
+
+
+class MoE:
+    """The experts ``first_expert .. first_expert + E_local - 1`` of a layer, and the router over all of them.
+
+    Args:
+        router: hidden -> ``spec.experts`` logits.
+        gate_up: [E_local, 2 * width, hidden], the rows of gate before those of up.
+        down: [E_local, hidden, width].
+        gate_up_bias, down_bias: [E_local, 2 * width] and [E_local, hidden], or None.
+        correction: float32 [experts], added to the scores when experts are chosen and left out of their weights.
+    """
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        router: Linear,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        first_expert: int = 0,
+        correction: torch.Tensor | None = None,
+    ) -> None:
+        self.spec, self.router = spec, router
+        self.correction = None if correction is None else correction.float()
+        self.local = Experts(gate_up, down, gate_up_bias, down_bias, first_expert, spec.activation)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]: what the local experts contribute. Ranks with others sum their results."""
+        weights, ids = route(self.router(x).float(), self.spec, self.correction)
+        return (kernels.experts if dispatch.use_kernels(x) else experts_cpu)(x, weights, ids, self.local)
+
+
+def route(
+    logits: torch.Tensor, spec: MoESpec, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token, best first, and the weights of their outputs.
+
+    Args:
+        logits: float32 [T, experts].
+        correction: float32 [experts], see ``MoE``.
+
+    Returns:
+        weights: float32 [T, top_k].
+        ids: int64 [T, top_k]. Of equal scores the lower id is chosen.
+    """
+    if spec.scoring == "topk_softmax":
+        best, ids = _best(logits, spec.top_k)
+        return best.softmax(-1) * spec.scale, ids
+    scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
+    choice = scores if correction is None else scores + correction
+    if spec.groups:
+        choice = _within_best_groups(choice, spec)
+    ids = _best(choice, spec.top_k)[1]
+    weights = scores.gather(1, ids)
+    if spec.renormalise:
+        # Sigmoids of very low logits may all be zero.
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * spec.scale, ids
+
+
+def _best(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # torch.topk leaves open which of equal values it takes.
+    values, ids = values.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], ids[:, :count].contiguous()
+
+
+def _within_best_groups(choice: torch.Tensor, spec: MoESpec) -> torch.Tensor:
+    """``choice`` with -inf outside each token's best groups.
+
+    A group is worth its two best experts' sum (DeepSeek-V3), where scores are softmax its best one's (DeepSeek-V2).
+    """
+    groups = choice.unflatten(1, (spec.groups, -1))
+    worth = groups.topk(2 if spec.scoring == "sigmoid" else 1, dim=-1)[0].sum(-1)
+    outside = torch.ones_like(worth, dtype=torch.bool).scatter_(1, _best(worth, spec.topk_groups)[1], False)
+    return groups.masked_fill(outside[..., None], float("-inf")).flatten(1)
+
+
+def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
+    """``kernels.moe.experts`` for a CPU: the tokens of an expert together, so that its weight is read once.
+
+    A token's sum runs over its experts by number, in float32, and a product never has fewer than _LEAST_ROWS rows:
+    what a token gets does not depend on the others of its step.
+    """
+    gate_up, down, gate_up_bias, down_bias, first, activation = local
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    slots = ids.flatten().argsort(stable=True)
+    tokens, factors = slots // ids.shape[1], weights.flatten()[slots, None]
+    counts = ids.flatten().bincount(minlength=first + len(gate_up)).tolist()
+    stop = sum(counts[:first])
+    for expert, count in enumerate(counts[first : first + len(gate_up)]):
+        if not count:
+            continue
+        start, stop = stop, stop + count
+        mine = tokens[start:stop]
+        rows = F.pad(x[mine], (0, 0, 0, max(0, _LEAST_ROWS - count)))
+        wide = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        wide = gated_activation(wide, activation)
+        result = F.linear(wide, down[expert], None if down_bias is None else down_bias[expert])[:count]
+        out.index_add_(0, mine, result.float() * factors[start:stop])
+    return out.to(x.dtype)
