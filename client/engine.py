@@ -87,7 +87,7 @@ class Engine:
         self._waiting: dict[int, OpenRequest] = {}  # of these, those with no detokenizer
         self._unaccepted: dict[int, int] = {}  # of these, those whose prompt's ids are not known yet: bytes
         self._unaccepted_bytes = 0
-        self.tokens_at = 0.0  # when tokens last came, of any request
+        self.tokens_at = 0.0  # when tokens, or what was pooled, last came, of any request
         self._changed = asyncio.Event()
         self._asked: dict[int, asyncio.Future[m.Stats]] = {}
         self._asked_count = 0
@@ -448,6 +448,7 @@ class Engine:
         elif isinstance(message, m.Pooled):
             request = self._current(message)
             if isinstance(request, PoolRequest):
+                self.tokens_at = time.monotonic()
                 request.settle(message.rows, message.data)
                 self._finish(request, None)
         elif isinstance(message, m.Failed):

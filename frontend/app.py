@@ -28,7 +28,7 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
         middlewares.append(auth_middleware(keys))
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_request_bytes)
     app[FRONT] = Front(engine, settings)
-    app[PROBE] = Probe(engine, settings.generate_s)
+    app[PROBE] = Probe(engine, settings.generate_s, settings.pooler is not None)
     app.add_routes(
         [
             web.get("/v1/models", models),

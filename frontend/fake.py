@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 from aiohttp import web
 
 from ..client.engine import Engine
+from ..client.pooled import PoolRequest
 from ..client.stream import OpenRequest, RequestError, TokenLogprobs
 from ..proto.codec import from_i32, i32
 from ..proto.messages import Accepted, Finish, ReplicaStats, Stats
@@ -40,6 +42,10 @@ Script = Callable[[OpenRequest], Iterator[Say | RequestError | float]]
 """What happens to an accepted request: things said, an error that ends it, or seconds of silence."""
 
 
+PoolScript = Callable[[PoolRequest], Iterator[numpy.ndarray | RequestError | float]]
+"""The same for one that is pooled: what it is answered with, an error, or seconds of silence."""
+
+
 def count_words(request: OpenRequest) -> Iterator[Say | RequestError | float]:
     """Children take turns to say " <child>.<step>" until max_tokens."""
     params = request.message.params
@@ -51,12 +57,33 @@ def count_words(request: OpenRequest) -> Iterator[Say | RequestError | float]:
         yield 0.0
 
 
+def compare_words(request: PoolRequest) -> Iterator[numpy.ndarray | RequestError | float]:
+    """An embedding is of three numbers that tell texts apart; a score is the share of the first text's words that are
+    in the second; of two classes the second is the longer a text the likelier."""
+    message, words = request.message, _words(request)
+    params = message.pooling
+    task = params.task if params is not None else None
+    rows = numpy.array([[len(word), ord(word[0]) / 100, 1] for word in words or ["?"]], numpy.float32)
+    second = (message.pair or "").split()
+    if task == "score":
+        first = words[: len(words) - len(second)]
+        yield numpy.array([len(set(first) & set(second)) / len(first)], numpy.float32)
+    elif task == "classify":
+        yield numpy.array([1, len(words)], numpy.float32) / numpy.float32(1 + len(words))
+    elif task == "token_embed":
+        yield rows
+    else:
+        yield rows.sum(0)[: params.dimensions if params is not None else None]
+
+
 class FakeEngine(Engine):
-    """``script`` plays each request; ``refuse`` may answer one with an error before it is accepted."""
+    """``script`` plays each request, ``pooling`` each that is pooled; ``refuse`` may answer one with an error before it
+    is accepted."""
 
     def __init__(self, script: Script = count_words) -> None:
         super().__init__("ipc:///nowhere")
         self.script = script
+        self.pooling: PoolScript = compare_words
         self.refuse: Callable[[OpenRequest], RequestError | None] = lambda request: None
         self.is_ready = True
         self.requests: list[OpenRequest] = []
@@ -107,6 +134,9 @@ class FakeEngine(Engine):
         message = request.message
         ids = from_i32(message.ids) if message.ids is not None else list(range(len(_words(request))))
         request.accept(Accepted(uid=request.uid, attempt=0, ids=i32(ids), prompt=message.prompt, params=message.params))
+        if isinstance(request, PoolRequest):
+            await self._play_pooling(request)
+            return
         if (k := message.params.prompt_logprobs) is not None and len(ids) > 1:
             texts = [" " + word for word in _words(request)] if message.ids is None else [f" {i}" for i in ids]
             request.take_prompt(1, [likely(i, text, k, 0) for i, text in zip(ids[1:], texts[1:], strict=True)])
@@ -134,6 +164,16 @@ class FakeEngine(Engine):
         if request.done:
             self._finish(request, request.error)
 
+    async def _play_pooling(self, request: PoolRequest) -> None:
+        for said in self.pooling(request):
+            if isinstance(said, float):
+                await asyncio.sleep(said)
+            elif isinstance(said, RequestError):
+                self._finish(request, said)
+            elif not request.done:
+                request.settle(len(said) if said.ndim > 1 else 0, said.tobytes())
+                self._finish(request, None)
+
 
 def likely(token: int, text: str, k: int, index: int) -> TokenLogprobs:
     """Logprobs of a token of child ``index``: second among its like, and the likelier the later the child."""
@@ -147,7 +187,7 @@ def likely(token: int, text: str, k: int, index: int) -> TokenLogprobs:
 def _words(request: OpenRequest) -> list[str]:
     message = request.message
     if message.prompt is not None:
-        return message.prompt.split()
+        return message.prompt.split() + (message.pair or "").split()
     return [word for one in message.messages or [] for word in str(one.get("content")).split()]
 
 

@@ -1,7 +1,8 @@
 """Whether this server lives, whether it takes requests, and whether the model really answers.
 
 ``/health/live``: this process answers; restart it where it does not. ``/health/ready``: requests would be run; 503
-while loading and while shutting down. ``/health/generate``: one token is made. ``/health`` and ``/ping`` are ready's.
+while loading and while shutting down. ``/health/generate``: one token is made, or pooled. ``/health`` and ``/ping``
+are ready's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from aiohttp import web
 from ..client.engine import Engine
 from ..client.stream import RequestError
 from ..proto.params import SamplingParams
+from ..proto.pooling import PoolingParams
 from .errors import ApiError
 from .front import FRONT
 
@@ -47,8 +49,8 @@ class Probe:
     A full queue is no illness: where the request is refused or waits, tokens that others are sent count as well.
     """
 
-    def __init__(self, engine: Engine, limit_s: float):
-        self._engine, self._limit_s = engine, limit_s
+    def __init__(self, engine: Engine, limit_s: float, pools: bool):
+        self._engine, self._limit_s, self._pools = engine, limit_s, pools
         self._task: asyncio.Task[RequestError | None] | None = None
 
     async def run(self) -> None:
@@ -62,13 +64,10 @@ class Probe:
         """None once a token has been made, else why not."""
         began = time.monotonic()
         error = RequestError(503, f"nothing came within {self._limit_s:g} s.")
-        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-        stream = None
         try:
             async with asyncio.timeout(self._limit_s):
                 try:
-                    stream = self._engine.submit(ids=[0], params=params, priority=FIRST)
-                    await stream.collect()
+                    await (self._pooled() if self._pools else self._generated())
                     return None
                 except RequestError as refused:
                     error = refused
@@ -76,10 +75,18 @@ class Probe:
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             pass
-        finally:
-            if stream is not None:
-                stream.abort()
         return None if self._engine.tokens_at >= began else error
+
+    async def _generated(self) -> None:
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+        stream = self._engine.submit(ids=[0], params=params, priority=FIRST)
+        try:
+            await stream.collect()
+        finally:
+            stream.abort()
+
+    async def _pooled(self) -> None:
+        await self._engine.pool(ids=[0], params=PoolingParams(), priority=FIRST)
 
 
 PROBE = web.AppKey("probe", Probe)

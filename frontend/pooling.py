@@ -9,7 +9,7 @@ import asyncio
 import base64
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -89,9 +89,9 @@ async def pool_all(
     await front.wait_ready()
     options = {"params": params, "key": request.get(OWNER, ""), "priority": body.priority or 0}
     began, numbers = time.monotonic(), 0
-    answers: list[Awaitable[Pooled]] = []
+    answers: list[asyncio.Future[Pooled]] = []
 
-    async def one(answer: Awaitable[Pooled], place: str) -> Pooled:
+    async def one(answer: asyncio.Future[Pooled], place: str) -> Pooled:
         nonlocal numbers
         try:
             pooled = await answer
@@ -108,7 +108,7 @@ async def pool_all(
     try:
         for given, place in zip(inputs, places, strict=True):
             try:
-                answers.append(front.engine.pool(**given.asked(), **options))
+                answers.append(asyncio.ensure_future(front.engine.pool(**given.asked(), **options)))
             except RequestError as error:
                 raise _in_words(error, place) from error
         return await together([one(answer, place) for answer, place in zip(answers, places, strict=True)])
