@@ -22,13 +22,15 @@ _ERROR = re.compile(rb"(?:python -m )?quire\.\w+: error: (.*)")
 class Child:
     """One place in the stack, and the process that fills it now."""
 
-    def __init__(self, service: str, command: list[str], environment: dict[str, str]):
+    def __init__(self, service: str, command: list[str], environment: dict[str, str], replica: int | None = None):
         self.service, self.command, self.environment = service, command, environment
+        self.replica = replica  # of several processes, which live and die together
         self.process: subprocess.Popen[bytes] | None = None
         self.started = 0.0
         self.due: float | None = None  # when it is to be started again
         self.deaths = 0  # quick ones in a row
         self.left = False  # on purpose: it is not started again
+        self.alone_since: float | None = None  # when another process of its replica was first found dead
         self.carry = b""
         self.error: str | None = None  # its last `quire.X: error:` line
         self.drained = threading.Event()  # all it printed has been read
@@ -44,7 +46,7 @@ class Child:
         The descriptors ``held`` stay open as long as it runs.
         """
         self.carry, self.error, self.due, self.drained = b"", None, None, threading.Event()
-        self.started = time.monotonic()
+        self.started, self.alone_since = time.monotonic(), None
         self.process = subprocess.Popen(
             self.command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, pass_fds=(alive_fd, *held), start_new_session=True,

@@ -4,7 +4,8 @@ Everything is a plain subprocess in a session of its own, so a Ctrl-C at the ter
 ends the rest in order. Each child watches a pipe that breaks when the parent is gone, however it went; the folder of
 socket files goes after the last of them (``rundir.py``).
 
-What dies is started again, but for a worker that ends with code 0: it was drained, by a signal or an operator. What
+What dies is started again, but for a worker that ends with code 0: it was drained, by a signal or an operator. Of the
+workers that hold one copy of the model together none can go on without the rest: they are started again together. What
 hangs is its peers' business (they go on without it), but for the scheduler, which has no other: it is killed after
 SILENCE_S without a beat (``watch.py``).
 """
@@ -50,6 +51,8 @@ GRACE_S = {"frontend": 5.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 
 ``shutdown_timeout`` in which it finishes what is open."""
 HURRY_S = 2.0
 """How long each has after a second signal."""
+REPLICA_S = 3.0
+"""How long the rest of a replica has to end by itself when one of its processes has died."""
 SILENCE_S = 60.0
 """A scheduler that has not beaten for so long is killed and started again; its requests go on from where they were."""
 
@@ -142,7 +145,7 @@ class Stack:
             size = shutil.get_terminal_size()  # for progress bars: the children write to a pipe
             environment.update(COLUMNS=str(size.columns), LINES=str(size.lines))
         counts = {
-            "scheduler": 1, "gpu_worker": args.data_parallel_size, "detokenizer": args.detokenizer_count,
+            "scheduler": 1, "gpu_worker": args.data_parallel_size * self._ranks, "detokenizer": args.detokenizer_count,
             "frontend": args.api_server_count if self.http else 0,
         }  # fmt: skip
         children = []
@@ -157,8 +160,18 @@ class Stack:
                     own["PYTHONPATH"] = import_path()
                 if service == "frontend" and self._api_key is not None:
                     own["QUIRE_API_KEY"] = self._api_key
-                children.append(Child(service, command, own))
+                if service == "gpu_worker" and self._ranks > 1:
+                    replica, rank = divmod(number, self._ranks)
+                    place = [f"--rank={rank}", f"--master-addr=ipc://{self.make_run_dir()}/replica{replica}"]
+                    children.append(Child(service, command + place, own, replica))
+                else:
+                    children.append(Child(service, command, own))
         return children
+
+    @property
+    def _ranks(self) -> int:
+        """Workers of one copy of the model."""
+        return self.args.tensor_parallel_size * self.args.pipeline_parallel_size
 
     def _spawn(self, child: Child) -> None:
         if child.stream is not None:
@@ -260,23 +273,45 @@ class Stack:
                         raise LaunchError(f"quire.detokenizer cannot be started: {error}.") from error
 
     def _bury(self, child: Child) -> None:
-        child.drained.wait(1.0)
-        code = child.process.returncode if child.process is not None else 1
+        together = [child]
+        if child.replica is not None:
+            together = [each for each in self._children if each.replica == child.replica]
+            if not self._all_ended(together):
+                return
+        for each in together:
+            each.drained.wait(1.0)
+        child = max(together, key=_says_why)
+        code = _code(child)
         if code == EXIT_CONFIG:
             raise LaunchError(child.obituary(), code)
         if code == 0 and child.service == "gpu_worker":
-            child.left = True
+            for each in together:
+                each.left = True
             rest = sum(each.service == "gpu_worker" and not each.left for each in self._children)
             log.warning("a gpu_worker has left on purpose and is not started again; %d of this server's stay.", rest)
             return
         lived = time.monotonic() - child.started
-        child.deaths = child.deaths + 1 if lived < QUICK_S else 0
-        if child.deaths >= QUICK_DEATHS:
-            message = f"quire.{child.service} ended {child.deaths} times within {QUICK_S:g} s of its start: "
+        deaths = child.deaths + 1 if lived < QUICK_S else 0
+        if deaths >= QUICK_DEATHS:
+            message = f"quire.{child.service} ended {deaths} times within {QUICK_S:g} s of its start: "
             raise LaunchError(message + child.obituary(), code)
-        delay = min(MAX_BACKOFF_S, 0.25 * 2 ** (child.deaths - 1)) if child.deaths else 0.0
-        log.warning("%s Starting another in %.2f s.", child.obituary(), delay)
-        child.due = time.monotonic() + delay
+        delay = min(MAX_BACKOFF_S, 0.25 * 2 ** (deaths - 1)) if deaths else 0.0
+        others = f", with the {len(together) - 1} that work with it," if len(together) > 1 else ""
+        log.warning("%s Starting another%s in %.2f s.", child.obituary(), others, delay)
+        for each in together:
+            each.deaths, each.due = deaths, time.monotonic() + delay
+
+    def _all_ended(self, together: list[Child]) -> bool:
+        """Whether all processes of a replica have ended after one of them did; those that take long are killed."""
+        now, alive = time.monotonic(), [child for child in together if not child.dead()]
+        if not alive:
+            return True
+        for child in together:
+            child.alone_since = child.alone_since or now
+        for child in alive:
+            if now - (child.alone_since or now) > REPLICA_S and child.process is not None:
+                os.killpg(child.process.pid, signal.SIGKILL)
+        return False
 
     def _pump(self) -> None:
         """Pass on what the children print, byte for byte, but for the lines in which they say why they end."""
@@ -390,6 +425,16 @@ def _terminate(children: list[Child]) -> None:
     for child in children:
         if not child.dead() and child.process is not None:
             child.process.terminate()
+
+
+def _code(child: Child) -> int:
+    return child.process.returncode if child.process is not None else 1
+
+
+def _says_why(child: Child) -> tuple[bool, bool, bool, bool]:
+    """Of the processes of a replica, the one that did not end because another had sorts last."""
+    code = _code(child)
+    return code == EXIT_CONFIG, code == 0, code < 0, child.error is not None
 
 
 def _device(number: int) -> str:

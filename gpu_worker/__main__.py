@@ -17,9 +17,13 @@ from .device import choose_device, choose_threads, describe, parameter_estimate,
 from .link import Dismissed, Link
 
 if TYPE_CHECKING:
+    from .ties import Follower, Leader
     from .worker import Worker
 
 log = logging.getLogger(__name__)
+
+DRAINED, ASKED = "drained", "asked to end"
+"""The farewells of a worker that has done what it was there for."""
 
 
 class Ending:
@@ -27,7 +31,7 @@ class Ending:
     the second ends it at once."""
 
     def __init__(self) -> None:
-        self.link: Link | None = None  # set when it serves
+        self.link: Link | Follower | None = None  # set when it serves
         self.asked = False
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, self._on_signal)
@@ -42,18 +46,39 @@ class Ending:
         raise SystemExit(0)
 
 
+class Links:
+    """What connects this process: ``link`` to the scheduler, or to the leader of its replica; a leader's ``others``."""
+
+    def __init__(self) -> None:
+        self.link: Link | Follower | None = None
+        self.others: Leader | None = None
+
+    def leave(self) -> None:
+        """Another process of this replica was asked to end."""
+        if self.link is not None:
+            self.link.leave()
+
+    def close(self, farewell: str | None) -> None:
+        """Say goodbye everywhere. Safe to call twice."""
+        if self.others is not None:
+            self.others.close(farewell or "it ends", farewell in (DRAINED, ASKED))
+        if self.link is not None:
+            self.link.close(farewell)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Load, then serve until told to end."""
     args = parse_service_args("gpu_worker", argv)
     setup_logging("gpu_worker", args.log_level)
     watch_parent()
-    ending, link = Ending(), None
+    ending, links = Ending(), Links()
     farewell: str | None = None
     try:
-        link, worker = _load(args)
-        ending.link = link
-        worker.serve(link)
-        farewell = "drained"
+        worker = _load(args, links)
+        if (link := links.link) is not None:
+            ending.link = link
+            worker.serve(link)
+        farewell = DRAINED
     except ConfigError as error:
         farewell = str(error)
         die("gpu_worker", error)
@@ -63,16 +88,24 @@ def main(argv: list[str] | None = None) -> int:
         die("gpu_worker", dismissal, 1 if dismissal.served else EXIT_CONFIG)
     except SystemExit:
         if ending.asked:
-            farewell = "asked to end"
+            farewell = ASKED
             raise
         die("gpu_worker", "a step called sys.exit", 1)  # and the scheduler learns of it as of a crash
+    except Exception as error:
+        if args.tensor_parallel_size * args.pipeline_parallel_size == 1:
+            raise
+        from .ties import end  # this process cannot be waited for: it may be needed in an exchange of tensors
+
+        log.debug("what ended it", exc_info=error)
+        links.close(str(error))
+        end(error)
     finally:
-        if link is not None:
-            link.close(farewell)
+        links.close(farewell)
     return 0
 
 
-def _load(args: EngineArgs) -> tuple[Link, Worker]:
+def _load(args: EngineArgs, links: Links) -> Worker:
+    """The worker, loaded, and its links."""
     began = time.monotonic()
     endpoint, keys = worker_endpoint(args.scheduler or ""), load_keys(args.keys)
     needs_curve(endpoint, keys)  # refused now, not when the model has been loaded
@@ -84,7 +117,9 @@ def _load(args: EngineArgs) -> tuple[Link, Worker]:
     import torch  # only now: OpenMP reads its environment when torch is imported
 
     from .grammar import Grammars
+    from .models.families import find_family
     from .models.loader import load_model, resolve_dtype
+    from .parallel import Group, check_shards, shard_of
     from .processors import load_functions
     from .worker import Worker
 
@@ -97,19 +132,33 @@ def _load(args: EngineArgs) -> tuple[Link, Worker]:
     grammars = Grammars(config, args)
     imported = time.monotonic()
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
-    link = Link(endpoint, describe(device, threads), keys)
-    link.start()  # the scheduler learns of this worker, and assigns it, while it loads
+    group, count = Group.alone(), args.tensor_parallel_size * args.pipeline_parallel_size
+    if count > 1:
+        from .meeting import ranks_of, settings_of, tie_for
+        from .ties import Leader
+
+        check_shards(find_family(config.hf)[0], args.tensor_parallel_size, args.pipeline_parallel_size)
+        shard = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size)
+        tie = tie_for(args, shard, settings_of(args, config, dtype), keys, links.leave)
+        if isinstance(tie, Leader):
+            links.others = tie
+        else:
+            links.link = tie
+        group = ranks_of(args, shard, tie, device)
+    if links.link is None:
+        shared = f", one of {count}" if count > 1 else ""
+        links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
+        own.start()  # the scheduler learns of this worker, and assigns it, while it loads
     try:
-        model = load_model(config, dtype, device, args.load_format, args.seed, progress=True)
-        link.loaded = True
-        log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
-        return link, Worker(args, config, model, dtype, device, grammars, functions)
+        model = load_model(config, dtype, device, args.load_format, args.seed, group.leader, group)
     except torch.OutOfMemoryError as error:
-        link.close("out of memory")
         raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error
-    except BaseException as error:  # a signal's SystemExit too
-        link.close(f"not loaded: {error}")
+    except Exception as error:
+        links.close(f"not loaded: {error}")
         raise
+    links.link.loaded = True
+    log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
+    return Worker(args, config, model, dtype, device, grammars, functions, group, links.others)
 
 
 if __name__ == "__main__":

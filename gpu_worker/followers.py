@@ -36,6 +36,25 @@ class Histories(Protocol):
         """Release everything."""
 
 
+class Elsewhere:
+    """Histories that another process keeps: here it is only known of which rows there are any."""
+
+    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
+        """Nothing."""
+
+    def copy(self, src: list[int], dst: list[int]) -> None:
+        """Nothing."""
+
+    def drop(self, rows: list[int]) -> None:
+        """Nothing."""
+
+    def advance(self, rows: list[int], tokens: list[int]) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+
 H = TypeVar("H", bound=Histories)
 
 

@@ -66,25 +66,47 @@ class Runner:
         state, drawn = self.state, len(run.sample_src)
         spans = state.prompt_spans(run, ROOM) if state.asking else []
         batch, outputs, rows, positions, prompt_tokens = self._batch(run, spans)
-        if self.graphs is not None and self.graphs.covers(batch):
-            hidden = self.graphs.run(batch).index_select(0, outputs)
-        else:
-            batch.outputs = outputs
-            hidden = self.model.forward(batch, self.kv)
+        hidden = self._hidden(batch, outputs)
         prompts = self._prompts(hidden[drawn:], prompt_tokens, spans) if spans else []
         if not drawn:
             return Outcome(self._download, self._nothing, prompts=prompts)
         failed: dict[int, Failure] = {}
-        sampled = self._sample(self.model.logits(hidden[:drawn] if spans else hidden), run, rows, positions, failed)
+        sampled = self._sample(hidden[:drawn] if spans else hidden, run, rows, positions, failed)
         tokens = sampled.tokens.to(torch.int32)
-        # A beam's token lands beyond those its row has, where nothing reads it before an append replaces it.
-        state.tokens.index_put_((rows, positions), tokens)
-        state.known[run.sample_rows] = run.positions + state.grows[run.sample_rows]
+        self._write(run, rows, positions, tokens)
         outcome = Outcome(self._download, tokens, sampled.logprobs or (), prompts, failed)
         self._follow(run, outcome, failed)
         return outcome
 
+    def _hidden(self, batch: StepBatch, outputs: torch.Tensor) -> torch.Tensor:
+        """The forward pass: hidden states of the tokens ``outputs``."""
+        if self.graphs is not None and self.graphs.covers(batch):
+            return self.graphs.run(batch).index_select(0, outputs)
+        batch.outputs = outputs
+        return self.model.forward(batch, self.kv)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits of the whole vocabulary; None where another process draws."""
+        return self.model.logits(hidden)
+
+    def _write(self, run: Run, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Tokens that were drawn, to their rows."""
+        # A beam's token lands beyond those its row has, where nothing reads it before an append replaces it.
+        self.state.tokens.index_put_((rows, positions), tokens)
+        self.state.known[run.sample_rows] = run.positions + self.state.grows[run.sample_rows]
+
     def _sample(
+        self,
+        hidden: torch.Tensor,
+        run: Run,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        failed: dict[int, Failure],
+    ) -> Sampled:
+        """Draw; slots that cannot are added to ``failed``, and their tokens mean nothing."""
+        return self._draw(self.model.logits(hidden), run, rows, positions, failed)
+
+    def _draw(
         self,
         logits: torch.Tensor,
         run: Run,
@@ -92,7 +114,6 @@ class Runner:
         positions: torch.Tensor,
         failed: dict[int, Failure],
     ) -> Sampled:
-        """Draw; slots that cannot are added to ``failed``, and their tokens mean nothing."""
         state, mask, edit = self.state, None, None
         if state.doomed or any(follower.rows for follower in state.followers):
             drawing = run.sample_rows.tolist()
@@ -103,9 +124,7 @@ class Runner:
             logits, state.sampling, rows, positions, needs, run.sample_rows, run.positions, state.tokens, mask, edit
         )
         if self._on_host:  # on a GPU the look would cost each step; there NaN shows where logprobs are asked for
-            chosen = logits.numpy()[np.arange(len(logits)), sampled.tokens.numpy()]
-            for slot in np.flatnonzero(~(chosen > -np.inf)).tolist():
-                failed.setdefault(slot, NAN if np.isnan(chosen[slot]) else FORBIDDEN)
+            refuse(logits.numpy()[np.arange(len(logits)), sampled.tokens.numpy()], failed)
         return sampled
 
     def _mask(self, drawing: list[int], failed: dict[int, Failure]) -> torch.Tensor | None:
@@ -156,8 +175,10 @@ class Runner:
             parts = []
             for low in range(start, end, PROMPT_SLICE):
                 at = slice(low, min(low + PROMPT_SLICE, end))
-                parts.append(token_logprobs(self.model.logits(hidden[at]), tokens[at], k, raw))
-            groups.append(PromptGroup(members, *(torch.cat(column) for column in zip(*parts, strict=True))))
+                if (logits := self._logits(hidden[at])) is not None:
+                    parts.append(token_logprobs(logits, tokens[at], k, raw))
+            if parts:
+                groups.append(PromptGroup(members, *(torch.cat(column) for column in zip(*parts, strict=True))))
             start = end
         return groups
 
@@ -209,3 +230,9 @@ class Runner:
             host_context_lens=ends.tolist() if self._on_host else [],
         )
         return batch, outputs_d, sample_rows_d, sample_positions_d, prompt_tokens
+
+
+def refuse(chosen: np.ndarray, failed: dict[int, Failure]) -> None:
+    """The slots whose chosen token has a logit that cannot be drawn are added to ``failed``."""
+    for slot in np.flatnonzero(~(chosen > -np.inf)).tolist():
+        failed.setdefault(slot, NAN if np.isnan(chosen[slot]) else FORBIDDEN)

@@ -52,13 +52,16 @@ class SamplingState:
     """Sampling parameters by persistent row.
 
     The host's copy is the truth; ``packed``, int32 [max_rows, COLUMNS] on the device, follows it at the next
-    ``sample``. ``kernels.columns`` describes it. ``counts`` and ``allowed`` are tables by row.
+    ``sample``. ``kernels.columns`` describes it. ``counts`` and ``allowed`` are tables by row. A process that never
+    calls ``sample`` (``draws`` False) has neither; it knows what its rows need, their seeds and temperatures.
     """
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device | str = "cpu", logprobs_mode: str = "raw_logprobs"
-    ):
+        self, max_rows: int, vocab_size: int, device: torch.device | str = "cpu", logprobs_mode: str = "raw_logprobs",
+        draws: bool = True,
+    ):  # fmt: skip
         self.device, self.vocab_size, self.logprobs_mode = torch.device(device), vocab_size, logprobs_mode
+        self._draws = draws
         self._ints = np.zeros((max_rows, c.COLUMNS), dtype=np.int32)
         self._floats = self._ints.view(np.float32)
         self._dirty = False
@@ -90,6 +93,8 @@ class SamplingState:
         ints[c.USES], ints[c.PROMPT_LEN], ints[c.MIN_TOKENS] = uses, admit.prompt_len, params.min_tokens
         ints[c.LOGPROBS] = self._logprobs(params)
         self._set_seed(row, admit.seed)
+        if not self._draws:
+            return
         self._hold(row, edits)
         if uses & c.ALLOWED:
             self.allowed.tensor[row].copy_(to_device(allowed_bits(params, self.vocab_size), self.device))
@@ -104,7 +109,7 @@ class SamplingState:
         for row, edits, seed in zip(dst, held, seeds, strict=True):
             self._set_seed(row, seed)
             self._hold(row, edits)
-        for bit, table in ((c.ALLOWED, self.allowed), (c.PENALTIES, self.counts)):
+        for bit, table in ((c.ALLOWED, self.allowed), (c.PENALTIES, self.counts)) if self._draws else ():
             pairs = [(s, d) for s, d in zip(src, dst, strict=True) if self._ints[d, c.USES] & bit]
             if pairs:
                 table.copy([s for s, _ in pairs], [d for _, d in pairs])
@@ -118,7 +123,7 @@ class SamplingState:
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Count tokens that the scheduler chose (beams), rows all different; int64 [N] each, on the host."""
         counted = self._ints[rows, c.USES] & c.PENALTIES != 0
-        if counted.any():
+        if self._draws and counted.any():
             self.counts.append(rows[counted], tokens[counted])
 
     def needs(self, rows: np.ndarray, positions: np.ndarray) -> SamplingNeeds:

@@ -100,7 +100,8 @@ class RowState:
 
     ``tokens`` [max_rows, max_model_len + 1] int32 (one more for the token sampled past the end) and ``tables``
     [max_rows, max_blocks] int32 are on the device; ``tables_host`` and ``known`` (tokens of each row) on the host.
-    ``doomed`` rows cannot draw any more: their slots answer with the status and message given here.
+    ``doomed`` rows cannot draw any more: their slots answer with the status and message given here. ``draws`` is
+    False in a process of a replica whose tokens another one draws.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class RowState:
         logprobs_mode: str = "raw_logprobs",
         grammars: Follower[Grammars] | None = None,
         processors: Follower[Processors] | None = None,
+        draws: bool = True,
     ):
         self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
         self.vocab_size, self.device = vocab_size, device
@@ -133,7 +135,7 @@ class RowState:
         else:
             self.tables = torch.zeros(self.tables_host.shape, dtype=torch.int32, device=device)
             self.tokens = torch.zeros((max_rows, max_model_len + 1), dtype=torch.int32, device=device)
-        self.sampling = SamplingState(max_rows, vocab_size, device, logprobs_mode)
+        self.sampling = SamplingState(max_rows, vocab_size, device, logprobs_mode, draws)
         self.upload = Upload(device)
 
     @staticmethod

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,18 +30,21 @@ from ..proto.messages import (
 )  # fmt: skip
 from ..proto.model_config import ModelConfig
 from ..proto.params import MAX_BEAMS, SamplingParams
-from .followers import Follower
+from .followers import Elsewhere, Follower
 from .graphs import capture_sizes
+from .group_runner import GroupRunner
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
 from .memory import Budget, cpu_budget, cuda_budget, fit, step_bytes
 from .outcome import ROOM, Outcome
+from .parallel import Group, Ranks
 from .processors import Function, Processors
 from .runner import PROMPT_SLICE, Runner
 from .state import PlanError, RowState, logprob_bytes
 from .transfer import RING
 
 if TYPE_CHECKING:
+    from . import ties
     from .grammar import Grammars
     from .models.decoder import Decoder
 
@@ -52,6 +55,10 @@ ANSWER_S = 3.0
 """How much longer than ``drain_timeout`` a worker that wants to leave waits for the scheduler's word."""
 
 
+class Broken(Exception):
+    """A step failed in one process of a replica of several, which are in different places now: all must end."""
+
+
 class _Failure:
     """Posted by the thread that waits for a GPU: this step failed there."""
 
@@ -60,7 +67,11 @@ class _Failure:
 
 
 class Worker:
-    """Serves one loaded model until it is drained, dismissed or interrupted."""
+    """Serves one loaded model until it is drained, dismissed or interrupted.
+
+    In a replica of several processes each has one of these. The leader's passes on to the ``others`` what the scheduler
+    tells it, and answers for all; theirs take the leader for the scheduler.
+    """
 
     def __init__(
         self,
@@ -71,11 +82,16 @@ class Worker:
         device: torch.device,
         grammars: Grammars | None = None,
         functions: dict[str, Function] | None = None,
+        group: Group | None = None,
+        others: ties.Leader | None = None,
     ):
+        self._group, self._others = group or Group.alone(), others
         self._args, self._config, self._model = args, config, model
         self._dtype, self._device = dtype, device
-        self._grammars = None if grammars is None else Follower(grammars)
-        self._processors = Follower(Processors(functions or {}))
+        self._grammars: Follower[Any] | None = None if grammars is None else Follower(grammars)
+        self._processors: Follower[Any] = Follower(Processors(functions or {}))
+        if not self._group.leader:
+            self._grammars, self._processors = Follower(Elsewhere()), Follower(Elsewhere())
         self._lease: Lease | None = None
         self._epoch = 0
         self._next_step = 0  # 0: not ready
@@ -85,7 +101,7 @@ class Worker:
         self._state: RowState | None = None
         self._runner: Runner | None = None
 
-    def serve(self, link: Link) -> None:
+    def serve(self, link: Link | ties.Follower) -> None:
         """Until Drain, or until nobody is there to ask. Raises Dismissed on Bye and ConfigError where the model does
         not fit."""
         self._link = link
@@ -102,7 +118,7 @@ class Worker:
                     self._open(assign)
                 case Configure() as configure:
                     self._configure(configure)
-                case Leave():
+                case Leave() if self._leave_by is None:
                     if not self._next_step:  # nothing can run here
                         return
                     log.info("asked to end: draining for at most %g s", self._args.drain_timeout)
@@ -127,6 +143,7 @@ class Worker:
         if assign.lease.epoch < self._epoch:
             log.warning("ignoring an Assign of epoch %d; %d has begun", assign.lease.epoch, self._epoch)
             return
+        self._pass_on(assign)
         self._end_lease()
         self._lease, self._epoch = assign.lease, assign.lease.epoch
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
@@ -134,6 +151,9 @@ class Worker:
             self._runner = self._state = None  # the old cache is freed before the new one is measured
             self._num_blocks = fit(self._args, self._measure(*wanted), self._config.max_model_len)
             self._assigned = wanted
+        if self._others is not None:
+            fits = [each.num_blocks for each in self._others.collect(Loaded, assign.lease)]
+            self._num_blocks = min(self._num_blocks, *fits)
         self._link.send(Loaded(assign.lease, self._num_blocks, self._config.max_model_len, self._config.vocab_size))
 
     def _measure(self, block_size: int, max_rows: int, max_tokens: int) -> Budget:
@@ -142,7 +162,7 @@ class Worker:
         vocab = self._config.vocab_size
         self._state = RowState(
             max_rows, length, block_size, vocab, self._device, self._args.logprobs_mode, self._grammars,
-            self._processors,
+            self._processors, self._group.leader,
         )  # fmt: skip
         most = vocab if self._args.max_logprobs < 0 else min(vocab, max(self._args.max_logprobs, 2 * MAX_BEAMS))
         if self._device.type == "cpu":
@@ -151,10 +171,10 @@ class Worker:
             activations += logprob_bytes(max_rows, most) + min(logprob_bytes(max_tokens, most), ROOM)
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
         # Each graph keeps its output; what lies between is shared, and as large as the largest graph's.
-        sizes = [] if self._args.enforce_eager else capture_sizes(max_rows)
+        sizes = capture_sizes(max_rows) if self._graphs else []
         graphs = step_bytes(spec, max(sizes, default=0), 0, self._dtype.itemsize)
         graphs += sum(sizes) * spec.hidden_size * self._dtype.itemsize
-        runner = Runner(self._model, self._state, KVCache(spec, 1, block_size, self._dtype, self._device), max_tokens)
+        runner = self._runner_of(KVCache(spec, 1, block_size, self._dtype, self._device), self._state, max_tokens)
         plan = worst_case(self._state, max_tokens, most)
         budget = cuda_budget(lambda: runner.launch(plan), graphs, block_bytes, block_size, self._device)
         self._state.reset()
@@ -167,6 +187,7 @@ class Worker:
             error = PlanError(f"Configure asks for {configure.num_blocks} blocks; {self._num_blocks} fit")
             self._fail(0, error)
             return
+        self._pass_on(configure)
         if self._runner is None or self._runner.kv.num_blocks != configure.num_blocks:
             self._runner = None
             try:
@@ -176,6 +197,8 @@ class Worker:
                     f"no memory for {configure.num_blocks} KV blocks after all ({error}); lower "
                     "`gpu_memory_utilization`, `kv_cache_memory_bytes` or `num_gpu_blocks_override`."
                 ) from error
+        if self._others is not None:
+            self._others.collect(Ready, configure.lease)
         self._next_step = 1
         self._link.last_step = 0
         self._link.send(Ready(configure.lease))
@@ -183,10 +206,25 @@ class Worker:
 
     def _prepare(self, num_blocks: int, state: RowState, block_size: int, max_rows: int, max_tokens: int) -> Runner:
         kv = KVCache(self._model.spec, num_blocks, block_size, self._dtype, self._device)
-        runner = Runner(self._model, state, kv, max_tokens)
-        if self._device.type == "cuda" and not self._args.enforce_eager:
-            runner.capture(self._args.max_seq_len_to_capture, progress=True)
+        runner = self._runner_of(kv, state, max_tokens)
+        if self._graphs:
+            runner.capture(self._args.max_seq_len_to_capture, progress=self._group.leader)
         return runner
+
+    @property
+    def _graphs(self) -> bool:
+        """Whether decode steps are replayed as CUDA graphs; hidden states of another stage cannot come into one."""
+        return self._device.type == "cuda" and not self._args.enforce_eager and self._group.shard.stages == 1
+
+    def _runner_of(self, kv: KVCache, state: RowState, max_tokens: int) -> Runner:
+        if isinstance(self._group, Ranks):
+            return GroupRunner(self._model, state, kv, max_tokens, self._group)
+        return Runner(self._model, state, kv, max_tokens)
+
+    def _pass_on(self, message: Assign | Configure | StepPlan) -> None:
+        """To the other processes of this replica, before it is done here."""
+        if self._others is not None:
+            self._others.send(message)
 
     def _end_lease(self) -> None:
         """Let the device finish what was launched, then forget every row."""
@@ -202,11 +240,13 @@ class Worker:
         if lease is None or plan.lease != lease:
             log.debug("dropped a plan of lease %s", plan.lease)
             return
+        self._pass_on(plan)
         try:
             if self._runner is None or plan.step != self._next_step:
                 raise PlanError(f"step {plan.step} came where {self._next_step or 'Configure'} was expected")
             outcome = self._runner.launch(plan)
-            self._results.put(lease, plan.step, outcome)
+            if self._group.leader:
+                self._results.put(lease, plan.step, outcome)
             self._next_step += 1
         except Exception as error:  # noqa: BLE001  # whatever a step raises ends its lease and no more
             self._fail(plan.step, error)
@@ -216,7 +256,12 @@ class Worker:
         if lease is None:
             return
         log.error("step %d failed: %s", step, error, exc_info=None if isinstance(error, PlanError) else error)
-        self._link.send(StepFailed(lease, step, f"{type(error).__name__}: {error}"[:2000]))
+        told = f"{type(error).__name__}: {error}"[:2000]
+        if isinstance(self._group, Ranks):
+            if self._group.leader:
+                self._link.send(StepFailed(lease, step, told))
+            raise Broken(f"step {step} failed: {told}") from error
+        self._link.send(StepFailed(lease, step, told))
         self._link.renew()
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # raises, and so ends the process, where the device itself is lost
@@ -230,7 +275,7 @@ class _Results:
     The thread has one step in hand and one in the queue; with the one being launched that is the ring of buffers.
     """
 
-    def __init__(self, link: Link, threaded: bool):
+    def __init__(self, link: Any, threaded: bool):
         self._link = link
         self._queue: queue.Queue[tuple[Lease, int, Outcome]] = queue.Queue(maxsize=RING - 2)
         self._threaded = threaded

@@ -24,8 +24,10 @@ class ConfigError(ValueError):
     """A flag, a config file or a combination of them that cannot work. One line: value, limit, remedy."""
 
 
-def _flag(default: Any, services: tuple[str, ...], help: str, choices: tuple[str, ...] | None = None) -> Any:
-    return field(default=default, metadata={"services": services, "help": help, "choices": choices})
+def _flag(
+    default: Any, services: tuple[str, ...], help: str, choices: tuple[str, ...] | None = None, short: str = ""
+) -> Any:
+    return field(default=default, metadata={"services": services, "help": help, "choices": choices, "short": short})
 
 
 _MODEL = ("frontend", "detokenizer", "gpu_worker")
@@ -142,12 +144,22 @@ class EngineArgs:
     max_request_bytes: int = _flag(8 * 2**20, _HTTP, "largest request body in bytes; more gets 413")
 
     # Processes (read by `quire serve` and LLM alone)
-    data_parallel_size: int = _flag(1, (), "GPU workers to start")
+    data_parallel_size: int = _flag(1, (), "copies of the model to start, each with workers of its own")
     api_server_count: int = _flag(1, (), "frontends to start, sharing the port")
     detokenizer_count: int = _flag(1, (), "detokenizers to start")
-    tensor_parallel_size: int = _flag(1, (), "GPUs that share one copy of the model (only 1 so far)")
     quantization: str | None = _flag(None, (), "not supported yet")
     swap_space: float = _flag(4, (), "accepted for vLLM's sake; preempted requests are recomputed, never swapped")
+
+    # One copy of the model in several workers
+    tensor_parallel_size: int = _flag(1, _WORK, "workers among which each layer is shared out", short="-tp")
+    pipeline_parallel_size: int = _flag(1, _WORK, "parts, one after the other, into which the layers are split; each "
+                                        "has tensor_parallel_size workers", short="-pp")  # fmt: skip
+    rank: int = _flag(0, _WORK, "which of its copy's workers this one is; `quire serve` and LLM set it themselves")
+    master_addr: str = _flag(
+        "127.0.0.1", _WORK, "where a copy's workers meet: the machine of the one that speaks for them, rank "
+        "(pipeline_parallel_size - 1) * tensor_parallel_size; or ipc://FILE on one machine"
+    )  # fmt: skip
+    master_port: int = _flag(29501, _WORK, "the port there")
 
     # Wires
     scheduler: str | None = _flag(None, EVERY, "the scheduler's address: ipc://FOLDER or tcp://HOST:PORT")
@@ -161,6 +173,7 @@ class EngineArgs:
         if self.block_size not in (8, 16, 32):
             raise ConfigError(f"block_size must be 8, 16 or 32, got {self.block_size}.")
         for name in ("max_num_seqs", "max_num_batched_tokens", "data_parallel_size", "api_server_count",
+                     "tensor_parallel_size", "pipeline_parallel_size",
                      "detokenizer_count", "max_num_queued_reqs", "max_request_bytes"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -188,8 +201,14 @@ class EngineArgs:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}.")
         if self.swap_space < 0:
             raise ConfigError(f"swap_space must be at least 0, got {self.swap_space}.")
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; use 1.")
+        workers = self.tensor_parallel_size * self.pipeline_parallel_size
+        if not 0 <= self.rank < workers:
+            raise ConfigError(
+                f"rank must be in [0, {workers - 1}], as tensor_parallel_size * pipeline_parallel_size is {workers}, "
+                f"got {self.rank}."
+            )
+        if not 0 < self.master_port <= 65535:
+            raise ConfigError(f"master_port must be in [1, 65535], got {self.master_port}.")
         if self.quantization is not None:
             raise ConfigError(f"quantization={self.quantization!r} is not supported yet; leave it out.")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -254,7 +273,8 @@ def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip:
         else:
             parse = human_length if fld.name == "max_model_len" else human_int if kind is int else kind
             kwargs.update(type=parse, choices=fld.metadata["choices"])
-        parser.add_argument("--" + fld.name.replace("_", "-"), **kwargs)
+        short = [fld.metadata["short"]] if fld.metadata["short"] else []
+        parser.add_argument(*short, "--" + fld.name.replace("_", "-"), **kwargs)
 
 
 def from_namespace(namespace: argparse.Namespace) -> EngineArgs:

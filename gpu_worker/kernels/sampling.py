@@ -72,21 +72,43 @@ def draw(
     ``logits`` float32 [S, V] with contiguous rows; ``params`` int32 [S, COLUMNS]; ``positions`` int64 [S] of the tokens
     being drawn; ``cuts`` float32 [S] or None. Ties go to the lowest id.
     """
+    return _winners(logits, params, positions, cuts, 0)[1]
+
+
+def draw_part(
+    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``draw`` among some of a vocabulary: ``logits`` are those of tokens ``first``, ``first`` + 1, ...
+
+    What it compares, float32 [S], and the token, int64 [S], of each row: the largest of all parts, the lowest token of
+    equals, is what ``draw`` gives for the whole.
+    """
+    values, tokens = _winners(logits, params, positions, None, first)
+    return values, tokens + first
+
+
+def _winners(
+    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, cuts: torch.Tensor | None, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     from . import sampling_jit
 
     rows, vocab = logits.shape
-    splits = -(-vocab // DRAW_BLOCK)
+    # Philox gives four tokens' words at a time; a part may begin within such four.
+    skip = first % 4
+    splits = -(-(vocab + skip) // DRAW_BLOCK)
     best = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     sampling_jit.draw_kernel[(rows, splits)](
         logits, logits.stride(0), params, positions, cuts if cuts is not None else best, best, ids, vocab, splits,
+        first // 4, skip,
         HAS_CUT=cuts is not None, COLUMNS=COLUMNS, BLOCK=DRAW_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     sampling_jit.reduce_kernel[(rows,)](
         best, ids, tokens, splits, vocab, SPLITS=max(16, 1 << (splits - 1).bit_length()), num_warps=1
     )
-    return tokens
+    values = best.gather(1, ((tokens + skip) // DRAW_BLOCK).unsqueeze(1)).squeeze(1)
+    return values, tokens
 
 
 # ---------------------------------------------------------------- the twins, on the host
@@ -115,19 +137,39 @@ def cut_torch(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bo
 def draw_torch(
     logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, cuts: torch.Tensor | None
 ) -> torch.Tensor:
-    """The twin of ``draw``; any device.
+    """The twin of ``draw``; any device."""
+    rows = _Rows(logits, params)
+    keys, places = rows.keys(), positions.cpu().numpy()
+    out = _draw_rows(rows, keys, places, None if cuts is None else cuts.cpu().numpy(), 0)
+    return torch.from_numpy(out.astype(np.int64, copy=False)).to(logits.device)
+
+
+def draw_part_torch(
+    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of ``draw_part``; any device."""
+    rows = _Rows(logits, params)
+    keys, places = rows.keys(), positions.cpu().numpy()
+    out = _draw_rows(rows, keys, places, None, first)
+    values = np.take_along_axis(rows.values, out[:, None], 1)[:, 0]
+    with np.errstate(invalid="ignore"):  # greedy rows of -infinity
+        drawn = values * rows.floats[:, INV_T] + _noise_of(keys, places, out + first)
+    values = np.where(rows.floats[:, INV_T] != 0, drawn, values)
+    tokens = torch.from_numpy((out + first).astype(np.int64, copy=False))
+    return torch.from_numpy(values).to(logits.device), tokens.to(logits.device)
+
+
+def _draw_rows(rows: _Rows, keys: np.ndarray, places: np.ndarray, cuts: np.ndarray | None, first: int) -> np.ndarray:
+    """The winner's place in each row of logits, which are of tokens ``first``, ...
 
     Noise is bounded and the most likely token's sum is a floor of the winner's, so tokens that cannot reach that floor
     get no noise computed.
     """
-    rows = _Rows(logits, params)
     out = rows.values.argmax(-1)
-    places = positions.cpu().numpy()
-    keys = rows.ints[:, SEED_LOW : SEED_HIGH + 1].astype(np.uint64) & _MASK
-    lowest = np.full(len(out), -np.inf, dtype=np.float32) if cuts is None else cuts.cpu().numpy()
-    floors = _noise_of(keys, places, out)
+    lowest = np.full(len(out), -np.inf, dtype=np.float32) if cuts is None else cuts
+    floors = _noise_of(keys, places, out + first)
     few: list[tuple[int, np.ndarray, np.ndarray]] = []
-    every = _Every(logits.shape[1])
+    every = _Every(rows.values.shape[1], first)
     for i in rows.random:
         scaled = rows.scaled(i)
         top = scaled[out[i]]
@@ -140,8 +182,8 @@ def draw_torch(
             out[i] = every.winner(scaled, top, lowest[i])
         else:
             few.append((i, ids, scaled[ids]))
-    _draw_among(few, keys, places, out)
-    return torch.from_numpy(out.astype(np.int64, copy=False)).to(logits.device)
+    _draw_among(few, keys, places, out, first)
+    return out
 
 
 def gumbel_torch(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -172,6 +214,10 @@ class _Rows:
         self.floats = self.ints.view(np.float32)
         self.random = np.flatnonzero(self.floats[:, INV_T]).tolist()
         self._scaled = np.empty(self.values.shape[1], np.float32)
+
+    def keys(self) -> np.ndarray:
+        """The rows' Philox keys, uint64 [S, 2]."""
+        return self.ints[:, SEED_LOW : SEED_HIGH + 1].astype(np.uint64) & _MASK
 
     def scaled(self, i: int) -> np.ndarray:
         """Row i's logits / temperature, float32 [V], in memory that the next call uses again."""
@@ -236,7 +282,7 @@ def _first_at(pool: np.ndarray, top: np.float32, above: float, need: float) -> n
 
 
 def _draw_among(
-    few: list[tuple[int, np.ndarray, np.ndarray]], keys: np.ndarray, places: np.ndarray, out: np.ndarray
+    few: list[tuple[int, np.ndarray, np.ndarray]], keys: np.ndarray, places: np.ndarray, out: np.ndarray, first: int
 ) -> None:
     """Draw for rows with few candidates (row, ids, scaled logits of ids), the noise of many rows in one pass."""
     while few:
@@ -246,7 +292,7 @@ def _draw_among(
             taken += 1
         group, few = few[:taken], few[taken:]
         rows = np.repeat([i for i, _, _ in group], [len(ids) for _, ids, _ in group])
-        noise = _noise_of(keys[rows], places[rows], np.concatenate([ids for _, ids, _ in group]))
+        noise = _noise_of(keys[rows], places[rows], first + np.concatenate([ids for _, ids, _ in group]))
         start = 0
         for i, ids, scaled in group:
             out[i] = ids[(scaled + noise[start : start + len(ids)]).argmax()]
@@ -263,15 +309,15 @@ def _noise_of(keys: np.ndarray, places: np.ndarray, tokens: np.ndarray) -> np.nd
 class _Every:
     """Draws among all tokens of a row, in memory that serves one row after the other (fresh pages cost more)."""
 
-    def __init__(self, vocab: int):
-        self.vocab = vocab
-        self._blocks = np.arange(-(-vocab // 4), dtype=np.uint64)
+    def __init__(self, vocab: int, first: int = 0):
+        self._here = slice(first % 4, first % 4 + vocab)  # within the words of whole blocks
+        self._blocks = np.arange(first // 4, -(-(first + vocab) // 4), dtype=np.uint64)
         self._x = np.empty((len(self._blocks), 4), dtype=np.float32)
         self._state = np.empty((3, 2, min(len(self._blocks), _CHUNK)), np.uint64)
         self._bounds = np.empty(vocab, np.float32)
 
     def words_of(self, key: np.ndarray, position: int) -> np.ndarray:
-        """The 32-bit words of tokens 0..vocab - 1, rounded to float32.
+        """The 32-bit words of tokens ``first``, ... ``first`` + vocab - 1, rounded to float32.
 
         After three rounds of ``philox``, in which most is one number, (c0, c2) and (c1, c3) are one array each.
         """
@@ -289,7 +335,7 @@ class _Every:
                 a ^= k
                 np.bitwise_and(p[::-1], _LOW, out=b)
             part[:, 0], part[:, 1], part[:, 2], part[:, 3] = a[0], b[0], a[1], b[1]
-        return self._x.reshape(-1)[: self.vocab]
+        return self._x.reshape(-1)[self._here]
 
     def winner(self, scaled: np.ndarray, top: np.float32, lowest: np.float32) -> int:
         """The token with the largest sum among those >= ``lowest``, by the words made last.
@@ -297,7 +343,7 @@ class _Every:
         As -log1p(-v) >= v, no token's sum is over top + log(exp(s - top) / v). That bound is cheaper than the noise,
         which is computed for tokens of the highest bounds alone, unless some other might still win.
         """
-        words = self._x.reshape(-1)[: self.vocab]
+        words = self._x.reshape(-1)[self._here]
         for s, x, bound in zip(_parts(scaled), _parts(words), _parts(self._bounds), strict=True):
             np.exp(s - top, out=bound)
             bound /= _uniform(x.copy())

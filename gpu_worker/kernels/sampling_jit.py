@@ -50,29 +50,29 @@ def gumbel(position, blocks, k0, k1):
 
 @triton.jit(do_not_specialize_on_alignment=["params", "positions"])
 def draw_kernel(
-    logits, stride, params, positions, cuts, best, best_ids, vocab, splits,
+    logits, stride, params, positions, cuts, best, best_ids, vocab, splits, first_block, skip,
     HAS_CUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The winner of one row within BLOCK tokens."""
+    """The winner of one row within BLOCK tokens; the logits are of tokens 4 * first_block + skip, ..."""
     row = tl.program_id(0)
     split = tl.program_id(1)
     params += row * COLUMNS
     inv_t = _float(params, INV_T)
-    tokens = split * BLOCK + tl.arange(0, BLOCK)
-    s = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=tokens < vocab, other=NOT_A_LOGIT)
+    tokens = split * BLOCK + tl.arange(0, BLOCK) - skip
+    s = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=(tokens >= 0) & (tokens < vocab), other=NOT_A_LOGIT)
     if inv_t != 0.0:
         s = s * inv_t
         position = tl.load(positions + row).to(tl.uint32)
         k0 = tl.load(params + SEED_LOW).to(tl.uint32, bitcast=True)
         k1 = tl.load(params + SEED_HIGH).to(tl.uint32, bitcast=True)
-        blocks = (split * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+        blocks = (first_block + split * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
         total = s + gumbel(position, blocks, k0, k1)
         if HAS_CUT:
             total = tl.where(s >= tl.load(cuts + row), total, NOT_A_LOGIT)
         s = total
     value, at = tl.max(s, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * splits + split, value)
-    tl.store(best_ids + row * splits + split, split * BLOCK + at)
+    tl.store(best_ids + row * splits + split, split * BLOCK + at - skip)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def reduce_kernel(best, best_ids, out, splits, vocab, SPLITS: tl.constexpr):
     _, winner = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(best_ids + row * splits + tl.minimum(winner, splits - 1))
     # Rows of NaN must not name a token outside the vocabulary either.
-    tl.store(out + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    tl.store(out + row, tl.minimum(tl.maximum(token, 0), vocab - 1).to(tl.int64))
 
 
 @triton.jit

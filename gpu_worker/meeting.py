@@ -1,0 +1,98 @@
+"""How the processes of one replica find each other: first their links, over which the leader says where torch's
+store is, then torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..proto.config import ConfigError, EngineArgs
+from ..proto.model_config import ModelConfig
+from ..proto.sockets import Keys
+from .models.spec import Shard
+from .parallel import TIMEOUT, Ranks, leader_of, number_of
+from .ties import Follower, Leader
+
+_ALIKE = (
+    "tensor_parallel_size", "pipeline_parallel_size", "load_format", "seed", "logprobs_mode", "max_logprobs",
+    "enforce_eager", "max_seq_len_to_capture",
+)  # fmt: skip
+
+
+def settings_of(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
+    """What all processes of a replica must have alike."""
+    described = hashlib.sha256(json.dumps(config.hf, sort_keys=True).encode()).hexdigest()[:16]
+    own = {name: str(getattr(args, name)) for name in _ALIKE}
+    return {"model's config": described, "max_model_len": str(config.max_model_len), "dtype": str(dtype), **own}
+
+
+def tie_for(
+    args: EngineArgs, shard: Shard, settings: dict[str, str], keys: Keys | None, on_leave: Callable[[], Any]
+) -> Leader | Follower:
+    """This process's link, started. Raises ConfigError for an address that cannot be."""
+    number, count = number_of(shard), shard.size * shard.stages
+    tie: Leader | Follower
+    if number == leader_of(shard.size, shard.stages):
+        others = [each for each in range(count) if each != number]
+        tie = Leader(_endpoint(args, bind=True), others, settings, keys, on_leave)
+    else:
+        endpoint = _endpoint(args, bind=False)
+        if keys is not None and endpoint.startswith("tcp://"):
+            endpoint += " " + keys.public.decode()  # a replica's processes share one pair
+        tie = Follower(endpoint, number, settings, keys)
+    tie.start()
+    return tie
+
+
+def ranks_of(args: EngineArgs, shard: Shard, tie: Leader | Follower, device: torch.device) -> Ranks:
+    """Wait for all processes, then connect them."""
+    count = shard.size * shard.stages
+    local = args.master_addr.startswith("ipc://")
+    if local or args.master_addr in ("localhost", "127.0.0.1", "::1"):
+        _stay_on_loopback()
+    store: dist.Store
+    if isinstance(tie, Leader):
+        if local:
+            file = args.master_addr.removeprefix("ipc://") + ".store"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file)  # of those who were here before
+            store = dist.FileStore(file, count)
+            tie.meet(file, 0)
+        else:
+            store = dist.TCPStore(args.master_addr, 0, count, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+            tie.meet("", store.port)
+    else:
+        told = tie.meet()
+        if told.file:
+            store = dist.FileStore(told.file, count)
+        else:
+            store = dist.TCPStore(args.master_addr, told.port, count, is_master=False, timeout=TIMEOUT)
+    return Ranks(shard, store, device)
+
+
+def _endpoint(args: EngineArgs, bind: bool) -> str:
+    host = args.master_addr
+    if host.startswith("ipc://"):
+        return host
+    if bind:
+        try:  # an address of this machine: ZeroMQ binds no names
+            host = socket.getaddrinfo(host, args.master_port, type=socket.SOCK_STREAM)[0][4][0]
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"master_addr {args.master_addr!r} is no address: {error}; name another.") from error
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{args.master_port}"
+
+
+def _stay_on_loopback() -> None:
+    """Tensors of processes of one machine stay off its network. What the user has set stays."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names:
+            os.environ.setdefault(variable, names[0])

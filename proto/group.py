@@ -1,0 +1,29 @@
+"""What the processes of one replica tell each other (``gpu_worker/ties.py``): beside what comes of the scheduler
+(Assign, Configure, StepPlan) and its answers (Loaded, Ready), how they meet."""
+
+from __future__ import annotations
+
+from .messages import Assign, Beat, Bye, Configure, Drain, Loaded, Message, Ready, StepPlan
+
+
+class Join(Message):
+    """another process -> leader, first on a connection."""
+
+    protocol: int
+    number: int
+    pid: int
+    settings: dict[str, str]  # what all must have alike, by flag
+
+
+class Meet(Message):
+    """leader -> every other process, once all are there: where torch.distributed's store is."""
+
+    file: str  # "" for one at ``port``
+    port: int
+
+
+FromLeader = Meet | Assign | Configure | StepPlan | Drain | Beat | Bye
+"""leader -> another process. Drain: the replica is done, end with code 0."""
+
+ToLeader = Join | Loaded | Ready | Drain | Bye
+"""another process -> leader. Drain: it was asked to end."""
