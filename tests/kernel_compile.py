@@ -33,6 +33,8 @@ def compile_launch(self, *args, grid=None, warmup=False, **named):
             types[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             types[name] = "*" + TYPES[value.dtype]
+            if not value.is_floating_point():
+                value.zero_()  # nothing is computed, and wrappers may read what they got as an index
             if value.data_ptr() % 16 == 0 and not param.do_not_specialize_on_alignment:
                 attributes[(i,)] = ALIGNED
         elif isinstance(value, int):
@@ -92,6 +94,9 @@ def main():
     attend(8, 1, 256, 2, 128)
     attend(32, 32, 80, 300, 300)
     attend(4, 2, 64, 2, 64, torch.float32)
+    heads = torch.empty(64)
+    attend(64, 8, 64, 8, 8, slopes=heads, sinks=heads)
+    attend(64, 8, 64, 4, 2048, window=128, slopes=heads, sinks=heads)
     logits, state = torch.empty(4, 151_936), SamplingState(4, 151_936)
     positions = torch.zeros(4, dtype=torch.int64)
     cuts = sampling.cut(logits, state.packed, True, True, True)
@@ -100,11 +105,17 @@ def main():
     x = torch.empty(8, 4096, dtype=torch.bfloat16)
     norm.rms_norm(x, x[0], 1e-5, x)
     norm.rms_norm(x.view(8, 32, 128)[:, :4], x[0, :128], 1e-5, plus_one=True)
-    for kind in ("silu", "gelu", "gelu_tanh"):
+    norm.layer_norm(x, x[0], x[1], 1e-5, x)
+    norm.layer_norm(x.view(8, 32, 128)[:, :4], x[:4, :128].contiguous(), None, 1e-5)
+    for kind in ("silu", "gelu", "gelu_tanh", "swiglu_oai"):
         activation.gated_activation(x, kind)
+    for kind in ("relu", "relu2", "quick_gelu"):
+        activation.activation(x, kind)
     q, k, v = torch.empty(8, 48, 128, dtype=torch.bfloat16).split([32, 8, 8], dim=1)
     cache, table = torch.empty(2, 8, 16, 128, dtype=torch.bfloat16).transpose(1, 2), torch.empty(64, 64)
     rope.rope_write(q, k, v, table, table, positions, positions, cache, cache)
+    rope.rope_write(q, k, v, table[:, :16], table[:, :16], positions, positions, cache, cache, interleaved=True)
+    rope.rope_write(q, k, v, None, None, positions, positions, cache, cache)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def make_case(lens: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, 
     return q, k_cache, v_cache, batch, rows
 
 
-def plain(q, batch, rows, scale, window, softcap):
+def plain(q, batch, rows, scale, window, softcap, slopes=None, sinks=None):
     """The definition, row by row in float64."""
     out = []
     for row, (k, v) in enumerate(rows):
@@ -54,10 +54,16 @@ def plain(q, batch, rows, scale, window, softcap):
             scores = torch.tanh(scores / softcap) * softcap
         position = batch.positions[start:stop][:, None]
         key = torch.arange(len(k))[None]
+        if slopes is not None:
+            scores += slopes.double()[:, None, None] * (key - position)
         hidden = key > position
         if window:
             hidden |= key <= position - window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        weights = scores.masked_fill(hidden, float("-inf")).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += sinks.double().exp()[:, None, None]
+        weights /= total
         out.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(out).float()
 
@@ -80,6 +86,35 @@ def test_softcap(window: int | None) -> None:
     torch.testing.assert_close(got, plain(q, batch, rows, 0.5, window, 2.0), atol=2e-5, rtol=1e-5)
 
 
+def per_head(heads: int, scale: float) -> torch.Tensor:
+    """A number for each query head, of either sign."""
+    return torch.linspace(-0.7, 1.3, heads) * scale
+
+
+@pytest.mark.parametrize("cap", [1 << 21, 1 << 10], ids=["wide tiles", "narrow tiles"])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("slopes", "sinks", "softcap"), [(0.1, None, 0.0), (None, 4.0, 0.0), (0.1, 4.0, 0.0), (0.1, 4.0, 2.0)]
+)
+def test_slopes_and_sinks(monkeypatch, slopes, sinks, softcap, window, cap) -> None:
+    monkeypatch.setattr(attention_cpu, "_SCORES", cap)
+    q, k, v, batch, rows = make_case(MIXED, 6, 2, 16, 16)
+    more = {
+        "slopes": None if slopes is None else per_head(6, slopes),
+        "sinks": None if sinks is None else per_head(6, sinks),
+    }
+    got = paged_attention(q, k, v, batch, 0.3, window, softcap, **more)
+    torch.testing.assert_close(got, plain(q, batch, rows, 0.3, window, softcap, **more), atol=2e-5, rtol=1e-5)
+
+
+def test_one_plan_serves_layers_with_and_without_slopes() -> None:
+    q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
+    plan = attention_cpu.AttentionPlan(batch, None, q.dtype, 2 * 16 * 16)
+    for slopes in (per_head(4, 0.1), None, per_head(4, -0.2)):
+        got = paged_attention(q, k, v, batch, 0.3, None, 0.0, plan, slopes)
+        torch.testing.assert_close(got, plain(q, batch, rows, 0.3, None, 0.0, slopes), atol=2e-5, rtol=1e-5)
+
+
 def test_other_memory_orders_and_no_host_lists() -> None:
     q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
     batch.host_query_starts, batch.host_context_lens = [], []
@@ -96,10 +131,20 @@ def test_decodes_in_many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(got, plain(q, batch, rows, 0.25, None, 0.0), atol=2e-5, rtol=1e-5)
 
 
-def test_bfloat16() -> None:
+@pytest.mark.parametrize("more", [{}, {"slopes": per_head(4, 0.1)}, {"sinks": per_head(4, 4.0)}])
+def test_bfloat16(more: dict[str, torch.Tensor]) -> None:
     q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
-    got = paged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), batch, 0.25, 40)
-    torch.testing.assert_close(got.float(), plain(q, batch, rows, 0.25, 40, 0.0), atol=0.05, rtol=0.05)
+    got = paged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), batch, 0.25, 40, **more)
+    torch.testing.assert_close(got.float(), plain(q, batch, rows, 0.25, 40, 0.0, **more), atol=0.05, rtol=0.05)
+
+
+def test_slopes_keep_their_precision_far_from_the_first_key_in_bfloat16() -> None:
+    """Distances above 256 are no bfloat16 numbers: neighbouring keys would get one bias."""
+    q, k, v, batch, rows = make_case([(1, 900), (40, 700)], 2, 2, 16, 16)
+    q, slopes = q * 0, torch.tensor([0.01, -0.01])
+    got = paged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), batch, 0.25, slopes=slopes)
+    want = plain(q, batch, [(a.bfloat16(), b.bfloat16()) for a, b in rows], 0.25, None, 0.0, slopes)
+    torch.testing.assert_close(got.float(), want, atol=3e-3, rtol=1e-2)
 
 
 def test_rows_without_context_are_left_out() -> None:

@@ -107,14 +107,44 @@ def test_softcap(options):
     check((q * 4, *rest), **options)
 
 
+def per_head(heads, scale=1.0):
+    """A number for each query head, of either sign."""
+    return (torch.linspace(-0.7, 1.3, heads) * scale).to(DEVICE)
+
+
+@pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slopes": per_head(6, 0.2)},
+        {"sinks": per_head(6, 4.0)},
+        {"slopes": per_head(6, 0.2), "sinks": per_head(6, 4.0), "window": 20, "softcap": 3.0},
+    ],
+    ids=["slopes", "sinks", "all"],
+)
+def test_slopes_and_sinks(rows, options):
+    check(make(rows, heads=6, kv_heads=2), **options)
+
+
+def test_a_sink_that_dwarfs_the_scores_leaves_nothing():
+    q, k_cache, v_cache, batch = make([(1, 40), (5, 20)], heads=2)
+    sinks = torch.tensor([1e4, -1e4], device=DEVICE)
+    got = attention.paged_attention(q, k_cache, v_cache, batch, 0.3, sinks=sinks)
+    assert got[:, 0].abs().max() == 0
+    plain = attention.paged_attention(q, k_cache, v_cache, batch, 0.3)
+    torch.testing.assert_close(got[:, 1], plain[:, 1], rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
+
+
 @pytest.mark.parametrize("splits", [2, 16])
 @pytest.mark.parametrize("window", [None, 100])
-def test_splits(splits, window):
+@pytest.mark.parametrize("more", [{}, {"slopes": per_head(4, 0.1), "sinks": per_head(4, 4.0)}], ids=["", "all"])
+def test_splits(splits, window, more):
     """Any number of splits gives what one gives, also where some have no keys."""
     q, k_cache, v_cache, batch = make([(1, 500), (1, 1), (1, 0), (1, 165)], dim=48)
-    want = attention.paged_attention_torch(q, k_cache, v_cache, batch, 0.2, window)
+    want = attention.paged_attention_torch(q, k_cache, v_cache, batch, 0.2, window, **more)
     out = torch.full_like(q, float("nan"))
-    attention.launch(q, k_cache, v_cache, out, batch, 0.2, window, 0.0, 0, 4, attention.Tiles(16, 32, splits=splits))
+    scores, tiles = attention.Scores(0.2, window, **more), attention.Tiles(16, 32, splits=splits)
+    attention.launch(q, k_cache, v_cache, out, batch, scores, 0, 4, tiles)
     torch.testing.assert_close(out, want, rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
 
 
@@ -178,3 +208,27 @@ def test_twin_is_plain_attention():
     )[0].transpose(0, 1)
     got = attention.paged_attention_torch(q, k_cache, v_cache, batch, 32**-0.5)
     torch.testing.assert_close(got, want, rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_twin_of_slopes_and_sinks_is_the_definition(window):
+    """Number by number: exp(score + slope * (key - query)) over their sum with exp(sink)."""
+    q, k_cache, v_cache, batch = make([(1, 9), (6, 14)], heads=4, kv_heads=2, dim=16)
+    slopes, sinks = per_head(4, 0.3), per_head(4, 2.0)
+    want = torch.zeros_like(q, dtype=torch.float64)
+    for row, (count, context) in enumerate([(1, 9), (6, 14)]):
+        pages = batch.block_tables[row, : -(-context // 16)].long()
+        k, v = (c[pages].flatten(0, 1)[:context].double() for c in (k_cache, v_cache))
+        for token in range(count):
+            at = context - count + token
+            first = 0 if window is None else max(0, at - window + 1)
+            for head in range(4):
+                query = q[row + token, head].double()
+                weights = [
+                    torch.exp(query @ k[key, head // 2] * 0.3 + slopes[head] * (key - at))
+                    for key in range(first, at + 1)
+                ]
+                total = sum(weights) + torch.exp(sinks[head].double())
+                want[row + token, head] = sum(w * v[first + i, head // 2] / total for i, w in enumerate(weights))
+    got = attention.paged_attention_torch(q, k_cache, v_cache, batch, 0.3, window, slopes=slopes, sinks=sinks)
+    torch.testing.assert_close(got, want.to(q.dtype), rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])

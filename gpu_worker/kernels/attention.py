@@ -39,6 +39,17 @@ class Tiles:
     stages: int = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What becomes of q k^T before and in the softmax; see ``paged_attention``."""
+
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -47,6 +58,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float = 0.0,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of every token of ``batch`` to its row's keys; [T, heads, head_dim], contiguous.
 
@@ -58,6 +71,8 @@ def paged_attention(
         scale: factor of the scores.
         window: a query at position p sees keys p - window + 1 .. p; None sees all.
         softcap: scores become cap * tanh(score / cap); 0 is off.
+        slopes: float32 [heads], ALiBi: slope * (key's position - query's) is added to the scaled and capped score.
+        sinks: float32 [heads], a score of each head that counts in the softmax's sum and brings no value.
     """
     rows, decodes = len(batch.context_lens), batch.num_decodes
     group = q.shape[1] // k_cache.shape[2]
@@ -66,18 +81,19 @@ def paged_attention(
         return out
     context = batch.max_context_len if window is None else min(batch.max_context_len, window)
     memory = _shared_memory(q.device)
+    scores = Scores(scale, window, softcap, slopes, sinks)
     decode = decode_tiles(
         q.shape[2], q.dtype, group, decodes * k_cache.shape[2], context, _processors(q.device), memory
     )
     if decodes == rows:
-        launch(q, k_cache, v_cache, out, batch, scale, window, softcap, 0, decodes, decode)
+        launch(q, k_cache, v_cache, out, batch, scores, 0, decodes, decode)
         return out
     prefill = prefill_tiles(q.shape[2], q.dtype, group, batch.max_query_len, memory)
     if decodes and decode.splits > 1:
-        launch(q, k_cache, v_cache, out, batch, scale, window, softcap, 0, decodes, decode)
-        launch(q, k_cache, v_cache, out, batch, scale, window, softcap, decodes, rows, prefill)
+        launch(q, k_cache, v_cache, out, batch, scores, 0, decodes, decode)
+        launch(q, k_cache, v_cache, out, batch, scores, decodes, rows, prefill)
     else:
-        launch(q, k_cache, v_cache, out, batch, scale, window, softcap, 0, rows, prefill)
+        launch(q, k_cache, v_cache, out, batch, scores, 0, rows, prefill)
     return out
 
 
@@ -127,9 +143,7 @@ def launch(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     batch: StepBatch,
-    scale: float,
-    window: int | None,
-    softcap: float,
+    scores: Scores,
     first: int,
     last: int,
     tiles: Tiles,
@@ -145,6 +159,8 @@ def launch(
     tokens = rows if decode else len(q) - first
     q_blocks = rows if decode else tokens // (tiles.block_m // group) + rows
     partial = peaks = totals = out
+    slopes = out if scores.slopes is None else scores.slopes
+    sinks = out if scores.sinks is None else scores.sinks
     if tiles.splits > 1:
         partial = torch.empty((last, heads, tiles.splits, padded), dtype=torch.float32, device=q.device)
         peaks = torch.empty((last, heads, tiles.splits), dtype=torch.float32, device=q.device)
@@ -155,16 +171,19 @@ def launch(
         v_cache, v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         out, out.stride(0), out.stride(1), partial, peaks, totals,
         batch.query_starts, batch.context_lens, batch.block_tables, batch.block_tables.stride(0),
-        first, rows, dim, scale, softcap, window or 0,
+        first, rows, dim, scores.scale, scores.softcap, slopes, sinks, scores.window or 0,
         DECODE=decode, GROUP=group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PAGE=batch.block_size,
-        DIM=padded, PADDED=padded != dim, SPLITS=tiles.splits, WINDOW=window is not None, SOFTCAP=softcap > 0,
+        DIM=padded, PADDED=padded != dim, SPLITS=tiles.splits,
+        WINDOW=scores.window is not None, SOFTCAP=scores.softcap > 0,
+        ALIBI=scores.slopes is not None, SINKS=scores.sinks is not None,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if tiles.splits > 1:
         attention_jit.reduce_kernel[(last, heads)](
-            out, out.stride(0), out.stride(1), partial, peaks, totals, dim,
-            DIM=padded, SPLITS=tiles.splits, num_warps=4 if tiles.splits * padded > 2048 else 1,
+            out, out.stride(0), out.stride(1), partial, peaks, totals, sinks, dim,
+            DIM=padded, SPLITS=tiles.splits, SINKS=scores.sinks is not None,
+            num_warps=4 if tiles.splits * padded > 2048 else 1,
         )  # fmt: skip
 
 
@@ -176,6 +195,8 @@ def paged_attention_torch(
     scale: float,
     window: int | None = None,
     softcap: float = 0.0,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The twin of ``paged_attention``: one row at a time, in float32. The oracle, not the fast path of the CPU."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -192,10 +213,15 @@ def paged_attention_torch(
             scores = softcap * torch.tanh(scores / softcap)
         keys = torch.arange(context, device=q.device)
         at = torch.arange(context - (end - begin), context, device=q.device)[:, None]
+        if slopes is not None:
+            scores += slopes[:, None, None] * (keys - at)
         seen = keys <= at
         if window is not None:
             seen &= keys > at - window
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, end - begin, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
 

@@ -43,9 +43,9 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def _over_tiles(
-    acc, peak, total, q, k_head, v_head, table, positions, low, high, end, scale, softcap, dim,
+    acc, peak, total, q, k_head, v_head, table, positions, low, high, end, scale, softcap, slope, dim,
     k_block, k_offset, v_block, v_offset, window,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over key tiles low..high. ``end`` is the first key that may not be read.
@@ -74,6 +74,8 @@ def _over_tiles(
             k = tl.load(k_at)
             v = tl.load(v_at)
         s = _scores(q, k.to(q.dtype), scale, softcap, SOFTCAP, PRECISION)
+        if ALIBI:
+            s += slope[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if WINDOW:
@@ -99,10 +101,11 @@ def _over_tiles(
 def attention_kernel(
     q, q_token, q_head, k_cache, k_block, k_offset, k_head, v_cache, v_block, v_offset, v_head,
     out, out_token, out_head, partial, peaks, totals,
-    query_starts, context_lens, block_tables, table_stride, first_row, rows, dim, scale, softcap, window,
+    query_starts, context_lens, block_tables, table_stride, first_row, rows, dim, scale, softcap, slopes, sinks,
+    window,
     DECODE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One Q-block (BLOCK_M // GROUP tokens of one row, with every query head of one key head) and one split of keys."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -150,6 +153,13 @@ def attention_kernel(
     acc = tl.zeros((BLOCK_M, DIM), tl.float32)
     peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS and SPLITS == 1:
+        # As if a key without a value had been seen first. With splits, the reduction adds it, once for all of them.
+        peak = tl.load(sinks + heads, mask=inside, other=0.0) * LOG2E
+        total += 1.0
+    slope = peak
+    if ALIBI:
+        slope = tl.load(slopes + heads, mask=inside, other=0.0) * LOG2E
     k_at = k_cache + kv_head.to(tl.int64) * k_head
     v_at = v_cache + kv_head.to(tl.int64) * v_head
     table = block_tables + row.to(tl.int64) * table_stride
@@ -157,14 +167,14 @@ def attention_kernel(
     if not WINDOW:
         masked_from = tl.maximum(tl.minimum(whole, high), low)
         acc, peak, total = _over_tiles(
-            acc, peak, total, queries, k_at, v_at, table, positions, low, masked_from, end, scale, softcap, dim,
+            acc, peak, total, queries, k_at, v_at, table, positions, low, masked_from, end, scale, softcap, slope, dim,
             k_block, k_offset, v_block, v_offset, window,
-            False, WINDOW, SOFTCAP, PRECISION, PAGE, BLOCK_N, DIM, PADDED,
+            False, WINDOW, SOFTCAP, ALIBI, PRECISION, PAGE, BLOCK_N, DIM, PADDED,
         )  # fmt: skip
     acc, peak, total = _over_tiles(
-        acc, peak, total, queries, k_at, v_at, table, positions, masked_from, high, end, scale, softcap, dim,
+        acc, peak, total, queries, k_at, v_at, table, positions, masked_from, high, end, scale, softcap, slope, dim,
         k_block, k_offset, v_block, v_offset, window,
-        True, WINDOW, SOFTCAP, PRECISION, PAGE, BLOCK_N, DIM, PADDED,
+        True, WINDOW, SOFTCAP, ALIBI, PRECISION, PAGE, BLOCK_N, DIM, PADDED,
     )  # fmt: skip
 
     if SPLITS > 1:
@@ -181,7 +191,8 @@ def attention_kernel(
 
 @triton.jit
 def reduce_kernel(
-    out, out_token, out_head, partial, peaks, totals, dim, DIM: tl.constexpr, SPLITS: tl.constexpr
+    out, out_token, out_head, partial, peaks, totals, sinks, dim,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one token and head; splits that had no keys have a total of 0 and are not read."""
     token = tl.program_id(0).to(tl.int64)
@@ -192,8 +203,13 @@ def reduce_kernel(
     peak = tl.load(peaks + place)
     total = tl.load(totals + place)
     top = tl.max(peak, 0)
+    if SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        top = tl.maximum(top, sink)
     share = tl.where(total > 0.0, tl.exp2(peak - tl.where(top == NOTHING, 0.0, top)), 0.0)
     acc = tl.load(partial + place[:, None] * DIM + at_d[None, :], mask=(total > 0.0)[:, None], other=0.0)
     whole = tl.sum(share * total, 0)
+    if SINKS:
+        whole += tl.exp2(sink - top)
     result = tl.sum(acc * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
     tl.store(out + token * out_token + head * out_head + at_d, result.to(out.dtype.element_ty), mask=at_d < dim)

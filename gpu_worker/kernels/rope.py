@@ -9,33 +9,39 @@ def rope_write(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     positions: torch.Tensor,
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    interleaved: bool = False,
 ) -> None:
-    """Rotate q and k in place (halves, as in NeoX: i with i + R/2); write k and v at their slots.
+    """Rotate q and k in place; write k and v at their slots.
 
     Args:
         q: [T, H, D]; k, v: [T, KH, D]; heads contiguous (views of a fused projection are fine).
-        cos, sin: float32 [P, R/2], a row for each position; the first R <= D dimensions turn.
+        cos, sin: float32 [P, R/2], a row for each position; the first R <= D dimensions turn. None: nothing turns.
         positions: int64 [T]; slots: int64 [T], -1 writes nothing.
         k_cache, v_cache: logical shape [num_blocks, block_size, KH, D], any strides but 1 for the last.
+        interleaved: dimension 2i turns with 2i + 1 (GPT-J); else i with i + R/2 (NeoX's halves).
     """
     from . import rope_jit
 
     tokens, heads, dim = q.shape
-    kv_heads, half = k.shape[1], cos.shape[1]
     if not tokens:
         return
+    kv_heads, turns = k.shape[1], cos is not None and sin is not None
+    if cos is None or sin is None:
+        cos, sin, half, heads = q, q, 0, 0  # no program for the queries, which stay as they are
+    else:
+        half = cos.shape[1]
     rope_jit.rope_write_kernel[(tokens, heads + kv_heads)](
         q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1),
         cos, sin, cos.stride(0), positions, slots,
         k_cache, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache, v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-        heads, k_cache.shape[1], half, dim,
+        heads, k_cache.shape[1], half, dim, TURNS=turns, PAIRS=interleaved,
         HALF=max(2, 1 << (half - 1).bit_length()), DIM=max(2, 1 << (dim - 1).bit_length()), num_warps=1,
     )  # fmt: skip
 
@@ -44,20 +50,25 @@ def rope_write_torch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     positions: torch.Tensor,
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    interleaved: bool = False,
 ) -> None:
     """The twin of ``rope_write``."""
-    half = cos.shape[1]
-    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-    for x in (q, k):
-        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-        turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
-        x[..., : 2 * half] = turned.to(x.dtype)
+    if cos is not None and sin is not None:
+        half = cos.shape[1]
+        one, other = slice(half), slice(half, 2 * half)
+        if interleaved:
+            one, other = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+        for x in (q, k):
+            first, second = x[..., one].float(), x[..., other].float()
+            turned = first * c - second * s, second * c + first * s
+            x[..., one], x[..., other] = turned[0].to(x.dtype), turned[1].to(x.dtype)
     if bool((slots < 0).any()):
         keep = slots >= 0
         k, v, slots = k[keep], v[keep], slots[keep]

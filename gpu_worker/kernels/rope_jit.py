@@ -10,9 +10,12 @@ def rope_write_kernel(
     cos, sin, table_stride, positions, slots,
     k_cache, k_block, k_offset, k_cache_head, v_cache, v_block, v_offset, v_cache_head,
     heads, block_size, half, dim,
-    HALF: tl.constexpr, DIM: tl.constexpr,
+    TURNS: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: query heads first, then the key heads, which also carry their values along."""
+    """One head of one token: query heads first, then the key heads, which also carry their values along.
+
+    Without TURNS there are key heads alone.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     is_query = head < heads
@@ -20,27 +23,35 @@ def rope_write_kernel(
     x = q + token * q_token + head * q_head
     if not is_query:
         x = k + token * k_token + kv_head * k_head
-    at = tl.arange(0, HALF)
-    turns = at < half
-    position = tl.load(positions + token)
-    c = tl.load(cos + position * table_stride + at, mask=turns, other=0.0)
-    s = tl.load(sin + position * table_stride + at, mask=turns, other=0.0)
-    first = tl.load(x + at, mask=turns, other=0.0).to(tl.float32)
-    second = tl.load(x + half + at, mask=turns, other=0.0).to(tl.float32)
-    turned_first = (first * c - second * s).to(q.dtype.element_ty)
-    turned_second = (second * c + first * s).to(q.dtype.element_ty)
-    tl.store(x + at, turned_first, mask=turns)
-    tl.store(x + half + at, turned_second, mask=turns)
+    if TURNS:
+        at = tl.arange(0, HALF)
+        turns = at < half
+        one = at
+        other = half + at
+        if PAIRS:
+            one = 2 * at
+            other = 2 * at + 1
+        position = tl.load(positions + token)
+        c = tl.load(cos + position * table_stride + at, mask=turns, other=0.0)
+        s = tl.load(sin + position * table_stride + at, mask=turns, other=0.0)
+        first = tl.load(x + one, mask=turns, other=0.0).to(tl.float32)
+        second = tl.load(x + other, mask=turns, other=0.0).to(tl.float32)
+        turned_first = (first * c - second * s).to(q.dtype.element_ty)
+        turned_second = (second * c + first * s).to(q.dtype.element_ty)
+        tl.store(x + one, turned_first, mask=turns)
+        tl.store(x + other, turned_second, mask=turns)
     if not is_query:
         slot = tl.load(slots + token)
         if slot >= 0:
             block = slot // block_size
             offset = slot % block_size
             out = k_cache + block * k_block + offset * k_offset + kv_head * k_cache_head
-            tl.store(out + at, turned_first.to(k_cache.dtype.element_ty), mask=turns)
-            tl.store(out + half + at, turned_second.to(k_cache.dtype.element_ty), mask=turns)
             whole = tl.arange(0, DIM)
-            rest = (whole >= 2 * half) & (whole < dim)
+            rest = whole < dim
+            if TURNS:
+                tl.store(out + one, turned_first.to(k_cache.dtype.element_ty), mask=turns)
+                tl.store(out + other, turned_second.to(k_cache.dtype.element_ty), mask=turns)
+                rest = (whole >= 2 * half) & (whole < dim)
             tl.store(out + whole, tl.load(x + whole, mask=rest).to(k_cache.dtype.element_ty), mask=rest)
             value = tl.load(v + token * v_token + kv_head * v_head + whole, mask=whole < dim)
             out = v_cache + block * v_block + offset * v_offset + kv_head * v_cache_head

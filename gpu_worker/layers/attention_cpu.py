@@ -19,6 +19,8 @@ from ..batch import StepBatch
 _GATHER = 1 << 18
 # Query rows of a prefill tile that needs a mask.
 _TILE = 128
+# Scores of all heads in a tile at a time, where they or a bias of theirs are written out: 8 MB.
+_SCORES = 1 << 21
 
 
 @dataclass(slots=True)
@@ -32,6 +34,16 @@ class _Decodes:
     count: int
     pages: torch.Tensor
     mask: torch.Tensor
+    first: torch.Tensor  # [rows, 1], the first key gathered
+    context: torch.Tensor  # [rows, 1]
+    _distances: torch.Tensor | None = None
+
+    def distances(self) -> torch.Tensor:
+        """Keys' positions less the query's, float32, shaped like ``mask``; made by the first layer that asks."""
+        if self._distances is None:
+            past = self.first - self.context + 1 + torch.arange(self.mask.shape[-1])
+            self._distances = past.float()[:, None]
+        return self._distances
 
 
 @dataclass(slots=True)
@@ -108,7 +120,7 @@ class AttentionPlan:
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
         neighbours = rows[-1] - rows[0] == len(rows) - 1 and rows == sorted(rows)
         where = slice(rows[0], rows[-1] + 1) if neighbours else index
-        return _Decodes(where, len(rows), pages.flatten(), mask[:, None])
+        return _Decodes(where, len(rows), pages.flatten(), mask[:, None], first, context)
 
     def _plan_prefill(self, batch: StepBatch, row: int, start: int, stop: int, context: int) -> _Prefill:
         position = context - (stop - start)
@@ -155,6 +167,11 @@ class _Buffers:
         first = template.shape[1] - _TILE - before
         return template[:rows, first : first + before + rows]
 
+    def biased(self, mask: torch.Tensor, slopes: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
+        """mask + slopes * distances in float32, until the next call."""
+        shape = torch.broadcast_shapes(mask.shape, slopes.shape, distances.shape)
+        return torch.addcmul(mask, slopes, distances, out=self.take("bias", shape, torch.float32))
+
 
 _buffers = _Buffers()
 
@@ -168,10 +185,13 @@ def paged_attention(
     window: int | None = None,
     softcap: float = 0.0,
     plan: AttentionPlan | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, head_dim] over each row's own pages -> [T, heads, head_dim].
 
     A query at position p sees keys max(0, p - window + 1) to p. ``plan`` saves planning again for each layer.
+    ``slopes`` (ALiBi) and ``sinks`` are float32 [heads], as the kernel's.
     Pages must hold finite values, also where nothing was written yet.
     """
     tokens, heads, dim = q.shape
@@ -179,17 +199,22 @@ def paged_attention(
     if plan is None:
         plan = AttentionPlan(batch, window, q.dtype, k_cache.shape[1] * kv_heads * dim)
     q = q.view(tokens, kv_heads, heads // kv_heads, dim)
+    # Shaped for scores [kv_heads, group, queries, keys].
+    slopes, sinks = (None if x is None else x.view(kv_heads, -1, 1, 1) for x in (slopes, sinks))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.decodes:
         keys = _gather("k", k_cache, group.pages, group.count)
         values = _gather("v", v_cache, group.pages, group.count)
         query = q[group.rows].transpose(0, 1)  # [kv_heads, rows, group, dim]
-        seen = _attend(query, keys, values, group.mask[None], scale, softcap)
+        mask = group.mask[None]
+        if slopes is not None:
+            mask = _buffers.biased(mask, slopes.transpose(1, 2), group.distances())
+        seen = _attend(query, keys, values, mask, scale, softcap, None if sinks is None else sinks.transpose(1, 2))
         out[group.rows] = seen.transpose(0, 1)
     for row in plan.prefills:
         keys = _gather("k", k_cache, row.pages, 1)
         values = _gather("v", v_cache, row.pages, 1)
-        _prefill(q, out, keys, values, row, scale, window, softcap)
+        _prefill(q, out, keys, values, row, scale, window, softcap, slopes, sinks)
     return out.view(tokens, heads, dim)
 
 
@@ -214,11 +239,16 @@ def _prefill(
     scale: float,
     window: int | None,
     softcap: float,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     """One row's chunk: a plain causal product where it starts its sequence, else tiles under a corner of the mask."""
     count = row.stop - row.start
-    plain = row.position == 0 and (window is None or window >= count) and not softcap
+    bare = slopes is None and sinks is None
+    plain = row.position == 0 and (window is None or window >= count) and not softcap and bare
     step = count if plain else _TILE
+    if not bare:  # something of every head's scores is written out
+        step = max(_TILE // 8, min(step, _SCORES // (q.shape[1] * q.shape[2] * (row.position + count))))
     for at in range(0, count, step):
         n = min(step, count - at)
         position = row.position + at
@@ -230,16 +260,36 @@ def _prefill(
         k = keys[:, :, first - row.first_key : end - row.first_key].expand(shape)
         v = values[:, :, first - row.first_key : end - row.first_key].expand(shape)
         mask = None if plain else _buffers.tile_mask(n, position - first, window, q.dtype)
+        if mask is not None and slopes is not None:
+            distances = torch.arange(first, end) - torch.arange(position, end)[:, None]
+            mask = _buffers.biased(mask, slopes, distances.float())
         tokens = slice(row.start + at, row.start + at + n)
-        seen = _attend(q[tokens].permute(1, 2, 0, 3), k, v, mask, scale, softcap)
+        seen = _attend(q[tokens].permute(1, 2, 0, 3), k, v, mask, scale, softcap, sinks)
         out[tokens] = seen.permute(2, 0, 1, 3)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(q k^T scale + mask) v over the last two dims; no mask is causal (and has no soft cap)."""
-    if mask is None or not softcap:
+    """softmax(q k^T scale + mask) v over the last two dims; no mask is causal (and has no soft cap and no sinks)."""
+    if mask is None or not (softcap or sinks is not None):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-    scores = (torch.matmul(q, k.transpose(-1, -2)).float() * (scale / softcap)).tanh_().mul_(softcap)
-    return torch.matmul(torch.softmax(scores + mask, dim=-1).to(v.dtype), v)
+    scores = torch.matmul(q, k.transpose(-1, -2)).float()
+    if softcap:
+        scores.mul_(scale / softcap).tanh_().mul_(softcap)
+    else:
+        scores.mul_(scale)
+    scores += mask
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        peak = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+        weights = scores.sub_(peak).exp_()
+        weights /= weights.sum(-1, keepdim=True).add_((sinks - peak).exp_())
+    return torch.matmul(weights.to(v.dtype), v)

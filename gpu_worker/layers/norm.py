@@ -1,10 +1,14 @@
-"""RMS norms: the kernel on a GPU, few and in-place operations on a CPU."""
+"""Norms: the kernel on a GPU, few and in-place operations on a CPU.
+
+Weights are [hidden], or [heads, head_dim] for x [T, heads, head_dim] where each head has its own.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from . import dispatch
 
@@ -41,3 +45,39 @@ class RMSNorm:
         if self.plus_one or x.dtype == torch.float32:
             return (wide * scale).mul_(self._cpu_weight).to(x.dtype)
         return (wide * scale).to(x.dtype).mul_(self._cpu_weight)
+
+
+class LayerNorm:
+    """(x - mean) * rsqrt(variance + eps) * w + b, in float32 inside and rounded once; w and b may be None."""
+
+    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
+        self.weight, self.bias, self.eps = weight, bias, eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of ``x`` [..., hidden]."""
+        if dispatch.use_kernels(x):
+            return self._kernel(x, None)
+        return self._norm(x)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual). The CPU adds into ``residual`` itself."""
+        if dispatch.use_kernels(x):
+            return self._kernel(x, residual)
+        residual += x
+        return self._norm(residual), residual
+
+    def _kernel(self, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        from ..kernels.norm import layer_norm
+
+        return layer_norm(x, self.weight, self.bias, self.eps, residual)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        if all(each is None or each.dim() == 1 for each in (weight, bias)):
+            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        if weight is not None:
+            normed *= weight
+        if bias is not None:
+            normed += bias
+        return normed.to(x.dtype)
