@@ -11,6 +11,7 @@ import time
 
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import config_of, model_folder, tokenizer_folder
+from ..proto.pooler_config import pooler_of
 from ..proto.process import die, new_incarnation, setup_logging, watch_parent
 from ..proto.sockets import detokenizer_bind, load_keys, private_dir
 from .gate import Checker
@@ -26,11 +27,12 @@ def load(args: EngineArgs) -> tuple[Preparer, str]:
     began = time.monotonic()
     path = model_folder(args)
     model = config_of(args, path)
+    pooler = pooler_of(model, args)
     if args.skip_tokenizer_init:
-        return Preparer(None, model, args.max_logprobs), path
+        return Preparer(None, model, args.max_logprobs, pooler), path
     folder = tokenizer_folder(args, path)
     tokenizer = load_tokenizer(folder, args.tokenizer_mode, args.chat_template, args.trust_remote_code)
-    preparer = Preparer(tokenizer, model, args.max_logprobs)
+    preparer = Preparer(tokenizer, model, args.max_logprobs, pooler)
     if tokenizer.templates:
         try:
             preparer.template.check()

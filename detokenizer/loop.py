@@ -34,6 +34,7 @@ from ..proto.messages import (
     Hello,
     Open,
     Peers,
+    Pooled,
     PromptLogprobs,
     Stats,
     Submit,
@@ -324,7 +325,7 @@ class Detokenizer:
             for index, offset, news in prepared.replayed:
                 outbox.add(uid, attempt, index, offset, [], news)
             self._send(request.peer, outbox.batch())
-        if not request.sequences:  # all had ended before; only the news of it was lost
+        if not request.sequences and prepared.pooling is None:  # all had ended before; only the news of it was lost
             self.requests.pop(uid, None)
             return
         request.submitted = True
@@ -335,6 +336,7 @@ class Detokenizer:
                 seed=message.seed, arrival=message.arrival, children=prepared.children, key=message.key,
                 priority=message.priority, losses=message.losses, masked=prepared.masked,
                 bad_words=prepared.bad_words, prompt_logprobs_from=message.prompt_logprobs_from,
+                pooling=prepared.pooling, second=prepared.second,
             )
         )  # fmt: skip
 
@@ -350,7 +352,7 @@ class Detokenizer:
                 self._prompt_logprobs(message)
             elif isinstance(message, Peers):
                 self._peers(message)
-            elif isinstance(message, Failed):
+            elif isinstance(message, Failed | Pooled):  # either ends it
                 request = self.requests.get(message.uid)
                 if request is not None and request.attempt == message.attempt:
                     del self.requests[message.uid]
@@ -433,7 +435,8 @@ class Detokenizer:
 
 def _size(message: Tokenize) -> int:
     """Roughly the bytes a waiting prompt holds."""
-    size = len(message.prompt or "") + len(message.ids or b"") + sum(len(resume.ids) for resume in message.resume)
+    size = len(message.prompt or "") + len(message.pair or "") + len(message.ids or b"")
+    size += sum(len(resume.ids) for resume in message.resume)
     for chat in message.messages or ():
         size += sum(len(value) if isinstance(value, (str, list)) else 64 for value in chat.values())
     return size + 512

@@ -14,6 +14,9 @@ from ..proto.hashing import hash_blocks
 from ..proto.messages import Child, Finish, Tokenize
 from ..proto.model_config import ModelConfig
 from ..proto.params import ParamError, SamplingParams
+from ..proto.pooler_config import PoolerConfig
+from ..proto.pooling import PoolingParams
+from . import pooling
 from .beams import BeamTexts
 from .checks import bad_word_ids, masked_ids
 from .detokenize import Stream, Streams
@@ -43,18 +46,27 @@ class Prepared:
     masked: bytes = b""  # i32
     bad_words: list[list[int]] = field(default_factory=list)
     beams: BeamTexts | None = None
+    pooling: PoolingParams | None = None  # resolved
+    second: int = -1
 
 
 class Preparer:
     """What every request of this process shares."""
 
-    def __init__(self, tokenizer: TextTokenizer | None, model: ModelConfig, max_logprobs: int = 20):
-        """No tokenizer: prompts are ids, and there is no text (``--skip-tokenizer-init``).
+    def __init__(
+        self,
+        tokenizer: TextTokenizer | None,
+        model: ModelConfig,
+        max_logprobs: int = 20,
+        pooler: PoolerConfig | None = None,
+    ):
+        """No tokenizer: prompts are ids, and there is no text (``--skip-tokenizer-init``). With a ``pooler`` nothing is
+        generated.
 
         The primary EOS is the tokenizer's, or else the first of the model's: it ends a sequence with no stop reason.
         The model's others are added to ``stop_token_ids``, as in vLLM, and are named as the reason.
         """
-        self.tokenizer, self.model, self.max_logprobs = tokenizer, model, max_logprobs
+        self.tokenizer, self.model, self.max_logprobs, self.pooler = tokenizer, model, max_logprobs, pooler
         self.template = ChatTemplate(tokenizer.templates, tokenizer.special) if tokenizer else ChatTemplate({}, {})
         self.streams = Streams(tokenizer) if tokenizer else None
         self.texts = TokenTexts(self.streams.piece) if self.streams else None
@@ -69,6 +81,8 @@ class Preparer:
         where truncation left only some. Raises Refused with the field at fault.
         """
         try:
+            if message.pooling is not None or self.pooler is not None:
+                return self._prepare_pooling(message, block_size, max_model_len)
             return self._prepare(message, block_size, max_model_len)
         except ParamError as error:
             raise Refused(str(error), error.param) from error
@@ -97,6 +111,37 @@ class Preparer:
         self._open(message, ids, prepared)
         return prepared
 
+    def _prepare_pooling(self, message: Tokenize, block_size: int, max_model_len: int) -> Prepared:
+        pooler, architecture = self.pooler, self.model.architecture
+        if pooler is None:
+            raise Refused(
+                f"this server generates with {architecture} and does not pool; start one with --runner pooling."
+            )
+        if message.pooling is None:
+            raise Refused(
+                f"this server pools with {architecture} (tasks {list(pooler.tasks)}) and does not generate; start one "
+                "with --runner generate."
+            )
+        params = pooler.resolve(message.pooling)
+        keep = pooling.tokens_kept(params, max_model_len)
+        source = self._source(message)
+        prompt: str | None = None
+        if isinstance(source, list):
+            encoded = pooling.Encoded(source[:keep], -1)
+        else:
+            prompt, tokenizer, special = source
+            texts = [prompt] if message.pair is None else [prompt, message.pair]
+            texts = [self._bounded(each, max_model_len, tokenizer, keep, tail=False) for each in texts]
+            encoded = pooling.encode(
+                tokenizer, [each.lower() for each in texts] if pooler.lower else texts, special, keep
+            )
+        pooling.check(encoded, params, pooler, self.model, max_model_len)
+        packed = array("i", encoded.ids).tobytes()
+        return Prepared(
+            ids=packed, prompt=prompt, hashes=b"".join(hash_blocks(packed, block_size)), block_size=block_size, eos=[],
+            sequences={}, pooling=params, second=encoded.second,
+        )  # fmt: skip
+
     def _resolve(self, params: SamplingParams, room: int) -> None:
         """``max_tokens`` and logprobs as numbers that fit; the model's further EOS ids among the stop ids."""
         for name in ("logprobs", "prompt_logprobs"):
@@ -116,39 +161,48 @@ class Preparer:
 
     def _ids(self, message: Tokenize, max_model_len: int, keep: int | None) -> tuple[str | None, list[int], bool]:
         """The prompt's text where there is one, its ids, and whether truncation has cut them."""
+        source = self._source(message)
+        if isinstance(source, list):
+            return None, *_last(source, keep)
+        text, tokenizer, special = source
+        if not text:
+            return text, [], False
+        shown = self._bounded(text, max_model_len, tokenizer, keep)
+        try:
+            ids = tokenizer.encode(shown, special)
+        except Exception as error:  # `tokenizers` raises plain Exception
+            raise Refused(f"the prompt cannot be encoded: {error}"[:300], "prompt") from error
+        return text, *_last(ids, keep)
+
+    def _source(self, message: Tokenize) -> list[int] | tuple[str, TextTokenizer, bool]:
+        """The ids given, or the text given or rendered with what encodes it and whether special tokens are added."""
         given = [message.prompt is not None, message.ids is not None, message.messages is not None]
         if sum(given) != 1:
             raise Refused("exactly one of a prompt, token ids and messages must be given.", "prompt")
         if message.ids is not None:
             try:
-                ids = from_i32(message.ids)
+                return from_i32(message.ids)
             except BadFrame as error:
                 raise Refused(f"prompt token ids: {error}", "prompt") from error
-            return None, *_last(ids, keep)
         if self.tokenizer is None:
             raise Refused(
                 "this server has no tokenizer (--skip-tokenizer-init); give the prompt as token ids.",
                 "prompt" if message.messages is None else "messages",
             )
         if message.messages is not None:
-            text, special = self.template.render(message.messages, message.template), False
-        else:
-            text, special = message.prompt or "", message.add_special_tokens
-        if not text:
-            return text, [], False
-        shown = self._bounded(text, max_model_len, self.tokenizer, keep)
-        try:
-            ids = self.tokenizer.encode(shown, special)
-        except Exception as error:  # `tokenizers` raises plain Exception
-            raise Refused(f"the prompt cannot be encoded: {error}"[:300], "prompt") from error
-        return text, *_last(ids, keep)
+            return self.template.render(message.messages, message.template), self.tokenizer, False
+        return message.prompt or "", self.tokenizer, message.add_special_tokens
 
-    def _bounded(self, text: str, max_model_len: int, tokenizer: TextTokenizer, keep: int | None) -> str:
-        """Refuse a text that cannot fit without encoding it; cut one of which only the end will be kept."""
+    def _bounded(
+        self, text: str, max_model_len: int, tokenizer: TextTokenizer, keep: int | None, tail: bool = True
+    ) -> str:
+        """Refuse a text that cannot fit without encoding it; cut one of which only the end will be kept, or without
+        ``tail`` the beginning."""
         if len(text) <= max_model_len or (longest := tokenizer.longest) is None:
             return text
         if keep is not None:
-            return text[-(keep * longest + _TAIL_MARGIN) :]
+            most = keep * longest + _TAIL_MARGIN
+            return text[-most:] if tail else text[:most]
         if len(text) > max_model_len * longest:
             raise Refused(
                 f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "

@@ -68,8 +68,7 @@ def tokens_kept(params: SamplingParams, max_model_len: int) -> int | None:
 
 def check_prompt(ids: Sequence[int], model: ModelConfig, max_model_len: int) -> None:
     """Refuse a prompt that is empty, too long, or holds ids that the model does not have. Raises ParamError."""
-    if not ids:
-        raise ParamError("prompt must not be empty: it has no tokens.", "prompt")
+    check_ids(ids, model)
     if len(ids) >= max_model_len:
         room = "exceeds this limit even without any" if len(ids) > max_model_len else "leaves no room for"
         raise ParamError(
@@ -77,6 +76,12 @@ def check_prompt(ids: Sequence[int], model: ModelConfig, max_model_len: int) -> 
             f"{len(ids)} input tokens, which {room} output tokens. Please reduce the length of the input prompt.",
             "input_tokens",
         )
+
+
+def check_ids(ids: Sequence[int], model: ModelConfig) -> None:
+    """Refuse a prompt that is empty, or holds ids that the model does not have. Raises ParamError."""
+    if not ids:
+        raise ParamError("prompt must not be empty: it has no tokens.", "prompt")
     low, high = min(ids), max(ids)
     if low < 0 or high >= model.vocab_size:
         bad = low if low < 0 else high

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from .config import ConfigError, EngineArgs
-from .model_config import ModelConfig
+from .model_config import AUTO_LENGTH, ModelConfig
 from .params import ParamError
 from .pooling import POOLINGS, PoolingParams
 
@@ -164,31 +164,29 @@ def _activation(config: ModelConfig, labels: int) -> str:
     for one of several, none for a regression. Cross-encoders may name another, as a class of ``torch.nn``."""
     hf = config.hf
     inner = hf.get("sentence_transformers")
-    named = (inner.get("activation_fn") if isinstance(inner, dict) else None) or hf.get(
-        "sbert_ce_default_activation_function"
-    )
+    named = inner.get("activation_fn") if isinstance(inner, dict) else None
+    named = named or hf.get("sbert_ce_default_activation_function")
     if isinstance(named, str):
         kind = named.rsplit(".", 1)[-1].lower()
         if kind not in ("identity", "sigmoid", "softmax"):
-            raise ConfigError(f"{config.path}/config.json asks for the activation {named!r}; known are torch.nn's "
-                              "Identity, Sigmoid and Softmax.")  # fmt: skip
+            raise ConfigError(
+                f"{config.path}/config.json asks for the activation {named!r}; known are torch.nn's Identity, Sigmoid "
+                "and Softmax."
+            )
         return kind
-    kinds = {
-        "regression": "identity",
-        "single_label_classification": "softmax",
-        "multi_label_classification": "sigmoid",
-    }
-    return "sigmoid" if labels == 1 else kinds.get(str(hf.get("problem_type")), "softmax")
+    kinds = {"regression": "identity", "multi_label_classification": "sigmoid"}
+    return kinds.get(str(hf.get("problem_type")), "sigmoid" if labels == 1 else "softmax")
 
 
 def _limit_length(config: ModelConfig, args: EngineArgs, family: str, files: _SentenceFiles) -> None:
-    if args.max_model_len is None and files.max_length is not None:
+    asked = args.max_model_len not in (None, AUTO_LENGTH)
+    if not asked and files.max_length is not None:
         config.max_model_len = min(config.max_model_len, files.max_length)
     if family not in ENCODERS:
         return
     table = config.hf.get("max_position_embeddings")
     fits = table - position_offset(config.hf, family) if isinstance(table, int) else config.max_model_len
-    if config.max_model_len > fits and args.max_model_len is not None:
+    if asked and config.max_model_len > fits:
         raise ConfigError(f"max_model_len={args.max_model_len} is more than the {fits} positions of {config.path}; "
                           "lower it, or leave it out.")  # fmt: skip
     config.max_model_len = min(config.max_model_len, fits)
