@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ..proto import checks
 from ..proto.model_config import ModelConfig
 from ..proto.params import RequestOutputKind, SamplingParams
-from ..proto.pooling import PoolingParams
 from .prompts import Input
 from .sendable import bad_field
 
@@ -59,12 +58,9 @@ def check_input(given: Input, params: SamplingParams, limits: Limits) -> None:
     checks.check_prompt(given.ids if keep is None else given.ids[-keep:], config, config.max_model_len)
 
 
-def check_pooled(given: Input, params: PoolingParams, limits: Limits) -> None:
-    """The same of an input that is pooled; it may fill the whole context. Raises ValueError."""
-    if given.ids is None:
-        if not limits.has_tokenizer:
-            raise ValueError(_NO_TEXT)
-        return
-    config, keep = limits.config, params.truncate_prompt_tokens
-    ids = given.ids if keep is None else given.ids[: config.max_model_len if keep == -1 else keep]
-    checks.check_prompt(ids, config, config.max_model_len + 1)
+def check_pooled(given: Input, limits: Limits) -> None:
+    """The same of an input that is pooled, but for its length. Raises ValueError."""
+    if given.ids is not None:
+        checks.check_ids(given.ids, limits.config)
+    elif not limits.has_tokenizer:
+        raise ValueError(_NO_TEXT)

@@ -175,8 +175,8 @@ class PoolingMethods:
         if lora_request:
             raise ValueError("lora_request is not supported yet by this version; leave it out.")
         per_prompt = [_for_task(each, task, keep, pooler) for each in _parse_params(params, len(inputs))]
-        for given, each in zip(inputs, per_prompt, strict=True):
-            check_pooled(given, each, self._running.limits)
+        for given in inputs:
+            check_pooled(given, self._running.limits)
         first = self._take_numbers(len(inputs))
         jobs = [
             PoolJob(number, str(first + number), given, each)
