@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Callable
 
 from ..proto.config import ConfigError, EngineArgs
+from ..proto.group import check_split
 from ..proto.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
 from ..proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ..proto.sockets import load_keys
@@ -77,6 +78,11 @@ class Stack:
         served = args.served_model_name or [args.model or DEMO_MODEL]
         model = model_folder(args, weights=True)
         self.config = config_of(args, model)
+        hf = self.config.hf
+        check_split(
+            hf.get("num_attention_heads"), hf.get("num_hidden_layers"),
+            args.tensor_parallel_size, args.pipeline_parallel_size,
+        )  # fmt: skip
         folder = tokenizer_folder(args, model)
         tokenizer = None if folder == model else os.path.abspath(folder)
         self.http, self._keys = http, args.keys

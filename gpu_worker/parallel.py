@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..proto.config import ConfigError
+from ..proto.group import check_split
 from .models.spec import DecoderSpec, Shard
 
 TIMEOUT = timedelta(hours=1)
@@ -131,17 +132,10 @@ def shard_of(number: int, size: int, stages: int) -> Shard:
 
 def check_shards(spec: DecoderSpec, size: int, stages: int) -> None:
     """Raises ConfigError where the model cannot be shared out so."""
-    if spec.heads % size:
-        raise ConfigError(
-            f"Total number of attention heads ({spec.heads}) must be divisible by tensor parallel size ({size})."
-        )
+    check_split(spec.heads, spec.num_layers, size, stages)
     for kv_heads in set(spec.kv_heads):
         if kv_heads % size and size % kv_heads:
             raise ConfigError(
                 f"Total number of key/value heads ({kv_heads}) must be divisible by tensor parallel size ({size}), or "
                 "divide it."
             )
-    if stages > spec.num_layers:
-        raise ConfigError(
-            f"pipeline parallel size ({stages}) must be at most the number of layers ({spec.num_layers})."
-        )

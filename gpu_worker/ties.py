@@ -268,6 +268,8 @@ class Follower(_Tie):
             if not self._closing:
                 end(f"process {self._number}: its leader says: {message.reason}")
         elif not isinstance(message, Beat):
+            if isinstance(message, Drain):
+                self._closing = True  # the leader ends now, and that is as it should be
             self._inbox.put(message)
 
     def _put(self, frame: bytes) -> None:
