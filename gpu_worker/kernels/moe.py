@@ -74,9 +74,11 @@ def experts_torch(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, loc
 
 
 def block_rows(slots: int, dtype: torch.dtype) -> int:
-    """Rows of a block where an expert has ``slots`` slots on average."""
+    """Rows of a block where an expert has ``slots`` slots on average. Of few sizes, as each is compiled."""
+    if slots <= 16:
+        return 16
     # float32 products take three passes and more registers.
-    return min(128 if dtype.itemsize == 2 else 32, max(16, 1 << max(slots - 1, 0).bit_length()))
+    return 32 if dtype.itemsize == 4 else 64 if slots <= 64 else 128
 
 
 def align(ids: torch.Tensor, first: int, count: int, rows: int) -> Blocks:

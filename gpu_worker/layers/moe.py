@@ -14,7 +14,7 @@ from ..kernels.moe import Experts
 from ..models.spec import MoESpec
 from . import dispatch
 from .activation import gated_activation
-from .linear import _LEAST_ROWS, Linear
+from .linear import _LEAST_ROWS, _SMALL, Linear, cpu_backend
 
 
 class MoE:
@@ -97,8 +97,8 @@ def _within_best_groups(choice: torch.Tensor, spec: MoESpec) -> torch.Tensor:
 def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
     """``kernels.moe.experts`` for a CPU: the tokens of an expert together, so that its weight is read once.
 
-    A token's sum runs over its experts by number, in float32, and a product never has fewer than _LEAST_ROWS rows:
-    what a token gets does not depend on the others of its step.
+    A token's sum runs over its experts by number, in float32, and products have a multiple of _LEAST_ROWS rows: what a
+    token gets does not depend on the others of its step (of odd counts MKL's threads sum some in another order).
     """
     gate_up, down, gate_up_bias, down_bias, first, activation = local
     out = torch.zeros(x.shape, dtype=torch.float32)
@@ -111,9 +111,15 @@ def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local
             continue
         start, stop = stop, stop + count
         mine = tokens[start:stop]
-        rows = F.pad(x[mine], (0, 0, 0, max(0, _LEAST_ROWS - count)))
-        wide = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        wide = gated_activation(wide, activation)
-        result = F.linear(wide, down[expert], None if down_bias is None else down_bias[expert])[:count]
+        wide = _product(F.pad(x[mine], (0, 0, 0, -count % _LEAST_ROWS)), gate_up, gate_up_bias, expert)
+        result = _product(gated_activation(wide, activation), down, down_bias, expert)[:count]
         out.index_add_(0, mine, result.float() * factors[start:stop])
     return out.to(x.dtype)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+    """By the library that ``Linear`` would choose; not packed, as the experts are in one tensor that stays."""
+    mine, added = weight[expert], None if bias is None else bias[expert]
+    if mine.numel() >= _SMALL and cpu_backend(mine.dtype) == "onednn":
+        return torch.ops.mkldnn._linear_pointwise(x, mine, added, "none", [], "")
+    return F.linear(x, mine, added)
