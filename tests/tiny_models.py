@@ -1,18 +1,20 @@
 """Tiny random checkpoints of every family, made by transformers, for tests that compare with it.
 
 ``ROWS`` names the variants; ``make(row, folder, seed)`` writes a complete model folder (config, safetensors, a
-byte-level tokenizer); ``reference(folder)`` is transformers' own model of it.
+byte-level tokenizer); ``reference(folder)`` is transformers' own model of it. Other ``tiny_*`` modules have further
+rows, which ``write`` makes likewise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 VOCAB = 320
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "bos_token_id": 257, "eos_token_id": 256, "pad_token_id": 258, "tie_word_embeddings": False,
@@ -29,7 +31,7 @@ _PHI3_LONG = {
     "partial_rotary_factor": 1.0,
 }  # fmt: skip
 
-# name -> (transformers' class prefix, what differs from _BASE)
+# name -> (transformers' class prefix, what differs from BASE)
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-linear": ("Llama", _rope("linear", factor=4.0)),
@@ -66,26 +68,50 @@ def make(row: str, folder: str | Path, seed: int = 0, **changes: Any) -> Path:
     ``changes`` are further values of its config. Weights are larger than at initialisation, so that logits differ
     clearly from token to token; biases and norms are random too.
     """
+    kind, values = ROWS[row]
+    return write(kind, folder, seed, {**values, **changes})
+
+
+def write(kind: str | Callable[..., Path], folder: str | Path, seed: int, values: dict[str, Any]) -> Path:
+    """Write the row (kind, values) of any table: a class prefix, or a ``make(folder, seed, **values)`` of its own."""
+    if callable(kind):
+        return kind(Path(folder), seed, **_copy(values))
+    return save(kind, folder, seed, **{**BASE, **_copy(values)})
+
+
+def save(prefix: str, folder: str | Path, seed: int, **values: Any) -> Path:
+    """transformers' ``prefix``ForCausalLM with exactly ``values`` as its config."""
     import transformers
 
-    prefix, values = ROWS[row]
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = getattr(transformers, f"{prefix}Config")(**{**_BASE, **_copy(values), **changes})
+    config = getattr(transformers, f"{prefix}Config")(**values)
+    name = prefix + ("LMHeadModel" if prefix == "GPT2" else "ForCausalLM")
+    return save_model(getattr(transformers, name), config, folder, seed, 0.0 if prefix.startswith("Gemma") else 1.0)
+
+
+def save_model(kind: Any, config: Any, folder: str | Path, seed: int, norm: float = 1.0) -> Path:
+    """A model of transformers' class ``kind``, in float32, its weights drawn by ``randomise``."""
     config.dtype = torch.float32
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{prefix}ForCausalLM")(config).float()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                spread = 0.2 if "norm" in name or name.endswith("bias") else 0.15
-                centre = 1.0 if "norm" in name and prefix != "Gemma" else 0.0
-                parameter.normal_(centre, spread)
-            if config.tie_word_embeddings:
-                model.tie_weights()
+        model = kind(config).float()
+        randomise(model, norm)
+        model.tie_weights()
     model.save_pretrained(folder, safe_serialization=True)
-    _save_tokenizer(folder)
-    return folder
+    save_tokenizer(Path(folder))
+    return Path(folder)
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, norm: float = 1.0) -> None:
+    """Random values for every parameter; ``norm`` is the centre of the norms' weights."""
+    norms = {
+        id(parameter)
+        for module in model.modules() if "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False) if name == "weight"
+    }  # fmt: skip
+    for parameter in model.parameters():
+        spread = 0.2 if parameter.dim() == 1 or id(parameter) in norms else 0.15
+        parameter.normal_(norm if id(parameter) in norms else 0.0, spread)
 
 
 def _copy(values: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +119,7 @@ def _copy(values: dict[str, Any]) -> dict[str, Any]:
     return {k: {**v} if isinstance(v, dict) else v for k, v in values.items()}
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer of 256 bytes and three special tokens; ids up to VOCAB are unused."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
