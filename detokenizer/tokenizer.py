@@ -1,7 +1,8 @@
 """Loading a tokenizer: tokenizer.json through `tokenizers`, and the few facts beside it.
 
-transformers is imported only where there is no tokenizer.json or ``--tokenizer-mode slow``: importing it takes
-seconds and brings torch along. What `tokenizer.json` leaves out (which tokens are special, the chat template) is read
+Folders without it get a tokenizer made from their vocabulary file where tokenizers_own knows the family. transformers
+is imported only for the others and with ``--tokenizer-mode slow``: importing it takes seconds and brings torch along.
+What `tokenizer.json` leaves out (which tokens are special, the chat template) is read
 from tokenizer_config.json, special_tokens_map.json and chat_template.jinja as transformers 5 reads it; as there,
 tokenizer.json's own post-processor decides what is added around a prompt and add_bos_token is ignored beside it.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class TextTokenizer:
     ``spaces`` matters to slow tokenizers alone: whether added tokens stand between spaces. ``piece(id)`` is a token's
     own name in the vocabulary, or None.
     ``backend`` is the `tokenizers.Tokenizer`, or None for a slow one. ``special`` maps bos_token and the other names
-    to their text; ``bos_id`` and ``eos_id`` are their ids. ``templates`` maps names ("default", "tool_use") to chat
-    templates.
+    to their text; ``bos_id`` and ``eos_id`` are their ids, ``end_ids`` those of other tokens that end a reply.
+    ``templates`` maps names ("default", "tool_use") to chat templates.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class TextTokenizer:
         token_id: Callable[[str], int | None],
         templates: dict[str, str],
         piece: Callable[[int], str | None] = lambda token: None,
+        ends: Iterable[str] = (),
     ):
         self.encode, self.decode, self.backend = encode, decode, backend
         self.special, self.templates, self.piece = special, templates, piece
         self.bos_id, self.eos_id = (
             token_id(special[name]) if name in special else None for name in ("bos_token", "eos_token")
         )
+        self.end_ids = [i for text in ends if (i := token_id(text)) is not None]
 
     @cached_property
     def longest(self) -> int | None:
@@ -75,12 +78,25 @@ def load_tokenizer(
     folder = Path(path)
     config = _config(folder)
     templates = _templates(folder, config, chat_template)
-    if mode == "slow" or not (folder / "tokenizer.json").exists():
-        return _load_slow(path, mode, templates, trust_remote_code)
-    try:
-        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # `tokenizers` raises plain Exception for any fault of the file
-        raise ConfigError(f"{folder / 'tokenizer.json'} cannot be read: {error}; download it again.") from error
+    ends: Iterable[str] = ()
+    if not (folder / "tokenizer.json").exists():
+        from .tokenizers_own import own_tokenizer  # only such folders need it
+
+        own = own_tokenizer(folder, config)
+        if own is None:
+            return _load_slow(path, mode, config, templates, trust_remote_code)
+        backend, config, ends = own.backend, own.config, own.ends
+        if not templates and own.template is not None:
+            templates = {"default": own.template}
+        if own.spelling is not None:
+            templates = {name: text.replace(*own.spelling) for name, text in templates.items()}
+    elif mode == "slow":
+        return _load_slow(path, mode, config, templates, trust_remote_code)
+    else:
+        try:
+            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # `tokenizers` raises plain Exception for any fault of the file
+            raise ConfigError(f"{folder / 'tokenizer.json'} cannot be read: {error}; download it again.") from error
     backend.no_truncation()
     backend.no_padding()
     special = _named(config)
@@ -92,15 +108,16 @@ def load_tokenizer(
     def decode(ids: list[int], skip_special_tokens: bool, spaces: bool = True) -> str:
         return backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    return TextTokenizer(encode, decode, backend, special, backend.token_to_id, templates, backend.id_to_token)
+    return TextTokenizer(encode, decode, backend, special, backend.token_to_id, templates, backend.id_to_token, ends)
 
 
 def _config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, over the special tokens of special_tokens_map.json (files of old transformers)."""
-    return {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
+    return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises ConfigError that names it where it holds another."""
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -112,14 +129,14 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _content(token: Any) -> str | None:
+def content(token: Any) -> str | None:
     """A token's text: written as a string, or as an object with flags."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
 
 
 def _named(config: dict[str, Any]) -> dict[str, str]:
-    return {name: text for name in NAMED if (text := _content(config.get(name))) is not None}
+    return {name: text for name in NAMED if (text := content(config.get(name))) is not None}
 
 
 def _added(token: Any) -> AddedToken:
@@ -135,12 +152,12 @@ def _add_special_tokens(backend: Tokenizer, config: dict[str, Any], special: dic
     listed = config.get("added_tokens_decoder")
     listed = listed if isinstance(listed, dict) else {}
     order = sorted((k for k in listed if str(k).isdigit()), key=int)
-    backend.add_tokens([_added(listed[k]) for k in order if (t := _content(listed[k])) and t not in known])
+    backend.add_tokens([_added(listed[k]) for k in order if (t := content(listed[k])) and t not in known])
     extra: list[Any] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(name)
         extra += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    names = [*special.values(), *(text for token in extra if (text := _content(token)))]
+    names = [*special.values(), *(text for token in extra if (text := content(token)))]
     known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     missing = [n for n in dict.fromkeys(names) if not known.get(n)]
     backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in missing])
@@ -188,13 +205,18 @@ def _chosen_template(chosen: str) -> str:
 # ---------------------------------------------------------------- the slow way
 
 
-def _load_slow(path: str, mode: str, templates: dict[str, str], trust_remote_code: bool) -> TextTokenizer:
+def _load_slow(
+    path: str, mode: str, config: dict[str, Any], templates: dict[str, str], trust_remote_code: bool
+) -> TextTokenizer:
     """transformers' own tokenizer. Slow to import and to run; only for folders without tokenizer.json."""
     if not any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
                                                          "vocab.json", "vocab.txt", "tekken.json")):  # fmt: skip
         raise ConfigError(f"{path} holds no tokenizer; add a tokenizer.json or name another folder with --tokenizer.")
     log.warning("using transformers' tokenizer for %s (%s); it starts and runs slowly", path,
                 "--tokenizer-mode slow" if mode == "slow" else "it has no tokenizer.json")  # fmt: skip
+    own = config.get("auto_map")
+    if not trust_remote_code and own and (isinstance(own, list) or "AutoTokenizer" in own) and not _known(config):
+        raise ConfigError(_REMOTE_CODE)
     from transformers import AutoTokenizer
 
     slow: Any
@@ -203,7 +225,9 @@ def _load_slow(path: str, mode: str, templates: dict[str, str], trust_remote_cod
         slow = AutoTokenizer.from_pretrained(path, use_fast=mode != "slow", trust_remote_code=trust_remote_code)
     except Exception as error:  # many kinds; each ends as one line for the user
         text = str(error)
-        if not trust_remote_code and ("trust_remote_code" in text or "execute the tokenizer" in text):
+        if not trust_remote_code and (
+            "trust_remote_code" in text or (config.get("tokenizer_class") and not _known(config))
+        ):
             raise ConfigError(_REMOTE_CODE) from error
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
         raise ConfigError(f"the tokenizer of {path} cannot be loaded: {first}") from error
@@ -225,6 +249,14 @@ def _load_slow(path: str, mode: str, templates: dict[str, str], trust_remote_cod
 
     special = {name: str(slow.special_tokens_map[name]) for name in NAMED if slow.special_tokens_map.get(name)}
     return TextTokenizer(encode, decode, None, special, slow.convert_tokens_to_ids, templates, piece)
+
+
+def _known(config: dict[str, Any]) -> bool:
+    """Whether transformers has the class that the folder names for its tokenizer."""
+    import transformers
+
+    name = config.get("tokenizer_class")
+    return isinstance(name, str) and any(hasattr(transformers, each) for each in (name, f"{name}Fast"))
 
 
 def _join_added(slow: Any, tokens: list[str], added: frozenset[str], spaces: bool) -> str:

@@ -1,0 +1,236 @@
+"""Tokenizers whose repositories bring code of their own, made from their vocabulary files instead.
+
+The class that tokenizer_config.json names (or else config.json's architecture) chooses the family; nothing of the
+repository is run. What the family's code would do is here as data: the tokens it adds, what it puts before a prompt,
+how it writes a chat where the folder has no template, and which tokens end a reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from ..proto.config import ConfigError
+from . import tokenizers_chat as chats
+from . import tokenizers_sentencepiece as sentencepiece
+from . import tokenizers_tiktoken as tiktoken
+from .tokenizer import content, read_json
+
+
+@dataclass
+class Own:
+    """A tokenizer made here. ``config`` is tokenizer_config.json with what the family's code knows by itself.
+
+    ``template`` is for folders without a chat template; ``ends`` are tokens that end a reply besides eos_token;
+    ``spelling`` is what to write in chat templates in place of what.
+    """
+
+    backend: Tokenizer
+    config: dict[str, Any]
+    template: str | None = None
+    ends: list[str] = field(default_factory=list)
+    spelling: tuple[str, str] | None = None
+
+
+@dataclass
+class _Folder:
+    path: Path
+    vocabulary: Path
+    config: dict[str, Any]  # tokenizer_config.json over special_tokens_map.json
+    model: dict[str, Any]  # config.json
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        return read_json(self.path / "generation_config.json")
+
+    def called(self, name: str) -> bool:
+        """Whether the folder, or the name that its files give it, contains ``name``."""
+        names = (self.path.absolute(), self.config.get("name_or_path"), self.model.get("_name_or_path"))
+        return any(name in str(each).lower() for each in names)
+
+    def listed(self) -> dict[int, Any]:
+        """Tokens that tokenizer_config.json puts at ids of its own choice, as it writes them."""
+        tokens = self.config.get("added_tokens_decoder")
+        tokens = tokens if isinstance(tokens, dict) else {}
+        return {int(i): token for i, token in tokens.items() if str(i).isdecimal() and content(token)}
+
+    def added(self) -> dict[int, str]:
+        """Tokens that the JSON files add to the vocabulary, or rename in it, by id."""
+        older = read_json(self.path / "added_tokens.json")
+        found = {i: text for text, i in older.items() if isinstance(i, int) and i >= 0}
+        return found | {i: content(token) or "" for i, token in self.listed().items()}
+
+
+def own_tokenizer(path: Path, config: dict[str, Any]) -> Own | None:
+    """The tokenizer of folder ``path``, whose tokenizer_config.json is ``config``; None where no family here fits.
+
+    Raises ConfigError where a file of it is missing or cannot be read.
+    """
+    model = read_json(path / "config.json")
+    name = config.get("tokenizer_class")
+    if not isinstance(name, str):
+        name = _OF_ARCHITECTURE.get(str((model.get("architectures") or [""])[0]), "")
+    file, load = _FAMILIES.get(name.removesuffix("Fast"), ("", None))
+    if load is None or (load is _llama and not (path / file).is_file()):  # transformers knows other files of Llama's
+        return None
+    if not (path / file).is_file():
+        raise ConfigError(f"{path} lacks {file}, the vocabulary of its {name}; download it again.")
+    return load(_Folder(path, path / file, config, model))
+
+
+def _complete(
+    folder: _Folder, backend: Tokenizer, added: dict[int, str], named: dict[str, str], before: list[str],
+    after: list[str] | None = None,
+) -> Own:  # fmt: skip
+    """Put tokens around prompts; complete the config with ``named`` tokens and with ``added`` ones, by id."""
+    around = [*before, *(after or [])]
+    if around:
+        ids = {text: backend.token_to_id(text) for text in around}
+        if absent := [text for text, i in ids.items() if i is None]:
+            raise ConfigError(f"{folder.vocabulary} has no token {absent[0]!r}, which goes around every prompt.")
+        backend.post_processor = TemplateProcessing(
+            single=[*before, "$A", *(after or [])], special_tokens=[*ids.items()]
+        )
+    plain = {i for i, token in folder.listed().items() if isinstance(token, dict) and not token.get("special", True)}
+    # Not "normalized", whatever the file says: a normaliser's blank would go before the token that is looked for.
+    decoder = {str(i): {"content": text, "special": i not in plain, "normalized": False} for i, text in added.items()}
+    given = {key: value for key, value in folder.config.items() if value is not None}
+    return Own(backend, {**named, **given, "added_tokens_decoder": decoder})
+
+
+# ---------------------------------------------------------------- SentencePiece
+
+
+def _llama(folder: _Folder, special: dict[int, str] | None = None, bos: bool = True) -> Own:
+    """Llama's, and all whose code is a copy of it: BOS before a prompt unless add_bos_token says otherwise."""
+    model = sentencepiece.read_pieces(folder.vocabulary)
+    added = folder.added() | (special or {})
+    backend = sentencepiece.build(model, added, first_only=folder.config.get("legacy") is False)
+    named = model.named()
+
+    def wanted(name: str, default: bool) -> list[str]:
+        text = content(folder.config.get(name)) or named.get(name)
+        return [text] if text and folder.config.get(f"add_{name}", default) else []
+
+    return _complete(folder, backend, added, named, wanted("bos_token", bos), wanted("eos_token", False))
+
+
+def _baichuan(folder: _Folder) -> Own:
+    """generation_config.json of the chat models names the reserved tokens before what users and the model say."""
+    pieces = sentencepiece.read_pieces(folder.vocabulary).pieces
+    ids = [folder.generation.get(name) for name in ("user_token_id", "assistant_token_id")]
+    roles = {i: pieces[i][0] for i in ids if isinstance(i, int) and 0 <= i < len(pieces)}
+    own = _llama(folder, roles)
+    if len(roles) == 2:
+        user, assistant = roles.values()
+        second = folder.model.get("vocab_size") == 125_696  # Baichuan2
+        own.template = chats.baichuan(user, assistant, closed=not second)
+    return own
+
+
+def _internlm(folder: _Folder) -> Own:
+    own = _llama(folder)
+    own.template, own.ends = chats.INTERNLM, ["<eoa>"]
+    return own
+
+
+def _internlm2(folder: _Folder) -> Own:
+    own = _llama(folder)
+    for start, end in (("<|im_start|>", "<|im_end|>"), ("[UNUSED_TOKEN_146]", "[UNUSED_TOKEN_145]")):
+        if own.backend.token_to_id(start) is not None:
+            own.template, own.ends = chats.internlm2(start, end), [end]
+            break
+    return own
+
+
+def _orion(folder: _Folder) -> Own:
+    own = _llama(folder)
+    own.template = chats.ORION
+    return own
+
+
+_GLM = ["[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+
+
+def _chatglm(folder: _Folder) -> Own:
+    """ChatGLM2 and 3: special tokens follow the model's pieces; [gMASK] and sop go before every prompt.
+
+    The code calls two of them sop and eop, which as text are parts of words such as people: here they are <sop> and
+    <eop>, and templates that write [gMASK]sop are respelt. Those that no prompt needs are not looked for in text.
+    """
+    model = sentencepiece.read_pieces(folder.vocabulary)
+    numbered = dict(enumerate(_GLM, len(model.pieces)))
+    added = folder.added() | numbered
+    backend = sentencepiece.build(model, added)
+    named = model.named()
+    named["pad_token"] = named["unk_token"]
+    sought = {i: text for i, text in added.items() if text not in ("[MASK]", "[sMASK]", "<eop>")}
+    own = _complete(folder, backend, sought, named, ["[gMASK]", "<sop>"])
+    extra = own.config.pop("additional_special_tokens", None) or []
+    own.config["additional_special_tokens"] = [token for token in extra if content(token) not in ("sop", "eop")]
+    own.spelling = ("[gMASK]sop", "[gMASK]<sop>")
+    if folder.called("chatglm2"):
+        own.template = chats.CHATGLM2
+    else:
+        own.template, own.ends = chats.CHATGLM3, ["<|user|>", "<|observation|>"]
+    return own
+
+
+# ---------------------------------------------------------------- tiktoken
+
+
+def _qwen(folder: _Folder) -> Own:
+    ranks = tiktoken.read_ranks(folder.vocabulary)
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205))]
+    added = folder.added() | dict(enumerate(special, max(ranks.values()) + 1))
+    backend = tiktoken.build(ranks, added, tiktoken.DIGITS, compose=True)
+    chat = folder.generation.get("chat_format") == "chatml"
+    own = _complete(folder, backend, added, {"eos_token": "<|im_end|>" if chat else "<|endoftext|>"}, [])
+    own.ends = ["<|endoftext|>"]
+    own.template = chats.QWEN if chat else None
+    return own
+
+
+def _glm4(folder: _Folder) -> Own:
+    """GLM-4 before its native form: a tiktoken file, whose special tokens tokenizer_config.json lists."""
+    ranks = tiktoken.read_ranks(folder.vocabulary)
+    added = folder.added()
+    backend = tiktoken.build(ranks, added, tiktoken.TRIPLES)
+    own = _complete(folder, backend, added, {"eos_token": "<|endoftext|>"}, ["[gMASK]", "<sop>"])
+    own.template, own.ends = chats.GLM4, ["<|user|>", "<|observation|>"]
+    return own
+
+
+# ---------------------------------------------------------------- who is who
+
+_FAMILIES: dict[str, tuple[str, Callable[[_Folder], Own]]] = {
+    "BaiChuanTokenizer": ("tokenizer.model", _baichuan),
+    "BaichuanTokenizer": ("tokenizer.model", _baichuan),
+    "ChatGLM4Tokenizer": ("tokenizer.model", _glm4),
+    "ChatGLMTokenizer": ("tokenizer.model", _chatglm),
+    "InternLM2Tokenizer": ("tokenizer.model", _internlm2),
+    "InternLMTokenizer": ("tokenizer.model", _internlm),
+    "LlamaTokenizer": ("tokenizer.model", _llama),
+    "OrionTokenizer": ("tokenizer.model", _orion),
+    "QWenTokenizer": ("qwen.tiktoken", _qwen),
+    "YiTokenizer": ("tokenizer.model", partial(_llama, bos=False)),
+}
+"""Tokenizer class -> its vocabulary file and what reads it."""
+
+_OF_ARCHITECTURE = {
+    "BaiChuanForCausalLM": "BaiChuanTokenizer",
+    "BaichuanForCausalLM": "BaichuanTokenizer",
+    "ChatGLMForConditionalGeneration": "ChatGLMTokenizer",
+    "ChatGLMModel": "ChatGLMTokenizer",
+    "InternLM2ForCausalLM": "InternLM2Tokenizer",
+    "InternLMForCausalLM": "InternLMTokenizer",
+    "OrionForCausalLM": "OrionTokenizer",
+    "QWenLMHeadModel": "QWenTokenizer",
+}
+"""The class of a folder whose files name none."""
