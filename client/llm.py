@@ -46,7 +46,7 @@ class LLM(PoolingMethods):
         logits_processors: functions that requests may name in their ``logits_processors``, or the names,
             ``package.module:function``. They run in another process, so they must be importable by that name.
         **kwargs: any other field of EngineArgs; ``override_generation_config`` and ``pooler_config`` may be dicts.
-            ``task`` is the older form of ``runner`` and ``convert``.
+            ``task`` is the older form of ``runner`` and ``convert``, ``override_pooler_config`` of ``pooler_config``.
 
     Raises:
         TypeError: an argument that does not exist.
@@ -81,6 +81,8 @@ class LLM(PoolingMethods):
     ):
         if (task := kwargs.pop("task", None)) is not None:
             kwargs = {**from_task(task), **kwargs}
+        if "override_pooler_config" in kwargs:
+            kwargs.setdefault("pooler_config", kwargs.pop("override_pooler_config"))
         _check_kwargs(kwargs)
         names = processor_names(logits_processors)
         names += [name for name in processor_names(kwargs.pop("logits_processor", None)) if name not in names]
