@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..proto.config import ConfigError, EngineArgs
+from ..proto.model_config import AUTO_LENGTH
 from .models.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class Budget:
 
 
 def fit(args: EngineArgs, budget: Budget, max_model_len: int) -> int:
-    """The number of blocks. Raises ConfigError where a request of ``max_model_len`` tokens would not fit."""
+    """The number of blocks. Raises ConfigError where a request of ``max_model_len`` tokens would not fit, unless the
+    user left the length to what fits."""
     needed = -(-max_model_len // budget.block_size)
     if args.num_gpu_blocks_override is not None:
         blocks, remedy = args.num_gpu_blocks_override, f"num_gpu_blocks_override of at least {needed}"
@@ -58,7 +60,9 @@ def fit(args: EngineArgs, budget: Budget, max_model_len: int) -> int:
             f"{remedy}.)"
         )
     fits = blocks * budget.block_size
-    if max_model_len > fits:
+    if max_model_len > fits and args.max_model_len == AUTO_LENGTH:
+        log.info("max_model_len is %d, which is what fits; the model would allow %d", fits, max_model_len)
+    elif max_model_len > fits:
         raise ConfigError(
             f"The model's max seq len ({max_model_len}) is larger than the maximum number of tokens that can be stored "
             f"in KV cache ({fits}). Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when "

@@ -28,7 +28,7 @@ from ..proto.messages import (
     StepFailed,
     StepPlan,
 )  # fmt: skip
-from ..proto.model_config import ModelConfig
+from ..proto.model_config import AUTO_LENGTH, ModelConfig
 from ..proto.params import MAX_BEAMS, SamplingParams
 from .followers import Elsewhere, Follower
 from .graphs import capture_sizes
@@ -154,6 +154,8 @@ class Worker:
         if self._others is not None:
             fits = [each.num_blocks for each in self._others.collect(Loaded, assign.lease)]
             self._num_blocks = min(self._num_blocks, *fits)
+        if self._args.max_model_len == AUTO_LENGTH:
+            self._config.max_model_len = min(self._config.max_model_len, self._num_blocks * assign.block_size)
         self._link.send(Loaded(assign.lease, self._num_blocks, self._config.max_model_len, self._config.vocab_size))
 
     def _measure(self, block_size: int, max_rows: int, max_tokens: int) -> Budget:
@@ -214,7 +216,9 @@ class Worker:
     @property
     def _graphs(self) -> bool:
         """Whether decode steps are replayed as CUDA graphs; hidden states of another stage cannot come into one."""
-        return self._device.type == "cuda" and not self._args.enforce_eager and self._group.shard.stages == 1
+        if self._device.type != "cuda" or self._args.enforce_eager:
+            return False
+        return self._group.shard.stages == 1 and self._model.capturable
 
     def _runner_of(self, kv: KVCache, state: RowState, max_tokens: int) -> Runner:
         if isinstance(self._group, Ranks):

@@ -115,6 +115,8 @@ class _Layer:
 class Decoder:
     """A loaded model, or the part of it that ``group.shard`` holds. ``spec`` is what this process has of it."""
 
+    capturable = True  # by CUDA graphs
+
     def __init__(self, spec: DecoderSpec, weights: Weights, max_model_len: int, group: Group) -> None:
         shard = group.shard
         self.spec, self.whole, self.group = spec.local(shard), spec, group

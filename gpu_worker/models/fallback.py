@@ -27,11 +27,12 @@ from ..batch import StepBatch
 from ..layers import dispatch
 from ..layers.attention import StepContext, write_cache
 from ..layers.attention_cpu import paged_attention as attention_cpu
-from .decoder import Cache
+from ..parallel import Group
+from .decoder import Cache, Decoder
 from .fallback_probe import PROBE, probe, register, run
 from .families import FAMILIES
 from .files import Tensors, some, weight_files
-from .spec import DecoderSpec
+from .spec import DecoderSpec, Shard
 
 log = logging.getLogger(__name__)
 
@@ -90,13 +91,14 @@ class _Step:
 _step: ContextVar[_Step] = ContextVar("step")
 
 
-class TransformersModel:
-    """A model of transformers' with a Decoder's interface. ``model`` is the whole of it, with a language head."""
+class TransformersModel(Decoder):
+    """A Decoder whose layers are a model of transformers', in one process. ``model`` has a language head."""
 
     capturable = False  # its code may look at the values of tensors, which a CUDA graph cannot
 
     def __init__(self, model: Any, spec: DecoderSpec) -> None:
-        self.spec = spec
+        self.spec = self.whole = spec
+        self.group, self.vocabulary = Group.alone(), range(spec.vocab_size)
         self.device, self.dtype = model.device, model.dtype
         self._base = model.base_model
         # The head's own forward does what the family does between hidden states and logits; in place of the layers
@@ -105,8 +107,7 @@ class TransformersModel:
         self._head = model
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Cache) -> torch.Tensor:
-        """Hidden states after the last norm, [T, hidden] or [S, hidden] of ``batch.outputs``; writes the cache."""
+    def forward(self, batch: StepBatch, kv: Cache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         context = None if dispatch.use_kernels(batch.token_ids) else StepContext(batch)
         token = _step.set(_Step(batch, kv, self.spec.windows, context))
         try:
@@ -117,16 +118,15 @@ class TransformersModel:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of ``hidden`` [S, hidden], rows that ``forward`` gave."""
         logits = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits[:, : self.spec.vocab_size].float()
 
 
 class _PassOn(torch.nn.Module):
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        from transformers.modeling_outputs import MoeModelOutputWithPast  # with all that any head looks for
 
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def attend(
@@ -169,9 +169,19 @@ def _tokens(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def load_fallback(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, load_format: str = "auto", seed: int = 0
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    group: Group | None = None,
 ) -> TransformersModel:
     """transformers' model of ``config`` on ``device`` in ``dtype``. Raises ConfigError, one line."""
+    if group is not None and group.shard != Shard():
+        raise ConfigError(
+            f"{config.path}: {config.architecture} is not known to quire, and transformers' model of it runs in one "
+            "process; leave out --tensor-parallel-size and --pipeline-parallel-size."
+        )
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -213,9 +223,10 @@ def _check_files(config: ModelConfig, load_format: str) -> None:
 def _from_files(config: ModelConfig, load_format: str, settings: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         config.path, use_safetensors=load_format != "pt", output_loading_info=True, local_files_only=True, **settings
     )
+    model, found = loaded
     # transformers would go on with random weights in their place.
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(

@@ -181,8 +181,6 @@ def _attend(
     if more:
         raise _Refused(f"its attention takes {', '.join(more)} besides queries, keys and values")
     window = _window_of(attention_mask)
-    if window is None and kwargs.get("sliding_window"):
-        window = min(kwargs["sliding_window"], trial.length)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     head_dim = max(query.shape[-1], value.shape[-1])
     trial.calls.append(_Call(layer, query.shape[1], key.shape[1], head_dim, scale, window))

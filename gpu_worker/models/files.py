@@ -200,7 +200,7 @@ def _open_safetensors(file: Path) -> Tensors:
                 scratch = torch.empty(size, dtype=torch.uint8)
             data.seek(8 + length + start + first * row_bytes)
             try:
-                found = data.readinto(memoryview(scratch.numpy())[:size])
+                found = data.readinto(memoryview(scratch.numpy())[:size])  # type: ignore[arg-type]
             except OSError as error:
                 raise _cut_short(file, error) from error
             if found != size:

@@ -24,6 +24,7 @@ from ..layers.linear import Linear
 from ..parallel import Group
 from .decoder import Decoder, Weights
 from .dtypes import resolve_dtype
+from .fallback import load_fallback, uses_fallback
 from .families import find_family
 from .files import Entry, Tensors, check_load_format, some, weight_files
 from .parameters import Parameter, parameters
@@ -53,10 +54,13 @@ def load_model(
     """The model of ``config`` on ``device`` in ``dtype``, or the part of it that ``group.shard`` says.
 
     ``load_format``: auto or safetensors read the folder, pt its pickled tensors; dummy makes random weights from
-    ``seed``, no file needed. Raises ConfigError, one line that names the file and the remedy.
+    ``seed``, no file needed. An architecture that the table does not know is left to ``fallback.py``. Raises
+    ConfigError, one line that names the file and the remedy.
     """
     check_load_format(load_format)
     group = group or Group.alone()
+    if uses_fallback(config):
+        return load_fallback(config, dtype, device, load_format, seed, group)
     spec, names = find_family(config.hf)
     parts = _Parts(spec, dtype, device, group.shard)
     if load_format == "dummy":
