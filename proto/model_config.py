@@ -159,7 +159,9 @@ def load_model_config(
     hf = _read_json(Path(path) / "config.json", required=True)
     text = hf.get("text_config")
     if isinstance(text, dict):
+        names = hf.get("architectures") or text.get("architectures")  # the whole model's say how its weights are named
         hf = {**hf, **{key: value for key, value in text.items() if value is not None or hf.get(key) is None}}
+        hf["architectures"] = names
     hf = _overridden(hf, overrides or {})
     for name, others in _OTHER_NAMES.items():
         found = [hf[other] for other in others if hf.get(other) is not None]

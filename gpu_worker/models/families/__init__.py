@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 from ....proto.config import ConfigError
 from ..spec import DecoderSpec, WeightNames
-from . import llama, modern
+from . import llama, modern, moe
 from .common import Config, Family, with_aliases
 
-FAMILIES: Mapping[str, Family] = {**llama.FAMILIES, **modern.FAMILIES}
+FAMILIES: Mapping[str, Family] = {**llama.FAMILIES, **modern.FAMILIES, **moe.FAMILIES}
 
 
 def find_family(hf: Config) -> tuple[DecoderSpec, WeightNames]:

@@ -41,6 +41,7 @@ _ALIASES = {
     "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
     "hidden_act": ("activation_function", "hidden_activation"),
     "vocab_size": ("padded_vocab_size",),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
     "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len", "max_sequence_length"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ....proto.model_config import rope_parameters
 from ..spec import DecoderSpec, WeightNames
 from .common import LLAMA_LAYER, LLAMA_NAMES, Config, Family, activation, decoder, integer, windows
@@ -32,15 +34,15 @@ def qwen_windows(hf: Config) -> tuple[int | None, ...]:
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def qwen2(hf: Config) -> DecoderSpec:
+def qwen2(hf: Config, **changes: Any) -> DecoderSpec:
     """Qwen1.5 and Qwen2: Llama with biases on queries, keys and values."""
-    return decoder(hf, windows=qwen_windows(hf), qkv_bias=True, o_bias=False)
+    return decoder(hf, windows=qwen_windows(hf), qkv_bias=True, o_bias=False, **changes)
 
 
-def qwen3(hf: Config) -> DecoderSpec:
+def qwen3(hf: Config, **changes: Any) -> DecoderSpec:
     """Qwen3: a norm on each head's query and key."""
     hf = {**hf, "head_dim": integer(hf, "head_dim", 128)}
-    return decoder(hf, windows=qwen_windows(hf), qk_norm="head")
+    return decoder(hf, windows=qwen_windows(hf), qk_norm="head", **changes)
 
 
 def gemma(hf: Config) -> DecoderSpec:
