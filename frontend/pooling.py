@@ -32,8 +32,8 @@ from .sse import to_json, usage_of
 MAX_NUMBERS = 2**24
 """Numbers in one answer at most: 64 MiB, or some 350 MB as JSON's text."""
 
-_AT_ONCE = 2**16
-"""Numbers that are turned to text before other requests get their turn."""
+_AT_ONCE, _SENT_AT_ONCE = 2**16, 64
+"""Numbers that are turned to text, and inputs that are sent, before other requests get their turn."""
 
 _OF_INPUT = ("prompt", "ids", "pair", "messages", "input_tokens")
 """What an error calls what a request has as its inputs."""
@@ -111,10 +111,13 @@ async def pool_all(
                 answers.append(asyncio.ensure_future(front.engine.pool(**given.asked(), **options)))
             except RequestError as error:
                 raise _in_words(error, place) from error
+            if len(answers) % _SENT_AT_ONCE == 0:
+                await asyncio.sleep(0)
         return await together([one(answer, place) for answer, place in zip(answers, places, strict=True)])
     finally:
         for answer in answers:
-            answer.cancel()
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # it has been told, or another has
 
 
 def _in_words(error: RequestError, place: str) -> RequestError:
