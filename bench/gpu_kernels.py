@@ -202,7 +202,7 @@ class Bench:
 
     def _launch(self, cases: list, rows: int, tiles: attention.Tiles) -> float | None:
         out = torch.empty_like(cases[0][0])
-        calls = [lambda c=c: attention.launch(*c[:3], out, *c[3:], None, 0.0, 0, rows, tiles) for c in cases]
+        calls = [lambda c=c: attention.launch(*c[:3], out, c[3], attention.Scores(c[4]), 0, rows, tiles) for c in cases]
         try:
             return seconds_each(calls, self.device)
         except Exception as error:  # noqa: BLE001 - too much shared memory is an exception of Triton's own
