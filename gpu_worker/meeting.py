@@ -84,7 +84,7 @@ def _endpoint(args: EngineArgs, bind: bool) -> str:
         return host
     if bind:
         try:  # an address of this machine: ZeroMQ binds no names
-            host = socket.getaddrinfo(host, args.master_port, type=socket.SOCK_STREAM)[0][4][0]
+            host = str(socket.getaddrinfo(host, args.master_port, type=socket.SOCK_STREAM)[0][4][0])
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"master_addr {args.master_addr!r} is no address: {error}; name another.") from error
     return f"tcp://{f'[{host}]' if ':' in host else host}:{args.master_port}"

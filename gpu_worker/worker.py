@@ -30,6 +30,8 @@ from ..proto.messages import (
 )  # fmt: skip
 from ..proto.model_config import AUTO_LENGTH, ModelConfig
 from ..proto.params import MAX_BEAMS, SamplingParams
+from ..proto.pooler_config import PoolerConfig
+from ..proto.pooling import PoolingParams
 from .followers import Elsewhere, Follower
 from .graphs import capture_sizes
 from .group_runner import GroupRunner
@@ -38,6 +40,7 @@ from .link import Dismissed, LeaseLost, Leave, Link
 from .memory import Budget, cpu_budget, cuda_budget, fit, step_bytes
 from .outcome import ROOM, Outcome
 from .parallel import Group, Ranks
+from .pooling import Pooler
 from .processors import Function, Processors
 from .runner import PROMPT_SLICE, Runner
 from .state import PlanError, RowState, logprob_bytes
@@ -84,9 +87,10 @@ class Worker:
         functions: dict[str, Function] | None = None,
         group: Group | None = None,
         others: ties.Leader | None = None,
+        pooler: PoolerConfig | None = None,
     ):
         self._group, self._others = group or Group.alone(), others
-        self._args, self._config, self._model = args, config, model
+        self._args, self._config, self._model, self._pooler = args, config, model, pooler
         self._dtype, self._device = dtype, device
         self._grammars: Follower[Any] | None = None if grammars is None else Follower(grammars)
         self._processors: Follower[Any] = Follower(Processors(functions or {}))
@@ -104,7 +108,7 @@ class Worker:
     def serve(self, link: Link | ties.Follower) -> None:
         """Until Drain, or until nobody is there to ask. Raises Dismissed on Bye and ConfigError where the model does
         not fit."""
-        self._link = link
+        self._link: Any = link  # either has what is used of it
         self._results = _Results(link, threaded=self._device.type != "cpu")
         while True:
             left = None if self._leave_by is None else self._leave_by - time.monotonic()
@@ -149,14 +153,22 @@ class Worker:
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
         if wanted != self._assigned:
             self._runner = self._state = None  # the old cache is freed before the new one is measured
-            self._num_blocks = fit(self._args, self._measure(*wanted), self._config.max_model_len)
+            self._num_blocks = self._fit(self._measure(*wanted), assign.max_num_seqs)
             self._assigned = wanted
         if self._others is not None:
             fits = [each.num_blocks for each in self._others.collect(Loaded, assign.lease)]
             self._num_blocks = min(self._num_blocks, *fits)
         if self._args.max_model_len == AUTO_LENGTH:
             self._config.max_model_len = min(self._config.max_model_len, self._num_blocks * assign.block_size)
-        self._link.send(Loaded(assign.lease, self._num_blocks, self._config.max_model_len, self._config.vocab_size))
+        sizes = self._num_blocks, self._config.max_model_len, self._config.vocab_size
+        pooler = self._pooler
+        self._link.send(Loaded(assign.lease, *sizes, pooler is not None, pooler is not None and pooler.whole))
+
+    def _fit(self, budget: Budget, max_rows: int) -> int:
+        """The number of blocks. An encoder keeps nothing in them: there are as many as its rows could ever fill."""
+        if not budget.block_bytes:
+            return max_rows * -(-self._config.max_model_len // budget.block_size)
+        return fit(self._args, budget, self._config.max_model_len)
 
     def _measure(self, block_size: int, max_rows: int, max_tokens: int) -> Budget:
         spec, length = self._model.spec, self._config.max_model_len
@@ -177,7 +189,8 @@ class Worker:
         graphs = step_bytes(spec, max(sizes, default=0), 0, self._dtype.itemsize)
         graphs += sum(sizes) * spec.hidden_size * self._dtype.itemsize
         runner = self._runner_of(KVCache(spec, 1, block_size, self._dtype, self._device), self._state, max_tokens)
-        plan = worst_case(self._state, max_tokens, most)
+        every = None if self._pooler is None else PoolingParams(task=f"token_{self._pooler.convert}", pooling="ALL")
+        plan = worst_case(self._state, max_tokens, most, every)
         budget = cuda_budget(lambda: runner.launch(plan), graphs, block_bytes, block_size, self._device)
         self._state.reset()
         return budget
@@ -218,12 +231,13 @@ class Worker:
         """Whether decode steps are replayed as CUDA graphs; hidden states of another stage cannot come into one."""
         if self._device.type != "cuda" or self._args.enforce_eager:
             return False
-        return self._group.shard.stages == 1 and self._model.capturable
+        return self._group.shard.stages == 1 and self._model.capturable and self._pooler is None
 
     def _runner_of(self, kv: KVCache, state: RowState, max_tokens: int) -> Runner:
+        pooler = None if self._pooler is None else Pooler(self._pooler, self._model)
         if isinstance(self._group, Ranks):
-            return GroupRunner(self._model, state, kv, max_tokens, self._group)
-        return Runner(self._model, state, kv, max_tokens)
+            return GroupRunner(self._model, state, kv, max_tokens, self._group, pooler)
+        return Runner(self._model, state, kv, max_tokens, pooler)
 
     def _pass_on(self, message: Assign | Configure | StepPlan) -> None:
         """To the other processes of this replica, before it is done here."""
@@ -311,8 +325,8 @@ class _Results:
                 self._queue.task_done()
 
 
-def worst_case(state: RowState, max_tokens: int, logprobs: int) -> StepPlan:
-    """A plan of ``max_tokens`` tokens over all rows, each with every stage of sampling on; all use block 0.
+def worst_case(state: RowState, max_tokens: int, logprobs: int, pooling: PoolingParams | None = None) -> StepPlan:
+    """A plan of ``max_tokens`` tokens over all rows, each with every stage of sampling on, or pooled; all use block 0.
 
     ``logprobs`` others are told beside each prompt token and each drawn one.
     """
@@ -328,7 +342,7 @@ def worst_case(state: RowState, max_tokens: int, logprobs: int) -> StepPlan:
     return StepPlan(
         Lease(0, 0, 0), 0,
         admits=[
-            Admit(row, 0, row, ids, length, params, row, masked=i32([1]), bad_words=[[2]], prompt_logprobs_from=1)
+            Admit(row, 0, row, ids, length, params, row, i32([1]), [[2]], 1, pooling)
             for row in range(rows)
         ],
         delta_rows=i32(row for row in range(rows) for _ in range(blocks)),
