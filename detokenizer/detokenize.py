@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from .tokenizer import TextTokenizer
+from .tokenizers_tiktoken import ALPHABET
 
 log = logging.getLogger(__name__)
 
@@ -168,14 +169,7 @@ class _Table(dict[int, Any]):
 # ---------------------------------------------------------------- byte-level BPE
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Character of a byte-level vocabulary -> byte: printable Latin-1 is itself, the rest follow 255 in order."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
+_ALPHABET = {character: byte for byte, character in ALPHABET.items()}
 
 
 def _bytes_of(piece: str | None) -> bytes | None:

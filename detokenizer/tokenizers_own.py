@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from ..proto.config import ConfigError
@@ -77,9 +78,11 @@ def own_tokenizer(path: Path, config: dict[str, Any]) -> Own | None:
     if not isinstance(name, str):
         name = _OF_ARCHITECTURE.get(str((model.get("architectures") or [""])[0]), "")
     file, load = _FAMILIES.get(name.removesuffix("Fast"), ("", None))
-    if load is None or (load is _llama and not (path / file).is_file()):  # transformers knows other files of Llama's
+    if load is None:
         return None
     if not (path / file).is_file():
+        if load in (_llama, _gpt2):  # transformers knows other files of theirs
+            return None
         raise ConfigError(f"{path} lacks {file}, the vocabulary of its {name}; download it again.")
     return load(_Folder(path, path / file, config, model))
 
@@ -182,7 +185,24 @@ def _chatglm(folder: _Folder) -> Own:
     return own
 
 
-# ---------------------------------------------------------------- tiktoken
+# ---------------------------------------------------------------- byte-level
+
+
+def _gpt2(folder: _Folder) -> Own:
+    """GPT-2's two files, as OPT and Aquila have them; BOS before a prompt where add_bos_token says so."""
+    vocabulary = folder.path / "vocab.json"
+    added = folder.added()
+    try:
+        vocab, merges = BPE.read_file(str(vocabulary), str(folder.vocabulary))
+        backend = Tokenizer(BPE({**vocab, **{text: i for i, text in added.items()}}, merges))
+    except Exception as error:  # `tokenizers` raises plain Exception for any fault of the files
+        raise ConfigError(f"{vocabulary} and merges.txt cannot be read: {error}; download them again.") from error
+    spaced = bool(folder.config.get("add_prefix_space"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
+    backend.decoder = decoders.ByteLevel()
+    named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    bos = content(folder.config.get("bos_token")) or named["bos_token"]
+    return _complete(folder, backend, added, named, [bos] if folder.config.get("add_bos_token") else [])
 
 
 def _qwen(folder: _Folder) -> Own:
@@ -214,6 +234,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[_Folder], Own]]] = {
     "BaichuanTokenizer": ("tokenizer.model", _baichuan),
     "ChatGLM4Tokenizer": ("tokenizer.model", _glm4),
     "ChatGLMTokenizer": ("tokenizer.model", _chatglm),
+    "GPT2Tokenizer": ("merges.txt", _gpt2),
     "InternLM2Tokenizer": ("tokenizer.model", _internlm2),
     "InternLMTokenizer": ("tokenizer.model", _internlm),
     "LlamaTokenizer": ("tokenizer.model", _llama),
@@ -224,12 +245,15 @@ _FAMILIES: dict[str, tuple[str, Callable[[_Folder], Own]]] = {
 """Tokenizer class -> its vocabulary file and what reads it."""
 
 _OF_ARCHITECTURE = {
+    "AquilaForCausalLM": "GPT2Tokenizer",
+    "AquilaModel": "GPT2Tokenizer",
     "BaiChuanForCausalLM": "BaiChuanTokenizer",
     "BaichuanForCausalLM": "BaichuanTokenizer",
     "ChatGLMForConditionalGeneration": "ChatGLMTokenizer",
     "ChatGLMModel": "ChatGLMTokenizer",
     "InternLM2ForCausalLM": "InternLM2Tokenizer",
     "InternLMForCausalLM": "InternLMTokenizer",
+    "OPTForCausalLM": "GPT2Tokenizer",
     "OrionForCausalLM": "OrionTokenizer",
     "QWenLMHeadModel": "QWenTokenizer",
 }

@@ -46,7 +46,7 @@ def build(ranks: dict[bytes, int], added: dict[int, str], words: str, compose: b
 
     ``compose``: texts are brought to Unicode's NFC first. Nothing is put around a prompt.
     """
-    shown = {token: "".join(map(_ALPHABET.__getitem__, token)) for token in ranks}
+    shown = {token: "".join(map(ALPHABET.__getitem__, token)) for token in ranks}
     vocab = {shown[token]: rank for token, rank in ranks.items()} | {text: i for i, text in added.items()}
     merges = [
         (shown[token[:cut]], shown[token[cut:]])
@@ -74,4 +74,4 @@ def _alphabet() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
-_ALPHABET = _alphabet()
+ALPHABET = _alphabet()

@@ -9,7 +9,7 @@ from typing import Any
 from unicodedata import normalize
 
 import pytest
-from text_tokenizers import CORPUS
+from text_tokenizers import CORPUS, byte_level
 from vocabularies import Piece, encode_pieces, encode_ranks, make_pieces, make_ranks, model_bytes, ranks_bytes, write
 
 from quire.detokenizer import tokenizers_sentencepiece, tokenizers_tiktoken
@@ -232,6 +232,27 @@ def test_streams_give_the_whole_text(loaded: dict[str, TextTokenizer]) -> None:
             assert whole == expected == tokenizer.decode(ids, True), (name, text)
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_vocab_json_and_merges_equal_transformers(bos: bool, tmp_path: Path) -> None:
+    """OPT's and Aquila's folders."""
+    from transformers import AutoTokenizer
+
+    byte_level().model.save(str(tmp_path))
+    config = {"bos_token": "</s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "pad_token": "<pad>"}
+    files = {
+        "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", **config},
+        "added_tokens.json": {"<new>": 500},
+    }
+    ours = load_tokenizer(str(write(tmp_path, files)))
+    assert ours.backend is not None and ours.encode("a<new>", False)[-1] == 500
+    (tmp_path / "added_tokens.json").unlink()
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+    for text in texts(100):
+        ids = theirs.encode(text, truncation=False)
+        assert ours.encode(text, True) == ids and ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
 # ---------------------------------------------------------------- chats
 
 WRITTEN = {
@@ -311,6 +332,7 @@ def test_a_folder_keeps_its_own_template(tmp_path: Path) -> None:
         (llama_like("OrionTokenizer") | {"tokenizer.model": b""}, "no whole SentencePiece model"),
         (llama_like("OrionTokenizer") | {"tokenizer.model": b"<!DOCTYPE html>"}, "SentencePiece model"),
         (llama_like("OrionTokenizer") | {"tokenizer.model": model_bytes(PIECES, kind=1)}, "no BPE model"),
+        ({"merges.txt": b"a b", "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"}}, "vocab.json and"),
         ({**glm4(), "tokenizer_config.json": {"tokenizer_class": "ChatGLM4Tokenizer"}}, r"no token '\[gMASK\]'"),
     ],
 )  # fmt: skip
