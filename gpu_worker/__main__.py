@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import config_of, model_folder
+from ..proto.pooler_config import pooler_of
 from ..proto.process import EXIT_CONFIG, die, setup_logging, watch_parent
 from ..proto.sockets import load_keys, needs_curve, worker_endpoint
 from .device import choose_device, choose_threads, describe, parameter_estimate, set_environment, usable_cores
@@ -111,6 +112,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     needs_curve(endpoint, keys)  # refused now, not when the model has been loaded
     path = model_folder(args, weights=True)
     config = config_of(args, path)
+    pooler = pooler_of(config, args)
     threads = choose_threads(args.cpu_threads, usable_cores(), parameter_estimate(config))
     set_environment(threads)
 
@@ -119,6 +121,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     from .grammar import Grammars
     from .models.families import find_family
     from .models.loader import load_model, resolve_dtype
+    from .models.pooled import find_pooled
     from .parallel import Group, check_shards, shard_of
     from .processors import load_functions
     from .worker import Worker
@@ -137,7 +140,10 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         from .meeting import ranks_of, settings_of, tie_for
         from .ties import Leader
 
-        check_shards(find_family(config.hf)[0], args.tensor_parallel_size, args.pipeline_parallel_size)
+        if pooler is not None and pooler.whole:
+            raise ConfigError(f"{config.architecture} runs in one process; leave out the parallel sizes.")
+        spec = (find_family(config.hf) if pooler is None else find_pooled(config.hf, pooler))[0]
+        check_shards(spec, args.tensor_parallel_size, args.pipeline_parallel_size)
         shard = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size)
         tie = tie_for(args, shard, settings_of(args, config, dtype), keys, links.leave)
         if isinstance(tie, Leader):
@@ -150,7 +156,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
     try:
-        model = load_model(config, dtype, device, args.load_format, args.seed, group.leader, group)
+        model = load_model(config, dtype, device, args.load_format, args.seed, group.leader, group, pooler)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error
     except Exception as error:
@@ -158,7 +164,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         raise
     links.link.loaded = True
     log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
-    return Worker(args, config, model, dtype, device, grammars, functions, group, links.others)
+    return Worker(args, config, model, dtype, device, grammars, functions, group, links.others, pooler)
 
 
 if __name__ == "__main__":

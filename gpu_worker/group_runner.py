@@ -26,6 +26,7 @@ from .state import Failure, RowState, Run
 
 if TYPE_CHECKING:
     from .models.decoder import Decoder
+    from .pooling import Pooler
 
 _GREEDY, _RANDOM = SamplingNeeds(), SamplingNeeds(random=True)
 
@@ -33,8 +34,11 @@ _GREEDY, _RANDOM = SamplingNeeds(), SamplingNeeds(random=True)
 class GroupRunner(Runner):
     """The step of one process of ``group``."""
 
-    def __init__(self, model: Decoder, state: RowState, kv: KVCache, max_tokens: int, group: Ranks):
-        super().__init__(model, state, kv, max_tokens)
+    def __init__(
+        self, model: Decoder, state: RowState, kv: KVCache, max_tokens: int, group: Ranks,
+        pooler: Pooler | None = None,
+    ):  # fmt: skip
+        super().__init__(model, state, kv, max_tokens, pooler)
         self._group = group
 
     def _run(self, run: Run) -> Outcome:
@@ -42,7 +46,7 @@ class GroupRunner(Runner):
             return super()._run(run)
         batch, outputs, rows, positions, _ = self._batch(run, [])
         self._group.send_hidden(self._hidden(batch, outputs))
-        if len(rows):
+        if len(rows) and self.pooler is None:
             tokens = torch.empty(len(rows), dtype=torch.int32, device=self.state.device)
             self._write(run, rows, positions, self._group.share_tokens(tokens))
         return Outcome(self._download, self._nothing)

@@ -57,13 +57,14 @@ class Outcome:
         groups: Sequence[LogprobGroup] = (),
         prompts: Sequence[PromptGroup] = (),
         failed: dict[int, Failure] | None = None,
+        beside: Sequence[torch.Tensor] = (),
     ):
         self._groups = [(group.slots.tolist(), group.k) for group in groups]
         self._prompts = [group.spans for group in prompts]
         self._failed = failed or {}
         tensors = [tensor for group in groups for tensor in (group.ids, group.values, group.ranks)]
         tensors += [tensor for group in prompts for tensor in (group.ids, group.values, group.ranks)]
-        self.arrival: Arrival = download(tokens, tensors)
+        self.arrival: Arrival = download(tokens, [*tensors, *beside])
 
     def wait(self) -> bytes:
         """The tokens as an int32 column; sleeps until they are there."""

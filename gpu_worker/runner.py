@@ -25,6 +25,7 @@ from .transfer import Download
 
 if TYPE_CHECKING:
     from .models.decoder import Decoder
+    from .pooling import Pooler
 
 PROMPT_SLICE = 128
 """Prompt positions whose logits are computed at a time, so that a long prompt's need no more memory than so many."""
@@ -33,10 +34,12 @@ PROMPT_SLICE = 128
 class Runner:
     """Owns the step of one device. Not thread-safe: one compute thread, one compute stream."""
 
-    def __init__(self, model: Decoder, state: RowState, kv: KVCache, max_tokens: int):
+    def __init__(self, model: Decoder, state: RowState, kv: KVCache, max_tokens: int, pooler: Pooler | None = None):
+        """With a ``pooler`` nothing is generated."""
         self.model, self.state, self.kv = model, state, kv
         self.max_tokens = max_tokens
         self.graphs: DecodeGraphs | None = None
+        self.pooler = pooler
         self._on_host = state.device.type == "cpu"
         self._download = Download(state.max_rows, state.device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=state.device)
@@ -63,6 +66,8 @@ class Runner:
         return outcome
 
     def _run(self, run: Run) -> Outcome:
+        if self.pooler is not None:
+            return self._pool(self.pooler, run)
         state, drawn = self.state, len(run.sample_src)
         spans = state.prompt_spans(run, ROOM) if state.asking else []
         batch, outputs, rows, positions, prompt_tokens = self._batch(run, spans)
@@ -77,6 +82,21 @@ class Runner:
         outcome = Outcome(self._download, tokens, sampled.logprobs or (), prompts, failed)
         self._follow(run, outcome, failed)
         return outcome
+
+    def _pool(self, pooler: Pooler, run: Run) -> Outcome:
+        """A step of prompts that are pooled: hidden states in place of tokens."""
+        state = self.state
+        pieces = pooler.pieces(run, state.pooling)
+        batch = self._batch(run, [])[0]
+        batch.host_query_starts = [0, *run.counts.cumsum().tolist()]
+        wanted = [np.arange(piece.first, piece.first + piece.count) for piece in pieces]
+        seconds = np.array([state.pooling[row].second for row in run.rows.tolist()])
+        if (seconds >= 0).any():
+            at = np.arange(run.counts.sum()) - np.repeat(run.counts.cumsum() - run.counts - run.starts, run.counts)
+            first = np.repeat(np.where(seconds < 0, state.max_model_len, seconds), run.counts)
+            (batch.types,) = state.upload((at >= first).astype(np.int64))
+        (outputs,) = state.upload(np.concatenate([*wanted, np.empty(0, np.int64)]))
+        return pooler.outcome(self._download, pieces, self._hidden(batch, outputs), len(run.sample_src))
 
     def _hidden(self, batch: StepBatch, outputs: torch.Tensor) -> torch.Tensor:
         """The forward pass: hidden states of the tokens ``outputs``."""

@@ -126,6 +126,7 @@ class RowState:
         self.grows = np.ones(max_rows, np.int64)  # tokens a draw adds: none to a beam, which waits for an append
         self.asking: dict[int, tuple[int, int]] = {}  # rows that want prompt logprobs: from which position, how many
         self.doomed: dict[int, Failure] = {}
+        self.pooling: dict[int, Admit] = {}  # rows that are pooled
         self.grammars, self.processors = grammars, processors
         self.followers: list[Follower[Any]] = [each for each in (grammars, processors) if each is not None]
         self._on_host = device.type == "cpu"
@@ -172,6 +173,7 @@ class RowState:
         for row in gone:
             self.asking.pop(row, None)
             self.doomed.pop(row, None)
+            self.pooling.pop(row, None)
         self.sampling.drop(gone)
         for follower in self.followers:
             follower.drop(gone)
@@ -221,6 +223,9 @@ class RowState:
             self.known[row], self.prompt_len[row], self.blocks_set[row] = length, admit.prompt_len, 0
             self.grows[row] = not params.use_beam_search
             self.tokens[row, :length] = tokens
+            if admit.pooling is not None:
+                self.pooling[row] = admit
+                continue
             self.sampling.admit(row, admit, ids)
             if admit.prompt_logprobs_from >= 0 and params.prompt_logprobs is not None:
                 k = params.prompt_logprobs

@@ -1,63 +1,13 @@
 """Pooling requests in the scheduler: chunks, the prefix cache, losses, whole prompts, refusals."""
 
 import pytest
+from pooling_rig import PoolRig
 from scheduler_rig import VOCAB, Rig
 
 from quire.proto.codec import BadFrame, i32
-from quire.proto.hashing import hash_blocks
-from quire.proto.messages import Failed, Lease, Pooled, SlotPooled, StepResult, Submit
-from quire.proto.params import SamplingParams
-from quire.proto.pooling import PoolingParams
-from quire.scheduler.fake_model import cell, pooled
+from quire.proto.messages import Failed, Lease, SlotPooled, StepResult
 from quire.scheduler.fake_worker import PageStore
 from quire.scheduler.replica import Replica
-
-
-class PoolRig(Rig):
-    """Workers that pool."""
-
-    def __init__(self, *args, whole=False, **flags):
-        self.whole = whole
-        super().__init__(*args, **flags)
-
-    def add(self, number, blocks):
-        replica = super().add(number, blocks)
-        config = self.core.config
-        self.stores[number].whole = self.whole
-        fresh = Replica(
-            number, replica.lease, f"w{number}", config.max_num_seqs, blocks, config.block_size, self.max_model_len,
-            self.vocab, config.enable_prefix_caching, pools=True, whole=self.whole,
-        )  # fmt: skip
-        self.core.add_replica(fresh)
-        return fresh
-
-    def pool(self, prompt, *, uid=0, attempt=0, losses=0, pooling="LAST", second=-1, **params):
-        self.last_uid += 1
-        uid = uid or self.last_uid
-        prompt = self.prompt(prompt, uid) if isinstance(prompt, int) else prompt
-        self.asked = getattr(self, "asked", {})
-        asked = PoolingParams(pooling=pooling, **params)
-        self.asked[uid] = (prompt, asked)
-        ids = i32(prompt)
-        hashes = b"".join(hash_blocks(ids, self.core.config.block_size))
-        self.core.submit(
-            "detok",
-            Submit(
-                uid, attempt, ids, hashes, SamplingParams(max_tokens=1), [], 0, float(self.last_uid), losses=losses,
-                pooling=asked, second=second,
-            ),
-        )  # fmt: skip
-        return uid
-
-    def answers(self):
-        """The Pooled that came, each compared with what it must be."""
-        self.receive()
-        found = {message.uid: message for message in self.other if isinstance(message, Pooled)}
-        for uid, message in found.items():
-            prompt, asked = self.asked[uid]
-            context = b"".join(cell(p, t).to_bytes(8, "little") for p, t in enumerate(prompt))
-            assert (message.rows, message.data) == pooled(context, asked)
-        return found
 
 
 def test_a_prompt_is_pooled_in_chunks_beside_others():

@@ -20,14 +20,17 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ...proto.config import ConfigError
 from ...proto.model_config import ModelConfig
+from ...proto.pooler_config import PoolerConfig
 from ..layers.linear import Linear
 from ..parallel import Group
 from .decoder import Decoder, Weights
 from .dtypes import resolve_dtype
+from .encoder import Encoder
 from .fallback import load_fallback, uses_fallback
 from .families import find_family
 from .files import Entry, Tensors, check_load_format, some, weight_files
 from .parameters import Parameter, parameters
+from .pooled import find_pooled
 from .spec import DecoderSpec, Layout, Shard, WeightNames
 
 __all__ = ["load_model", "resolve_dtype"]
@@ -50,6 +53,7 @@ def load_model(
     seed: int = 0,
     progress: bool = False,
     group: Group | None = None,
+    pooler: PoolerConfig | None = None,
 ) -> Decoder:
     """The model of ``config`` on ``device`` in ``dtype``, or the part of it that ``group.shard`` says.
 
@@ -59,14 +63,16 @@ def load_model(
     """
     check_load_format(load_format)
     group = group or Group.alone()
-    if uses_fallback(config):
+    if pooler is None and uses_fallback(config):
         return load_fallback(config, dtype, device, load_format, seed, group)
-    spec, names = find_family(config.hf)
+    spec, names = find_family(config.hf) if pooler is None else find_pooled(config.hf, pooler)
     parts = _Parts(spec, dtype, device, group.shard)
     if load_format == "dummy":
         _fill_dummy(parts, seed, progress)
     else:
         _fill_from_files(parts, names, Path(config.path), load_format, progress)
+    if pooler is not None and pooler.whole:
+        return Encoder(spec, parts.weights())
     return Decoder(spec, parts.weights(), config.max_model_len, group)
 
 
@@ -183,7 +189,10 @@ def _fill_from_files(parts: _Parts, names: WeightNames, folder: Path, load_forma
         for file in files:
             with Tensors.open(file) as tensors:
                 for entry in tensors:
-                    place = places.get(entry.name) or places.get(names.prefix + entry.name)
+                    name = entry.name
+                    for old, new in names.renamed:
+                        name = name.replace(old, new)
+                    place = places.get(name) or places.get(names.prefix + name)
                     if place is not None:
                         _put(parts, place, entry)
                     elif not skip.fullmatch(entry.name):

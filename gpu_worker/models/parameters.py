@@ -74,6 +74,8 @@ def parameters(spec: DecoderSpec, shard: Shard = WHOLE) -> Iterator[Parameter]:
             yield Parameter("project_in.weight", "product", (hidden,), width)
         if spec.positions:
             yield Parameter("positions.weight", "table", (whole(spec.positions),), hidden)
+        if spec.types:
+            yield Parameter("types.weight", "table", (whole(spec.types),), hidden)
         if spec.embed_norm:
             yield from _norm(spec, "embed_norm", hidden)
     for layer in shard.layers(spec.num_layers):
@@ -84,10 +86,13 @@ def parameters(spec: DecoderSpec, shard: Shard = WHOLE) -> Iterator[Parameter]:
         yield from _norm(spec, "final_norm", hidden)
     if spec.embed_size:
         yield Parameter("project_out.weight", "product", (width,), hidden)
-    if not spec.tied:
-        yield Parameter("lm_head.weight", "product", (vocabulary,), width)
+    if spec.head:
+        yield from _product("head", (width,), width, True)
+    outputs = vocabulary if spec.outputs < 0 else whole(spec.outputs)
+    if not spec.tied and len(outputs):
+        yield Parameter("lm_head.weight", "product", (outputs,), width)
     if spec.lm_head_bias:
-        yield Parameter("lm_head.bias", "bias", (vocabulary,))
+        yield Parameter("lm_head.bias", "bias", (outputs,))
 
 
 def _norm(spec: DecoderSpec, name: str, size: Part) -> Iterator[Parameter]:

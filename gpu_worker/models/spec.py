@@ -105,6 +105,10 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     attn_softcap: float = 0.0
+    # Of models that pool.
+    outputs: int = -1  # rows of the head in place of the vocabulary's: a classifier's labels; 0: there is no head
+    head: str = ""  # activation of the product before the head; "": there is none
+    types: int = 0  # rows of a table of token types
     # The dtype that config.json asks for, as its name ("bfloat16"), or None.
     config_dtype: str | None = None
 
@@ -195,7 +199,7 @@ class WeightNames:
     suffix ("sinks.weight") names whole tensors; others get the parameter's own suffix, .weight or .bias.
     ``layouts`` says how a parameter's tensors are laid out, by the same keys. ``outer`` is for what is outside the
     layers. ``prefix`` may be left out in the file. ``skip`` are regular expressions of tensors that files carry but
-    nobody needs.
+    nobody needs. ``renamed``: what old files call something, and what it is called now.
     """
 
     layer: Mapping[str, tuple[str, ...]]
@@ -207,3 +211,4 @@ class WeightNames:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     prefix: str = ""
     skip: tuple[str, ...] = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
+    renamed: tuple[tuple[str, str], ...] = ()

@@ -1,0 +1,46 @@
+"""The spec and weight names of a model that is served for pooling: an encoder, or a decoder with another head or none.
+
+A decoder's checkpoint may be of the bare model ("Qwen3Model", its names without a prefix), of a classifier
+("LlamaForSequenceClassification", whose head is ``score``), or of the generator, whose head is then not read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ...proto.config import ConfigError
+from ...proto.pooler_config import PoolerConfig
+from .encoder import find_encoder
+from .families import FAMILIES, find_family
+from .families.common import Config
+from .spec import DecoderSpec, WeightNames
+
+_HEAD = "score"
+
+
+def find_pooled(hf: Config, pooler: PoolerConfig) -> tuple[DecoderSpec, WeightNames]:
+    """As ``find_family``, for ``pooler``. Raises ConfigError."""
+    labels = len(pooler.labels)
+    if pooler.whole:
+        return find_encoder(hf, labels)
+    spec, names = find_family({**hf, "architectures": [_generator(pooler.architecture)]})
+    spec = replace(
+        spec, architecture=pooler.architecture, outputs=labels, tied=False, lm_head_bias=False, logit_scale=1.0,
+        logit_softcap=0.0,
+    )  # fmt: skip
+    prefix = names.prefix or (names.embed.partition(".")[0] + ".")
+    generators = re.escape(names.lm_head) + r"\.(weight|bias)"
+    return spec, replace(names, lm_head=_HEAD, prefix=prefix, skip=(*names.skip, generators))
+
+
+def _generator(architecture: str) -> str:
+    """The architecture in the table whose layers this one has."""
+    base = architecture.removesuffix("ForSequenceClassification").removesuffix("Model")
+    for name in (architecture, base + "ForCausalLM", base + "LMHeadModel"):
+        if name in FAMILIES:
+            return name
+    raise ConfigError(
+        f"architecture {architecture!r} in config.json is not supported for pooling; supported are encoders (BERT, "
+        f"RoBERTa, XLM-RoBERTa, DistilBERT) and the models, bare, classifying or generating, of {sorted(FAMILIES)}."
+    )

@@ -1,0 +1,193 @@
+"""Models that pool against transformers' own: tiny, with random weights, in float32."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from pooling_rig import ModelRig
+from safetensors.torch import load_file, save_file
+
+from quire.proto.config import ConfigError, EngineArgs
+from quire.proto.messages import Pooled
+
+VOCAB, LENGTH = 120, 128
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 48, "max_position_embeddings": LENGTH}  # fmt: skip
+DISTIL = {"vocab_size": VOCAB, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48,
+          "max_position_embeddings": LENGTH}  # fmt: skip
+PADDED = {**SIZES, "max_position_embeddings": LENGTH + 2, "pad_token_id": 1, "type_vocab_size": 1}
+ENCODERS = {
+    "Bert": SIZES,
+    "Roberta": PADDED,
+    "XLMRoberta": PADDED,
+    "DistilBert": DISTIL,
+}
+DECODERS = {
+    "Llama": {**SIZES, "num_key_value_heads": 2},
+    "Qwen2": {**SIZES, "num_key_value_heads": 2},
+    "Qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
+}
+LENGTHS = (1, 5, 5, 24, 23, 2)
+
+
+def make(path, family, kind, **config):
+    """A model folder of transformers' class ``family + kind``, and the model."""
+    torch.manual_seed(3)
+    settings = {**ENCODERS, **DECODERS}[family] | config
+    made = getattr(transformers, f"{family}Config")(**settings)
+    model = getattr(transformers, family + kind)(made).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0.02 if weight.dim() == 1 else 0.0, 0.2)  # as large as trained ones, biases not 0
+    model.save_pretrained(path)
+    return path, model
+
+
+def prompts(lengths=LENGTHS):
+    return [[(7 * n + 11 * i) % (VOCAB - 4) + 4 for i in range(n)] for n in lengths]
+
+
+@torch.no_grad()
+def states(model, prompt, second=-1):
+    """transformers' last hidden states [tokens, size] of a prompt alone."""
+    ids = torch.tensor([prompt])
+    more = {}
+    if second >= 0:
+        more["token_type_ids"] = (torch.arange(len(prompt)) >= second).long()[None]
+    return model(ids, **more).last_hidden_state[0].numpy()
+
+
+def unit(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def close(found, expected, tolerance=1e-5):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.shape == theirs.shape
+        assert mine.dtype == np.float32
+        assert np.abs(mine - theirs).max() < tolerance
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders(tmp_path, family):
+    folder, model = make(tmp_path, family, "Model")
+    rig, asked = ModelRig(folder), prompts()
+    assert rig.max_model_len == LENGTH
+    expected = [states(model, prompt) for prompt in asked]
+    close(rig.vectors(asked), [unit(x[0]) for x in expected])
+    close(rig.vectors(asked, pooling="MEAN", normalize=False), [x.mean(0) for x in expected])
+    close(rig.vectors(asked, pooling="LAST", dimensions=8), [unit(x[-1, :8]) for x in expected])
+    close(rig.vectors(asked, task="token_embed"), [unit(x) for x in expected])
+    assert rig.stores[0].chunks == 0
+    alone = [rig.vectors([prompt])[0] for prompt in asked]
+    close(rig.vectors(asked), alone, 1e-6)
+
+
+def test_token_types_of_a_pair(tmp_path):
+    folder, model = make(tmp_path, "Bert", "Model")
+    rig, asked, seconds = ModelRig(folder), prompts((9, 4, 6)), [4, -1, 0]
+    expected = [states(model, *each) for each in zip(asked, seconds, strict=True)]
+    close(rig.vectors(asked, seconds=seconds, task="token_embed", normalize=False), expected)
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
+def test_classifiers(tmp_path, family, labels):
+    folder, model = make(tmp_path, family, "ForSequenceClassification", num_labels=labels)
+    rig, asked = ModelRig(folder), prompts() if family in ENCODERS else prompts((1, 5, 60, 5, 33))
+    with torch.no_grad():
+        logits = [model(torch.tensor([prompt])).logits[0] for prompt in asked]
+    close(rig.vectors(asked, use_activation=False), [each.numpy() for each in logits])
+    expected = [each.sigmoid() if labels == 1 else each.softmax(-1) for each in logits]
+    close(rig.vectors(asked), [each.numpy() for each in expected])
+    if labels == 1:
+        close(rig.vectors(asked, task="score"), [each.numpy() for each in expected])
+    rows = rig.vectors(asked, task="token_classify", use_activation=False)
+    at = 0 if family in ENCODERS else -1
+    close([each[at] for each in rows], [each.numpy() for each in logits])
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForCausalLM"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoders(tmp_path, family, kind):
+    """In chunks of at most 24 tokens, with and without what is in the prefix cache."""
+    folder, model = make(tmp_path, family, kind, tie_word_embeddings=family == "Qwen3")
+    rig, asked = ModelRig(folder, args=EngineArgs(runner="pooling")), prompts((1, 5, 60, 5, 33, 100))
+    expected = [states(model if kind == "Model" else model.model, prompt) for prompt in asked]
+    last = [unit(x[-1]) for x in expected]
+    close(rig.vectors(asked), last)
+    assert rig.stores[0].chunks > 4
+    before = set(rig.started)
+    close(rig.vectors(asked), last)
+    assert sum(rig.started[uid] for uid in rig.started.keys() - before) == 0 + 0 + 56 + 0 + 32 + 96
+    close(rig.vectors(asked, pooling="MEAN"), [unit(x.mean(0)) for x in expected])
+    close(rig.vectors(asked, pooling="CLS", normalize=False, dimensions=9), [x[0, :9] for x in expected])
+    close(rig.vectors(asked, task="token_embed", normalize=False), expected)
+
+
+def test_rows_that_change_hands_keep_nothing(tmp_path):
+    folder, model = make(tmp_path, "Llama", "Model")
+    rig = ModelRig(folder, args=EngineArgs(max_model_len=None))
+    given_up = rig.pool(prompts((90,))[0], pooling="MEAN", task="embed", normalize=True)
+    rig.step()
+    rig.core.abort(given_up, 0)
+    asked = prompts((70, 3))
+    close(rig.vectors(asked, pooling="MEAN"), [unit(states(model, prompt).mean(0)) for prompt in asked])
+
+
+def test_a_prompt_that_cannot_be_pooled_fails_alone(tmp_path):
+    folder, _ = make(tmp_path, "Bert", "Model")
+    weights = load_file(folder / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][9] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+    rig = ModelRig(folder)
+    asked = [[4, 5], [9, 4], [6]]
+    for prompt in asked:
+        rig.pool(prompt, pooling="CLS", task="embed", normalize=True)
+    rig.run()
+    assert sum(isinstance(message, Pooled) for message in rig.other) == 2
+    failed = rig.failed()
+    assert (failed.status, "not finite" in failed.message) == (500, True)
+
+
+def test_old_names_and_prefixes(tmp_path):
+    """BERT's first checkpoints say gamma and beta, and name what is under a head with a prefix."""
+    folder, model = make(tmp_path, "Bert", "Model")
+    weights = {f"bert.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+               for name, tensor in weights.items()}  # fmt: skip
+    weights["cls.predictions.bias"] = torch.zeros(VOCAB)
+    save_file(weights, folder / "model.safetensors")
+    (prompt,) = prompts((7,))
+    close(ModelRig(folder).vectors([prompt]), [unit(states(model, prompt)[0])])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "change", "message"),
+    [
+        ("Bert", "Model", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+        ("Bert", "Model", {"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
+        ("Bert", "Model", {"hidden_size": 64}, "has shape"),
+        ("Bert", "Model", {"architectures": ["BertForSequenceClassification"]}, "the weights lack bert.pooler.dense"),
+        ("Llama", "Model", {"architectures": ["LlamaForSequenceClassification"]}, "the weights lack score.weight"),
+        ("Llama", "Model", {"architectures": ["MambaModel"]}, "'MambaModel' in config.json is not supported"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, family, kind, change, message):
+    folder, _ = make(tmp_path, family, kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in weights.items() if "pooler" not in name}, folder / "model.safetensors")
+    with pytest.raises(ConfigError) as error:
+        ModelRig(folder)
+    assert message in str(error.value)
+
+
+def test_dummy_weights(tmp_path):
+    folder, _ = make(tmp_path, "Roberta", "ForSequenceClassification")
+    (folder / "model.safetensors").unlink()
+    (found,) = ModelRig(folder, load_format="dummy").vectors(prompts((4,)))
+    assert abs(found.sum() - 1) < 1e-6
