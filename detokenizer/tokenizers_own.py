@@ -64,8 +64,9 @@ class _Folder:
     def added(self) -> dict[int, str]:
         """Tokens that the JSON files add to the vocabulary, or rename in it, by id."""
         older = read_json(self.path / "added_tokens.json")
-        found = {i: text for text, i in older.items() if isinstance(i, int) and i >= 0}
-        return found | {i: content(token) or "" for i, token in self.listed().items()}
+        found = {i: text for text, i in older.items() if isinstance(i, int)}
+        found |= {i: content(token) or "" for i, token in self.listed().items()}
+        return {i: text for i, text in found.items() if 0 <= i < 1 << 31}
 
 
 def own_tokenizer(path: Path, config: dict[str, Any]) -> Own | None:
@@ -110,9 +111,11 @@ def _complete(
 # ---------------------------------------------------------------- SentencePiece
 
 
-def _llama(folder: _Folder, special: dict[int, str] | None = None, bos: bool = True) -> Own:
+def _llama(
+    folder: _Folder, model: sentencepiece.Pieces | None = None, special: dict[int, str] | None = None, bos: bool = True
+) -> Own:
     """Llama's, and all whose code is a copy of it: BOS before a prompt unless add_bos_token says otherwise."""
-    model = sentencepiece.read_pieces(folder.vocabulary)
+    model = model or sentencepiece.read_pieces(folder.vocabulary)
     added = folder.added() | (special or {})
     backend = sentencepiece.build(model, added, first_only=folder.config.get("legacy") is False)
     named = model.named()
@@ -126,10 +129,10 @@ def _llama(folder: _Folder, special: dict[int, str] | None = None, bos: bool = T
 
 def _baichuan(folder: _Folder) -> Own:
     """generation_config.json of the chat models names the reserved tokens before what users and the model say."""
-    pieces = sentencepiece.read_pieces(folder.vocabulary).pieces
+    model = sentencepiece.read_pieces(folder.vocabulary)
     ids = [folder.generation.get(name) for name in ("user_token_id", "assistant_token_id")]
-    roles = {i: pieces[i][0] for i in ids if isinstance(i, int) and 0 <= i < len(pieces)}
-    own = _llama(folder, roles)
+    roles = {i: model.pieces[i][0] for i in ids if isinstance(i, int) and 0 <= i < len(model.pieces)}
+    own = _llama(folder, model, roles)
     if len(roles) == 2:
         user, assistant = roles.values()
         second = folder.model.get("vocab_size") == 125_696  # Baichuan2
