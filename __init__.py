@@ -13,8 +13,22 @@ if TYPE_CHECKING:
     from .client.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from .client.engine import Engine
     from .client.llm import LLM
-    from .client.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from .client.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestMetrics,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from .proto.params import RequestOutputKind, SamplingParams
+    from .proto.pooling import PoolingParams
     from .proto.structured import GuidedDecodingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -33,6 +47,15 @@ _HOMES = {
     "RequestOutput": ".client.outputs",
     "RequestOutputKind": ".proto.params",
     "SamplingParams": ".proto.params",
+    "PoolingParams": ".proto.pooling",
+    "ClassificationOutput": ".client.outputs",
+    "ClassificationRequestOutput": ".client.outputs",
+    "EmbeddingOutput": ".client.outputs",
+    "EmbeddingRequestOutput": ".client.outputs",
+    "PoolingOutput": ".client.outputs",
+    "PoolingRequestOutput": ".client.outputs",
+    "ScoringOutput": ".client.outputs",
+    "ScoringRequestOutput": ".client.outputs",
 }
 
 __all__ = [
@@ -40,14 +63,23 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Engine",
     "GuidedDecodingParams",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "__version__",
 ]
