@@ -34,8 +34,10 @@ def _of_language(prefix: str) -> Any:
             _gemma3(plain, seed, **values)
         else:
             tiny_models.save(prefix, plain, seed, **{**tiny_models.BASE, **values})
-        weights = {f"language_model.{name}": tensor for name, tensor in load_file(plain / "model.safetensors").items()}
-        weights |= {name: torch.zeros(2, 2) for name in ("vision_tower.patch.weight", "multi_modal_projector.up.weight")}
+        found = load_file(plain / "model.safetensors")
+        weights = {f"language_model.{name}": tensor for name, tensor in found.items()}
+        for name in ("vision_tower.patch.weight", "multi_modal_projector.linear.weight"):
+            weights[name] = torch.zeros(2, 2)
         save_file(weights, folder / "model.safetensors")
         text = json.loads((plain / "config.json").read_text())
         kind = {"Gemma3": "Gemma3", "Mistral": "Mistral3"}[prefix]

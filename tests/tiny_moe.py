@@ -61,7 +61,8 @@ ROWS: dict[str, Any] = {
     ),
     "qwen3-moe": (
         "Qwen3Moe",
-        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
+         "norm_topk_prob": True},
     ),
     "deepseek-moe": (
         _deepseek,

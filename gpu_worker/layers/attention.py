@@ -47,12 +47,13 @@ class StepContext:
 class Attention:
     """Layer ``layer`` of ``spec``, which is one rank's part of it: its heads, and so its part of the sum.
 
-    ``tables`` are those of ``rope_tables``, or None where nothing turns; ``sinks`` [heads] or None.
+    ``tables`` are those of ``rope_tables``, or None where nothing turns; ``slopes`` and ``sinks`` [heads] or None.
     """
 
     def __init__(
         self, spec: DecoderSpec, layer: int, qkv: Linear, o: Linear, q_norm: Norm | None, k_norm: Norm | None,
-        tables: tuple[torch.Tensor, torch.Tensor] | None, sinks: torch.Tensor | None, group: Group,
+        tables: tuple[torch.Tensor, torch.Tensor] | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
+        group: Group,
     ) -> None:  # fmt: skip
         self.qkv, self.o, self.q_norm, self.k_norm, self.group = qkv, o, q_norm, k_norm, group
         self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads[layer], spec.head_dim
@@ -61,8 +62,7 @@ class Attention:
         rope = spec.ropes[layer]
         self.interleaved = rope is not None and rope.interleaved
         self.sinks = None if sinks is None else sinks.float()
-        self._alibi = spec.alibi
-        self._slopes: torch.Tensor | None = None
+        self.slopes = slopes
 
     def __call__(
         self, x: torch.Tensor, batch: StepBatch, k_cache: torch.Tensor, v_cache: torch.Tensor, step: StepContext | None
@@ -75,9 +75,8 @@ class Attention:
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
-        slopes = self._slopes_on(x.device)
         if step is None:
-            out = self._kernels(q, k, v, batch, k_cache, v_cache, slopes)
+            out = self._kernels(q, k, v, batch, k_cache, v_cache)
         else:
             if self.tables is not None:
                 cos, sin = step.rotation(self.tables)
@@ -87,7 +86,7 @@ class Attention:
             write_cache(v_cache, v, step)
             plan = step.plan(self.window, q.dtype, k_cache.shape[1] * self.kv_heads * self.head_dim)
             out = attention_cpu(
-                q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, plan, slopes, self.sinks
+                q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, plan, self.slopes, self.sinks
             )
         return self.o(out.view(x.shape[0], -1))
 
@@ -104,21 +103,18 @@ class Attention:
         normed = (flat.float() * scale).to(x.dtype)
         return (normed if norm.weight is None else normed * norm.weight).view(x.shape)
 
-    def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
-        if self._alibi is not None and self._slopes is None:
-            self._slopes = torch.tensor(self._alibi, dtype=torch.float32, device=device)
-        return self._slopes
-
     def _kernels(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, slopes: torch.Tensor | None,
+        k_cache: torch.Tensor, v_cache: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         from ..kernels.attention import paged_attention
         from ..kernels.rope import rope_write
 
         cos, sin = self.tables or (None, None)
         rope_write(q, k, v, cos, sin, batch.positions, batch.slots, k_cache, v_cache, self.interleaved)
-        return paged_attention(q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, slopes, self.sinks)
+        return paged_attention(
+            q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, self.slopes, self.sinks
+        )
 
 
 def write_cache(cache: torch.Tensor, x: torch.Tensor, step: StepContext) -> None:

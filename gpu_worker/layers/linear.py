@@ -95,17 +95,19 @@ class Linear:
     Where the weight is packed the caller may drop it. ``bias`` may be set later.
     """
 
-    __slots__ = ("_least", "_run", "bias")
+    __slots__ = ("_least", "_run", "_unit", "bias")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.bias = bias
         self._run = _plain(weight)
         self._least = 0 if weight.device.type != "cpu" else _LEAST_ROWS
+        self._unit = _LEAST_ROWS if self._least else 1  # small plain products round otherwise between the multiples
         if self._least and weight.numel() >= _SMALL:
-            self._run = _RUNS[cpu_backend(weight.dtype)](weight)
+            self._run, self._unit = _RUNS[cpu_backend(weight.dtype)](weight), 1
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
-        if rows >= self._least:
+        missing = max(self._least - rows, -rows % self._unit)
+        if missing <= 0:
             return self._run(x, self.bias)
-        return self._run(F.pad(x, (0, 0, 0, self._least - rows)), self.bias)[:rows]
+        return self._run(F.pad(x, (0, 0, 0, missing)), self.bias)[:rows]

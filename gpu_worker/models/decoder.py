@@ -35,8 +35,11 @@ class Cache(Protocol):
 class Weights:
     """The loaded parameters of one process: ``tensors`` by parameter name, ``products`` as Linears by theirs."""
 
-    def __init__(self, spec: DecoderSpec, tensors: dict[str, torch.Tensor], products: dict[str, Linear]) -> None:
-        self.spec, self.tensors, self.products = spec, tensors, products
+    def __init__(
+        self, spec: DecoderSpec, tensors: dict[str, torch.Tensor], products: dict[str, Linear], dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.spec, self.tensors, self.products, self.dtype, self.device = spec, tensors, products, dtype, device
 
     def norm(self, name: str, kind: str | None = None, affine: bool = True) -> Norm:
         """The norm ``name``, of the model's kind unless another is given."""
@@ -65,10 +68,13 @@ class _Layer:
         q_norm, k_norm = (
             (weights.norm(f"{prefix}{name}_norm", spec.qk_norm_kind) if spec.qk_norm else None) for name in "qk"
         )
+        slopes, alibi = None, spec.local(group.shard).alibi
+        if alibi is not None:
+            slopes = torch.tensor(alibi, dtype=torch.float32, device=weights.device)
         local = index - group.shard.layers(spec.num_layers).start
         self.attention = Attention(
             spec.local(group.shard), local, weights.products[prefix + "qkv"], weights.products[prefix + "o"],
-            q_norm, k_norm, tables, weights.tensors.get(prefix + "sinks.weight"), group,
+            q_norm, k_norm, tables, slopes, weights.tensors.get(prefix + "sinks.weight"), group,
         )  # fmt: skip
         make = Experts if spec.is_moe(index) else MLP
         self.mlp: MLP | Experts = make(spec, weights.products, weights.tensors, prefix, group.shard)
@@ -120,8 +126,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, max_model_len: int, group: Group) -> None:
         shard = group.shard
         self.spec, self.whole, self.group = spec.local(shard), spec, group
-        some = next(iter(weights.tensors.values()))
-        self.device, self.dtype = some.device, some.dtype
+        self.device, self.dtype = weights.device, weights.dtype
         self.embed = weights.tensors.get("embed.weight")
         self.vocabulary = shard.share(spec.vocab_size)
         self.positions = weights.tensors.get("positions.weight")

@@ -124,7 +124,7 @@ class _Parts:
         for name in list(self._tensors):
             if name.endswith(".bias") and (product := self._products.get(name.removesuffix(".bias"))) is not None:
                 product.bias = self._tensors.pop(name)
-        return Weights(self.spec, self._tensors, self._products)
+        return Weights(self.spec, self._tensors, self._products, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def _places_of(
     parameter: Parameter, modules: tuple[str, ...], layout: Layout, spec: DecoderSpec
 ) -> Iterator[tuple[str, _Place]]:
     count = len(parameter.parts)
-    experts = spec.moe.experts if spec.moe is not None else 1
-    each = count // experts if parameter.stem.startswith("experts_") else count  # parts of one expert
+    experts = spec.moe.experts if spec.moe is not None and parameter.stem.startswith("experts_") else count
+    each = count // experts  # parts of one expert, or of one head
     if layout.per_expert or "{e}" in modules[0]:
         for place, module in enumerate(modules):
             own = tuple(range(each)) if len(modules) == 1 else (place,)
@@ -244,7 +244,9 @@ def _check_shape(place: _Place, entry: Entry) -> None:
     rows = sum(parameter.parts[index].total for index in place.parts)
     shape = (rows,) if parameter.columns is None else (rows, parameter.columns.total)
     shape = shape[::-1] if place.layout.transposed else shape
-    if entry.shape != shape:
+    if place.layout.padded and len(entry.shape) == len(shape) and entry.shape[0] > rows:
+        shape = (entry.shape[0], *shape[1:])
+    if entry.shape != shape and (len(shape) == 1 or (1, *entry.shape) != shape):
         raise _wrong_shape(entry, entry.shape, shape)
 
 
@@ -258,6 +260,9 @@ def _wrong_shape(entry: Entry, found: tuple[int, ...], wanted: tuple[int, ...]) 
 def _read(into: torch.Tensor, rows: np.ndarray, parameter: Parameter, layout: Layout, entry: Entry) -> None:
     """Copy ``rows`` of the tensor, and the parameter's columns of them."""
     columns = None if parameter.columns is None else slice(parameter.columns.start, parameter.columns.stop)
+    if len(entry.shape) == 1 and columns is not None:  # one head's weights, a row of ours
+        into.copy_(entry.read(columns))
+        return
     if layout.transposed and columns is not None:
         first, last = int(rows.min()), int(rows.max()) + 1
         found = entry.read(columns, slice(first, last)).t()

@@ -138,12 +138,14 @@ def _qk_norms(spec: DecoderSpec, layer: int, shard: Shard) -> Iterator[Parameter
         ("q_norm", spec.heads, shard.share(spec.heads)),
         ("k_norm", spec.kv_heads[layer], shard.kv_range(spec.kv_heads[layer])),
     ):
-        columns = whole(spec.head_dim) if spec.qk_norm == "heads" else None
-        unit = {"head": 0, "heads": 1, "full": spec.head_dim}[spec.qk_norm]
-        rows = _cut(count, held, unit) if unit else whole(spec.head_dim)
-        yield Parameter(f"layers.{layer}.{name}.weight", "norm", (rows,), columns)
+        columns = None
+        if spec.qk_norm == "heads":
+            rows, columns = tuple(Part(1, 0, int(head in held)) for head in range(count)), whole(spec.head_dim)
+        else:
+            rows = (whole(spec.head_dim) if spec.qk_norm == "head" else _cut(count, held, spec.head_dim),)
+        yield Parameter(f"layers.{layer}.{name}.weight", "norm", rows, columns)
         if spec.qk_norm_bias:
-            yield Parameter(f"layers.{layer}.{name}.bias", "bias", (rows,), columns)
+            yield Parameter(f"layers.{layer}.{name}.bias", "bias", rows, columns)
 
 
 def _mlp(

@@ -181,12 +181,14 @@ class Layout:
     ``order(spec, layer)``: for each row of the decoder's whole parameter, the tensor's row.
     ``transposed``: the tensor is [columns, rows] (GPT-2's Conv1D).
     ``per_expert``: the tensor's first axis is cut into as many pieces as there are experts.
+    ``padded``: the tensor may have more rows, which no token uses.
     ``convert``: applied to what was read, [rows, columns] or one expert's piece, before anything else.
     """
 
     order: Callable[[DecoderSpec, int], np.ndarray] | None = None
     transposed: bool = False
     per_expert: bool = False
+    padded: bool = False
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
@@ -195,8 +197,8 @@ class WeightNames:
     """Where a family's checkpoints keep each parameter.
 
     ``layer`` maps a parameter of the decoder to the checkpoint's modules whose rows it stacks, in order; a family
-    that already stores them fused names one module, and ``{e}`` stands for the number of an expert. A key with a
-    suffix ("sinks.weight") names whole tensors; others get the parameter's own suffix, .weight or .bias.
+    that already stores them fused names one module, and ``{e}`` stands for the number of an expert or a head. A key
+    with a suffix ("sinks.weight") names whole tensors; others get the parameter's own suffix, .weight or .bias.
     ``layouts`` says how a parameter's tensors are laid out, by the same keys. ``outer`` is for what is outside the
     layers. ``prefix`` may be left out in the file. ``skip`` are regular expressions of tensors that files carry but
     nobody needs. ``renamed``: what old files call something, and what it is called now.

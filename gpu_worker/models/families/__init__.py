@@ -10,10 +10,12 @@ from collections.abc import Mapping
 
 from ....proto.config import ConfigError
 from ..spec import DecoderSpec, WeightNames
-from . import llama, modern, moe
+from . import gpt, layernorm, llama, modern, moe, remote
 from .common import Config, Family, with_aliases
 
-FAMILIES: Mapping[str, Family] = {**llama.FAMILIES, **modern.FAMILIES, **moe.FAMILIES}
+FAMILIES: Mapping[str, Family] = {
+    **llama.FAMILIES, **modern.FAMILIES, **moe.FAMILIES, **gpt.FAMILIES, **layernorm.FAMILIES, **remote.FAMILIES,
+}  # fmt: skip
 
 
 def find_family(hf: Config) -> tuple[DecoderSpec, WeightNames]:
@@ -22,5 +24,6 @@ def find_family(hf: Config) -> tuple[DecoderSpec, WeightNames]:
     for name in names:
         if name in FAMILIES:
             make, weights = FAMILIES[name]
-            return make(with_aliases({**hf, "architectures": [name]})), weights
+            hf = with_aliases({**hf, "architectures": [name]})
+            return make(hf), weights(hf) if callable(weights) else weights
     raise ConfigError(f"architectures {names} in config.json are not supported; supported are {sorted(FAMILIES)}.")

@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ....proto.config import ConfigError
 from ....proto.model_config import rope_parameters
-from ..spec import DecoderSpec, RopeSpec, WeightNames
+from ..spec import DecoderSpec, Layout, RopeSpec, WeightNames
 
 Config = dict[str, Any]
-Family = tuple[Callable[[Config], DecoderSpec], WeightNames]
+Family = tuple[Callable[[Config], DecoderSpec], WeightNames | Callable[[Config], WeightNames]]
 
 LLAMA_LAYER: dict[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -35,7 +37,7 @@ _ACTIVATIONS = {
 
 # Other names of a value, read where config.json lacks the usual one.
 _ALIASES = {
-    "hidden_size": ("n_embd", "d_model"),
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
     "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
@@ -154,3 +156,28 @@ def decoder(hf: Config, **changes: Any) -> DecoderSpec:
 
 def _length(hf: Config) -> int:
     return integer(hf, "max_position_embeddings", 2048)
+
+
+def refuse(hf: Config, **wanted: Any) -> None:
+    """Raises ConfigError for a value of config.json that is there and is not the one we can do."""
+    for key, value in wanted.items():
+        if hf.get(key) not in (None, value):
+            raise ConfigError(f"config.json: {key} {hf[key]!r} is not supported; it may be {value!r}.")
+
+
+def alibi_slopes(heads: int, bias_max: float = 8.0) -> tuple[float, ...]:
+    """2^-(bias_max / n), 2^-(2 bias_max / n), ...; where n is no power of two, every other of the next one's first."""
+    power = 1 << (heads - 1).bit_length()
+    slopes = [2.0 ** (-bias_max * (at + 1) / power) for at in range(power)]
+    return tuple(slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads])
+
+
+def by_key_head(spec: DecoderSpec, layer: int) -> np.ndarray:
+    """A ``Layout.order``: the file holds, for each key head, its query heads, itself and its value head."""
+    kv, dim = spec.kv_heads[layer], spec.head_dim
+    rows = np.arange((spec.heads + 2 * kv) * dim).reshape(kv, spec.heads // kv + 2, dim)
+    return np.concatenate([rows[:, :-2].ravel(), rows[:, -2].ravel(), rows[:, -1].ravel()])
+
+
+BY_KEY_HEAD = {"qkv": Layout(order=by_key_head)}
+CONV1D = {name: Layout(transposed=True) for name in ("qkv", "o", "gate_up", "up", "down")}

@@ -1,0 +1,243 @@
+"""Families that transformers has no class for: their checkpoints came with code of their own, none of which is run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch.nn.functional as F
+
+from ....proto.config import ConfigError
+from ..spec import DecoderSpec, Layout, WeightNames
+from .common import (
+    BY_KEY_HEAD,
+    CONV1D,
+    LLAMA_LAYER,
+    LLAMA_NAMES,
+    Config,
+    Family,
+    activation,
+    alibi_slopes,
+    decoder,
+    integer,
+    positive,
+    refuse,
+    rope,
+)
+from .llama import llama
+
+# -- Baichuan
+
+_BAICHUAN_NAMES = WeightNames({**LLAMA_LAYER, "qkv": ("self_attn.W_pack",)})
+_BAICHUAN2_NAMES = replace(_BAICHUAN_NAMES, layouts={"lm_head": Layout(convert=F.normalize)})
+
+
+def baichuan(hf: Config) -> DecoderSpec:
+    """Baichuan-7B (BaiChuan...) and Baichuan2-7B: Llama with one product for queries, keys and values."""
+    return decoder(hf)
+
+
+def baichuan_13b(hf: Config) -> DecoderSpec:
+    """The 13B models: ALiBi. The name is also Baichuan2-7B's, which is told by its size."""
+    if hf.get("hidden_size") == 4096:
+        return baichuan(hf)
+    return decoder(hf, rope=None, alibi=alibi_slopes(integer(hf, "num_attention_heads")))
+
+
+def _baichuan_names(hf: Config) -> WeightNames:
+    """Baichuan2's head has rows of length 1, which are made so at load."""
+    return _BAICHUAN2_NAMES if hf.get("vocab_size") == 125696 else _BAICHUAN_NAMES
+
+
+# -- ChatGLM2 and 3
+
+_CHATGLM_NAMES = WeightNames(
+    {
+        "qkv": ("self_attention.query_key_value",),
+        "o": ("self_attention.dense",),
+        "gate_up": ("mlp.dense_h_to_4h",),
+        "down": ("mlp.dense_4h_to_h",),
+        "attn_norm": ("input_layernorm",),
+        "mlp_norm": ("post_attention_layernorm",),
+    },
+    layer_prefix="transformer.encoder.layers.{}.", embed="transformer.embedding.word_embeddings",
+    final_norm="transformer.encoder.final_layernorm", lm_head="transformer.output_layer",
+    skip=(r"transformer\.rotary_pos_emb\.inv_freq",),
+)  # fmt: skip
+
+
+def chatglm(hf: Config) -> DecoderSpec:
+    """ChatGLM2 and 3: half of each head turns, in pairs; few key heads; a bias on queries, keys and values."""
+    refuse(hf, original_rope=True, post_layer_norm=True, multi_query_attention=True)
+    head_dim = integer(hf, "kv_channels", 128)
+    hf = {**hf, "num_key_value_heads": integer(hf, "multi_query_group_num", 1), "head_dim": head_dim}
+    hf |= {"rope_theta": 10000.0 * positive(hf, "rope_ratio", 1.0), "partial_rotary_factor": 0.5}
+    linear_bias, rms = bool(hf.get("add_bias_linear")), hf.get("rmsnorm") is not False
+    return decoder(
+        hf,
+        rope=rope(hf, head_dim, integer(hf, "max_position_embeddings", 2048), interleaved=True),
+        norm="rms" if rms else "ln", norm_bias=not rms, norm_eps=positive(hf, "layernorm_epsilon", 1e-5),
+        residual_from_norm=bool(hf.get("apply_residual_connection_post_layernorm")),
+        qkv_bias=linear_bias or bool(hf.get("add_qkv_bias")), o_bias=linear_bias, mlp_bias=linear_bias,
+        activation="silu", tied=False,
+    )  # fmt: skip
+
+
+# -- DeciLM, InternLM, Orion: Llama but for a value or two
+
+
+def decilm(hf: Config) -> DecoderSpec:
+    """DeciLM: each layer has its own number of key heads."""
+    if hf.get("block_configs"):
+        raise ConfigError("config.json: block_configs (Nemotron-NAS) are not supported.")
+    counts, layers = hf.get("num_key_value_heads_per_layer"), integer(hf, "num_hidden_layers")
+    if not isinstance(counts, list) or len(counts) != layers or not all(type(n) is int and n > 0 for n in counts):
+        raise ConfigError(f"config.json: num_key_value_heads_per_layer must be {layers} positive integers.")
+    return decoder(hf, kv_heads=tuple(counts))
+
+
+def internlm(hf: Config) -> DecoderSpec:
+    """InternLM: biases on all four of attention's products."""
+    bias = hf.get("bias") is not False
+    return decoder(hf, qkv_bias=bias, o_bias=bias)
+
+
+def orion(hf: Config) -> DecoderSpec:
+    """Orion: LayerNorms with bias where Llama has RMS norms."""
+    return decoder(hf, norm="ln", norm_bias=True)
+
+
+# -- InternLM2
+
+
+_INTERNLM2_NAMES = WeightNames(
+    {
+        "qkv": ("attention.wqkv",),
+        "o": ("attention.wo",),
+        "gate_up": ("feed_forward.w1", "feed_forward.w3"),
+        "down": ("feed_forward.w2",),
+        "attn_norm": ("attention_norm",),
+        "mlp_norm": ("ffn_norm",),
+    },
+    embed="model.tok_embeddings", lm_head="output", layouts=BY_KEY_HEAD,
+)  # fmt: skip
+
+
+def internlm2(hf: Config) -> DecoderSpec:
+    """InternLM2."""
+    return decoder(hf, qkv_bias=bool(hf.get("bias")), o_bias=bool(hf.get("bias")))
+
+
+# -- Jais
+
+_JAIS_NAMES = WeightNames(
+    {
+        "qkv": ("attn.c_attn",),
+        "o": ("attn.c_proj",),
+        "gate_up": ("mlp.c_fc2", "mlp.c_fc"),
+        "up": ("mlp.c_fc",),
+        "down": ("mlp.c_proj",),
+        "attn_norm": ("ln_1",),
+        "mlp_norm": ("ln_2",),
+    },
+    layer_prefix="transformer.h.{}.", embed="transformer.wte", final_norm="transformer.ln_f",
+    outer={"positions": "transformer.wpe"}, layouts=CONV1D,
+    prefix="transformer.", skip=(r".*attn\.(bias|masked_bias)", r".*relative_pe.*"),
+)  # fmt: skip
+
+
+def jais(hf: Config) -> DecoderSpec:
+    """Jais: GPT-2 with ALiBi, a gated MLP, and factors on embeddings and logits."""
+    refuse(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+    heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
+    alibi, gated = hf.get("position_embedding_type") == "alibi", hf.get("hidden_act") == "swiglu"
+    by_dim = hf.get("mup_scale_qk_dot_by_d") or hf.get("scale_qk_dot_by_d")
+    width = positive(hf, "mup_width_scale", hf.get("width_scale") or 1.0)
+    return decoder(
+        {"intermediate_size": 4 * hidden, **hf}, rope=None, norm="ln", norm_bias=True,
+        norm_eps=positive(hf, "layer_norm_epsilon", 1e-5), alibi=alibi_slopes(heads) if alibi else None,
+        positions=0 if alibi else integer(hf, "max_position_embeddings"),
+        attn_scale=(hidden // heads) ** (-1.0 if by_dim else -0.5),
+        gated=gated, activation="silu" if gated else activation(hf, default="gelu"),
+        qkv_bias=True, o_bias=True, mlp_bias=True, tied=hf.get("tie_word_embeddings") is not False,
+        embed_scale=positive(hf, "mup_embeddings_scale", hf.get("embeddings_scale") or 1.0),
+        logit_scale=positive(hf, "mup_output_alpha", hf.get("output_logits_scale") or 1.0) * width,
+    )  # fmt: skip
+
+
+# -- Qwen, the first
+
+_QWEN_NAMES = WeightNames(
+    {
+        "qkv": ("attn.c_attn",),
+        "o": ("attn.c_proj",),
+        "gate_up": ("mlp.w2", "mlp.w1"),
+        "down": ("mlp.c_proj",),
+        "attn_norm": ("ln_1",),
+        "mlp_norm": ("ln_2",),
+    },
+    layer_prefix="transformer.h.{}.", embed="transformer.wte", final_norm="transformer.ln_f",
+    skip=(r"transformer\.rotary_emb\.inv_freq",),
+)  # fmt: skip
+
+
+def qwen(hf: Config) -> DecoderSpec:
+    """Qwen: a bias on queries, keys and values; config.json gives twice the MLP's width.
+
+    Within seq_length, to which requests are limited, use_dynamic_ntk and use_logn_attn change nothing.
+    """
+    hf = {**hf, "rope_theta": hf.get("rotary_emb_base"), "partial_rotary_factor": hf.get("rotary_pct")}
+    bias = hf.get("no_bias") is False
+    return decoder(
+        hf, intermediate_size=integer(hf, "intermediate_size") // 2, norm_eps=positive(hf, "layer_norm_epsilon", 1e-6),
+        qkv_bias=True, o_bias=bias, mlp_bias=bias, activation="silu",
+    )  # fmt: skip
+
+
+# -- OLMo as AI2 first published it
+
+
+def _gate_second(spec: DecoderSpec, layer: int) -> np.ndarray:
+    """Of ff_proj's rows the second half is the gate."""
+    return np.roll(np.arange(2 * spec.intermediate_size), spec.intermediate_size)
+
+
+_OLMO_NAMES = WeightNames(
+    {"qkv": ("att_proj",), "o": ("attn_out",), "gate_up": ("ff_proj",), "down": ("ff_out",)},
+    layer_prefix="model.transformer.blocks.{}.", embed="model.transformer.wte", lm_head="model.transformer.ff_out",
+    layouts={
+        "gate_up": Layout(order=_gate_second), "embed": Layout(padded=True), "lm_head": Layout(padded=True),
+    },
+)  # fmt: skip
+
+
+def olmo(hf: Config) -> DecoderSpec:
+    """OLMo: LayerNorms without weights. Its MLP's width counts both halves."""
+    refuse(
+        hf, activation_type="swiglu", layer_norm_type="default", layer_norm_with_affine=False, include_bias=False,
+        rope=True, alibi=False, attention_layer_norm=False, block_type="sequential",
+    )  # fmt: skip
+    wide = hf.get("mlp_hidden_size") or integer(hf, "mlp_ratio", 4) * integer(hf, "hidden_size")
+    kv = hf.get("n_kv_heads") or (1 if hf.get("multi_query_attention") else None)
+    return decoder(
+        {**hf, "num_key_value_heads": kv}, norm="ln", norm_affine=False, norm_eps=1e-5, intermediate_size=wide // 2,
+        activation="silu", clip_qkv=hf.get("clip_qkv"), tied=hf.get("weight_tying") is not False,
+    )  # fmt: skip
+
+
+FAMILIES: dict[str, Family] = {
+    "AquilaModel": (llama, LLAMA_NAMES),
+    "AquilaForCausalLM": (llama, LLAMA_NAMES),
+    "XverseForCausalLM": (llama, LLAMA_NAMES),
+    "BaiChuanForCausalLM": (baichuan, _BAICHUAN_NAMES),
+    "BaichuanForCausalLM": (baichuan_13b, _baichuan_names),
+    "ChatGLMModel": (chatglm, _CHATGLM_NAMES),
+    "ChatGLMForConditionalGeneration": (chatglm, _CHATGLM_NAMES),
+    "DeciLMForCausalLM": (decilm, LLAMA_NAMES),
+    "InternLMForCausalLM": (internlm, LLAMA_NAMES),
+    "InternLM2ForCausalLM": (internlm2, _INTERNLM2_NAMES),
+    "JAISLMHeadModel": (jais, _JAIS_NAMES),
+    "OrionForCausalLM": (orion, LLAMA_NAMES),
+    "QWenLMHeadModel": (qwen, _QWEN_NAMES),
+    "OLMoForCausalLM": (olmo, _OLMO_NAMES),
+}
