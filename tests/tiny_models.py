@@ -135,11 +135,11 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def reference(folder: str | Path) -> Any:
-    """transformers' model of ``folder``: float32, eager attention."""
+def reference(folder: str | Path, attention: str = "eager") -> Any:
+    """transformers' model of ``folder``, in float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     return model.eval()
 
 
