@@ -119,10 +119,8 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     import torch  # only now: OpenMP reads its environment when torch is imported
 
     from .grammar import Grammars
-    from .models.families import find_family
     from .models.loader import load_model, resolve_dtype
-    from .models.pooled import find_pooled
-    from .parallel import Group, check_shards, shard_of
+    from .parallel import Group, shard_of
     from .processors import load_functions
     from .worker import Worker
 
@@ -135,24 +133,19 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     grammars = Grammars(config, args)
     imported = time.monotonic()
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
-    group, count = Group.alone(), args.tensor_parallel_size * args.pipeline_parallel_size
-    if count > 1:
-        from .meeting import ranks_of, settings_of, tie_for
-        from .ties import Leader
+    group, shared = Group.alone(), ""
+    if (count := args.tensor_parallel_size * args.pipeline_parallel_size) > 1:
+        from . import meeting
 
-        if pooler is not None and pooler.whole:
-            raise ConfigError(f"{config.architecture} runs in one process; leave out the parallel sizes.")
-        spec = (find_family(config.hf) if pooler is None else find_pooled(config.hf, pooler))[0]
-        check_shards(spec, args.tensor_parallel_size, args.pipeline_parallel_size)
-        shard = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size)
-        tie = tie_for(args, shard, settings_of(args, config, dtype), keys, links.leave)
-        if isinstance(tie, Leader):
+        meeting.check(config, pooler, args)
+        shard, shared = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size), f", one of {count}"
+        tie = meeting.tie_for(args, shard, meeting.settings_of(args, config, dtype), keys, links.leave)
+        if isinstance(tie, meeting.Leader):
             links.others = tie
         else:
             links.link = tie
-        group = ranks_of(args, shard, tie, device)
+        group = meeting.ranks_of(args, shard, tie, device)
     if links.link is None:
-        shared = f", one of {count}" if count > 1 else ""
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
     try:

@@ -16,9 +16,13 @@ import torch.distributed as dist
 
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.model_config import ModelConfig
+from ..proto.pooler_config import PoolerConfig
 from ..proto.sockets import Keys
+from .models.fallback import uses_fallback
+from .models.families import find_family
+from .models.pooled import find_pooled
 from .models.spec import Shard
-from .parallel import TIMEOUT, Ranks, leader_of, number_of
+from .parallel import TIMEOUT, Ranks, check_shards, leader_of, number_of
 from .ties import Follower, Leader
 
 _ALIKE = (
@@ -34,22 +38,34 @@ def settings_of(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -> di
     return {"model's config": described, "max_model_len": str(config.max_model_len), "dtype": str(dtype), **own}
 
 
+def check(config: ModelConfig, pooler: PoolerConfig | None, args: EngineArgs) -> None:
+    """Raises ConfigError where this model cannot be shared out as ``args`` say."""
+    if pooler is not None and pooler.whole:
+        raise ConfigError(
+            f"{config.architecture} runs in one process; leave out --tensor-parallel-size and --pipeline-parallel-size."
+        )
+    if pooler is None and uses_fallback(config):
+        return  # whose loader refuses it
+    spec = (find_family(config.hf) if pooler is None else find_pooled(config.hf, pooler))[0]
+    check_shards(spec, args.tensor_parallel_size, args.pipeline_parallel_size)
+
+
 def tie_for(
     args: EngineArgs, shard: Shard, settings: dict[str, str], keys: Keys | None, on_leave: Callable[[], Any]
 ) -> Leader | Follower:
-    """This process's link, started. Raises ConfigError for an address that cannot be."""
+    """This process's links, started. Raises ConfigError for an address that cannot be."""
     number, count = number_of(shard), shard.size * shard.stages
-    tie: Leader | Follower
     if number == leader_of(shard.size, shard.stages):
         others = [each for each in range(count) if each != number]
-        tie = Leader(_endpoint(args, bind=True), others, settings, keys, on_leave)
-    else:
-        endpoint = _endpoint(args, bind=False)
-        if keys is not None and endpoint.startswith("tcp://"):
-            endpoint += " " + keys.public.decode()  # a replica's processes share one pair
-        tie = Follower(endpoint, number, settings, keys)
-    tie.start()
-    return tie
+        leader = Leader(_endpoint(args, bind=True), others, settings, keys, on_leave)
+        leader.start()
+        return leader
+    endpoint = _endpoint(args, bind=False)
+    if keys is not None and endpoint.startswith("tcp://"):
+        endpoint += " " + keys.public.decode()  # a replica's processes share one pair
+    follower = Follower(endpoint, number, settings, keys)
+    follower.start()
+    return follower
 
 
 def ranks_of(args: EngineArgs, shard: Shard, tie: Leader | Follower, device: torch.device) -> Ranks:

@@ -1,0 +1,143 @@
+"""Replicas of several processes from their start to their end, with real workers."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import tiny_models
+from stack import wait_until
+from test_worker_process import IDS, model, steps  # noqa: F401  # a fixture
+from worker_fakes import FakeScheduler
+
+from quire import LLM, SamplingParams
+from quire.proto.messages import Assign, Bye, Configure, Drain, Hello, Ready
+from quire.proto.sockets import Keys
+
+
+class Pair:
+    """Both processes of one replica under a scheduler that the test plays; rank 0 leads."""
+
+    def __init__(self, scheduler, model, *flags, own=((), ())):  # noqa: F811
+        command = [sys.executable, "-m", "quire.gpu_worker", f"--scheduler={scheduler.address}", f"--model={model}",
+                   "--load-format=dummy", "-tp=2", *flags]  # fmt: skip
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.ranks = [
+            subprocess.Popen([*command, f"--rank={rank}", *own[rank]], stderr=subprocess.PIPE, text=True, env=env)
+            for rank in (0, 1)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.communicate()
+
+    def end(self, number, timeout=60):
+        """(exit code, standard error)."""
+        _, err = self.ranks[number].communicate(timeout=timeout)
+        return self.ranks[number].returncode, err
+
+
+def test_a_whole_life(model):  # noqa: F811
+    with FakeScheduler() as scheduler:
+        meeting = f"--master-addr=ipc://{scheduler.folder}/replica"
+        own = ((), ("--num-gpu-blocks-override=9",))  # the other's memory is smaller
+        with Pair(scheduler, model, meeting, own=own) as pair:
+            peer, hello = scheduler.get(Hello)
+            assert hello.pid == pair.ranks[0].pid and hello.device.endswith("one of 2")
+            lease, loaded = scheduler.assign(peer)
+            assert loaded.num_blocks == 9
+            scheduler.send(peer, Configure(lease, 9))
+            scheduler.get(Ready, peer)
+            tokens = steps(scheduler, peer, lease, 8)
+            scheduler.restart()  # the next one finds the weights in both processes
+            peer, hello, lease = scheduler.prepare()
+            assert hello.loaded and steps(scheduler, peer, lease, 8) == tokens
+            pair.ranks[1].send_signal(signal.SIGTERM)  # one is asked to end: the replica drains
+            assert scheduler.get(Drain, peer)
+            scheduler.send(peer, Drain())
+            assert scheduler.get(Bye, peer)[1].reason == "drained"
+            for number in (0, 1):
+                code, err = pair.end(number)
+                assert code == 0 and "Traceback" not in err, err
+
+
+def test_one_that_does_not_fit_and_one_that_is_stopped(model, tmp_path):  # noqa: F811
+    keys = tmp_path / "key"
+    Keys.generate().save(str(keys))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with FakeScheduler() as scheduler, FakeScheduler() as other:
+        small = Pair(
+            scheduler, model, f"--master-addr=ipc://{scheduler.folder}/replica",
+            own=((), ("--num-gpu-blocks-override=3",)),
+        )  # fmt: skip
+        with small, Pair(other, model, f"--master-port={port}", f"--keys={keys}") as stopped:
+            peer, _ = scheduler.get(Hello)
+            scheduler.send(peer, Assign(scheduler.lease(), 0, 0, "", 8, 8, 128))
+            codes, said = zip(*(small.end(number) for number in (0, 1)), strict=True)
+            assert codes == (1, 78), said
+            line = said[1].splitlines()[-1]
+            assert line.startswith("quire.gpu_worker: error: The model's max seq len (64) is larger than the maximum")
+            assert "process 1 of this replica has left: The model's max seq len (64)" in said[0].splitlines()[-1]
+
+            peer, _, lease = other.prepare()
+            assert len(steps(other, peer, lease, 4)) == 4
+            stopped.ranks[1].send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            code, err = stopped.end(0)
+            assert code == 1 and "process 1 of this replica is gone; ending" in err.splitlines()[-1]
+            assert time.monotonic() - began < 30
+            stopped.ranks[1].send_signal(signal.SIGCONT)
+            code, err = stopped.end(1)
+            assert code == 1 and "its leader is gone; ending" in err.splitlines()[-1]
+
+
+def test_a_killed_process_takes_its_replica_along_and_no_stream_notices(tmp_path):
+    """Under load the processes of both replicas are killed, one after the other, once the leader, once the other."""
+    folder = tiny_models.make("llama", tmp_path / "model", seed=5)
+    prompts = tiny_models.random_prompts(8, seed=6, longest=40)
+    kinds = [SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
+             SamplingParams(temperature=0.9, seed=7, max_tokens=150, ignore_eos=True)]  # fmt: skip
+    params = [kinds[i % 2] for i in range(len(prompts))]
+    with LLM(
+        str(folder), dtype="float32", max_model_len=256, num_gpu_blocks_override=200, max_num_seqs=16,
+        data_parallel_size=2, tensor_parallel_size=2,
+    ) as llm:  # fmt: skip
+        stack = llm._running.stack
+
+        def generate():
+            outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs]
+
+        def pids(replica):
+            return [child.process.pid for child in stack._children if child.replica == replica]
+
+        wait_until(lambda: len(ready(llm)) == 2, "both replicas are ready", 60)
+        expected, got = generate(), []
+        for victim, rank in ((0, 1), (1, 0)):
+            before = pids(victim), pids(1 - victim)
+            work = threading.Thread(target=lambda: got.append(generate()))
+            work.start()
+            wait_until(lambda: all(each.running for each in llm.stats().replicas), "both replicas are at work")
+            os.kill(before[0][rank], signal.SIGKILL)
+            work.join(120)
+            assert got == [expected] and got.pop()
+            wait_until(lambda: len(ready(llm)) == 2, "the replica is back", 60)
+            assert not set(before[0]) & set(pids(victim)) and pids(1 - victim) == before[1]
+            assert not any(psutil.pid_exists(pid) for pid in before[0])
+        everyone = [*pids(0), *pids(1)]
+    assert not any(psutil.pid_exists(pid) for pid in everyone)
+
+
+def ready(llm):
+    return [each for each in llm.stats().replicas if each.state == "ready"]
