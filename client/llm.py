@@ -294,11 +294,10 @@ class LLM(PoolingMethods):
         return first
 
     def _check_generates(self, method: str) -> None:
-        if self._running.pooler is not None:
-            raise ValueError(
-                f"LLM.{method}() is only supported for generative models. Try passing `--runner generate` to use the "
-                "model as a generative model."
-            )
+        if (pooler := self._running.pooler) is not None:
+            remedy = " Try passing `--runner generate` to use the model as a generative model."
+            said = f"LLM.{method}() is only supported for generative models."
+            raise ValueError(said if pooler.whole else said + remedy)
 
     def _generate(
         self, inputs: list[Input], params: Any, use_tqdm: Any, lora_request: Any, priority: list[int] | None,

@@ -1,5 +1,6 @@
 """What LLM's pooling methods take, refuse and return, and how scores come of what is pooled; no process is started."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy
@@ -197,12 +198,13 @@ def test_a_model_that_generates(method):
 
 def test_a_model_that_pools_does_not_generate():
     llm = LLM.__new__(LLM)
-    llm._running = SimpleNamespace(pooler=EMBED)
-    for method, args in (("generate", ["a"]), ("chat", [[]]), ("beam_search", ["a", None])):
-        with pytest.raises(
-            ValueError, match=rf"^LLM\.{method}\(\) is only supported for generative models\. Try passi"
-        ):
-            getattr(llm, method)(*args)
+    for pooler, remedy in ((EMBED, " Try passing `--runner generate`"), (replace(EMBED, whole=True), "$")):
+        llm._running = SimpleNamespace(pooler=pooler)
+        for method, args in (("generate", ["a"]), ("chat", [[]]), ("beam_search", ["a", None])):
+            with pytest.raises(
+                ValueError, match=rf"^LLM\.{method}\(\) is only supported for generative models\.{remedy}"
+            ):
+                getattr(llm, method)(*args)
 
 
 def test_without_a_tokenizer_prompts_are_ids():
