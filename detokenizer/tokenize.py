@@ -64,14 +64,15 @@ class Preparer:
         generated.
 
         The primary EOS is the tokenizer's, or else the first of the model's: it ends a sequence with no stop reason.
-        The model's others are added to ``stop_token_ids``, as in vLLM, and are named as the reason.
+        Their others are added to ``stop_token_ids``, as in vLLM, and are named as the reason.
         """
         self.tokenizer, self.model, self.max_logprobs, self.pooler = tokenizer, model, max_logprobs, pooler
         self.template = ChatTemplate(tokenizer.templates, tokenizer.special) if tokenizer else ChatTemplate({}, {})
         self.streams = Streams(tokenizer) if tokenizer else None
         self.texts = TokenTexts(self.streams.piece) if self.streams else None
         first = [] if tokenizer is None or tokenizer.eos_id is None else [tokenizer.eos_id]
-        every = [token for token in dict.fromkeys([*first, *model.eos_token_ids]) if 0 <= token < model.vocab_size]
+        more = [*(tokenizer.end_ids if tokenizer else ()), *model.eos_token_ids]
+        every = [token for token in dict.fromkeys([*first, *more]) if 0 <= token < model.vocab_size]
         self.eos, self.more_eos = every[:1], every[1:]
 
     def prepare(self, message: Tokenize, block_size: int, max_model_len: int) -> Prepared:
