@@ -96,12 +96,15 @@ class Attention:
         flat = x.reshape(x.shape[0], -1)
         if self.group.shard.size == 1:
             return norm(flat).view(x.shape)
-        # The mean of the squares is over the heads of all ranks; key heads held twice count twice above and below.
-        sums = self.group.all_reduce(flat.float().square().sum(-1, keepdim=True))
-        count = flat.shape[1] * self.group.shard.size
-        scale = (sums / count + norm.eps).rsqrt()
-        normed = (flat.float() * scale).to(x.dtype)
-        return (normed if norm.weight is None else normed * norm.weight).view(x.shape)
+        # Means are over the heads of all ranks; key heads held twice count twice above and below.
+        wide, count = flat.float(), flat.shape[1] * self.group.shard.size
+        if isinstance(norm, LayerNorm):
+            wide = wide - self.group.all_reduce(wide.sum(-1, keepdim=True)) / count
+        squares = self.group.all_reduce(wide.square().sum(-1, keepdim=True)) / count
+        normed = (wide * (squares + norm.eps).rsqrt()).to(x.dtype)
+        normed = normed if norm.weight is None else normed * norm.weight
+        bias = norm.bias if isinstance(norm, LayerNorm) else None
+        return (normed if bias is None else normed + bias).view(x.shape)
 
     def _kernels(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch,
