@@ -8,7 +8,17 @@ from typing import Any
 from ....proto.config import ConfigError
 from ..spec import DecoderSpec, RopeSpec, WeightNames
 from .common import (
-    BY_KEY_HEAD, CONV1D, Config, Family, activation, alibi_slopes, decoder, integer, positive, refuse, rope,
+    BY_KEY_HEAD,
+    CONV1D,
+    Config,
+    Family,
+    activation,
+    alibi_slopes,
+    decoder,
+    integer,
+    positive,
+    refuse,
+    rope,
 )  # fmt: skip
 
 _BUFFERS = r".*\.(masked_bias|rotary_emb\.inv_freq|attn\.bias|attention\.bias)"
