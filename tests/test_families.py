@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import tiny_models
 import torch
 from family_rig import FamilyRig
 
+from quire.gpu_worker.models.families import FAMILIES
 from quire.gpu_worker.models.loader import load_model
 from quire.proto.model_config import load_model_config
 
@@ -85,3 +87,9 @@ def test_rows_of_baichuan2s_head_have_length_one(tmp_path: Path) -> None:
     model = load_model(load_model_config(str(folder)), torch.float32, torch.device("cpu"))
     head = model.logits(torch.eye(8))  # columns are the head's rows
     torch.testing.assert_close(head.norm(dim=0), torch.ones(125696))
+
+
+def test_the_page_of_models_lists_every_architecture_and_no_other() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "models.md").read_text()
+    listed = set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|Model))`", page))
+    assert listed == set(FAMILIES)
