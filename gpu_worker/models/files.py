@@ -7,8 +7,10 @@ of at most ``_PIECE`` bytes. Pickles (.bin, .pt) are read only where asked for, 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -233,10 +235,39 @@ def _open_pickle(file: Path) -> Tensors:
     if not isinstance(table, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in table.values()):
         raise ConfigError(f"{file} is no table of tensors by name; save it again from model.state_dict().")
 
-    def rows(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
-        return lambda first, last: tensor[first:last] if tensor.dim() else tensor
+    read: list[torch.Tensor] = []  # the last one, whose pages are in memory
 
-    return Tensors([Entry(file, name, tuple(t.shape), t.dtype, rows(t)) for name, t in table.items()], table.clear)
+    def reader(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+        def rows(first: int, last: int) -> torch.Tensor:
+            if mapped and read:
+                _let_go(read.pop())
+            read.append(tensor)
+            return tensor[first:last] if tensor.dim() else tensor
+
+        return rows
+
+    entries = [Entry(file, name, tuple(tensor.shape), tensor.dtype, reader(tensor)) for name, tensor in table.items()]
+
+    def close() -> None:
+        read.clear()
+        table.clear()
+
+    return Tensors(entries, close)
+
+
+def trim() -> None:
+    """Give freed memory back to the system. glibc keeps up to 64 MB, much of what a small model needs."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _let_go(tensor: torch.Tensor) -> None:
+    """Let the system take back what it has read of a mapped tensor's pages; it reads them again where need be."""
+    storage, page = tensor.untyped_storage(), mmap.PAGESIZE
+    start = -(-storage.data_ptr() // page) * page
+    if (length := storage.data_ptr() + storage.nbytes() - start) > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def _what(error: Exception) -> str:

@@ -28,7 +28,7 @@ from .dtypes import resolve_dtype
 from .encoder import Encoder
 from .fallback import load_fallback, uses_fallback
 from .families import find_family
-from .files import Entry, Tensors, check_load_format, some, weight_files
+from .files import Entry, Tensors, check_load_format, some, trim, weight_files
 from .parameters import Parameter, parameters
 from .pooled import find_pooled
 from .spec import DecoderSpec, Layout, Shard, WeightNames
@@ -104,6 +104,7 @@ class _Parts:
         left.discard(index)
         if not left and parameter.name in self._open:
             self.finish(parameter, self._open.pop(parameter.name))
+            trim()
 
     def finish(self, parameter: Parameter, tensor: torch.Tensor) -> None:
         """Take ``tensor`` as the whole of ``parameter``, in the model's dtype, on its device."""
