@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from ..proto.messages import Tokenize
 from .stream import OpenRequest, Pooled, RequestError
@@ -30,6 +29,8 @@ class PoolRequest(OpenRequest):
 
     def settle(self, rows: int, data: bytes) -> None:
         """Take the answer; ValueError where it is not what it says."""
+        import numpy as np  # which those who only generate do without
+
         values = np.frombuffer(data, np.float32)
         if rows < 0 or not len(values) or self.accepted is None or (rows and rows != len(self.accepted.prompt_ids)):
             raise ValueError(f"{rows} rows of {len(data)} bytes answer request {self.uid}")
