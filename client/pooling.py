@@ -21,9 +21,9 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from .pooled import Pooled
 from .prompts import Input, parse_prompts
 from .scoring import Pairs
+from .stream import Pooled
 
 PoolingOutputs = list[PoolingRequestOutput[PoolingOutput]]
 Tqdm = bool | Callable[..., Any]

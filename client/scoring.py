@@ -6,13 +6,16 @@ of the angle between its two vectors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy
-
-from .pooled import Pooled
 from .prompts import Input
+from .stream import Pooled
+
+if TYPE_CHECKING:
+    import numpy
 
 EPSILON = 1e-8
 """Lengths are taken for at least so much, as torch's cosine does; nothing is like a vector of zeros."""
@@ -62,9 +65,8 @@ def check_pairs(first: Sequence[str], second: Sequence[str]) -> None:
 
 def cosine(first: numpy.ndarray, second: numpy.ndarray) -> float:
     """The cosine of the angle between two vectors, computed in double precision."""
-    a, b = first.astype(numpy.float64), second.astype(numpy.float64)
-    lengths = max(float(numpy.linalg.norm(a)), EPSILON) * max(float(numpy.linalg.norm(b)), EPSILON)
-    return float(a @ b) / lengths
+    a, b = first.astype("float64"), second.astype("float64")
+    return float(a @ b) / (max(math.sqrt(a @ a), EPSILON) * max(math.sqrt(b @ b), EPSILON))
 
 
 def _scalar(data: numpy.ndarray) -> float:

@@ -129,6 +129,8 @@ async def serve(args: EngineArgs, settings: Settings, sock: socket.socket) -> No
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
+    if settings.pooler is not None:
+        import numpy  # noqa: F401 - now, and not while the first request waits
     engine = Engine(str(args.scheduler), load_keys(args.keys))
     await engine.start()
     app = make_app(engine, settings)

@@ -9,9 +9,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy
 from aiohttp import web
 
 from ..client.engine import Engine
@@ -22,6 +21,9 @@ from ..proto.messages import Accepted, Finish, ReplicaStats, Stats
 from .__main__ import app_runner, listen, new_loop, url_of
 from .app import make_app
 from .front import Settings
+
+if TYPE_CHECKING:
+    import numpy
 
 MAX_MODEL_LEN = 2048
 
@@ -42,8 +44,8 @@ Script = Callable[[OpenRequest], Iterator[Say | RequestError | float]]
 """What happens to an accepted request: things said, an error that ends it, or seconds of silence."""
 
 
-PoolScript = Callable[[PoolRequest], Iterator[numpy.ndarray | RequestError | float]]
-"""The same for one that is pooled: what it is answered with, an error, or seconds of silence."""
+PoolScript = Callable[[PoolRequest], Iterator[Any]]
+"""The same for one that is pooled: the array it is answered with, an error, or seconds of silence."""
 
 
 def count_words(request: OpenRequest) -> Iterator[Say | RequestError | float]:
@@ -60,6 +62,8 @@ def count_words(request: OpenRequest) -> Iterator[Say | RequestError | float]:
 def compare_words(request: PoolRequest) -> Iterator[numpy.ndarray | RequestError | float]:
     """An embedding is of three numbers that tell texts apart; a score is the share of the first text's words that are
     in the second; of two classes the second is the longer a text the likelier."""
+    import numpy
+
     message, words = request.message, _words(request)
     params = message.pooling
     task = params.task if params is not None else None

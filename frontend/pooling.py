@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import re
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import numpy
 from aiohttp import web
 
-from ..client.pooled import Pooled
 from ..client.prompts import Input
-from ..client.stream import RequestError
+from ..client.stream import Pooled, RequestError
 from ..proto.params import ParamError
 from ..proto.pooler_config import PoolerConfig
 from ..proto.pooling import PoolingParams
@@ -28,6 +27,9 @@ from .errors import ApiError
 from .front import FRONT, Front, request_id
 from .pooling_schema import ClassifyRequest, EmbeddingRequest, EncodedRequest, InputRequest, PoolingRequest, PoolRequest
 from .sse import to_json, usage_of
+
+if TYPE_CHECKING:
+    import numpy
 
 MAX_NUMBERS = 2**24
 """Numbers in one answer at most: 64 MiB, or some 350 MB as JSON's text."""
@@ -100,7 +102,7 @@ async def pool_all(
         numbers += pooled.data.size
         if numbers > MAX_NUMBERS:
             raise ApiError(400, f"the answer would hold over {MAX_NUMBERS} numbers; send fewer inputs at a time.")
-        if not numpy.isfinite(pooled.data).all():
+        if not (abs(pooled.data) < math.inf).all():
             raise ApiError(500, f"{place}: the model's numbers are not finite; another --dtype may help.")
         front.metrics.pooled(len(pooled.prompt_ids), time.monotonic() - began)
         return pooled

@@ -7,8 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from ..client.pooled import Pooled
 from ..client.scoring import Pairs, Scored
+from ..client.stream import Pooled
 from .calls import json_body
 from .front import FRONT, request_id
 from .pooling import pool_all, usage_of_pooled

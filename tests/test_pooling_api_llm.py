@@ -15,9 +15,9 @@ from quire.client.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from quire.client.pooled import Pooled
 from quire.client.pooling import PoolingMethods, from_task
 from quire.client.scoring import Pairs, cosine
+from quire.client.stream import Pooled
 from quire.proto.model_config import ModelConfig
 from quire.proto.pooler_config import PoolerConfig
 from quire.proto.pooling import PoolingParams
