@@ -53,10 +53,6 @@ class Reference:
         """The first token's vector, of length 1."""
         return torch.nn.functional.normalize(self._run(text)[0], dim=0).tolist()
 
-    def score(self, first: str, second: str) -> float:
-        """A pair's probability by the one label."""
-        return torch.sigmoid(self._run(first, second)).item()
-
-    def classes(self, text: str) -> list[float]:
-        """The classes' probabilities."""
-        return torch.softmax(self._run(text), 0).tolist()
+    def score(self, *texts: str) -> float:
+        """The probability of the one label, of a pair or of a text."""
+        return torch.sigmoid(self._run(*texts)).item()

@@ -127,8 +127,11 @@ def test_scores_and_ranks_of_a_cross_encoder(cross):
     assert [each["relevance_score"] for each in body["results"]] == pytest.approx(
         [expected[place] for place in order], **CLOSE
     )
+    single = cross.reference.score("hello")
     (output,) = cross.llm.classify("hello", use_tqdm=False)
-    assert output.outputs.num_classes == 1
+    assert output.outputs.probs == pytest.approx([single], **CLOSE)
+    (each,) = cross.post("/classify", {"input": "hello"})[1]["data"]
+    assert each == {"index": 0, "label": "LABEL_0", "probs": output.outputs.probs, "num_classes": 1}
 
 
 def test_one_input_that_is_too_long_fails_alone_with_its_request(embed, cross):
