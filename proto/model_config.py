@@ -170,7 +170,9 @@ def load_model_config(
     generation = _read_json(Path(path) / "generation_config.json", required=False)
     vocab, names = hf.get("vocab_size"), hf.get("architectures") or []
     if type(vocab) is not int or vocab < 1:
-        raise ConfigError(f"{path}/config.json has no usable vocab_size (got {vocab!r}).")
+        raise ConfigError(
+            f"{path}/config.json has no usable vocab_size (got {vocab!r}); correct it, or download it again."
+        )
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path}/config.json: architectures must be a list of names, got {names!r}.")
     return ModelConfig(
@@ -202,9 +204,9 @@ def _read_json(path: Path, required: bool) -> dict[str, Any]:
             raise ConfigError(f"{path} does not exist; a model is a Hugging Face folder with a config.json.") from None
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); download it again.") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds {type(data).__name__} where a JSON object is needed.")
+        raise ConfigError(f"{path} holds {type(data).__name__} where a JSON object is needed; download it again.")
     return data
 
 
