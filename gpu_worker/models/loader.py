@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,17 +64,34 @@ def load_model(
     """
     check_load_format(load_format)
     group = group or Group.alone()
-    if pooler is None and uses_fallback(config):
-        return load_fallback(config, dtype, device, load_format, seed, group)
-    spec, names = find_family(config.hf) if pooler is None else find_pooled(config.hf, pooler)
-    parts = _Parts(spec, dtype, device, group.shard)
-    if load_format == "dummy":
-        _fill_dummy(parts, seed, progress)
-    else:
-        _fill_from_files(parts, names, Path(config.path), load_format, progress)
-    if pooler is not None and pooler.whole:
-        return Encoder(spec, parts.weights())
-    return Decoder(spec, parts.weights(), config.max_model_len, group)
+    with _named(config):
+        if pooler is None and uses_fallback(config):
+            return load_fallback(config, dtype, device, load_format, seed, group)
+        spec, names = find_family(config.hf) if pooler is None else find_pooled(config.hf, pooler)
+        parts = _Parts(spec, dtype, device, group.shard)
+        if load_format == "dummy":
+            _fill_dummy(parts, seed, progress)
+        else:
+            _fill_from_files(parts, names, Path(config.path), load_format, progress)
+        if pooler is not None and pooler.whole:
+            return Encoder(spec, parts.weights())
+        return Decoder(spec, parts.weights(), config.max_model_len, group)
+
+
+@contextmanager
+def _named(config: ModelConfig) -> Iterator[None]:
+    """Put the folder before what is said of a config.json; families see only its values."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        if config.path in text:
+            raise
+        if not text.startswith("config.json: "):
+            raise ConfigError(f"{config.path}: {text}") from error
+        if "support" not in text:
+            text = text.removesuffix(".") + "; correct it, or download it again."
+        raise ConfigError(f"{config.path}/{text}") from error
 
 
 class _Parts:
