@@ -32,6 +32,7 @@ from collections.abc import Callable
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.group import check_split
 from ..proto.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
+from ..proto.pooler_config import pooler_of
 from ..proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ..proto.sockets import load_keys
 from .background import EngineThread
@@ -78,6 +79,9 @@ class Stack:
         served = args.served_model_name or [args.model or DEMO_MODEL]
         model = model_folder(args, weights=True)
         self.config = config_of(args, model)
+        pooler, budget = pooler_of(self.config, args), args.max_num_batched_tokens
+        if pooler is not None and pooler.whole:  # the longest prompt must fit one step
+            budget = max(budget, self.config.max_model_len)
         hf = self.config.hf
         check_split(
             hf.get("num_attention_heads"), hf.get("num_hidden_layers"),
@@ -89,7 +93,7 @@ class Stack:
         self.run_dir: str | None = None
         self.args = dataclasses.replace(
             args, model=os.path.abspath(model), tokenizer=tokenizer, revision=None, tokenizer_revision=None,
-            served_model_name=served, api_key=None,
+            served_model_name=served, api_key=None, max_num_batched_tokens=budget,
         )  # fmt: skip
         self._api_key = args.api_key  # travels in the environment: a command line can be read by every user
         self._children: list[Child] = []
