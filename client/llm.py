@@ -30,6 +30,7 @@ from .prompts import (
     parse_priority,
     parse_prompts,
 )
+from .tokenizer import load_tokenizer
 
 _ACCEPTED_AND_UNUSED = {"disable_log_stats", "disable_log_requests", "enable_log_requests"}
 
@@ -239,16 +240,11 @@ class LLM(PoolingMethods):
         return SamplingParams(**self._running.defaults)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer, from transformers. ValueError with ``skip_tokenizer_init``."""
+        """The model's tokenizer, as transformers has it. ValueError with ``skip_tokenizer_init``."""
         if not self._running.limits.has_tokenizer:
             raise ValueError("Unable to get tokenizer because `skip_tokenizer_init=True`")
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            args = self._running.stack.args
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                args.tokenizer or args.model, use_fast=args.tokenizer_mode != "slow", trust_remote_code=False
-            )
+            self._tokenizer = load_tokenizer(self._running.stack.args)
         return self._tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:

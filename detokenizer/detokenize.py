@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from ..proto.tokenizers_tiktoken import ALPHABET
 from .tokenizer import TextTokenizer
-from .tokenizers_tiktoken import ALPHABET
 
 log = logging.getLogger(__name__)
 

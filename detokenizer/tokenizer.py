@@ -2,9 +2,8 @@
 
 Folders without it get a tokenizer made from their vocabulary file where tokenizers_own knows the family. transformers
 is imported only for the others and with ``--tokenizer-mode slow``: importing it takes seconds and brings torch along.
-What `tokenizer.json` leaves out (which tokens are special, the chat template) is read
-from tokenizer_config.json, special_tokens_map.json and chat_template.jinja as transformers 5 reads it; as there,
-tokenizer.json's own post-processor decides what is added around a prompt and add_bos_token is ignored beside it.
+What `tokenizer.json` leaves out (which tokens are special, the chat template) is in the files beside it; as in
+transformers 5, its own post-processor decides what is added around a prompt and add_bos_token is ignored beside it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are the parallelism; extra threads only fight
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from ..proto.config import ConfigError
+from ..proto.tokenizer_files import NAMED, chat_templates, mark_special, named_tokens, tokenizer_config
 
 log = logging.getLogger(__name__)
 
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REMOTE_CODE = (
     "Failed to load the tokenizer. If the tokenizer is a custom tokenizer not yet available in the HuggingFace "
     "transformers library, consider setting `trust_remote_code=True` in LLM or using the `--trust-remote-code` flag "
@@ -76,20 +75,16 @@ def load_tokenizer(
 ) -> TextTokenizer:
     """Load the tokenizer of a model's folder. Raises ConfigError with the remedy where there is none."""
     folder = Path(path)
-    config = _config(folder)
+    config = tokenizer_config(folder)
     templates = _templates(folder, config, chat_template)
     ends: Iterable[str] = ()
     if not (folder / "tokenizer.json").exists():
-        from .tokenizers_own import own_tokenizer  # only such folders need it
+        from ..proto.tokenizers_own import own_tokenizer  # only such folders need it
 
-        own = own_tokenizer(folder, config)
+        own = own_tokenizer(folder)
         if own is None:
             return _load_slow(path, mode, config, templates, trust_remote_code)
-        backend, config, ends = own.backend, own.config, own.ends
-        if not templates and own.template is not None:
-            templates = {"default": own.template}
-        if own.spelling is not None:
-            templates = {name: text.replace(*own.spelling) for name, text in templates.items()}
+        backend, config, ends, templates = own.backend, own.config, own.ends, own.templates(templates)
     elif mode == "slow":
         return _load_slow(path, mode, config, templates, trust_remote_code)
     else:
@@ -97,10 +92,10 @@ def load_tokenizer(
             backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # `tokenizers` raises plain Exception for any fault of the file
             raise ConfigError(f"{folder / 'tokenizer.json'} cannot be read: {error}; download it again.") from error
+        mark_special(backend, config)
     backend.no_truncation()
     backend.no_padding()
-    special = _named(config)
-    _add_special_tokens(backend, config, special)
+    special = named_tokens(config)
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -109,58 +104,6 @@ def load_tokenizer(
         return backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     return TextTokenizer(encode, decode, backend, special, backend.token_to_id, templates, backend.id_to_token, ends)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, over the special tokens of special_tokens_map.json (files of old transformers)."""
-    return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises ConfigError that names it where it holds another."""
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds {type(data).__name__} where a JSON object is needed.")
-    return data
-
-
-def content(token: Any) -> str | None:
-    """A token's text: written as a string, or as an object with flags."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) and text else None
-
-
-def _named(config: dict[str, Any]) -> dict[str, str]:
-    return {name: text for name in NAMED if (text := content(config.get(name))) is not None}
-
-
-def _added(token: Any) -> AddedToken:
-    if not isinstance(token, dict):
-        return AddedToken(token, special=True, normalized=False)
-    flags = {k: bool(token[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in token}
-    return AddedToken(token["content"], **flags)
-
-
-def _add_special_tokens(backend: Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """Tokens that tokenizer_config.json names and tokenizer.json lacks, or does not mark as special."""
-    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder")
-    listed = listed if isinstance(listed, dict) else {}
-    order = sorted((k for k in listed if str(k).isdigit()), key=int)
-    backend.add_tokens([_added(listed[k]) for k in order if (t := content(listed[k])) and t not in known])
-    extra: list[Any] = []
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        value = config.get(name)
-        extra += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    names = [*special.values(), *(text for token in extra if (text := content(token)))]
-    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-    missing = [n for n in dict.fromkeys(names) if not known.get(n)]
-    backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in missing])
 
 
 def _longest(backend: Tokenizer) -> int | None:
@@ -177,20 +120,7 @@ def _longest(backend: Tokenizer) -> int | None:
 
 def _templates(folder: Path, config: dict[str, Any], chosen: str | None) -> dict[str, str]:
     """Templates by name. A ``--chat-template`` (a file, or the template itself) stands for all of the model's."""
-    if chosen is not None:
-        return {"default": _chosen_template(chosen)}
-    templates: dict[str, str] = {}
-    value = config.get("chat_template")
-    if isinstance(value, str):
-        templates["default"] = value
-    elif isinstance(value, list):
-        templates.update(
-            (t["name"], t["template"]) for t in value if isinstance(t, dict) and {"name", "template"} <= set(t)
-        )
-    files = {"default": folder / "chat_template.jinja"}
-    files.update((p.stem, p) for p in sorted((folder / "additional_chat_templates").glob("*.jinja")))
-    found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
-    return found or templates
+    return chat_templates(folder, config) if chosen is None else {"default": _chosen_template(chosen)}
 
 
 def _chosen_template(chosen: str) -> str:

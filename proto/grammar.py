@@ -215,33 +215,50 @@ def token_table(folder: str, model: ModelConfig) -> LLTokenizer:
     from llguidance import LLTokenizer
 
     path = Path(folder) / "tokenizer.json"
+    source = path if path.exists() else path.parent
     try:
-        text, eos, size = _tokenizer_json(path, model.eos_token_ids)
+        raw, names, ends = _tokenizer_json(path) if source is path else _own_tokenizer(source)
+        text, eos, size = _marked(raw, names, ends, model.eos_token_ids)
         return LLTokenizer(text, n_vocab=max(size, model.vocab_size), eos_token=eos)
-    except FileNotFoundError:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"structured outputs cannot use {source}: {error!r}") from None
+
+
+def _tokenizer_json(path: Path) -> tuple[bytes, set[str], list[str]]:
+    """tokenizer.json, the texts of the special tokens that the files beside it name, and those that end an output."""
+    names, end = _special_names(path.parent)
+    return path.read_bytes(), names, [end]
+
+
+def _own_tokenizer(folder: Path) -> tuple[bytes, set[str], list[str]]:
+    """The same of a folder with another vocabulary file."""
+    from .tokenizers_own import own_tokenizer  # only such folders need it
+
+    own = own_tokenizer(folder)
+    if own is None:
         raise ConfigError(
             f"structured outputs need a tokenizer.json, which {folder} lacks; save one with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
-        ) from None
-    except (OSError, ValueError, TypeError, LookupError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"structured outputs cannot use {path}: {error!r}") from None
+        )
+    return own.backend.to_str().encode(), set(), own.all_ends
 
 
-def _tokenizer_json(path: Path, eos: list[int]) -> tuple[str, list[int], int]:
+def _marked(raw: bytes, names: set[str], ends: list[str], eos: list[int]) -> tuple[str, list[int], int]:
     """tokenizer.json with every special and every EOS token marked as special; the EOS ids it has; its number of ids.
 
     A token that is not marked counts as text: a grammar that permits "</s>" as text would permit the end in its midst.
     """
-    data = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    data = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     parts = msgspec.json.decode(data["model"], type=dict[str, msgspec.Raw])
     vocab = msgspec.json.decode(parts["vocab"])
     if isinstance(vocab, list):  # Unigram: pieces with their scores, by id
         vocab = {piece[0]: i for i, piece in enumerate(vocab)}
     added: list[dict[str, Any]] = msgspec.json.decode(data.get("added_tokens", msgspec.Raw(b"[]"))) or []
-    names, end = _special_names(path.parent)
     ids = {**vocab, **{token["content"]: token["id"] for token in added}}
     known = set(ids.values())
-    eos = [i for i in dict.fromkeys([*eos, ids.get(end, -1)]) if i in known]
+    eos = [i for i in dict.fromkeys([*eos, *(ids.get(end, -1) for end in ends)]) if i in known]
     if not eos:
         raise ValueError("it has none of the model's EOS tokens, and names none of its own; no output could end.")
     for token in added:

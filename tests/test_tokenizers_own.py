@@ -12,11 +12,11 @@ import pytest
 from text_tokenizers import CORPUS, byte_level
 from vocabularies import Piece, encode_pieces, encode_ranks, make_pieces, make_ranks, model_bytes, ranks_bytes, write
 
-from quire.detokenizer import tokenizers_sentencepiece, tokenizers_tiktoken
 from quire.detokenizer.detokenize import ByteStream, PieceStream, Streams
 from quire.detokenizer.template import ChatTemplate
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import TextTokenizer, load_tokenizer
+from quire.proto import tokenizers_sentencepiece, tokenizers_tiktoken
 from quire.proto.config import ConfigError
 from quire.proto.model_config import ModelConfig
 

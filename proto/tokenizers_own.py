@@ -7,6 +7,7 @@ how it writes a chat where the folder has no template, and which tokens end a re
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +18,16 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from ..proto.config import ConfigError
 from . import tokenizers_chat as chats
 from . import tokenizers_sentencepiece as sentencepiece
 from . import tokenizers_tiktoken as tiktoken
-from .tokenizer import content, read_json
+from .config import ConfigError
+from .tokenizer_files import content, mark_special, read_json, tokenizer_config
+
+log = logging.getLogger(__name__)
+
+_PADDING = 1024
+"""Ids without a token that a vocab_size may count, being rounded up."""
 
 
 @dataclass
@@ -29,7 +35,7 @@ class Own:
     """A tokenizer made here. ``config`` is tokenizer_config.json with what the family's code knows by itself.
 
     ``template`` is for folders without a chat template; ``ends`` are tokens that end a reply besides eos_token;
-    ``spelling`` is what to write in chat templates in place of what.
+    ``spelling``: what chat templates write, and what stands for it here.
     """
 
     backend: Tokenizer
@@ -37,6 +43,18 @@ class Own:
     template: str | None = None
     ends: list[str] = field(default_factory=list)
     spelling: tuple[str, str] | None = None
+
+    @property
+    def all_ends(self) -> list[str]:
+        """The tokens that end a reply."""
+        eos = content(self.config.get("eos_token"))
+        return [*([eos] if eos else []), *self.ends]
+
+    def templates(self, given: dict[str, str]) -> dict[str, str]:
+        """The chat templates that were ``given``, or else the family's, spelt for this tokenizer."""
+        if not given and self.template is not None:
+            given = {"default": self.template}
+        return given if self.spelling is None else {name: t.replace(*self.spelling) for name, t in given.items()}
 
 
 @dataclass
@@ -69,11 +87,12 @@ class _Folder:
         return {i: text for i, text in found.items() if 0 <= i < 1 << 31}
 
 
-def own_tokenizer(path: Path, config: dict[str, Any]) -> Own | None:
-    """The tokenizer of folder ``path``, whose tokenizer_config.json is ``config``; None where no family here fits.
+def own_tokenizer(path: Path) -> Own | None:
+    """The tokenizer of folder ``path``, which has no tokenizer.json; None where no family here fits.
 
-    Raises ConfigError where a file of it is missing or cannot be read.
+    Raises ConfigError where a file of it is missing or cannot be read, or its vocabulary is another model's.
     """
+    config = tokenizer_config(path)
     model = read_json(path / "config.json")
     name = config.get("tokenizer_class")
     if not isinstance(name, str):
@@ -85,7 +104,29 @@ def own_tokenizer(path: Path, config: dict[str, Any]) -> Own | None:
         if load in (_llama, _gpt2):  # transformers knows other files of theirs
             return None
         raise ConfigError(f"{path} lacks {file}, the vocabulary of its {name}; download it again.")
-    return load(_Folder(path, path / file, config, model))
+    folder = _Folder(path, path / file, config, model)
+    own = load(folder)
+    mark_special(own.backend, own.config)
+    _check_size(folder, own)
+    return own
+
+
+def _check_size(folder: _Folder, own: Own) -> None:
+    """Hold the vocabulary to config.json's vocab_size. Added tokens may be beyond it, but not what every prompt has."""
+    size = folder.model.get("vocab_size") or folder.model.get("padded_vocab_size")
+    if not isinstance(size, int):
+        return
+    ids = set(own.backend.get_vocab(with_added_tokens=True).values())
+    needed = ids - {int(i) for i in own.config["added_tokens_decoder"]}
+    last = max(needed.union(own.backend.encode("", add_special_tokens=True).ids))
+    if last >= size:
+        raise ConfigError(
+            f"{folder.vocabulary} has tokens up to id {last}, but config.json's vocab_size is {size}: they are not of "
+            "one model; download both again."
+        )
+    if max(ids) < size - _PADDING:
+        log.warning("%s has tokens up to id %d, but config.json's vocab_size is %d: ids beyond have no text; if the "
+                    "vocabulary is not whole, download it again", folder.vocabulary, max(ids), size)  # fmt: skip
 
 
 def _complete(
