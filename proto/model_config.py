@@ -29,7 +29,7 @@ _PATTERNS = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 # What some families call the values that every decoder has; the usual name counts where both are there.
 _OTHER_NAMES = {
     "vocab_size": ("padded_vocab_size", "n_vocab"),
-    "hidden_size": ("n_embd", "d_model", "model_dim"),
+    "hidden_size": ("n_embd", "n_embed", "d_model", "model_dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),

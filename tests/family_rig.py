@@ -50,6 +50,8 @@ class FamilyRig(Rig):
         # Prompt logprobs are raw logits in this mode, which differ even where a softmax would not.
         state = RowState(ROWS, LENGTH, BLOCK, self.vocab, CPU, "raw_logits")
         kv = KVCache(self.model.spec, blocks, BLOCK, torch.float32, CPU)
+        for page in kv.k + kv.v:  # garbage, though finite, where nothing was written: it must never be seen
+            page.fill_(1e4)
         self.worker = self.stores[number] = Worker(Runner(self.model, state, kv, BUDGET))  # type: ignore[assignment]
         return replica
 

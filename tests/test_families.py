@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from family_rig import FamilyRig
 
 from quire.gpu_worker.models.families import FAMILIES
 from quire.gpu_worker.models.loader import load_model
+from quire.proto.config import ConfigError
 from quire.proto.model_config import load_model_config
 
 MODULES = ("tiny_models", "tiny_gpt", "tiny_modern", "tiny_moe", "tiny_remote")
@@ -93,3 +95,31 @@ def test_the_page_of_models_lists_every_architecture_and_no_other() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "models.md").read_text()
     listed = set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|Model))`", page))
     assert listed == set(FAMILIES)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention True"),
+    ("GPTJForCausalLM", {"rotary_dim": 64}, "64 dims of each head would turn"),
+    ("GPTNeoXForCausalLM", {"hidden_act": "mish"}, "hidden_act 'mish'"),
+    ("FalconForCausalLM", {"rope_scaling": {"type": "bent"}}, "bent"),
+    ("FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 3}, "multiple of num_key_value_heads 3"),
+    ("MPTForCausalLM", {"attn_config": {"prefix_lm": True}}, "prefix_lm True"),
+    ("MPTForCausalLM", {"attn_config": {"rope": True}}, "rope True"),
+    ("MptForCausalLM", {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm'"),
+    ("MptForCausalLM", {"ffn_config": {"ffn_type": "mptglu"}}, "ffn_type 'mptglu'"),
+    ("MptForCausalLM", {"logit_scale": "sqrt"}, "logit_scale must be a positive number, got 'sqrt'"),
+    ("OPTForCausalLM", {"word_embed_proj_dim": 0}, "word_embed_proj_dim must be a positive integer, got 0"),
+    ("StableLmForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "3 dims of each head would turn"),
+    ("CohereForCausalLM", {"logit_scale": 0}, "logit_scale must be a positive number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "values", "said"), REFUSED)
+def test_what_would_change_results_and_is_not_supported_is_refused(
+    architecture: str, values: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+             "max_position_embeddings": 64, "intermediate_size": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "architectures": [architecture], **values}))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_model(load_model_config(str(tmp_path)), torch.float32, torch.device("cpu"), "dummy")

@@ -1,4 +1,4 @@
-"""Every family against transformers: logits and greedy tokens through a shuffled paged cache, in mixed steps."""
+"""The decoder by itself, over a hand-made paged cache; ``test_families`` has every family through the real runner."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
+import tiny_gpt
 import tiny_models
+import tiny_moe
 import torch
 
 from quire.gpu_worker.batch import StepBatch
@@ -80,40 +81,6 @@ def expected_logits(reference, tokens: list[int]) -> torch.Tensor:
     return reference(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("row", tiny_models.ROWS)
-def test_family_equals_transformers(row: str, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    folder = tiny_models.make(row, tmp_path, seed=3)
-    # The original length of the longrope rows: both sides then use the short factors.
-    runner = PagedRunner(load(folder, 256 if "longrope" in row else None))
-    reference = tiny_models.reference(folder)
-    rows = [Row(list(prompt)) for prompt in tiny_models.random_prompts(6, seed=5, shortest=1, longest=75)]
-    chunks = [7, 75, 16, 33, 75, 1]
-    logits: list[list[torch.Tensor]] = [[] for _ in rows]
-    generated = [0] * len(rows)
-    while min(generated) < 6:
-        work = []
-        for row_, chunk in zip(rows, chunks, strict=True):
-            left = len(row_.tokens) - row_.computed
-            work.append((row_, min(left, chunk)))
-        order = sorted(range(len(rows)), key=lambda i: work[i][1] != 1)
-        out = runner.step(work)
-        at = 0
-        for i in order:
-            count = work[i][1]
-            logits[i].append(out[at : at + count])
-            at += count
-            if rows[i].computed == len(rows[i].tokens):
-                rows[i].tokens.append(int(logits[i][-1][-1].argmax()))
-                generated[i] += 1
-    for row_, seen in zip(rows, logits, strict=True):
-        got = torch.cat(seen)
-        want = expected_logits(reference, row_.tokens[:-1])
-        assert want.std() > 0.3
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
-        assert got.argmax(-1).tolist() == want.argmax(-1).tolist()
-
-
 def test_a_row_does_not_depend_on_its_company(tmp_path: Path) -> None:
     """The same decode alone and among others; wide enough that products are packed and heads folded."""
     torch.set_num_threads(1)
@@ -168,28 +135,32 @@ def test_dynamic_rope_grows_past_the_trained_length(tmp_path: Path) -> None:
 
 KERNELS = """
 import sys, pathlib, torch
-sys.path.insert(0, sys.argv[2])
+sys.path.insert(0, sys.argv[1])
 import test_models as t
 from quire.gpu_worker.layers import dispatch
-model = t.load(pathlib.Path(sys.argv[1]))
-results = []
-for use in (False, True):
-    dispatch.use_kernels = lambda x, use=use: use
-    runner, rows = t.PagedRunner(model, 16), [t.Row(list(range(n))) for n in (9, 12)]
-    results.append(torch.cat([runner.step([(rows[0], 8), (rows[1], 12)]), runner.step([(rows[0], 1)])]))
-torch.testing.assert_close(*results, atol=1e-4, rtol=1e-5)
-print("same")
+for folder in sys.argv[2:]:
+    model = t.load(pathlib.Path(folder))
+    results = []
+    for use in (False, True):
+        dispatch.use_kernels = lambda x, use=use: use
+        runner, rows = t.PagedRunner(model, 16), [t.Row(list(range(n))) for n in (9, 12)]
+        results.append(torch.cat([runner.step([(rows[0], 8), (rows[1], 12)]), runner.step([(rows[0], 1)])]))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-5)
+    print("same", flush=True)
 """
 
 
-@pytest.mark.parametrize("row", ["qwen3", "gemma"])
-def test_the_gpu_path_under_the_interpreter(row: str, tmp_path: Path) -> None:
-    """The decoder's kernels, interpreted on the CPU, give what its CPU path gives."""
-    folder = tiny_models.make(row, tmp_path, num_hidden_layers=1)
-    command = [sys.executable, "-c", KERNELS, str(folder), str(Path(__file__).parent)]
+def test_the_gpu_path_under_the_interpreter(tmp_path: Path) -> None:
+    """The decoder's kernels, interpreted on the CPU, give what its CPU path gives, for every knob of attention."""
+    names = ("qwen3", "gemma", "bloom", "gptj", "cohere-plus", "opt-350m", "gpt-oss")
+    folders = []
+    for name in names:
+        kind, values, *_ = {**tiny_models.ROWS, **tiny_gpt.ROWS, **tiny_moe.ROWS}[name]
+        folders.append(str(tiny_models.write(kind, tmp_path / name, 3, {**values, "num_hidden_layers": 1})))
+    command = [sys.executable, "-c", KERNELS, str(Path(__file__).parent), *folders]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.stdout.strip() == "same", done.stderr
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.stdout.split() == ["same"] * len(names), done.stderr
 
 
 def test_wanted_outputs_are_the_same_bits_as_among_all(tmp_path: Path) -> None:

@@ -129,6 +129,11 @@ def decoder(hf: Config, **changes: Any) -> DecoderSpec:
         )
     if "ropes" not in changes:
         turn = changes.pop("rope") if "rope" in changes else rope(hf, head_dim, _length(hf))
+        if turn is not None and (turn.rotary_dim % 2 or not 0 < turn.rotary_dim <= head_dim):
+            raise ConfigError(
+                f"config.json: {turn.rotary_dim} dims of each head would turn (rotary_dim, partial_rotary_factor); "
+                f"it must be an even number of the head's {head_dim}."
+            )
         changes["ropes"] = (turn,) * layers
     scale = changes.pop("attn_scale", head_dim**-0.5)
     bias = bool(hf.get("attention_bias"))

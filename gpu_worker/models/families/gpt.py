@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ....proto.config import ConfigError
 from ..spec import DecoderSpec, RopeSpec, WeightNames
 from .common import (
     BY_KEY_HEAD,
@@ -180,10 +179,11 @@ _MPT_NAMES = WeightNames(
 def mpt(hf: Config) -> DecoderSpec:
     """MPT: no biases; ALiBi or learned positions, clipped or normed queries and keys."""
     attn = hf.get("attn_config") or {}
+    refuse(hf, final_logit_softcapping=None)
     refuse(attn, prefix_lm=False, rope=False, sliding_window_size=-1, qk_gn=False, attn_logit_softcapping=None)
-    refuse({"ffn_type": (hf.get("ffn_config") or {}).get("ffn_type")}, ffn_type="mptmlp")
-    if hf.get("norm_type") not in (None, "layernorm", "low_precision_layernorm"):
-        raise ConfigError(f"config.json: norm_type {hf['norm_type']!r} is not supported; it may be 'layernorm'.")
+    refuse(hf.get("ffn_config") or {}, ffn_type="mptmlp", ffn_hidden_size=None)
+    if hf.get("norm_type") != "low_precision_layernorm":  # which rounds otherwise, and is a layernorm
+        refuse(hf, norm_type="layernorm")
     heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
     one = 1 if attn.get("attn_type") == "multiquery_attention" else None
     alibi, bias = attn.get("alibi") is not False, hf.get("no_bias") is False
