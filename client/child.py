@@ -13,6 +13,8 @@ import threading
 import time
 from typing import IO, cast
 
+from ..proto.process import READY_FD
+
 PIPE_BYTES = 2**20
 """Room for what a child prints while its parent is held up, so that the child is not."""
 
@@ -31,6 +33,7 @@ class Child:
         self.deaths = 0  # quick ones in a row
         self.left = False  # on purpose: it is not started again
         self.alone_since: float | None = None  # when another process of its replica was first found dead
+        self._ready_fd = -1  # on which it says that it serves
         self.carry = b""
         self.error: str | None = None  # its last `quire.X: error:` line
         self.drained = threading.Event()  # all it printed has been read
@@ -47,10 +50,17 @@ class Child:
         """
         self.carry, self.error, self.due, self.drained = b"", None, None, threading.Event()
         self.started, self.alone_since = time.monotonic(), None
-        self.process = subprocess.Popen(
-            self.command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, pass_fds=(alive_fd, *held), start_new_session=True,
-        )  # fmt: skip
+        self.close_ready()
+        self._ready_fd, told = os.pipe()
+        os.set_blocking(self._ready_fd, False)
+        try:
+            self.process = subprocess.Popen(
+                self.command, env={**self.environment, READY_FD: str(told)}, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(alive_fd, told, *held),
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(told)
         stream = cast(IO[bytes], self.process.stdout)
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -68,6 +78,19 @@ class Child:
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
         process.wait()
         return True
+
+    def has_served(self) -> bool:
+        """Whether it said so (``proto.process.tell_ready``). Ask once, when it has ended."""
+        try:
+            return self._ready_fd >= 0 and os.read(self._ready_fd, 1) == b"1"
+        except BlockingIOError:
+            return False
+
+    def close_ready(self) -> None:
+        """Give up the descriptor."""
+        if self._ready_fd >= 0:
+            os.close(self._ready_fd)
+            self._ready_fd = -1
 
     def obituary(self) -> str:
         """How it ended, in one line."""

@@ -47,6 +47,9 @@ POLL_S = 0.05
 QUICK_S = 10.0
 """A child that lives shorter than this has died quickly; after QUICK_DEATHS of these in a row it is given up."""
 QUICK_DEATHS = 5
+SERVED_DEATHS = 30
+"""The same for one that had begun to serve. A request that ends workers takes three of them with it, and whoever sent
+it may try again: the server must outlive that."""
 MAX_BACKOFF_S = 10.0
 GRACE_S = {"frontend": 5.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 5.0}
 """How long each has between SIGTERM and SIGKILL, in the order in which they are ended; a frontend after the
@@ -302,7 +305,7 @@ class Stack:
             return
         lived = time.monotonic() - child.started
         deaths = child.deaths + 1 if lived < QUICK_S else 0
-        if deaths >= QUICK_DEATHS:
+        if deaths >= (SERVED_DEATHS if any([each.has_served() for each in together]) else QUICK_DEATHS):
             message = f"quire.{child.service} ended {deaths} times within {QUICK_S:g} s of its start: "
             raise LaunchError(message + child.obituary(), code)
         delay = min(MAX_BACKOFF_S, 0.25 * 2 ** (deaths - 1)) if deaths else 0.0
@@ -365,6 +368,7 @@ class Stack:
                 child.drained.wait(1.0)
                 if child.stream is not None:
                     child.stream.close()
+                child.close_ready()
             if self._watch is not None:
                 self._watch.close()
             if self._remover is not None:

@@ -32,6 +32,7 @@ from ..proto.model_config import AUTO_LENGTH, ModelConfig
 from ..proto.params import MAX_BEAMS, SamplingParams
 from ..proto.pooler_config import PoolerConfig
 from ..proto.pooling import PoolingParams
+from ..proto.process import tell_ready
 from .followers import Elsewhere, Follower
 from .graphs import capture_sizes
 from .group_runner import GroupRunner
@@ -217,6 +218,7 @@ class Worker:
         self._next_step = 1
         self._link.last_step = 0
         self._link.send(Ready(configure.lease))
+        tell_ready()
         log.info("ready under lease %d.%d", configure.lease.replica, configure.lease.counter)
 
     def _prepare(self, num_blocks: int, state: RowState, block_size: int, max_rows: int, max_tokens: int) -> Runner:

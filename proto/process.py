@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -21,6 +22,18 @@ PARENT_GRACE_S = 5.0
 
 LOCAL_WORKERS = "QUIRE_LOCAL_WORKERS"
 """Environment variable: how many workers share this machine's cores, where one launcher started several."""
+
+READY_FD = "QUIRE_READY_FD"
+"""Environment variable: the descriptor on which a process tells its launcher that it has begun to serve."""
+
+
+def tell_ready() -> None:
+    """Say that this process serves, the first time; nothing where nobody has asked."""
+    descriptor = os.environ.pop(READY_FD, None)
+    if descriptor is not None:
+        with contextlib.suppress(OSError, ValueError):
+            os.write(int(descriptor), b"1")
+            os.close(int(descriptor))
 
 
 def new_incarnation(kind: str) -> str:

@@ -131,6 +131,15 @@ def test_what_dies_again_and_again_is_given_up(make_stack, monkeypatch):
     assert caught.value.code == 3
 
 
+def test_what_had_begun_to_serve_is_given_up_later(make_stack, monkeypatch):
+    """Requests that end workers, sent again and again, end the server only after many."""
+    monkeypatch.setattr(launch, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(launch, "SERVED_DEATHS", 8)
+    stack = make_stack(gpu_worker="import sys; from quire.proto.process import tell_ready; tell_ready(); sys.exit(3)")
+    with pytest.raises(LaunchError, match="ended 8 times within 10 s"):
+        stack.supervise(threading.Event())
+
+
 def test_what_can_never_work_is_not_restarted(make_stack):
     stack = make_stack(gpu_worker=DIES.format(EXIT_CONFIG))
     with pytest.raises(LaunchError, match="no memory"):
