@@ -305,7 +305,7 @@ class Stack:
             return
         lived = time.monotonic() - child.started
         deaths = child.deaths + 1 if lived < QUICK_S else 0
-        if deaths >= (SERVED_DEATHS if any([each.has_served() for each in together]) else QUICK_DEATHS):
+        if deaths >= (SERVED_DEATHS if any(each.has_served() for each in together) else QUICK_DEATHS):
             message = f"quire.{child.service} ended {deaths} times within {QUICK_S:g} s of its start: "
             raise LaunchError(message + child.obituary(), code)
         delay = min(MAX_BACKOFF_S, 0.25 * 2 ** (deaths - 1)) if deaths else 0.0
