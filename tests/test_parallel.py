@@ -1,5 +1,6 @@
 """A model in several processes gives the tokens of one process: layers shared out, layers in stages, both."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,15 +12,18 @@ import parallel_rank
 import pytest
 import tiny_models
 
-ROWS = {  # table -> rows; the vocabulary is odd where a family lets it be, so that shares are not equal
-    tiny_models: [("llama", {"vocab_size": 319}), ("llama-bias-tied", {}), ("mistral-full", {}), ("qwen3", {})],
-}
+from quire.proto.model_config import load_model_config
+
+TABLES: dict = {}
+for module in ("tiny_models", "tiny_gpt", "tiny_modern", "tiny_moe", "tiny_remote"):
+    TABLES |= importlib.import_module(module).ROWS
+ROWS: dict[str, dict] = {  # and what differs: an odd vocabulary, so that shares of it are not equal
+    "llama": {"vocab_size": 319}, "llama-bias-tied": {}, "mistral-full": {}, "mixtral": {}, "falcon-7b": {},
+    "falcon-40b": {}, "bloom": {}, "chatglm": {}, "gemma2": {}, "opt-350m": {}, "olmo2": {}, "gpt-oss": {},
+    "deepseek-moe": {}, "mpt": {},
+}  # fmt: skip
 LAYOUTS = ["2x1", "1x2"]
 BOTH = "llama"
-
-
-def families():
-    return [(table, row, changes) for table, rows in ROWS.items() for row, changes in rows]
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +31,11 @@ def folder(tmp_path_factory):
     """Models, and what four processes saw of them."""
     folder = tmp_path_factory.mktemp("parallel")
     jobs = {layout: [] for layout in [*LAYOUTS, "2x2"]}
-    for table, row, changes in families():
-        kind, values = table.ROWS[row]
+    for row, changes in ROWS.items():
+        (folder / row).mkdir()
+        kind, values = TABLES[row][:2]
         tiny_models.write(kind, folder / row, 3, {**values, **changes})
-        vocab = json.loads((folder / row / "config.json").read_text())["vocab_size"]
+        vocab = load_model_config(str(folder / row)).vocab_size
         for layout in LAYOUTS + ["2x2"] * (row == BOTH):
             jobs[layout].append((row, vocab))
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -65,7 +70,7 @@ def alone(folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("row", [row for _, row, _ in families()])
+@pytest.mark.parametrize("row", ROWS)
 def test_tokens_are_those_of_one_process(folder, alone, row, layout):
     check(folder, alone(row), row, layout, 2)
 
