@@ -75,7 +75,7 @@ def write(folder: Path, dtype: torch.dtype, shards: int, pickled: bool = False) 
         torch.save(part, file) if pickled else save_file(part, file)
         weight_map |= dict.fromkeys(part, file.name)
     if shards > 1:
-        (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 @pytest.fixture
