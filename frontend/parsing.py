@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -17,42 +17,16 @@ from .errors import ApiError
 
 log = logging.getLogger(__name__)
 
-# Known fields that are not honoured yet, and the values (beside null) that ask for nothing.
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "cache_salt": (),
-    "chat_template": (),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-    "kv_transfer_params": (),
-    "max_chunks_per_doc": (),
-    "max_tokens_per_doc": (),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_embeds": (),
-    "rank_fields": (),
-    "reasoning_effort": ("none",),
-    "repetition_detection": (),
-    "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "truncation_side": ("right",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
-
 _PATH = re.compile(r"(?P<what>.*?) - at `\$(?P<path>.*)`$", re.S)
 _NAMES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
           "object": "an object", "null": "null"}  # fmt: skip
 
 
 class Request(msgspec.Struct):
-    """The fields of a request. None means: not given."""
+    """The fields of a request. None means: not given. ``not_yet`` are fields that are refused by name, and the values
+    (beside null) of each that ask for nothing."""
+
+    not_yet: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def check(self) -> None:
         """Refuse combinations that mean nothing. Raises ApiError."""
@@ -73,13 +47,13 @@ def parse(body: bytes, kind: type[R]) -> R:
         raise ApiError(400, "the body is nested too deeply.") from error
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body must be a JSON object, got {kind_of(raw)}.")
-    _refuse_not_yet(raw, set(kind.__struct_fields__))
+    _refuse_not_yet(raw, kind.not_yet)
     try:
         request = msgspec.convert(raw, kind, strict=True)
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     if log.isEnabledFor(logging.DEBUG):
-        unknown = sorted(raw.keys() - set(kind.__struct_fields__) - _NOT_YET.keys())
+        unknown = sorted(raw.keys() - set(kind.__struct_fields__) - kind.not_yet.keys())
         if unknown:
             log.debug("ignored unknown fields %s", unknown[:20])
     request.check()
@@ -122,10 +96,10 @@ def _invalid(error: msgspec.ValidationError) -> ApiError:
     return ApiError(400, f"{path} {what}.", param)
 
 
-def _refuse_not_yet(raw: dict[str, Any], own: set[str]) -> None:
-    for name in (raw.keys() & _NOT_YET.keys()) - own:
+def _refuse_not_yet(raw: dict[str, Any], not_yet: dict[str, tuple[Any, ...]]) -> None:
+    for name in raw.keys() & not_yet.keys():
         value = raw[name]
-        if value is not None and not any(_same(value, neutral) for neutral in _NOT_YET[name]):
+        if value is not None and not any(_same(value, neutral) for neutral in not_yet[name]):
             shown = repr(value)
             shown = shown if len(shown) <= 80 else shown[:80] + "..."
             raise ApiError(400, f"{name}={shown} is not supported yet by this version; leave it out.", name)

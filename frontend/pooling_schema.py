@@ -18,9 +18,18 @@ from .prompts import check_count, conversation_of, prompts_of, template_of
 _SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 """What the two sides of a score may be called."""
 
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "cache_salt": (), "chat_template": (), "embed_dtype": ("float32",), "endianness": ("native", "little"),
+    "max_chunks_per_doc": (), "max_tokens_per_doc": (), "mm_processor_kwargs": ({},), "padding": ("do_not_pad",),
+    "prompt_embeds": (), "rank_fields": (), "truncation_side": ("right",),
+}  # fmt: skip
+"""Known fields that are not honoured yet, and the values (beside null) that ask for nothing."""
+
 
 class PoolRequest(Request, kw_only=True):
     """Fields that all of them share. None means: not given."""
+
+    not_yet = _NOT_YET
 
     model: str | None = None
     user: str | None = None

@@ -33,6 +33,28 @@ _PASSED_ON = (
     "skip_reading_prefix_cache",
 )  # fmt: skip
 
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "kv_transfer_params": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": ("none",),
+    "repetition_detection": (),
+    "suffix": ("",),
+    "thinking_token_budget": (-1,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+"""Known fields that are not honoured yet, and the values (beside null) that ask for nothing."""
+
 _NOT_OF_BEAMS = ("temperature", "top_p", "top_k", "min_p")
 """Defaults of a model that a beam search cannot have."""
 
@@ -48,6 +70,8 @@ class StreamOptions(msgspec.Struct):
 
 class GenerateRequest(Request, kw_only=True):
     """Fields that completions and chat completions share. None means: not given."""
+
+    not_yet = _NOT_YET
 
     model: str | None = None
     max_tokens: int | None = None
