@@ -20,7 +20,7 @@ from .common import (
     rope,
 )  # fmt: skip
 
-_BUFFERS = r".*\.(masked_bias|rotary_emb\.inv_freq|attn\.bias|attention\.bias)"
+_BUFFERS = r".*\.(masked_bias|rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.bias|attention\.bias)"
 _MEGATRON = {
     "qkv": ("self_attention.query_key_value",),
     "o": ("self_attention.dense",),
@@ -33,7 +33,7 @@ _MEGATRON = {
 
 def gpt(hf: Config, **changes: Any) -> DecoderSpec:
     """What most have in common: biases everywhere, four times as wide an MLP, a tied head, no rotation."""
-    eps = next((key for key in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon") if hf.get(key)), "")
+    eps = next((key for key in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon") if key in hf), "")
     values = {
         "norm": "ln", "norm_bias": True, "norm_eps": positive(hf, eps, 1e-5), "gated": False, "qkv_bias": True,
         "o_bias": True, "mlp_bias": True, "tied": hf.get("tie_word_embeddings") is not False,
