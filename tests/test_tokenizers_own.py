@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -12,13 +13,16 @@ import pytest
 from text_tokenizers import CORPUS, byte_level
 from vocabularies import Piece, encode_pieces, encode_ranks, make_pieces, make_ranks, model_bytes, ranks_bytes, write
 
+from quire.client.tokenizer import load_tokenizer as transformers_tokenizer
 from quire.detokenizer.detokenize import ByteStream, PieceStream, Streams
 from quire.detokenizer.template import ChatTemplate
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import TextTokenizer, load_tokenizer
 from quire.proto import tokenizers_sentencepiece, tokenizers_tiktoken
-from quire.proto.config import ConfigError
+from quire.proto.config import ConfigError, EngineArgs
+from quire.proto.grammar import grammar_of, start_matcher, token_table
 from quire.proto.model_config import ModelConfig
+from quire.proto.structured import StructuredOutputsParams
 
 SYMBOLS = ["<eoh>", "<eoa>", "<reserved_1>", "<reserved_10>", "<reserved_11>", "▁▁▁▁", "\n\n"]
 PIECES = make_pieces(SYMBOLS, ["<control>"])
@@ -86,8 +90,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTokenizer]:
-    return {name: load_tokenizer(str(write(tmp_path_factory.mktemp(name), files))) for name, files in FAMILIES.items()}
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: str(write(tmp_path_factory.mktemp(name), files)) for name, files in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def loaded(folders: dict[str, str]) -> dict[str, TextTokenizer]:
+    return {name: load_tokenizer(folder) for name, folder in folders.items()}
 
 
 def built(pieces: list[Piece], path: Path, **settings: Any) -> Any:
@@ -316,7 +325,78 @@ def test_a_folder_keeps_its_own_template(tmp_path: Path) -> None:
     assert (base.templates, base.eos_id) == ({}, 420)
 
 
+# ---------------------------------------------------------------- grammars
+
+
+def test_grammars_know_the_bytes_and_the_ends_of_every_family(
+    folders: dict[str, str], loaded: dict[str, TextTokenizer]
+) -> None:
+    """Random tokens that the grammar allows, until it allows those that end a reply alone."""
+    draw = random.Random(0)
+    form = StructuredOutputsParams(regex=r"[a-z]{4} (fox|你😀) (\[MASK\]|<s>|people  sop)")
+    for name, tokenizer in loaded.items():
+        model = ModelConfig(folders[name], {}, 64, 1000)
+        preparer = Preparer(tokenizer, model)
+        matcher = start_matcher(token_table(folders[name], model), grammar_of(form))
+        for _ in range(20):
+            here, ids = matcher.deep_copy(), []
+            while not here.is_accepting():
+                ids.append(draw.choice(bits(here.compute_bitmask())))
+                assert here.consume_token(ids[-1])
+            text = tokenizer.decode([*tokenizer.encode("!", False), *ids], False)[1:]
+            assert re.fullmatch(form.regex or "", text), (name, text)
+            assert bits(here.compute_bitmask()) == sorted([*preparer.eos, *preparer.more_eos]), name
+
+
+def bits(mask: bytes) -> list[int]:
+    return [i for i in range(len(mask) * 8) if mask[i // 8] >> i % 8 & 1]
+
+
+# ---------------------------------------------------------------- transformers
+
+
+def test_the_tokenizer_that_llm_gives_is_the_detokenizers(
+    folders: dict[str, str], loaded: dict[str, TextTokenizer], tmp_path: Path
+) -> None:
+    """Itself, and saved and read again as ``LLM(tokenizer=...)`` does."""
+    for name, ours in loaded.items():
+        theirs = transformers_tokenizer(EngineArgs(model=folders[name]))
+        theirs.save_pretrained(tmp_path / name)
+        saved = load_tokenizer(str(tmp_path / name))
+        for text in texts(30):
+            ids = ours.encode(text, True)
+            assert theirs.encode(text) == ids == saved.encode(text, True), (name, text)
+            assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids, True), (name, text)
+        assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id) == (saved.bos_id, saved.eos_id)
+        assert theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == WRITTEN[name]
+
+
 # ---------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(
+    ("files", "last", "size"),
+    [
+        ({**qwen(), "config.json": {"vocab_size": 419}}, 419, 419),
+        ({**FAMILIES["Orion"], "config.json": {"vocab_size": 470}}, len(PIECES) - 1, 470),
+        ({**FAMILIES["ChatGLM3"], "config.json": {"padded_vocab_size": len(PIECES)}}, len(PIECES) + 4, len(PIECES)),
+    ],
+)  # fmt: skip
+def test_a_vocabulary_beyond_vocab_size_is_of_another_model(
+    files: dict[str, Any], last: int, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, files)
+    message = f"has tokens up to id {last}, but config.json's vocab_size is {size}: .*download both"
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        token_table(str(tmp_path), ModelConfig(str(tmp_path), {}, 64, size))
+    write(tmp_path, {"config.json": {"vocab_size": last + 1}})
+    load_tokenizer(str(tmp_path))  # added tokens may be beyond
+    assert not caplog.records
+    write(tmp_path, {"config.json": {"vocab_size": 50_000}})
+    load_tokenizer(str(tmp_path))
+    assert "ids beyond have no text" in caplog.text
 
 
 @pytest.mark.parametrize(
