@@ -18,7 +18,7 @@ from .device import choose_device, choose_threads, describe, parameter_estimate,
 from .link import Dismissed, Link
 
 if TYPE_CHECKING:
-    from .ties import Follower, Leader
+    from .ties import Leader, Member
     from .worker import Worker
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Ending:
     the second ends it at once."""
 
     def __init__(self) -> None:
-        self.link: Link | Follower | None = None  # set when it serves
+        self.link: Link | Member | None = None  # set when it serves
         self.asked = False
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, self._on_signal)
@@ -51,7 +51,7 @@ class Links:
     """What connects this process: ``link`` to the scheduler, or to the leader of its replica; a leader's ``others``."""
 
     def __init__(self) -> None:
-        self.link: Link | Follower | None = None
+        self.link: Link | Member | None = None
         self.others: Leader | None = None
 
     def leave(self) -> None:
@@ -95,9 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if args.tensor_parallel_size * args.pipeline_parallel_size == 1:
             raise
-        from .ties import end  # this process cannot be waited for: it may be needed in an exchange of tensors
+        from .ties import PATIENCE_S, end
 
-        log.debug("what ended it", exc_info=error)
+        time.sleep(PATIENCE_S)  # where another process has died, the link to it ends this one meanwhile, and says so
+        log.error("%s", error, exc_info=error)
         links.close(str(error))
         end(error)
     finally:

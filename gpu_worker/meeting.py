@@ -23,11 +23,11 @@ from .models.families import find_family
 from .models.pooled import find_pooled
 from .models.spec import Shard
 from .parallel import TIMEOUT, Ranks, check_shards, leader_of, number_of
-from .ties import Follower, Leader
+from .ties import Leader, Member
 
 _ALIKE = (
     "tensor_parallel_size", "pipeline_parallel_size", "load_format", "seed", "logprobs_mode", "max_logprobs",
-    "enforce_eager", "max_seq_len_to_capture",
+    "enforce_eager", "max_seq_len_to_capture", "model_impl", "runner", "convert", "pooler_config",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def check(config: ModelConfig, pooler: PoolerConfig | None, args: EngineArgs) ->
 
 def tie_for(
     args: EngineArgs, shard: Shard, settings: dict[str, str], keys: Keys | None, on_leave: Callable[[], Any]
-) -> Leader | Follower:
+) -> Leader | Member:
     """This process's links, started. Raises ConfigError for an address that cannot be."""
     number, count = number_of(shard), shard.size * shard.stages
     if number == leader_of(shard.size, shard.stages):
@@ -63,12 +63,12 @@ def tie_for(
     endpoint = _endpoint(args, bind=False)
     if keys is not None and endpoint.startswith("tcp://"):
         endpoint += " " + keys.public.decode()  # a replica's processes share one pair
-    follower = Follower(endpoint, number, settings, keys)
-    follower.start()
-    return follower
+    member = Member(endpoint, number, settings, keys)
+    member.start()
+    return member
 
 
-def ranks_of(args: EngineArgs, shard: Shard, tie: Leader | Follower, device: torch.device) -> Ranks:
+def ranks_of(args: EngineArgs, shard: Shard, tie: Leader | Member, device: torch.device) -> Ranks:
     """Wait for all processes, then connect them."""
     count = shard.size * shard.stages
     local = args.master_addr.startswith("ipc://")

@@ -1,7 +1,7 @@
 """The links between the processes of one replica: its leader to each of the others.
 
 Only the leader talks to the scheduler. What is to be done it tells the others here, before it does it itself, and so
-all of them do the same steps in the same order. To another process its leader looks like a scheduler: ``Follower`` has
+all of them do the same steps in the same order. To another process its leader looks like a scheduler: ``Member`` has
 the interface of ``link.Link``.
 
 One process cannot go on without the rest. Whatever breaks between them - a connection, an exchange of tensors, a
@@ -34,6 +34,8 @@ from .link import LINGER_MS, Leave
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+PATIENCE_S = 0.5
+"""A broken link is noticed sooner than this."""
 MISSING_S = 15.0
 """How often a leader says for whom it waits."""
 
@@ -230,7 +232,7 @@ class Leader(_Tie):
         self._put(encode(Beat()))
 
 
-class Follower(_Tie):
+class Member(_Tie):
     """Another process's link to its leader, with the interface of ``link.Link``."""
 
     def __init__(

@@ -106,7 +106,7 @@ class Worker:
         self._state: RowState | None = None
         self._runner: Runner | None = None
 
-    def serve(self, link: Link | ties.Follower) -> None:
+    def serve(self, link: Link | ties.Member) -> None:
         """Until Drain, or until nobody is there to ask. Raises Dismissed on Bye and ConfigError where the model does
         not fit."""
         self._link: Any = link  # either has what is used of it
@@ -275,12 +275,10 @@ class Worker:
         lease = self._lease
         if lease is None:
             return
-        log.error("step %d failed: %s", step, error, exc_info=None if isinstance(error, PlanError) else error)
         told = f"{type(error).__name__}: {error}"[:2000]
         if isinstance(self._group, Ranks):
-            if self._group.leader:
-                self._link.send(StepFailed(lease, step, told))
             raise Broken(f"step {step} failed: {told}") from error
+        log.error("step %d failed: %s", step, error, exc_info=None if isinstance(error, PlanError) else error)
         self._link.send(StepFailed(lease, step, told))
         self._link.renew()
         if self._device.type == "cuda":

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [subprocess.Popen([*command, str(number)], env=env) for number in range(4)]
     try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0, 0, 0]
+        assert [rank.wait(280) for rank in ranks] == [0, 0, 0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -49,36 +49,36 @@ def make(tmp_path, ends):
 
 
 def test_what_the_leader_says_reaches_all_and_their_answers_come_back(make, ends):
-    first = make(ties.Follower, 0)  # before there is a leader
+    first = make(ties.Member, 0)  # before there is a leader
     leader = make(ties.Leader, [0, 2])
     waiting = threading.Thread(target=leader.meet, args=("/there", 0))
     waiting.start()
-    last = make(ties.Follower, 2)
-    for follower in (first, last):
-        assert follower.meet().file == "/there"
+    last = make(ties.Member, 2)
+    for member in (first, last):
+        assert member.meet().file == "/there"
     waiting.join(10)
     leader.send(Configure(LEASE, 7))
-    for follower, blocks in ((first, 5), (last, 9)):
-        assert follower.get(10) == Configure(LEASE, 7)
-        follower.send(Loaded(Lease(1, 0, 0), 1, 1, 1))  # of a lease that is over
-        follower.send(Loaded(LEASE, blocks, 64, 128))
+    for member, blocks in ((first, 5), (last, 9)):
+        assert member.get(10) == Configure(LEASE, 7)
+        member.send(Loaded(Lease(1, 0, 0), 1, 1, 1))  # of a lease that is over
+        member.send(Loaded(LEASE, blocks, 64, 128))
     assert sorted(each.num_blocks for each in leader.collect(Loaded, LEASE)) == [5, 9]
     assert first.get(0.01) is None
     last.send(Drain("asked"))
     wait_until(lambda: ends == ["leave"], "the leader hears that a process was asked to end")
     leader.close("drained", True)
-    for follower in (first, last):
-        assert follower.get(10) == Drain("drained")
+    for member in (first, last):
+        assert member.get(10) == Drain("drained")
     time.sleep(0.2)
     assert ends == ["leave"]  # and nobody's going was news
 
 
-@pytest.mark.parametrize("who", ["leader", "follower"])
+@pytest.mark.parametrize("who", ["leader", "member"])
 def test_a_broken_link_ends_the_process(make, ends, who):
-    leader, follower = make(ties.Leader, [1]), make(ties.Follower, 1)
+    leader, member = make(ties.Leader, [1]), make(ties.Member, 1)
     leader.meet("", 1)
-    follower.meet()
-    gone, said = (leader, "its leader is gone") if who == "leader" else (follower, "process 1 of this replica")
+    member.meet()
+    gone, said = (leader, "its leader is gone") if who == "leader" else (member, "process 1 of this replica")
     gone._closing = True  # as kill -9 would: it says nothing, and nobody there hears of it
     with gone._lock:
         gone._out.send(b"")
@@ -86,26 +86,26 @@ def test_a_broken_link_ends_the_process(make, ends, who):
 
 
 def test_a_farewell_that_was_not_asked_for_ends_the_process_with_its_reason(make, ends):
-    leader, follower = make(ties.Leader, [1]), make(ties.Follower, 1)
+    leader, member = make(ties.Leader, [1]), make(ties.Member, 1)
     leader.meet("", 1)
-    follower.meet()
-    follower.close("it does not fit")
+    member.meet()
+    member.close("it does not fit")
     wait_until(lambda: "process 1 of this replica has left: it does not fit" in ends, "the leader ends")
 
 
 def test_who_is_different_or_here_already_is_refused(make, ends):
     make(ties.Leader, [1])
-    make(ties.Follower, 1, settings={**SETTINGS, "dtype": "bfloat16"})
+    make(ties.Member, 1, settings={**SETTINGS, "dtype": "bfloat16"})
     wait_until(lambda: any("its dtype is bfloat16 where its leader's is float32" in each for each in ends), "refusal")
-    make(ties.Follower, 1)
-    make(ties.Follower, 1)
+    make(ties.Member, 1)
+    make(ties.Member, 1)
     wait_until(lambda: any("process 1 of this replica is here already" in each for each in ends), "refusal")
 
 
 def test_keys(make, ends):
     keys = Keys.generate()
     leader = make(ties.Leader, [1], keys=keys, at="tcp://127.0.0.1:*")
-    make(ties.Follower, 1, keys=keys, at=f"{leader._wire.endpoint.replace('[::ffff:127.0.0.1]', '127.0.0.1')} "
+    make(ties.Member, 1, keys=keys, at=f"{leader._wire.endpoint.replace('[::ffff:127.0.0.1]', '127.0.0.1')} "
          f"{keys.public.decode()}").send(Drain())  # fmt: skip
     leader.meet("", 5)
     wait_until(lambda: ends == ["leave"], "it is let in")

@@ -45,6 +45,7 @@ class Member:
     started: float = 0.0
     starts: int = 0
     proxy: Proxy | None = None
+    replica: int = 0  # of several processes, which end and are started together; 0: it is one alone
     codes: list[int] = field(default_factory=list)
 
     @property
@@ -64,6 +65,7 @@ class Shape:
     fake: bool = True
     tcp: bool = False
     workers: int = 2
+    ranks: int = 1  # processes of each worker, among which its model is split
     detokenizers: int = 2
     frontends: int = 2
     scheduler_flags: list[str] = field(default_factory=list)
@@ -144,16 +146,30 @@ class Cluster:
         """Start one more."""
         command = self._command("worker", "scheduler.fake_worker" if self.shape.fake else "gpu_worker")
         own = [f"--seed={self._count}"] if self.shape.fake else []
-        member = self.add("worker", [*command, f"--scheduler={self.address}", *own, *self.shape.worker_flags])
-        member.kept = kept
+        command += [f"--scheduler={self.address}", *own, *self.shape.worker_flags]
+        if self.shape.ranks == 1:
+            member = self.add("worker", command)
+            member.kept = kept
+            return member
+        replica = self._count + 1
+        command += [f"-tp={self.shape.ranks}", f"--master-addr=ipc://{self.folder}/replica{replica}"]
+        for rank in range(self.shape.ranks):
+            member = self.add("worker", [*command, f"--rank={rank}"], replica)
+            member.kept = kept
         return member
 
-    def add(self, service: str, command: list[str]) -> Member:
+    def together(self, member: Member) -> list[Member]:
+        """Those that end and are started with ``member``, and itself."""
+        return [m for m in self.members if m is member or (m.replica and m.replica == member.replica)]
+
+    def add(self, service: str, command: list[str], replica: int = 0) -> Member:
         """One more process, started now."""
         self._count += 1
         fake = service == "worker" and self.shape.fake
         name = f"{service}-{self._count}"
-        member = Member(service, name, command + ([] if fake else self._flags), self.folder / f"{name}.log")
+        member = Member(
+            service, name, command + ([] if fake else self._flags), self.folder / f"{name}.log", replica=replica
+        )
         self.members.append(member)
         self._spawn(member)
         return member
@@ -217,6 +233,9 @@ class Cluster:
 
     def _bury(self, member: Member) -> None:
         assert member.process is not None
+        mates = [mate for mate in self.together(member) if mate is not member]
+        if any(mate.alive for mate in mates):
+            return
         code = member.process.returncode
         member.codes.append(code)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -225,7 +244,8 @@ class Cluster:
             lines = member.log.read_text("utf-8", "replace").splitlines()[-1:]
             self.surprises.append(f"{member.name} ended with code {code}: {lines}")
         if member.kept:
-            member.due = time.monotonic() + self.rng.uniform(*RESTART_S)
+            waits = next((mate.due for mate in mates if mate.due is not None), None)
+            member.due = waits or time.monotonic() + self.rng.uniform(*RESTART_S)
         else:
             self.members.remove(member)
 

@@ -98,7 +98,8 @@ class Faults:
         if service == "frontend":
             os.kill(member.pid, signal.SIGSTOP)  # it takes no more connections while they are counted
             fault.ports = _ports_of(member.pid)
-        member.doomed = True
+        for each in self.cluster.together(member):
+            each.doomed = True
         os.kill(member.pid, signal.SIGKILL)
         if service == "frontend":
             self._background(self._note_end(member, fault))
@@ -131,19 +132,22 @@ class Faults:
             member.doomed = False
 
     def _join(self) -> bool:
-        if len(self.cluster.of("worker")) > self.cluster.shape.workers:
+        if len(self.cluster.of("worker")) > self.cluster.shape.workers * self.cluster.shape.ranks:
             return False
         self.cluster.add_worker(kept=False)
         return True
 
     def _drain(self) -> bool:
         member = self._choose("worker")
-        if member is None or time.monotonic() - member.started < 2.0 or len(self.cluster.of("worker")) < 2:
+        if member is None or time.monotonic() - member.started < 2.0:
+            return False
+        if len(self.cluster.of("worker")) < 2 * self.cluster.shape.ranks:
             return False
         return self._background(self._drained(member))
 
     async def _drained(self, member: Member) -> None:
-        member.doomed = True
+        for each in self.cluster.together(member):
+            each.doomed = True
         process = member.process
         assert process is not None
         if self.rng.random() < 0.5 or not await asyncio.to_thread(self._ask_to_drain, process.pid):

@@ -53,6 +53,11 @@ def test_stops_and_cuts_over_workers_with_a_page_store() -> None:
     check(asyncio.run(run(shape, seed=12, seconds=8.0, kinds=(*PAUSES, *SOCKETS, *WORKERS))))
 
 
+def test_kills_of_workers_that_share_a_model() -> None:
+    shape = Shape(fake=False, ranks=2, scheduler_flags=SCHEDULER, worker_flags=["--cpu-threads=1"])
+    check(asyncio.run(run(shape, seed=31, seconds=6.0, kinds=("kill worker", "worker drains", "kill scheduler"))))
+
+
 def test_everything_over_the_demo_model_with_keys() -> None:
     shape = Shape(fake=False, tcp=True, scheduler_flags=SCHEDULER, worker_flags=["--cpu-threads=1"])
     check(asyncio.run(run(shape, seed=21, seconds=12.0, kinds=(*KILLS, *PAUSES, *SOCKETS, *WORKERS))))
