@@ -66,7 +66,9 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
 
 def _sequences(request: Request, message: Submit, vocab_size: int) -> list[Sequence]:
     key = (request.priority, request.arrival, request.uid)
-    n = request.params.n if request.pooling is None else 1
+    n = request.params.n
+    if request.pooling is not None:
+        return [Sequence(request, 0, array("i"), (*key, 0), message.losses)]
     if request.params.use_beam_search:  # starts again whole, whatever children were live
         return [BeamGroup(request, (*key, 0), message.losses)]
     if not message.children:

@@ -9,8 +9,10 @@ import transformers
 from pooling_rig import ModelRig
 from safetensors.torch import load_file, save_file
 
+from quire.gpu_worker.worker import worst_case
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import Pooled
+from quire.proto.pooling import PoolingParams
 
 VOCAB, LENGTH = 120, 128
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,6 +30,8 @@ DECODERS = {
     "Llama": {**SIZES, "num_key_value_heads": 2},
     "Qwen2": {**SIZES, "num_key_value_heads": 2},
     "Qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
+    "GPT2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
+    "OPT": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 LENGTHS = (1, 5, 5, 24, 23, 2)
 
@@ -113,15 +117,16 @@ def test_classifiers(tmp_path, family, labels):
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoders(tmp_path, family, kind):
     """In chunks of at most 24 tokens, with and without what is in the prefix cache."""
+    kind = "LMHeadModel" if (family, kind) == ("GPT2", "ForCausalLM") else kind
     folder, model = make(tmp_path, family, kind, tie_word_embeddings=family == "Qwen3")
     rig, asked = ModelRig(folder, args=EngineArgs(runner="pooling")), prompts((1, 5, 60, 5, 33, 100))
-    expected = [states(model if kind == "Model" else model.model, prompt) for prompt in asked]
+    expected = [states(model.base_model, prompt) for prompt in asked]
     last = [unit(x[-1]) for x in expected]
     close(rig.vectors(asked), last)
     assert rig.stores[0].chunks > 4
     before = set(rig.started)
     close(rig.vectors(asked), last)
-    assert sum(rig.started[uid] for uid in rig.started.keys() - before) == 0 + 0 + 56 + 0 + 32 + 96
+    assert sum(rig.started[uid] for uid in rig.started.keys() - before) == 56 + 32 + 96
     close(rig.vectors(asked, pooling="MEAN"), [unit(x.mean(0)) for x in expected])
     close(rig.vectors(asked, pooling="CLS", normalize=False, dimensions=9), [x[0, :9] for x in expected])
     close(rig.vectors(asked, task="token_embed", normalize=False), expected)
@@ -173,6 +178,7 @@ def test_old_names_and_prefixes(tmp_path):
         ("Bert", "Model", {"architectures": ["BertForSequenceClassification"]}, "the weights lack bert.pooler.dense"),
         ("Llama", "Model", {"architectures": ["LlamaForSequenceClassification"]}, "the weights lack score.weight"),
         ("Llama", "Model", {"architectures": ["MambaModel"]}, "'MambaModel' in config.json is not supported"),
+        ("Llama", "Model", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, family, kind, change, message):
@@ -184,6 +190,18 @@ def test_what_does_not_fit_is_refused(tmp_path, family, kind, change, message):
     with pytest.raises(ConfigError) as error:
         ModelRig(folder)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Llama"])
+@pytest.mark.parametrize("labels", [0, 3])
+def test_the_worst_case_that_a_gpu_is_measured_by(tmp_path, family, labels):
+    kind, config = ("ForSequenceClassification", {"num_labels": labels}) if labels else ("Model", {})
+    rig = ModelRig(make(tmp_path, family, kind, **config)[0])
+    runner = rig.stores[0].runner
+    every = PoolingParams(task=f"token_{rig.pooler.convert}", pooling="ALL")
+    plan = worst_case(runner.state, runner.max_tokens, 0, rig.pooler.resolve(every))
+    result = runner.launch(plan).result(plan.lease, plan.step)
+    assert sum(len(found.data) for found in result.pooled) == 4 * 24 * (labels or 32)
 
 
 def test_dummy_weights(tmp_path):

@@ -24,6 +24,12 @@ def find_pooled(hf: Config, pooler: PoolerConfig) -> tuple[DecoderSpec, WeightNa
     labels = len(pooler.labels)
     if pooler.whole:
         return find_encoder(hf, labels)
+    for key, plain in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if hf.get(key) not in (None, plain):
+            raise ConfigError(
+                f"config.json: {key} {hf[key]!r} is not supported for {pooler.architecture}: its tokens see only "
+                "those before them here."
+            )
     spec, names = find_family({**hf, "architectures": [_generator(pooler.architecture)]})
     spec = replace(
         spec, architecture=pooler.architecture, outputs=labels, tied=False, lm_head_bias=False, logit_scale=1.0,

@@ -22,6 +22,7 @@ from quire.proto import messages as m
 from quire.proto.codec import i8, i32, i64
 from quire.proto.hashing import hash_blocks
 from quire.proto.params import SamplingParams
+from quire.proto.pooling import PoolingParams
 from quire.proto.process import new_incarnation
 from quire.proto.sockets import Router, front_endpoint
 
@@ -124,7 +125,8 @@ def to_scheduler(rng: random.Random) -> list[Any]:
     children = rng.choice(([], [m.Child(0, i32([5, 6]))]))
     hashes = b"".join(hash_blocks(ids, 16))
     messages = [
-        m.Submit(uid, rng.choice((0, 1, 2)), ids, hashes, params, [2], 7, time.time(), children),
+        m.Submit(uid, rng.choice((0, 1, 2)), ids, hashes, params, [2], 7, time.time(), children,
+                 pooling=rng.choice((None, None, PoolingParams(task="embed", pooling="LAST")))),
         m.Abort(uid, 0), m.Stopped(uid, 0, 0, 3), m.BeamStopped(uid, 0, 1, i32([0])), m.Open(i64([uid]), i32([0])),
         m.GetStats(3), m.Beat(), m.Manage(1, "list"),
     ]  # fmt: skip
@@ -148,6 +150,7 @@ def to_detokenizer(rng: random.Random) -> list[Any]:
         m.Tokenize(uid, 0, params, 7, time.time(), prompt="once upon a time"),
         m.Tokenize(uid, 1, params, 7, time.time(), ids=i32([5, 6, 7]), resume=[m.Resume(0, i32([9, 10]), 2)]),
         m.Tokenize(uid, 0, params, 7, time.time(), messages=chat, template={"add_generation_prompt": True}),
+        m.Tokenize(uid, 0, params, 7, time.time(), prompt="once", pooling=PoolingParams(), pair="upon a time"),
     ]
     return [plain(message) for message in [*asks * 3, m.Abort(uid, 0), m.Open(i64([uid]), i32([0])), m.Beat()]]
 
@@ -165,6 +168,7 @@ def to_engine(uid: int) -> list[Any]:
     return [plain(x) for x in (
         text_batch(uid, 0, 0, [1, 2], "ab", m.Finish.NONE), text_batch(uid, 0, 2, [3], "c", m.Finish.STOP),
         m.Accepted(uid, 0, i32([5]), "x", params), m.Failed(uid, 0, 500, "no"), m.Gone(i64([uid]), i32([0])),
+        m.Pooled(uid, 0, 0, bytes(8)),
         m.PromptLogprobs(uid, 0, 1, m.Logprobs(i32([5, 6]), i32([0, 0]), i32([1]), ["a", "b"])), m.Beat(),
     )]  # fmt: skip
 
@@ -176,7 +180,7 @@ def from_scheduler(rng: random.Random) -> list[Any]:
     return [plain(x) for x in (
         batch, m.Failed(uid, 0, 500, "no"), m.Gone(i64([uid]), i32([0])), m.Stats(1, *[0] * 11, []), m.Beat(),
         m.PromptLogprobs(uid, 0, 1, m.Logprobs(i32([5, 6]), i32([0, 0]), i32([1]))),
-        m.BeamTokens(uid, 0, 1, i32([0]), i32([4])),
+        m.BeamTokens(uid, 0, 1, i32([0]), i32([4])), m.Pooled(uid, 0, 0, bytes(8)),
     )]  # fmt: skip
 
 
