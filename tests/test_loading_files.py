@@ -89,9 +89,7 @@ class Bomb:
 @pytest.mark.parametrize("kind", ["pickle", "old pickle"])
 def test_code_in_a_pickle_is_never_run(kind: str, tmp_path: Path) -> None:
     file = written(tmp_path, kind, {"weight": Bomb(tmp_path / "boom")})  # type: ignore[dict-item]
-    with pytest.raises(
-        ConfigError, match=rf"{file.name} is cut short, or holds more than tensors \(posix\.mkdir\)"
-    ) as caught:
+    with pytest.raises(ConfigError, match=rf"{file.name} holds more than tensors \(posix\.mkdir\)") as caught:
         Tensors.open(file)
     assert "\n" not in str(caught.value) and "use safetensors weights" in str(caught.value)
     assert not (tmp_path / "boom").exists()

@@ -11,7 +11,7 @@ import ctypes
 import json
 import math
 import mmap
-import pickle
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,14 +223,14 @@ def _open_pickle(file: Path) -> Tensors:
         with file.open("rb") as data:
             mapped = data.read(4) == b"PK\x03\x04"  # files of torch before 1.6 are no archives, and cannot be mapped
         table = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        raise ConfigError(
-            f"{file} is cut short, or holds more than tensors ({_what(error)}), of which nothing is run; download it "
-            "again, or use safetensors weights."
-        ) from error
     except Exception as error:  # an unpickler that reads other bytes than it should raises many kinds
+        if code := re.search(r"GLOBAL (\S+)", str(error)):
+            raise ConfigError(
+                f"{file} holds more than tensors ({code[1]}), which is never run; use safetensors weights, or save the "
+                "tensors alone (torch.save(model.state_dict(), file))."
+            ) from error
         raise ConfigError(
-            f"{file} is cut short or no file of torch.save ({_what(error)}); download it again."
+            f"{file} is cut short or no file of torch.save ({_first_sentence(error)}); download it again."
         ) from error
     if not isinstance(table, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in table.values()):
         raise ConfigError(f"{file} is no table of tensors by name; save it again from model.state_dict().")
@@ -270,11 +270,6 @@ def _let_go(tensor: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
-def _what(error: Exception) -> str:
-    """The part of torch's explanation that matters: its first sentence, or the name of the code in the pickle."""
-    text = str(error)
-    for line in text.splitlines():
-        if "GLOBAL " in line:
-            return line.split("GLOBAL ", 1)[1].split()[0]
-    kind = type(error).__name__
+def _first_sentence(error: Exception) -> str:
+    kind, text = type(error).__name__, str(error).strip()
     return f"{kind}: {text.splitlines()[0].split('. ')[0]}" if text else kind
