@@ -209,7 +209,8 @@ def _unescape(found: re.Match[str]) -> str:
 def token_table(folder: str, model: ModelConfig) -> LLTokenizer:
     """The bytes of every token, and which ones end an output: the model's EOS ids and the tokenizer's.
 
-    It takes about a second and 130 MB for a vocabulary of 150,000, and the interpreter stands still meanwhile.
+    It takes about a second and 130 MB for a vocabulary of 150,000, and the interpreter stands still meanwhile; three
+    seconds, two of them in Python, where the vocabulary is not in a tokenizer.json.
     Ids up to the model's vocab_size that the tokenizer lacks are allowed nowhere. Raises ConfigError.
     """
     from llguidance import LLTokenizer
