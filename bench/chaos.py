@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="of both storms together")
     parser.add_argument("--minutes", type=float, default=60.0, help="of each storm at most")
     parser.add_argument("--workers", choices=("fake", "real", "both"), default="both")
+    parser.add_argument("--ranks", type=int, default=1, help="processes among which a real worker's model is split")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--longest-pause", type=float, default=20.0, help="of a stopped process, in seconds")
     parser.add_argument("--worker-timeout", type=float, default=5.0, help="the scheduler's flag")
@@ -67,7 +68,10 @@ async def _storm(args: argparse.Namespace, fake: bool, kills: int) -> Report:
     # Kills come more often than the rest: they are what is counted.
     kinds = (*KILLS, *KILLS, *PAUSES, *SOCKETS, *WORKERS)
     scheduler = [f"--worker-timeout={args.worker_timeout}", "--max-num-seqs=256"]
-    shape = Shape(fake=fake, tcp=True, scheduler_flags=scheduler, worker_flags=FAKE if fake else REAL)
+    shape = Shape(
+        fake=fake, tcp=True, ranks=1 if fake else args.ranks, scheduler_flags=scheduler,
+        worker_flags=FAKE if fake else REAL,
+    )  # fmt: skip
     async with Cluster(shape, random.Random(args.seed)) as cluster:
         async with Storm(cluster, args.seed, args.streams, longest=60, kinds=72, pause=args.longest_pause) as storm:
             await storm.ready()

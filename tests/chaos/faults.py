@@ -120,7 +120,8 @@ class Faults:
         pid = member.pid
         os.kill(pid, signal.SIGSTOP)
         member.stopped = True
-        member.doomed = True  # taken for hung, it is sent away, and ends when it hears of it
+        for each in self.cluster.together(member):  # taken for hung, it is sent away, and ends when it hears of it
+            each.doomed = True
         try:
             await asyncio.sleep(seconds)
         finally:
@@ -129,7 +130,8 @@ class Faults:
                 member.stopped = False
         await asyncio.sleep(3.0)
         if member.pid == pid and member.alive:
-            member.doomed = False
+            for each in self.cluster.together(member):
+                each.doomed = False
 
     def _join(self) -> bool:
         if len(self.cluster.of("worker")) > self.cluster.shape.workers * self.cluster.shape.ranks:
