@@ -29,7 +29,7 @@ from ..layers.attention import StepContext, write_cache
 from ..layers.attention_cpu import paged_attention as attention_cpu
 from ..parallel import Group
 from .decoder import Cache, Decoder
-from .fallback_probe import PROBE, probe, register, run
+from .fallback_probe import PROBE, check_class, probe, register, run
 from .families import FAMILIES
 from .files import Tensors, some, weight_files
 from .spec import DecoderSpec, Shard
@@ -182,6 +182,7 @@ def load_fallback(
             f"{config.path}: {config.architecture} is not known to quire, and transformers' model of it runs in one "
             "process; leave out --tensor-parallel-size and --pipeline-parallel-size."
         )
+    import transformers
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -200,12 +201,15 @@ def load_fallback(
         hf = AutoConfig.from_pretrained(config.path, **code)
         if config.overrides:
             hf = type(hf).from_dict(config.hf)
+        if name is not None:  # known before anything is read
+            check_class(getattr(transformers, name), hf, config)
         settings: dict[str, Any] = {"config": hf, "dtype": dtype, "attn_implementation": PROBE, **code}
         if load_format == "dummy":
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(**settings)
         else:
             model = _from_files(config, load_format, settings)
+        check_class(type(model), model.config, config)
         model = model.eval().requires_grad_(False).to(device)
         spec = probe(model, config)
         model.set_attn_implementation(NAME)

@@ -8,7 +8,8 @@ two positions; that must be all keys up to the query, or the last so many of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,18 +69,14 @@ def run(base: Any, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Te
 @torch.inference_mode()
 def probe(model: Any, config: ModelConfig) -> DecoderSpec:
     """The spec of ``model``, which has PROBE for its attention. Raises ConfigError where it cannot be paged."""
-    try:
-        _check_class(model)
+    with _refusing(type(model), config):
+        if model.base_model is model or model.get_output_embeddings() is None:
+            raise _Refused("it is no language head on a base model")
         _pin_rope(model, config.max_model_len)
         calls, hidden = _try(model, config)
         logits = model.get_output_embeddings()(hidden)
         if logits.shape[-1] < config.vocab_size:
             raise _Refused(f"it has {logits.shape[-1]} logits for a vocab_size of {config.vocab_size}")
-    except _Refused as why:
-        raise ConfigError(
-            f"{config.path}: {type(model).__name__} is not known to quire, and transformers' model of it cannot be "
-            f"served: {why}."
-        ) from why
     widest = max(each.out_features for each in model.base_model.modules() if isinstance(each, torch.nn.Linear))
     return DecoderSpec(
         architecture=type(model).__name__,
@@ -96,17 +93,29 @@ def probe(model: Any, config: ModelConfig) -> DecoderSpec:
     )
 
 
-def _check_class(model: Any) -> None:
-    if model.config.is_encoder_decoder:
-        raise _Refused("it has an encoder and a decoder")
-    if getattr(model, "_is_stateful", False):
-        raise _Refused("it keeps a recurrent state")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise _Refused("its attention cannot be replaced (its class does not say _supports_attention_backend)")
-    if model.base_model is model or model.get_output_embeddings() is None:
-        raise _Refused("it is no language head on a base model")
-    if getattr(model.config, "num_kv_shared_layers", 0):
-        raise _Refused("its layers share keys and values")
+def check_class(kind: type, hf: Any, config: ModelConfig) -> None:
+    """Raises ConfigError for a class of transformers' that says itself, or whose config ``hf`` says, that it cannot be
+    paged."""
+    with _refusing(kind, config):
+        if hf.is_encoder_decoder:
+            raise _Refused("it has an encoder and a decoder")
+        if getattr(kind, "_is_stateful", False):
+            raise _Refused("it keeps a recurrent state")
+        if not getattr(kind, "_supports_attention_backend", False):
+            raise _Refused("its attention cannot be replaced (its class does not say _supports_attention_backend)")
+        if getattr(hf, "num_kv_shared_layers", 0):
+            raise _Refused("its layers share keys and values")
+
+
+@contextmanager
+def _refusing(kind: type, config: ModelConfig) -> Iterator[None]:
+    try:
+        yield
+    except _Refused as why:
+        raise ConfigError(
+            f"{config.path}: {kind.__name__} is not known to quire, and transformers' model of it cannot be served: "
+            f"{why}."
+        ) from why
 
 
 def _pin_rope(model: Any, max_model_len: int) -> None:
