@@ -140,7 +140,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
 
         meeting.check(config, pooler, args)
         shard, shared = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size), f", one of {count}"
-        tie = meeting.tie_for(args, shard, meeting.settings_of(args, config, dtype), keys, links.leave)
+        tie = meeting.tie_for(args, shard, meeting.settings_of(args, config, dtype, device), keys, links.leave)
         if isinstance(tie, meeting.Leader):
             links.others = tie
         else:

@@ -31,11 +31,12 @@ _ALIKE = (
 )  # fmt: skip
 
 
-def settings_of(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
+def settings_of(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
     """What all processes of a replica must have alike."""
     described = hashlib.sha256(json.dumps(config.hf, sort_keys=True).encode()).hexdigest()[:16]
     own = {name: str(getattr(args, name)) for name in _ALIKE}
-    return {"model's config": described, "max_model_len": str(config.max_model_len), "dtype": str(dtype), **own}
+    found = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "max_model_len": config.max_model_len}
+    return {"model's config": described, **{name: str(value) for name, value in found.items()}, **own}
 
 
 def check(config: ModelConfig, pooler: PoolerConfig | None, args: EngineArgs) -> None:

@@ -83,13 +83,15 @@ def draw_part(
     What it compares, float32 [S], and the token, int64 [S], of each row: the largest of all parts, the lowest token of
     equals, is what ``draw`` gives for the whole.
     """
-    values, tokens = _winners(logits, params, positions, None, first)
+    best, tokens = _winners(logits, params, positions, None, first)
+    values = best.gather(1, ((tokens + first % 4) // DRAW_BLOCK).unsqueeze(1)).squeeze(1)
     return values, tokens + first
 
 
 def _winners(
     logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, cuts: torch.Tensor | None, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best value of each block of each row, float32 [S, blocks], and each row's winner among ``logits``."""
     from . import sampling_jit
 
     rows, vocab = logits.shape
@@ -107,8 +109,7 @@ def _winners(
     sampling_jit.reduce_kernel[(rows,)](
         best, ids, tokens, splits, vocab, SPLITS=max(16, 1 << (splits - 1).bit_length()), num_warps=1
     )
-    values = best.gather(1, ((tokens + skip) // DRAW_BLOCK).unsqueeze(1)).squeeze(1)
-    return values, tokens
+    return best, tokens
 
 
 # ---------------------------------------------------------------- the twins, on the host
