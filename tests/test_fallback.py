@@ -108,6 +108,7 @@ def test_it_is_served_by_real_processes(tmp_path: Path) -> None:
         ("Gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}),  # soft caps, windows by turns
         ("GptOss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
                     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),  # sinks
+        ("GPTBigCode", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256}),  # one key head
     ],
 )  # fmt: skip
 def test_what_attention_may_ask_for(prefix: str, values: dict[str, Any], tmp_path: Path) -> None:
@@ -235,15 +236,15 @@ model = t.load(t.config_of(sys.argv[1]))
 results = []
 for use in (False, True):
     dispatch.use_kernels = lambda x, use=use: use
-    runner, rows = t.PagedRunner(model, 16), [t.Row(list(range(n))) for n in (9, 12)]
-    results.append(torch.cat([runner.step([(rows[0], 8), (rows[1], 12)]), runner.step([(rows[0], 1)])]))
+    runner, row = t.PagedRunner(model, 16), t.Row(list(range(10)))
+    results.append(torch.cat([runner.step([(row, 9)]), runner.step([(row, 1)])]))
 torch.testing.assert_close(*results, atol=1e-4, rtol=1e-5)
 print("same")
 """
 
 
 def test_the_gpu_path_under_the_interpreter(tmp_path: Path) -> None:
-    folder = folder_of("exaone4-window", tmp_path, sliding_window=6)
+    folder = folder_of("exaone4-window", tmp_path, sliding_window=6, num_hidden_layers=2, sliding_window_pattern=2)
     command = [sys.executable, "-c", KERNELS, str(folder), str(Path(__file__).parent)]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)

@@ -123,10 +123,21 @@ class TransformersModel(Decoder):
 
 
 class _PassOn(torch.nn.Module):
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast  # with all that any head looks for
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _Output:
+        return _Output(inputs_embeds)
 
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+class _Output:
+    """What a head may take its layers' output for: the hidden states alone, None for whatever else it looks for."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
 
 
 def attend(
@@ -213,7 +224,14 @@ def load_fallback(
         model = model.eval().requires_grad_(False).to(device)
         spec = probe(model, config)
         model.set_attn_implementation(NAME)
-    return TransformersModel(model, spec)
+        made = TransformersModel(model, spec)
+        width = made.logits(torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)).shape[-1]
+    if width != config.vocab_size:
+        raise ConfigError(
+            f"{config.path}: {spec.architecture} has {width} logits, where config.json has a vocab_size of "
+            f"{config.vocab_size}; check that config.json belongs to these weights."
+        )
+    return made
 
 
 def _check_files(config: ModelConfig, load_format: str) -> None:

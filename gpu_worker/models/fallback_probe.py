@@ -74,9 +74,6 @@ def probe(model: Any, config: ModelConfig) -> DecoderSpec:
             raise _Refused("it is no language head on a base model")
         _pin_rope(model, config.max_model_len)
         calls, hidden = _try(model, config)
-        logits = model.get_output_embeddings()(hidden)
-        if logits.shape[-1] < config.vocab_size:
-            raise _Refused(f"it has {logits.shape[-1]} logits for a vocab_size of {config.vocab_size}")
     widest = max(each.out_features for each in model.base_model.modules() if isinstance(each, torch.nn.Linear))
     return DecoderSpec(
         architecture=type(model).__name__,
