@@ -1,7 +1,8 @@
 """Offline batched inference: a list of prompts in, a list of outputs in the same order.
 
 Run it with ``python examples/offline.py``. Without a model name the demo model answers; name a folder or a hub id for
-another, as in ``LLM(model="facebook/opt-125m")``.
+another, as in ``LLM(model="Qwen/Qwen2.5-0.5B-Instruct")``; for pickled weights (``.bin``) with ``load_format="pt"``,
+as in ``LLM(model="facebook/opt-125m", load_format="pt")``.
 """
 
 from quire import LLM, SamplingParams
