@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .config import ConfigError, EngineArgs
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEMO_MODEL = "quire-demo"
 _LENGTH_KEYS = (
@@ -26,14 +29,14 @@ _DEFAULT_LENGTH = 2048
 AUTO_LENGTH = -1
 """A max_model_len that is what config.json allows, or as much of it as fits the device."""
 _PATTERNS = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
-# What some families call the values that every decoder has; the usual name counts where both are there.
-_OTHER_NAMES = {
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("padded_vocab_size", "n_vocab"),
     "hidden_size": ("n_embd", "n_embed", "d_model", "model_dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
 }
+"""What some families call the values that every decoder has; the usual name counts where both are there."""
 
 
 @dataclass
@@ -156,18 +159,16 @@ def load_model_config(
 ) -> ModelConfig:
     """Read a model folder; ``overrides`` replace values of its config.json. Raises ConfigError that names the file
     and the remedy."""
-    hf = _read_json(Path(path) / "config.json", required=True)
+    if not (file := Path(path) / "config.json").exists():
+        raise ConfigError(f"{file} does not exist; a model is a Hugging Face folder with a config.json.")
+    hf = read_json(file)
     text = hf.get("text_config")
     if isinstance(text, dict):
         names = hf.get("architectures") or text.get("architectures")  # the whole model's say how its weights are named
         hf = {**hf, **{key: value for key, value in text.items() if value is not None or hf.get(key) is None}}
         hf["architectures"] = names
-    hf = _overridden(hf, overrides or {})
-    for name, others in _OTHER_NAMES.items():
-        found = [hf[other] for other in others if hf.get(other) is not None]
-        if found and hf.get(name) is None:
-            hf[name] = found[0]
-    generation = _read_json(Path(path) / "generation_config.json", required=False)
+    hf = with_usual_names(_overridden(hf, overrides or {}), OTHER_NAMES)
+    generation = read_json(Path(path) / "generation_config.json")
     vocab, names = hf.get("vocab_size"), hf.get("architectures") or []
     if type(vocab) is not int or vocab < 1:
         raise ConfigError(
@@ -196,17 +197,32 @@ def _overridden(hf: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
     return {**hf, **overrides, **({"rope_parameters": rope} if rope else {})}
 
 
-def _read_json(path: Path, required: bool) -> dict[str, Any]:
+def with_usual_names(hf: dict[str, Any], others: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """``hf`` with the usual names of what it holds under ``others``."""
+    found = dict(hf)
+    for name, spellings in others.items():
+        value = next((hf[each] for each in spellings if hf.get(each) is not None), None)
+        if found.get(name) is None and value is not None:
+            found[name] = value
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises ConfigError that names it where it holds another."""
+    return read_json_as(path, dict)
+
+
+def read_json_as(path: Path, kind: type[T]) -> T:
+    """``read_json`` for a file that may hold something else than an object."""
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        if required:
-            raise ConfigError(f"{path} does not exist; a model is a Hugging Face folder with a config.json.") from None
-        return {}
+        return kind()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); download it again.") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds {type(data).__name__} where a JSON object is needed; download it again.")
+    if not isinstance(data, kind):
+        wanted = "object" if kind is dict else kind.__name__
+        raise ConfigError(f"{path} holds {type(data).__name__} where a JSON {wanted} is needed; download it again.")
     return data
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from .config import ConfigError, EngineArgs
-from .model_config import AUTO_LENGTH, ModelConfig
+from .model_config import AUTO_LENGTH, ModelConfig, read_json, read_json_as
 from .params import ParamError
 from .pooling import POOLINGS, PoolingParams
 
@@ -227,7 +227,7 @@ class _SentenceFiles:
         self.pooling: str | None = None
         self.normalize = self.lower = False
         self.max_length: int | None = None
-        modules = _read(folder / "modules.json", list)
+        modules = read_json_as(folder / "modules.json", list)
         self.there = bool(modules) and any(_kind(module) == "Pooling" for module in modules)
         if not self.there:
             return
@@ -235,13 +235,13 @@ class _SentenceFiles:
             kind = _kind(module)
             if kind == "Pooling":
                 file = folder / str(module.get("path", "")) / "config.json"
-                self.pooling = _file_pooling(file, _read(file, dict))
+                self.pooling = _file_pooling(file, read_json(file))
             elif kind == "Normalize":
                 self.normalize = True
             elif kind != "Transformer":
                 raise ConfigError(f"{folder / 'modules.json'} has the module {module.get('type')!r}, which is not "
                                   "supported; Transformer, Pooling and Normalize are.")  # fmt: skip
-        settings = _read(folder / "sentence_bert_config.json", dict)
+        settings = read_json(folder / "sentence_bert_config.json")
         self.lower = settings.get("do_lower_case") is True
         longest = settings.get("max_seq_length")
         self.max_length = longest if type(longest) is int and longest > 0 else None
@@ -260,16 +260,3 @@ def _file_pooling(file: Path, settings: dict[str, Any]) -> str:
     if len(modes) != 1 or modes[0] not in _FILE_MODES:
         raise ConfigError(f"{file} pools by {modes or 'nothing'}; supported is one of {sorted(_FILE_MODES)}.")
     return _FILE_MODES[modes[0]]
-
-
-def _read(file: Path, kind: type) -> Any:
-    """A JSON file's content, empty where there is none."""
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        return kind()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}; download it again.") from error
-    if not isinstance(data, kind):
-        raise ConfigError(f"{file} holds {type(data).__name__} where a JSON {kind.__name__} is needed.")
-    return data

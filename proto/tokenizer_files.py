@@ -5,13 +5,12 @@ They are tokenizer_config.json, special_tokens_map.json and chat_template.jinja,
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from .config import ConfigError
+from .model_config import read_json
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -19,19 +18,6 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 def tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, over the special tokens of special_tokens_map.json (files of old transformers)."""
     return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises ConfigError that names it where it holds another."""
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds {type(data).__name__} where a JSON object is needed.")
-    return data
 
 
 def content(token: Any) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ....proto.config import ConfigError
-from ....proto.model_config import rope_parameters
+from ....proto.model_config import OTHER_NAMES, rope_parameters, with_usual_names
 from ..spec import DecoderSpec, Layout, RopeSpec, WeightNames
 
 Config = dict[str, Any]
@@ -37,12 +37,8 @@ _ACTIVATIONS = {
 
 # Other names of a value, read where config.json lacks the usual one.
 _ALIASES = {
-    "hidden_size": ("n_embd", "n_embed", "d_model"),
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads"),
-    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
+    **OTHER_NAMES,
     "hidden_act": ("activation_function", "hidden_activation"),
-    "vocab_size": ("padded_vocab_size",),
     "num_experts": ("num_local_experts", "n_routed_experts"),
     "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len", "max_sequence_length"),
 }
@@ -50,12 +46,7 @@ _ALIASES = {
 
 def with_aliases(hf: Config) -> Config:
     """``hf`` with the usual names of what it holds under other ones."""
-    found = dict(hf)
-    for name, others in _ALIASES.items():
-        value = next((hf[other] for other in others if hf.get(other) is not None), None)
-        if found.get(name) is None and value is not None:
-            found[name] = value
-    return found
+    return with_usual_names(hf, _ALIASES)
 
 
 def integer(hf: Config, key: str, default: int | None = None) -> int:
