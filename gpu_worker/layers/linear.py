@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 
 # Packing costs MKL some 6 MB a weight whatever its size, and saves nothing below this many values.
-_SMALL = 1 << 16
+SMALL = 1 << 16
 # Fewer rows are filled up with zeros. Below four the libraries sum in another order; from four on a row's product has
 # the same bits in any company, so that a token does not depend on its batch. With oneDNN four rows are also faster.
-_LEAST_ROWS = 4
+LEAST_ROWS = 4
 # Rows that a packed weight is laid out for; one layout serves every count of rows (measured 1 to 2048).
 _PACK_ROWS = 32
 
@@ -100,9 +100,9 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.bias = bias
         self._run = _plain(weight)
-        self._least = 0 if weight.device.type != "cpu" else _LEAST_ROWS
-        self._unit = _LEAST_ROWS if self._least else 1  # small plain products round otherwise between the multiples
-        if self._least and weight.numel() >= _SMALL:
+        self._least = 0 if weight.device.type != "cpu" else LEAST_ROWS
+        self._unit = LEAST_ROWS if self._least else 1  # small plain products round otherwise between the multiples
+        if self._least and weight.numel() >= SMALL:
             self._run, self._unit = _RUNS[cpu_backend(weight.dtype)](weight), 1
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

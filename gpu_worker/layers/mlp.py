@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..models.spec import WHOLE, DecoderSpec, Shard
+from ..models.spec import DecoderSpec, Shard
 from .activation import activation, gated_activation
 from .linear import Linear
 from .moe import MoE
@@ -18,10 +18,7 @@ from .moe import MoE
 class MLP:
     """down(act(gate(x)) * up(x)), or down(act(up(x))): ``prefix`` names the Linears among ``products``."""
 
-    def __init__(
-        self, spec: DecoderSpec, products: Mapping[str, Linear], tensors: object = None, prefix: str = "",
-        shard: Shard = WHOLE, kind: str | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: DecoderSpec, products: Mapping[str, Linear], prefix: str, kind: str | None = None) -> None:
         self.gated = f"{prefix}gate_up" in products
         self.up = products[f"{prefix}gate_up" if self.gated else f"{prefix}up"]
         self.down = products[f"{prefix}down"]
@@ -33,12 +30,12 @@ class MLP:
         return self.down(gated_activation(wide, self.kind) if self.gated else activation(wide, self.kind))
 
 
-class Experts:
+class MoEBlock:
     """The experts of one layer that this rank holds, and its part of the MLP that every token goes through."""
 
     def __init__(
         self, spec: DecoderSpec, products: Mapping[str, Linear], tensors: Mapping[str, torch.Tensor], prefix: str,
-        shard: Shard = WHOLE,
+        shard: Shard,
     ) -> None:  # fmt: skip
         moe = spec.moe
         if moe is None:
@@ -54,7 +51,7 @@ class Experts:
             None if down_bias is None else down_bias.view(count, -1),
             held.start, tensors.get(f"{prefix}correction.bias"),
         )  # fmt: skip
-        self.shared = MLP(spec, products, prefix=f"{prefix}shared_", kind="silu") if moe.shared_width else None
+        self.shared = MLP(spec, products, f"{prefix}shared_", "silu") if moe.shared_width else None
         self.shared_gate = products.get(f"{prefix}shared_gate")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

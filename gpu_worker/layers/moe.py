@@ -14,7 +14,7 @@ from ..kernels.moe import Experts
 from ..models.spec import MoESpec
 from . import dispatch
 from .activation import gated_activation
-from .linear import _LEAST_ROWS, _SMALL, Linear, cpu_backend
+from .linear import LEAST_ROWS, SMALL, Linear, cpu_backend
 
 
 class MoE:
@@ -97,7 +97,7 @@ def _within_best_groups(choice: torch.Tensor, spec: MoESpec) -> torch.Tensor:
 def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
     """``kernels.moe.experts`` for a CPU: the tokens of an expert together, so that its weight is read once.
 
-    A token's sum runs over its experts by number, in float32, and products have a multiple of _LEAST_ROWS rows: what a
+    A token's sum runs over its experts by number, in float32, and products have a multiple of LEAST_ROWS rows: what a
     token gets does not depend on the others of its step (of odd counts MKL's threads sum some in another order).
     """
     gate_up, down, gate_up_bias, down_bias, first, activation = local
@@ -111,7 +111,7 @@ def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local
             continue
         start, stop = stop, stop + count
         mine = tokens[start:stop]
-        wide = _product(F.pad(x[mine], (0, 0, 0, -count % _LEAST_ROWS)), gate_up, gate_up_bias, expert)
+        wide = _product(F.pad(x[mine], (0, 0, 0, -count % LEAST_ROWS)), gate_up, gate_up_bias, expert)
         result = _product(gated_activation(wide, activation), down, down_bias, expert)[:count]
         out.index_add_(0, mine, result.float() * factors[start:stop])
     return out.to(x.dtype)
@@ -120,6 +120,6 @@ def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
     """By the library that ``Linear`` would choose; not packed, as the experts are in one tensor that stays."""
     mine, added = weight[expert], None if bias is None else bias[expert]
-    if mine.numel() >= _SMALL and cpu_backend(mine.dtype) == "onednn":
+    if mine.numel() >= SMALL and cpu_backend(mine.dtype) == "onednn":
         return torch.ops.mkldnn._linear_pointwise(x, mine, added, "none", [], "")
     return F.linear(x, mine, added)

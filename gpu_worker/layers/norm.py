@@ -13,18 +13,12 @@ import torch.nn.functional as F
 from . import dispatch
 
 
-class RMSNorm:
-    """x * rsqrt(mean(x^2) + eps) * w, in float32 inside; ``plus_one`` is Gemma's 1 + w."""
-
-    def __init__(self, weight: torch.Tensor, eps: float, plus_one: bool = False) -> None:
-        self.weight, self.eps, self.plus_one = weight, eps, plus_one
-        self._cpu_weight = weight.float() + 1 if plus_one else weight
+class _Norm:
+    """What both kinds are called for."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of ``x`` [..., hidden]."""
-        if dispatch.use_kernels(x):
-            return self._kernel(x, None)
-        return self._norm(x)
+        return self._kernel(x, None) if dispatch.use_kernels(x) else self._norm(x)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual). The CPU adds into ``residual`` itself."""
@@ -32,6 +26,20 @@ class RMSNorm:
             return self._kernel(x, residual)
         residual += x
         return self._norm(residual), residual
+
+    def _kernel(self, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        raise NotImplementedError
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class RMSNorm(_Norm):
+    """x * rsqrt(mean(x^2) + eps) * w, in float32 inside; ``plus_one`` is Gemma's 1 + w."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, plus_one: bool = False) -> None:
+        self.weight, self.eps, self.plus_one = weight, eps, plus_one
+        self._cpu_weight = weight.float() + 1 if plus_one else weight
 
     def _kernel(self, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
         from ..kernels.norm import rms_norm
@@ -47,24 +55,11 @@ class RMSNorm:
         return (wide * scale).to(x.dtype).mul_(self._cpu_weight)
 
 
-class LayerNorm:
+class LayerNorm(_Norm):
     """(x - mean) * rsqrt(variance + eps) * w + b, in float32 inside and rounded once; w and b may be None."""
 
     def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
         self.weight, self.bias, self.eps = weight, bias, eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of ``x`` [..., hidden]."""
-        if dispatch.use_kernels(x):
-            return self._kernel(x, None)
-        return self._norm(x)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual). The CPU adds into ``residual`` itself."""
-        if dispatch.use_kernels(x):
-            return self._kernel(x, residual)
-        residual += x
-        return self._norm(residual), residual
 
     def _kernel(self, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
         from ..kernels.norm import layer_norm

@@ -11,7 +11,7 @@ from ..batch import StepBatch
 from ..layers import dispatch
 from ..layers.attention import Attention, StepContext
 from ..layers.linear import Linear
-from ..layers.mlp import MLP, Experts
+from ..layers.mlp import MLP, MoEBlock
 from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rope import rope_tables
 from ..parallel import Group
@@ -76,8 +76,11 @@ class _Layer:
             spec.local(group.shard), local, weights.products[prefix + "qkv"], weights.products[prefix + "o"],
             q_norm, k_norm, tables, slopes, weights.tensors.get(prefix + "sinks.weight"), group,
         )  # fmt: skip
-        make = Experts if spec.is_moe(index) else MLP
-        self.mlp: MLP | Experts = make(spec, weights.products, weights.tensors, prefix, group.shard)
+        self.mlp: MLP | MoEBlock
+        if spec.is_moe(index):
+            self.mlp = MoEBlock(spec, weights.products, weights.tensors, prefix, group.shard)
+        else:
+            self.mlp = MLP(spec, weights.products, prefix)
 
     def general(
         self, x: torch.Tensor, batch: StepBatch, kv: tuple[torch.Tensor, torch.Tensor], step: StepContext | None,
@@ -110,7 +113,7 @@ class _Layer:
 
     def run_mlp(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum."""
-        if dispatch.use_kernels(x) or x.shape[0] <= _MLP_ROWS or isinstance(self.mlp, Experts):
+        if dispatch.use_kernels(x) or x.shape[0] <= _MLP_ROWS or isinstance(self.mlp, MoEBlock):
             return self.mlp(x)
         out = torch.empty_like(x)
         for part, into in zip(x.split(_MLP_ROWS), out.split(_MLP_ROWS), strict=True):

@@ -140,7 +140,7 @@ class Encoder(Decoder):
 
 class _Layer:
     def __init__(self, spec: DecoderSpec, weights: Weights, prefix: str) -> None:
-        self.spec, self.mlp = spec, MLP(spec, weights.products, prefix=prefix)
+        self.spec, self.mlp = spec, MLP(spec, weights.products, prefix)
         self.qkv, self.o = weights.products[prefix + "qkv"], weights.products[prefix + "o"]
         self.attn_norm, self.mlp_norm = weights.norm(prefix + "attn_norm"), weights.norm(prefix + "mlp_norm")
 
