@@ -225,6 +225,7 @@ def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dtype_of("float32", "bfloat16") == narrow
         assert dtype_of("float32", "half") == narrow
         assert dtype_of("bfloat16", "float") == torch.float32
+    monkeypatch.setattr(dtypes, "gpu_capability", lambda device: (9, 0))
     assert dtype_of("float32", device="cuda") == torch.float16
     assert dtype_of("float32", device="cuda", model_type="gemma2") == torch.bfloat16
     assert dtype_of("float32", "float32", device="cuda") == torch.float32

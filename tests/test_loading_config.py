@@ -228,11 +228,33 @@ def test_every_process_learns_what_it_needs() -> None:
     ],
 )
 def test_casts_are_told(
-    stored: str, asked_for: str, device: str, said: str, level: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    stored: str, asked_for: str, device: str, said: str, level: str, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(dtypes, "gpu_capability", lambda device: (9, 0))
     resolve_dtype(asked_for, ModelConfig("/m", {"torch_dtype": stored}, 64, 100), torch.device(device))
     assert [(record.message, record.levelname) for record in caplog.records] == ([(said, level)] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, torch.float16),
+        ({"dtype": "bfloat16", "model_type": "gemma2"}, torch.float32),
+        ({"dtype": "float32", "model_type": "gemma3_text"}, torch.float32),
+        ({"dtype": "float32"}, torch.float16),
+    ],
+)
+def test_a_gpu_without_bfloat16(
+    values: dict[str, Any], dtype: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtypes, "gpu_capability", lambda device: (7, 5))
+    config, gpu = ModelConfig("/m", values, 64, 100), torch.device("cuda")
+    assert resolve_dtype("auto", config, gpu) == dtype
+    assert ("capability of at least 8.0; this one's is 7.5" in caplog.text) == (values != {"dtype": "float32"})
+    with pytest.raises(ConfigError, match=r"capability of at least 8\.0; this one's is 7\.5\. Use --dtype half\."):
+        resolve_dtype("bfloat16", config, gpu)
 
 
 def test_a_dtype_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
     "auto" on a GPU is the dtype of config.json (float32 where it names none), except that float32 becomes 16 bits
     wide: float16, or bfloat16 for the Gemma models, whose activations overflow float16. On a CPU "auto" is float32:
     there a token must not depend on how many others share its step, and bfloat16's rounding makes it. bfloat16 can be
-    asked for where the CPU has its instructions; float16 is never computed in there. Raises ConfigError.
+    asked for where the CPU has its instructions; float16 is never computed in there. On a GPU without bfloat16 "auto"
+    is float16 instead, for Gemma float32. Raises ConfigError.
     """
     if name != "auto" and name not in _NAMES:
         raise ConfigError(f"Unknown dtype: {name}. Must be one of {['auto', *_NAMES]}.")
@@ -44,9 +45,18 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
 def _choose(name: str, stored: torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
     wanted = stored if name == "auto" else _NAMES[name]
     if device.type != "cpu":
+        gemma = str(config.hf.get("model_type", "")).startswith("gemma")
         if name == "auto" and wanted == torch.float32:
-            return torch.bfloat16 if str(config.hf.get("model_type", "")).startswith("gemma") else torch.float16
-        return wanted
+            wanted = torch.bfloat16 if gemma else torch.float16
+        if wanted != torch.bfloat16 or (found := gpu_capability(device)) >= (8, 0):
+            return wanted
+        said = "Bfloat16 is only supported on GPUs with compute capability of at least 8.0; this one's is "
+        said += ".".join(map(str, found))
+        if name != "auto":
+            raise ConfigError(f"{said}. Use --dtype half.")
+        used = torch.float32 if gemma else torch.float16
+        log.warning("%s. Using %s.", said, str(used)[6:])
+        return used
     if name == "auto" or wanted == torch.float32:
         return torch.float32
     if wanted == torch.bfloat16 and cpu_has_bf16():
@@ -54,6 +64,11 @@ def _choose(name: str, stored: torch.dtype, config: ModelConfig, device: torch.d
     used = torch.bfloat16 if cpu_has_bf16() else torch.float32
     log.warning("this CPU does not compute in %s; using %s", str(wanted)[6:], str(used)[6:])
     return used
+
+
+def gpu_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU: its major and minor number."""
+    return torch.cuda.get_device_capability(device)
 
 
 def _config_dtype(config: ModelConfig, asked: str) -> torch.dtype:
