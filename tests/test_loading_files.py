@@ -149,8 +149,6 @@ def test_which_files_are_read(tmp_path: Path) -> None:
     assert names() == ["b.safetensors"]
     with pytest.raises(ConfigError, match=r"Unknown load format: zip\. Must be one of \['auto', 'safetensors', 'pt'"):
         names("zip")
-    with pytest.raises(ConfigError, match="load format 'tensorizer' is not supported; use one of"):
-        names("tensorizer")
     with pytest.raises(ConfigError, match=r"holds no \.bin or \.pt file"):
         weight_files(tmp_path / "none", "pt")
 

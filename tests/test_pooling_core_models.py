@@ -169,6 +169,14 @@ def test_old_names_and_prefixes(tmp_path):
     close(ModelRig(folder).vectors([prompt]), [unit(states(model, prompt)[0])])
 
 
+def test_a_classifiers_states_can_be_embeddings(tmp_path):
+    """With --convert embed its head is left in the file."""
+    folder, model = make(tmp_path, "Llama", "ForSequenceClassification", num_labels=3)
+    (prompt,) = prompts((7,))
+    rig = ModelRig(folder, args=EngineArgs(model=str(folder), runner="pooling", convert="embed"))
+    close(rig.vectors([prompt]), [unit(states(model.model, prompt)[-1])])
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "change", "message"),
     [

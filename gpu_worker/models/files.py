@@ -23,9 +23,6 @@ from safetensors import SafetensorError, safe_open
 from ...proto.config import ConfigError
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
-_NOT_SUPPORTED = (
-    "npcache", "tensorizer", "sharded_state", "bitsandbytes", "gguf", "mistral", "runai_streamer", "fastsafetensors",
-)  # fmt: skip
 _INDEX = "model.safetensors.index.json"
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
 # What trainers leave beside the weights.
@@ -42,8 +39,6 @@ _DTYPES = {
 
 def check_load_format(load_format: str) -> None:
     """Raises ConfigError for one that is not among LOAD_FORMATS."""
-    if load_format in _NOT_SUPPORTED:
-        raise ConfigError(f"load format {load_format!r} is not supported; use one of {list(LOAD_FORMATS)}.")
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"Unknown load format: {load_format}. Must be one of {list(LOAD_FORMATS)}.")
 

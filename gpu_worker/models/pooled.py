@@ -36,8 +36,8 @@ def find_pooled(hf: Config, pooler: PoolerConfig) -> tuple[DecoderSpec, WeightNa
         logit_softcap=0.0,
     )  # fmt: skip
     prefix = names.prefix or (names.embed.partition(".")[0] + ".")
-    generators = re.escape(names.lm_head) + r"\.(weight|bias)"
-    return spec, replace(names, lm_head=_HEAD, prefix=prefix, skip=(*names.skip, generators))
+    heads = rf"({re.escape(names.lm_head)}|{_HEAD})\.(weight|bias)"  # a classifier's own has its place all the same
+    return spec, replace(names, lm_head=_HEAD, prefix=prefix, skip=(*names.skip, heads))
 
 
 def _generator(architecture: str) -> str:
