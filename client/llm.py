@@ -82,8 +82,10 @@ class LLM(PoolingMethods):
     ):
         if (task := kwargs.pop("task", None)) is not None:
             kwargs = {**from_task(task), **kwargs}
-        if "override_pooler_config" in kwargs:
-            kwargs.setdefault("pooler_config", kwargs.pop("override_pooler_config"))
+        if (older := kwargs.pop("override_pooler_config", None)) is not None:
+            if kwargs.get("pooler_config") is not None:
+                raise TypeError("override_pooler_config is another name of pooler_config; give one of them.")
+            kwargs["pooler_config"] = older
         _check_kwargs(kwargs)
         names = processor_names(logits_processors)
         names += [name for name in processor_names(kwargs.pop("logits_processor", None)) if name not in names]

@@ -220,3 +220,5 @@ def test_the_older_keyword_task():
     assert from_task("classify") == {"runner": "pooling", "convert": "classify"}
     with pytest.raises(ValueError, match=r"task must be one of .*, got 'dance'; newer names are runner and convert"):
         LLM("nowhere", task="dance")
+    with pytest.raises(TypeError, match="override_pooler_config is another name of pooler_config"):
+        LLM("nowhere", pooler_config={"normalize": False}, override_pooler_config={"normalize": True})
