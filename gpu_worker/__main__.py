@@ -95,6 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if args.tensor_parallel_size * args.pipeline_parallel_size == 1:
             raise
+        if ending.asked:  # and so were the others, one of which has gone already
+            farewell = ASKED
+            return 0
         from .ties import PATIENCE_S, end
 
         time.sleep(PATIENCE_S)  # where another process has died, the link to it ends this one meanwhile, and says so
@@ -114,7 +117,8 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     path = model_folder(args, weights=True)
     config = config_of(args, path)
     pooler = pooler_of(config, args)
-    threads = choose_threads(args.cpu_threads, usable_cores(), parameter_estimate(config))
+    count = args.tensor_parallel_size * args.pipeline_parallel_size
+    threads = choose_threads(args.cpu_threads, usable_cores(), parameter_estimate(config) // count)
     set_environment(threads)
 
     import torch  # only now: OpenMP reads its environment when torch is imported
@@ -135,7 +139,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     imported = time.monotonic()
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
     group, shared = Group.alone(), ""
-    if (count := args.tensor_parallel_size * args.pipeline_parallel_size) > 1:
+    if count > 1:
         from . import meeting
 
         meeting.check(config, pooler, args)

@@ -13,6 +13,7 @@ after its last sign of life.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -37,7 +38,7 @@ BEAT_S = 1.0
 PATIENCE_S = 0.5
 """A broken link is noticed sooner than this."""
 MISSING_S = 15.0
-"""How often a leader says for whom it waits."""
+"""How often a process says for whom it waits."""
 
 T = TypeVar("T")
 _ending = threading.Lock()
@@ -76,8 +77,11 @@ class _Tie:
 
     def send(self, message: Any) -> None:
         """Hand over a message."""
-        with self._lock:
-            self._out.send(encode(message))
+        self._hand_over(encode(message))
+
+    def _hand_over(self, frame: bytes) -> None:
+        with self._lock, contextlib.suppress(zmq.Again):  # the thread has ended: nobody is there to send it
+            self._out.send(frame, zmq.NOBLOCK)
 
     def _close(self, word: Any) -> None:
         """Send a last message, let it leave, and end the thread."""
@@ -87,8 +91,7 @@ class _Tie:
         if self._thread.is_alive():
             if word is not None:
                 self.send(word)
-            with self._lock:
-                self._out.send(b"")
+            self._hand_over(b"")
             self._thread.join(5)
         self._out.close()
         self._context.destroy(LINGER_MS)
@@ -246,8 +249,10 @@ class Member(_Tie):
 
     def meet(self) -> Meet:
         """Wait for the leader's word that all are there."""
-        while not isinstance(message := self._inbox.get(), Meet):
-            pass
+        began = time.monotonic()
+        while not isinstance(message := self.get(MISSING_S), Meet):
+            log.info("process %d waits for its leader, or for others, at %s since %.0f s",
+                     self._number, self._wire.endpoint, time.monotonic() - began)  # fmt: skip
         return message
 
     def get(self, timeout: float | None = None) -> Any:

@@ -27,8 +27,16 @@ def best(monkeypatch, pairs):
     return ranks.best(*pairs[0])
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize(("vocab", "count", "flat"), [(4099, 2, False), (4099, 3, True), (50, 7, False)])
+@pytest.mark.parametrize(
+    ("vocab", "count", "flat", "kernel"),
+    [
+        (4099, 2, False, False),
+        (4099, 3, True, False),
+        (50, 7, False, False),
+        (4399, 2, False, True),
+        (50, 7, True, True),
+    ],
+)
 def test_parts_draw_as_the_whole(monkeypatch, vocab, count, flat, kernel):
     if kernel:
         pytest.importorskip("triton")

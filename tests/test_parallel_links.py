@@ -80,8 +80,7 @@ def test_a_broken_link_ends_the_process(make, ends, who):
     member.meet()
     gone, said = (leader, "its leader is gone") if who == "leader" else (member, "process 1 of this replica")
     gone._closing = True  # as kill -9 would: it says nothing, and nobody there hears of it
-    with gone._lock:
-        gone._out.send(b"")
+    gone._hand_over(b"")
     wait_until(lambda: any(said in each for each in ends), f"the other end sees the {who} go: {ends}")
 
 
