@@ -73,7 +73,9 @@ class _Connection(RequestHandler):
         """The answer to what is no HTTP, or to a fault outside of the handlers; the connection is closed after it."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun and cannot become another")
-        if status >= 500 and isinstance(exc, Exception):
+        if isinstance(exc, UnicodeEncodeError) and request.headers.get("Expect"):
+            error = from_http(request, web.HTTPExpectationFailed())  # aiohttp quoted it, and its bytes are no text
+        elif status >= 500 and isinstance(exc, Exception):
             error = internal_error(exc)
         else:
             error = _refusal(status, exc, message or "")

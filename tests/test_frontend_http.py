@@ -326,9 +326,11 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
         (b"F(O /version HTTP/1.1\r\nHost: x\r\n\r\n", 400, "method"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400, "HTTP"),
         (POST + b"Content-Length: 2\r\nExpect: banana\r\n\r\n{}", 417, "banana"),
+        (POST + b"Content-Length: 2\r\nExpect: 100-contin\xc0\xd4P\r\n\r\n{}", 417, "100-contin"),
+        (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: \xc0\xd4\r\n\r\n{}", 417, "Expect"),
         (b"CONNECT a.example:443 HTTP/1.1\r\nHost: a.example\r\n\r\n", 404, "there is no CONNECT"),
     ],
-    ids=["length", "chunk", "header", "line", "method", "tls", "expect", "connect"],
+    ids=["length", "chunk", "header", "line", "method", "tls", "expect", "expect-bytes", "expect-nowhere", "connect"],
 )
 def test_what_is_no_http_is_refused_in_json_and_one_line(
     server: FakeServer, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, words: str
