@@ -37,6 +37,13 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
 }
 """What some families call the values that every decoder has; the usual name counts where both are there."""
+# What transformers leaves out where it writes a text model's config into a larger one's: its class's defaults.
+_UNWRITTEN: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
 
 
 @dataclass
@@ -165,7 +172,12 @@ def load_model_config(
     text = hf.get("text_config")
     if isinstance(text, dict):
         names = hf.get("architectures") or text.get("architectures")  # the whole model's say how its weights are named
-        hf = {**hf, **{key: value for key, value in text.items() if value is not None or hf.get(key) is None}}
+        unwritten = _UNWRITTEN.get(str(text.get("model_type")), {})
+        hf = {
+            **unwritten,
+            **hf,
+            **{key: value for key, value in text.items() if value is not None or hf.get(key) is None},
+        }
         hf["architectures"] = names
     hf = with_usual_names(_overridden(hf, overrides or {}), OTHER_NAMES)
     generation = read_json(Path(path) / "generation_config.json")

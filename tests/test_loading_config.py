@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from quire.gpu_worker.memory import Budget, fit
 from quire.gpu_worker.models import dtypes
 from quire.gpu_worker.models.dtypes import resolve_dtype
+from quire.gpu_worker.models.families import find_family
 from quire.proto.config import ConfigError, EngineArgs, parse_service_args
 from quire.proto.model_config import (
     AUTO_LENGTH,
@@ -113,6 +115,23 @@ def test_a_text_model_within_a_larger_one(tmp_path: Path) -> None:
     config = load_model_config(write(tmp_path, architectures=["OuterForConditionalGeneration"], text_config=text))
     assert (config.architecture, config.vocab_size, config.max_model_len) == ("OuterForConditionalGeneration", 9, 50)
     assert config.hf["sliding_window"] is None
+
+
+def test_what_a_text_models_config_leaves_out_is_its_classs(tmp_path: Path) -> None:
+    """As gemma-3-4b-it's config.json, which is written without what Gemma3TextConfig has by itself."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+    }))  # fmt: skip
+    config = load_model_config(str(tmp_path))
+    spec, whole = find_family(config.hf)[0], transformers.Gemma3TextConfig(**text)
+    assert (config.vocab_size, config.max_model_len) == (whole.vocab_size, whole.max_position_embeddings)
+    assert (spec.heads, spec.kv_heads[0], spec.head_dim) == (
+        whole.num_attention_heads, whole.num_key_value_heads, whole.head_dim
+    )  # fmt: skip
+    assert (spec.hidden_size, spec.num_layers, spec.windows[:6]) == (2560, 34, (1024,) * 5 + (None,))
+    assert [rope.scaling.get("factor") for rope in spec.ropes[:6] if rope] == [None] * 5 + [8.0]
 
 
 def test_architectures_that_are_no_list_are_named(tmp_path: Path) -> None:
