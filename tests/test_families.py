@@ -7,6 +7,7 @@ A row is (prefix, values): transformers' class, and what differs from ``tiny_mod
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import importlib.util
 import json
@@ -95,6 +96,14 @@ def test_the_page_of_models_lists_every_architecture_and_no_other() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "models.md").read_text()
     listed = set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|Model))`", page))
     assert listed == set(FAMILIES)
+
+
+def test_the_page_of_models_names_every_row_and_no_other() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "models.md").read_text()
+    cells = [line.split("|")[3] for line in page.splitlines() if line.startswith("| ") and line.count("|") == 4]
+    named = [name for cell in cells for name in re.findall(r"`([\w*-]+)`", cell)]
+    assert [name for name in named if not fnmatch.filter(ROWS, name)] == []
+    assert [row for row in ROWS if not any(fnmatch.fnmatch(row, name) for name in named)] == []
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -185,6 +185,10 @@ def test_real_sentence_embeddings(minilm):
         assert pooled.data.shape == (384,)
         assert pooled.data @ expected > 1 - 1e-6
         assert np.abs(pooled.data - expected).max() < 1e-5
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    theirs = sentence_transformers.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    for pooled, other in zip(found, theirs, strict=True):
+        assert pooled.data @ other / np.linalg.norm(other) > 1 - 1e-5
     fox, other, password = (pooled.data for pooled in found[:3])
     assert fox @ other > 0.6 > 0.2 > fox @ password
 
