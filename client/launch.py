@@ -387,7 +387,7 @@ class Stack:
         children = [child for service in services for child in self._children if child.service == service]
         others = [child for child in self._children if others_live and child not in children]
         _terminate(children)
-        began, hurried = time.monotonic(), False
+        began, hurried, killed = time.monotonic(), False, set[int]()
         while left := [child for child in children if not child.dead()]:
             try:
                 if self.hurry.is_set():
@@ -396,9 +396,11 @@ class Stack:
                     _terminate(left)  # again and again: two signals close together may arrive as one
                 for child in left:
                     grace = HURRY_S if hurried else self._grace(child.service)
-                    if time.monotonic() - began > grace and child.process is not None:
-                        log.warning("quire.%s did not end within %g s; killing it.", child.service, grace)
-                        os.killpg(child.process.pid, signal.SIGKILL)
+                    if child.process is None or child.process.pid in killed or time.monotonic() - began <= grace:
+                        continue
+                    log.warning("quire.%s did not end within %g s; killing it.", child.service, grace)
+                    killed.add(child.process.pid)
+                    os.killpg(child.process.pid, signal.SIGKILL)
                 self._look_after(others)
                 time.sleep(0.05 if hurried else 0.01)
             except LaunchError as error:
