@@ -86,3 +86,7 @@ def complain(error: object, code: int) -> int:
     """One line on standard error; ``code``."""
     print("quire: error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
