@@ -93,7 +93,7 @@ async def errors_middleware(request: web.Request, handler: Handler) -> web.Strea
         return error_response(internal_error(error))
 
 
-def from_http(request: web.Request, error: web.HTTPException) -> ApiError:
+def from_http(request: web.BaseRequest, error: web.HTTPException) -> ApiError:
     """aiohttp's own refusals: unknown path, wrong method, body too large."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
