@@ -219,6 +219,11 @@ class Stack:
     def _raise_failed_start(self) -> None:
         time.sleep(0.2)  # one failure may have ended several; the one that says why is wanted
         dead = [child for child in self._children if child.dead()]
+        fallen = {child.replica for child in dead} - {None}
+        deadline = time.monotonic() + REPLICA_S
+        while time.monotonic() < deadline and any(c.replica in fallen and not c.dead() for c in self._children):
+            time.sleep(POLL_S)
+        dead = [child for child in self._children if child.dead()]
         for child in dead:
             child.drained.wait(1.0)
         child = next((child for child in dead if child.error), dead[0])
