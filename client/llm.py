@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import random
 import threading
@@ -46,7 +45,7 @@ class LLM(PoolingMethods):
         seed: makes the seeds of requests that name none reproducible.
         logits_processors: functions that requests may name in their ``logits_processors``, or the names,
             ``package.module:function``. They run in another process, so they must be importable by that name.
-        **kwargs: any other field of EngineArgs; ``override_generation_config`` and ``pooler_config`` may be dicts.
+        **kwargs: any other field of EngineArgs; those that hold JSON (``hf_overrides``, ...) may be dicts.
             ``task`` is the older form of ``runner`` and ``convert``, ``override_pooler_config`` of ``pooler_config``.
 
     Raises:
@@ -92,9 +91,6 @@ class LLM(PoolingMethods):
         if max_context_len_to_capture is not None:
             warnings.warn("max_context_len_to_capture is now max_seq_len_to_capture", DeprecationWarning, stacklevel=2)
             max_seq_len_to_capture = max_context_len_to_capture
-        for name in ("override_generation_config", "pooler_config"):
-            if isinstance(kwargs.get(name), dict):
-                kwargs[name] = json.dumps(kwargs[name])
         own = tokenizer if hasattr(tokenizer, "save_pretrained") else None
         args = EngineArgs(
             model=None if model is None else os.fspath(model),

@@ -181,7 +181,7 @@ class EngineArgs:
             self.max_model_len = -1
         elif self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len must be at least 1, or auto, got {self.max_model_len}.")
-        for name in ("hf_overrides", "rope_scaling"):
+        for name in ("hf_overrides", "rope_scaling", "override_generation_config", "pooler_config"):
             if isinstance(value := getattr(self, name), dict):  # LLM's callers write it so
                 setattr(self, name, json.dumps(value))
         for name in ("num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
