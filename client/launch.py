@@ -226,7 +226,7 @@ class Stack:
         dead = [child for child in self._children if child.dead()]
         for child in dead:
             child.drained.wait(1.0)
-        child = next((child for child in dead if child.error), dead[0])
+        child = max(dead, key=lambda child: (_code(child) == EXIT_CONFIG, child.error is not None))
         raise LaunchError(child.obituary(), child.process.returncode if child.process else 1)
 
     def _healthy(self) -> bool:
