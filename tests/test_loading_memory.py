@@ -18,11 +18,14 @@ CONFIG = {
     "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 4096, "max_position_embeddings": 512,
 }  # fmt: skip
 MOST = 1.2
-# Loads each folder in turn, and prints by how much memory grew at the peak, in shares of the parameters' bytes.
+# Loads the last of ``ranks`` tensor ranks' part of each folder in turn, and prints by how much memory grew at the peak,
+# in shares of the bytes of that part's parameters.
 CHILD = """
 import ctypes, gc, json, sys, torch
 from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.models.parameters import parameters
+from quire.gpu_worker.models.spec import Shard
+from quire.gpu_worker.parallel import Group
 from quire.proto.model_config import load_model_config
 
 def status(name):
@@ -32,13 +35,14 @@ def status(name):
 
 torch.set_num_threads(1)
 grown = []
-for folder, load_format in json.loads(sys.argv[1]):
+for folder, load_format, ranks in json.loads(sys.argv[1]):
+    shard = Shard(ranks - 1, ranks)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here
     before = status("VmRSS")
-    model = load_model(load_model_config(folder), torch.float32, torch.device("cpu"), load_format)
-    size = sum(torch.Size(p.shape).numel() for p in parameters(model.spec)) * 4
+    model = load_model(load_model_config(folder), torch.float32, torch.device("cpu"), load_format, group=Group(shard))
+    size = sum(torch.Size(p.shape).numel() for p in parameters(model.whole, shard)) * 4
     grown.append((status("VmHWM") - before) / size)
     del model
 print(json.dumps(grown))
@@ -90,10 +94,11 @@ def test_the_peak_of_loading_is_little_more_than_the_model(folders: Path) -> Non
     write(folders / "shards", torch.float32, 3)
     write(folders / "widened", torch.bfloat16, 1)
     write(folders / "pickled", torch.float32, 2, pickled=True)
-    work = [(str(folders / "shards"), "auto"), (str(folders / "widened"), "auto"), (str(folders / "pickled"), "pt")]
+    work = [(str(folders / "shards"), "auto", 1), (str(folders / "widened"), "auto", 1),
+            (str(folders / "pickled"), "pt", 1), (str(folders / "shards"), "auto", 2)]  # fmt: skip
     command = [sys.executable, "-c", CHILD, json.dumps(work)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     grown = json.loads(done.stdout)
-    assert len(grown) == 3
+    assert len(grown) == 4
     assert all(0.9 < share <= MOST for share in grown), grown
