@@ -213,7 +213,7 @@ def test_serve_takes_vllms_flags() -> None:
     [
         (["/nowhere/at/all"], "/nowhere/at/all"),
         (["--block-size", "7"], "block_size must be 8, 16 or 32"),
-        (["--tensor-parallel-size", "2"], "not supported yet"),
+        (["--quantization", "awq"], "not supported yet"),
         (["--keys", "/nowhere/keys"], "quire keygen"),
         (["--host", "203.0.113.7"], "203.0.113.7"),
     ],

@@ -148,22 +148,18 @@ def test_prompt_logprobs_chunked_and_cached(folder, model):
         assert len(output.outputs[0].logprobs) == 2
 
 
-@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
-def test_logprobs_mode(folder, model, mode):
+def test_processed_logprobs(folder, model):
+    """That --logprobs-mode arrives; test_sampler_logprobs and test_sampler_mixed have every mode."""
     fields = {"temperature": 0.7, "top_k": 9, "presence_penalty": 1.0, "logit_bias": {5: 3.0}}
     params = SamplingParams(**fields, seed=4, max_tokens=6, logprobs=4, ignore_eos=True)
     prompt = tiny_models.random_prompts(1, seed=4)[0]
-    with LLM(str(folder), dtype="float32", max_model_len=256, logprobs_mode=mode) as llm:
+    with LLM(str(folder), dtype="float32", max_model_len=256, logprobs_mode="processed_logprobs") as llm:
         got = llm.generate(prompt_token_ids=[prompt], sampling_params=params, use_tqdm=False)[0].outputs[0]
     tokens, steps = sampling_reference.generate(model, params, prompt, 4, {})
     assert got.token_ids == tokens
     for place, (entry, logits) in enumerate(zip(got.logprobs, steps, strict=True)):
-        values = logits.float()
-        if mode.startswith("processed"):
-            row = sampling_reference.processed(logits, params, prompt, tokens[:place], {})
-            values = sampling_reference.filtered(row, params)
-        if mode == "processed_logprobs":
-            values = torch.log_softmax(values, -1)
+        row = sampling_reference.processed(logits, params, prompt, tokens[:place], {})
+        values = torch.log_softmax(sampling_reference.filtered(row, params), -1)
         assert set(values.topk(4).indices.tolist()) <= set(entry)
         for token, seen in entry.items():
             assert seen.logprob == pytest.approx(float(values[token]), abs=2e-4)

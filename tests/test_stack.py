@@ -7,6 +7,7 @@ import pickle
 import random
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import urllib.parse
@@ -22,9 +23,13 @@ SERVICES = ("quire.frontend", "quire.detokenizer", "quire.scheduler", "quire.gpu
 
 @pytest.fixture(scope="module")
 def server():
+    """Ctrl-C after all that is done to it leaves nothing behind; ``test_frontends_shared`` ends one with SIGTERM."""
     server = Server()
-    yield server
-    server.close()
+    try:
+        yield server
+        assert server.stop(signal.SIGINT) == (0, [], False)
+    finally:
+        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,13 @@ def test_one_ready_line_and_a_process_for_each_service(server):
     commands = [" ".join(child.cmdline()) for child in server.children()]
     for service in SERVICES:
         assert len([c for c in commands if f"-m {service}" in c]) == 1, (service, commands)
+
+
+def test_only_the_http_port_listens_and_sockets_are_their_owners(server):
+    processes = [psutil.Process(server.process.pid), *server.children()]
+    found = {c.laddr for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert found == {("127.0.0.1", int(server.url.rpartition(":")[2]))}
+    assert stat.S_IMODE(os.stat(server.run_dir()).st_mode) == 0o700
 
 
 def test_the_curl_examples_of_the_documents(server):
@@ -210,16 +222,6 @@ def test_garbage_on_every_internal_socket_is_dropped_and_counted(server):
     wait_until(lambda: server.metric("quire:bad_frames") >= before + 5 * len(sockets), "every bad frame counted")
     assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 3})[0] == 200
     assert server.process.poll() is None
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_and_leaves_nothing(signum):
-    server = Server()
-    try:
-        assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 3})[0] == 200
-        assert server.stop(signum) == (0, [], False)
-    finally:
-        server.close()
 
 
 def test_four_shells_build_the_stack_by_hand(tmp_path_factory):

@@ -1,13 +1,11 @@
-"""After start only the HTTP port listens off loopback; socket files are in a folder of their owner's."""
+"""After start only the HTTP port listens off loopback where the wires are TCP; ``test_stack`` has socket files."""
 
 import ipaddress
 import os
 import socket
-import stat
 import struct
 from pathlib import Path
 
-import pytest
 from stack import Server
 
 from quire.proto.keys import Keys
@@ -50,21 +48,15 @@ def two_free_ports():
                 continue
 
 
-@pytest.mark.parametrize("wires", ["ipc", "tcp"])
-def test_only_the_http_port_listens_off_loopback(wires, tmp_path):
-    flags = ["--host=0.0.0.0"]
-    if wires == "tcp":
-        keys = str(tmp_path / "keys")
-        Keys.generate().save(keys)
-        flags += [f"--scheduler=tcp://127.0.0.1:{two_free_ports()}", f"--keys={keys}"]
-    server = Server(*flags)
+def test_only_the_http_port_listens_off_loopback(tmp_path):
+    keys = str(tmp_path / "keys")
+    Keys.generate().save(keys)
+    server = Server("--host=0.0.0.0", f"--scheduler=tcp://127.0.0.1:{two_free_ports()}", f"--keys={keys}")
     try:
         pids = [server.process.pid, *(child.pid for child in server.children())]
         found = listeners(pids)
         port = int(server.url.rpartition(":")[2])
         assert {where for where in found if not where[0].is_loopback} == {(ipaddress.ip_address("0.0.0.0"), port)}
-        assert len([where for where in found if where[0].is_loopback]) == (3 if wires == "tcp" else 0)
-        if wires == "ipc":
-            assert stat.S_IMODE(os.stat(server.run_dir()).st_mode) == 0o700
+        assert len([where for where in found if where[0].is_loopback]) == 3
     finally:
         server.close()

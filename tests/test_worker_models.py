@@ -16,7 +16,7 @@ ROWS = 10
 NEW = 10
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "gemma", "qwen3"])
+@pytest.fixture(scope="module", params=["mistral-window", "qwen3"])
 def pair(request, tmp_path_factory):
     """(our model, transformers' tokens by prompt, its logits of the first prompt) of one tiny checkpoint."""
     folder = tiny_models.make(request.param, tmp_path_factory.mktemp("model") / request.param)
