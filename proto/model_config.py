@@ -179,6 +179,9 @@ def load_model_config(
             **{key: value for key, value in text.items() if value is not None or hf.get(key) is None},
         }
         hf["architectures"] = names
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(value := {**hf, **(overrides or {})}.get(key), dict | None):
+            raise ConfigError(f"{path}/config.json: {key} must be an object, got {value!r}; correct it.")
     hf = with_usual_names(_overridden(hf, overrides or {}), OTHER_NAMES)
     generation = read_json(Path(path) / "generation_config.json")
     vocab, names = hf.get("vocab_size"), hf.get("architectures") or []
@@ -230,7 +233,7 @@ def read_json_as(path: Path, kind: type[T]) -> T:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return kind()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); download it again.") from error
     if not isinstance(data, kind):
         wanted = "object" if kind is dict else kind.__name__

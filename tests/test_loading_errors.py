@@ -137,6 +137,33 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
     "too long": (
         lambda f: None, {"max_model_len": 513}, "", r"derived max_model_len \(512\) .*lower it",
     ),
+    "a value of another kind": (
+        lambda f: edit(f, hidden_act=[1]), {}, "/config.json holds a value of another kind", "correct it",
+    ),
+    "rope of another kind": (
+        lambda f: edit(f, rope_parameters=["linear"]), {}, "/config.json: rope_parameters must be an object",
+        "correct it",
+    ),
+    "nested without end": (
+        lambda f: (f / "config.json").write_text("[" * 100000), {}, "/config.json cannot be read as JSON",
+        "download it again",
+    ),
+    "quantised by config": (
+        lambda f: edit(f, quantization_config={"quant_method": "awq"}), {},
+        r"/config.json: quantization_config \(awq\) is not supported", "--hf-overrides",
+    ),
+    "a link to nothing": (
+        lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).symlink_to("gone")), {}, " holds no .safetensors file",
+        "download the weights",
+    ),
+    "pickled numbers for names": (
+        lambda f: torch.save({1: torch.zeros(2)}, f / "pytorch_model.bin"), {"load_format": "pt"},
+        "/pytorch_model.bin is no table of tensors by name", "save it again",
+    ),
+    "pickled sparse tensors": (
+        lambda f: torch.save({"lm_head.weight": torch.zeros(2, 2).to_sparse()}, f / "pytorch_model.bin"),
+        {"load_format": "pt"}, "/pytorch_model.bin: lm_head.weight hold no plain numbers", "save them as dense",
+    ),
     "pickles alone": (pickled, {}, " holds no .safetensors file, but pytorch_model.bin", "--load-format pt"),
     "pickle cut": (
         lambda f: (pickled(f), cut(f, "pytorch_model.bin")), {"load_format": "pt"}, "/pytorch_model.bin is cut short",

@@ -55,7 +55,7 @@ def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
             raise ConfigError(f"{folder} holds no .bin or .pt file; download the weights, or leave out --load-format.")
         return found
     found = _indexed(folder, _INDEX, "safetensors") or _single(folder, "model.safetensors")
-    found = found or sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    found = found or [file for file in _kind(folder, "safetensors") if not file.name.startswith("consolidated")]
     if found:
         return found
     if pickles := _pickles(folder):
@@ -97,8 +97,12 @@ def _single(folder: Path, name: str) -> list[Path]:
 
 
 def _pickles(folder: Path) -> list[Path]:
-    files = [*folder.glob("*.bin"), *folder.glob("*.pt")]
-    return sorted(file for file in files if file.name not in _NO_WEIGHTS)
+    return sorted(file for kind in ("bin", "pt") for file in _kind(folder, kind) if file.name not in _NO_WEIGHTS)
+
+
+def _kind(folder: Path, suffix: str) -> list[Path]:
+    """The files of that suffix; a link to nothing, as a pruned cache leaves it, is none."""
+    return sorted(file for file in folder.glob(f"*.{suffix}") if file.is_file())
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +231,12 @@ def _open_pickle(file: Path) -> Tensors:
         raise ConfigError(
             f"{file} is cut short or no file of torch.save ({_first_sentence(error)}); download it again."
         ) from error
-    if not isinstance(table, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in table.values()):
+    if not isinstance(table, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in table.items()
+    ):
         raise ConfigError(f"{file} is no table of tensors by name; save it again from model.state_dict().")
+    if odd := [name for name, tensor in table.items() if tensor.is_meta or tensor.layout != torch.strided]:
+        raise ConfigError(f"{file}: {some(odd)} hold no plain numbers (sparse or empty tensors); save them as dense.")
 
     read: list[torch.Tensor] = []  # the last one, whose pages are in memory
 

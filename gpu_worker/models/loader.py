@@ -67,7 +67,7 @@ def load_model(
     with _named(config):
         if pooler is None and uses_fallback(config):
             return load_fallback(config, dtype, device, load_format, seed, group)
-        spec, names = find_family(config.hf) if pooler is None else find_pooled(config.hf, pooler)
+        spec, names = _family(config, pooler)
         parts = _Parts(spec, dtype, device, group.shard)
         if load_format == "dummy":
             _fill_dummy(parts, seed, progress)
@@ -78,11 +78,36 @@ def load_model(
         return Decoder(spec, parts.weights(), config.max_model_len, group)
 
 
+class _Malformed(Exception):
+    """A value of config.json that no family's reader could take."""
+
+
+def _family(config: ModelConfig, pooler: PoolerConfig | None) -> tuple[DecoderSpec, WeightNames]:
+    try:
+        found = find_family(config.hf) if pooler is None else find_pooled(config.hf, pooler)
+    except ConfigError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise _Malformed(f"{type(error).__name__}: {error}") from error
+    if quantised := config.hf.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"config.json: quantization_config ({method}) is not supported; use the model's float weights, or, where "
+            "they are what the folder has, --hf-overrides '{\"quantization_config\": null}'."
+        )
+    return found
+
+
 @contextmanager
 def _named(config: ModelConfig) -> Iterator[None]:
     """Put the folder before what is said of a config.json; families see only its values."""
     try:
         yield
+    except _Malformed as error:
+        raise ConfigError(
+            f"{config.path}/config.json holds a value of another kind than {config.architecture} needs ({error}); "
+            "correct it, or download it again."
+        ) from error
     except ConfigError as error:
         text = str(error)
         if config.path in text:
