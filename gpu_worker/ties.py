@@ -30,7 +30,7 @@ from ..proto.group import FromLeader, Join, Meet, ToLeader
 from ..proto.messages import PROTOCOL, Beat, Bye, Drain
 from ..proto.process import new_incarnation
 from ..proto.sockets import DISCONNECTED, Dealer, Keys, Router
-from .link import LINGER_MS, Leave
+from .link import LINGER_MS, MAX_QUEUED, Leave
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,12 @@ class _Tie:
     def _hand_over(self, frame: bytes) -> None:
         with self._lock, contextlib.suppress(zmq.Again):  # the thread has ended: nobody is there to send it
             self._out.send(frame, zmq.NOBLOCK)
+
+    def _queue(self, item: Any) -> None:
+        """Put a message of another process before the compute thread, which has at most a few plans before it."""
+        if self._inbox.qsize() > MAX_QUEUED:
+            end(f"over {MAX_QUEUED} messages of this replica's other processes wait")
+        self._inbox.put(item)
 
     def _close(self, word: Any) -> None:
         """Send a last message, let it leave, and end the thread."""
@@ -200,7 +206,7 @@ class Leader(_Tie):
             log.info("process %d of this replica was asked to end", number)
             self._on_leave()
         else:
-            self._inbox.put((number, message))
+            self._queue((number, message))
 
     def _joined(self, peer: str, join: Join) -> None:
         refusal = self._refusal(join)
@@ -277,7 +283,7 @@ class Member(_Tie):
         elif not isinstance(message, Beat):
             if isinstance(message, Drain):
                 self._closing = True  # the leader ends now, and that is as it should be
-            self._inbox.put(message)
+            self._queue(message)
 
     def _put(self, frame: bytes) -> None:
         self._wire.send_frame(frame)
