@@ -1,6 +1,6 @@
 """Long storms: processes killed, stopped and cut off while 64 streams are open, each compared with its calm run.
 
-    python bench/chaos.py --kills 200 --output-json bench/results/chaos.json
+    python bench/chaos.py --kills 200 --output-json bench/results/chaos-real-workers.json
 
 Two storms, one over workers with a page store in place of a model (`scheduler/fake_worker.py`) and one over the demo
 model in float32; each takes half of the kills. `tests/chaos/storm.py` says what is done and what is compared. The code
