@@ -1,0 +1,26 @@
+"""How the suite is run: by two processes that take whole files, each with one thread for its own tensors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+PROCESSES = 2
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What ``-n auto`` is here. A few named files are run as they come, and so is all on a machine with a GPU: each
+    server that a test starts wants most of its memory."""
+    several = any(Path(arg.partition("::")[0]).is_dir() for arg in config.args)
+    alone = Path("/dev/nvidiactl").exists() or (os.cpu_count() or 1) < 2
+    return PROCESSES if several and not alone else 0
+
+
+def pytest_collection_finish() -> None:
+    """Models of tests are tiny, and threads that wait for each other would only take turns with what else runs."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
