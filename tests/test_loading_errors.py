@@ -173,6 +173,18 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
+def test_positions_that_were_never_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the user says that the model can go further: there is no row to look up."""
+    folder = tiny_models.save("GPT2", tmp_path, 0, vocab_size=320, n_embd=48, n_layer=1, n_head=2, n_positions=64)
+    assert load(folder).spec.positions == 64
+    monkeypatch.setenv("QUIRE_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    with pytest.raises(ConfigError, match=rf"{folder}: max_model_len=65 is more .* use --max-model-len 64 at most"):
+        load(folder, max_model_len=65)
+    edit(folder, n_positions=None, n_ctx=None)  # GPT-2's own 1024 positions, of a model that holds 2048 by default
+    with pytest.raises(ConfigError, match="max_model_len=2048 is more than the 1024 positions"):
+        load(folder)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_it_is_said_in_one_line(name: str, folder: Path) -> None:
     spoil, flags, said, remedy = BAD[name]

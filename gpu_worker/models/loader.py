@@ -68,6 +68,12 @@ def load_model(
         if pooler is None and uses_fallback(config):
             return load_fallback(config, dtype, device, load_format, seed, group)
         spec, names = _family(config, pooler)
+        room = spec.positions - spec.position_offset
+        if 0 < room < config.max_model_len:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len} is more than the {room} positions that {spec.architecture} has "
+                f"learned; use --max-model-len {room} at most."
+            )
         parts = _Parts(spec, dtype, device, group.shard)
         if load_format == "dummy":
             _fill_dummy(parts, seed, progress)
