@@ -13,10 +13,11 @@ from pathlib import Path
 
 NEEDS = {
     "scheduler": ["msgspec", "pyzmq"],
-    "frontend": ["aiohttp", "huggingface_hub", "msgspec", "prometheus_client", "pyzmq", "uvloop"],
+    "frontend": ["aiohttp", "huggingface_hub", "msgspec", "numpy", "prometheus_client", "pyzmq", "uvloop"],
     "detokenizer": ["huggingface_hub", "jinja2", "llguidance", "msgspec", "pyzmq", "tokenizers", "transformers"],
     "gpu_worker": [
-        "huggingface_hub", "llguidance", "msgspec", "numpy", "pyzmq", "safetensors", "torch", "tqdm", "triton",
+        "huggingface_hub", "llguidance", "msgspec", "numpy", "pyzmq", "safetensors", "tokenizers", "torch", "tqdm",
+        "transformers", "triton",
     ],
 }  # fmt: skip
 
