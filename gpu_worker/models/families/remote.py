@@ -98,6 +98,7 @@ def decilm(hf: Config) -> DecoderSpec:
 
 def internlm(hf: Config) -> DecoderSpec:
     """InternLM: biases on all four of attention's products."""
+    refuse(hf.get("rotary") or {}, base=10000, scaling_factor=1.0)
     bias = hf.get("bias") is not False
     return decoder(hf, qkv_bias=bias, o_bias=bias)
 
@@ -149,6 +150,8 @@ _JAIS_NAMES = WeightNames(
 def jais(hf: Config) -> DecoderSpec:
     """Jais: GPT-2 with ALiBi, a gated MLP, and factors on embeddings and logits."""
     refuse(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+    if (hf.get("alibi_scaling") or {}).get("train_seq_len", 0) < integer(hf, "max_position_embeddings"):
+        refuse(hf, alibi_scaling=None)  # flattens ALiBi past train_seq_len; no request gets there otherwise
     heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
     alibi, gated = hf.get("position_embedding_type") == "alibi", hf.get("hidden_act") == "swiglu"
     by_dim = hf.get("mup_scale_qk_dot_by_d") or hf.get("scale_qk_dot_by_d")
@@ -215,7 +218,7 @@ def olmo(hf: Config) -> DecoderSpec:
     """OLMo: LayerNorms without weights. Its MLP's width counts both halves."""
     refuse(
         hf, activation_type="swiglu", layer_norm_type="default", layer_norm_with_affine=False, include_bias=False,
-        rope=True, alibi=False, attention_layer_norm=False, block_type="sequential",
+        rope=True, alibi=False, attention_layer_norm=False, block_type="sequential", scale_logits=False,
     )  # fmt: skip
     wide = hf.get("mlp_hidden_size") or integer(hf, "mlp_ratio", 4) * integer(hf, "hidden_size")
     kv = hf.get("n_kv_heads") or (1 if hf.get("multi_query_attention") else None)
