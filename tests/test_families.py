@@ -120,6 +120,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("OPTForCausalLM", {"word_embed_proj_dim": 0}, "word_embed_proj_dim must be a positive integer, got 0"),
     ("StableLmForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "3 dims of each head would turn"),
     ("CohereForCausalLM", {"logit_scale": 0}, "logit_scale must be a positive number"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}},
+     "rope type 'yarn' cannot be computed from {'factor': 4.0, 'original_max_position_embeddings': 0}"),
     ("OLMoForCausalLM", {"scale_logits": True}, "scale_logits True"),
     ("InternLMForCausalLM", {"rotary": {"base": 5000, "type": "dynamic"}}, "base 5000"),
     ("JAISLMHeadModel", {"alibi_scaling": {"train_seq_len": 32}}, "alibi_scaling {'train_seq_len': 32}"),

@@ -37,7 +37,14 @@ def rope_tables(spec: RopeSpec, max_len: int, device: torch.device | None = None
         raise ConfigError(f"config.json: rotary positions need an even number of dims, got {spec.rotary_dim}.")
     if spec.type not in _TYPES:
         raise ConfigError(f"config.json: rope type {spec.type!r} is not supported; supported are {sorted(_TYPES)}.")
-    speeds, factor = _TYPES[spec.type](spec, max_len)
+    try:
+        speeds, factor = _TYPES[spec.type](spec, max_len)
+    except ConfigError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"config.json: rope type {spec.type!r} cannot be computed from {spec.scaling} ({error})."
+        ) from error
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * speeds
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
