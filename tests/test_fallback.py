@@ -186,7 +186,8 @@ def test_remote_code_of_a_known_family_is_never_needed(tmp_path: Path) -> None:
 def test_models_that_cannot_be_paged_are_refused(prefix: str, said: str, tmp_path: Path) -> None:
     values = {"Lfm2": {"full_attn_idxs": [1]}, "Mamba": {"state_size": 8}}.get(prefix, {})
     config = config_for(prefix, tmp_path, values)
-    with pytest.raises(ConfigError, match=f"{tmp_path}: {prefix}ForCausalLM .* cannot be served: {said}") as caught:
+    words = f"{tmp_path}: transformers' {prefix}ForCausalLM cannot be served with paged attention: {said}"
+    with pytest.raises(ConfigError, match=words) as caught:
         load(config, load_format="dummy")
     assert "\n" not in str(caught.value)
 

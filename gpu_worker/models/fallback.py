@@ -190,8 +190,8 @@ def load_fallback(
     """transformers' model of ``config`` on ``device`` in ``dtype``. Raises ConfigError, one line."""
     if group is not None and group.shard != Shard():
         raise ConfigError(
-            f"{config.path}: {config.architecture} is not known to quire, and transformers' model of it runs in one "
-            "process; leave out --tensor-parallel-size and --pipeline-parallel-size."
+            f"{config.path}: transformers' model of {config.architecture} runs in one process; leave out "
+            "--tensor-parallel-size and --pipeline-parallel-size."
         )
     import transformers
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM

@@ -110,8 +110,7 @@ def _refusing(kind: type, config: ModelConfig) -> Iterator[None]:
         yield
     except _Refused as why:
         raise ConfigError(
-            f"{config.path}: {kind.__name__} is not known to quire, and transformers' model of it cannot be served: "
-            f"{why}."
+            f"{config.path}: transformers' {kind.__name__} cannot be served with paged attention: {why}."
         ) from why
 
 
