@@ -25,7 +25,8 @@ from chaos.cluster import Cluster  # noqa: E402
 from fuzz import sockets, targets, web  # noqa: E402
 
 SOCKETS = ("scheduler_front", "scheduler_workers", "detokenizer_router")
-ALL = (*SOCKETS, "engine_dealers", "http")
+DEALERS = ("engine_dealers", "worker_dealer", "detokenizer_dealer")
+ALL = (*SOCKETS, *DEALERS, "http")
 
 
 def main() -> int:
@@ -55,8 +56,8 @@ def main() -> int:
 async def campaign(name: str, count: int, seed: int) -> dict[str, Any]:
     """One of ALL, in a cluster of its own."""
     rng = random.Random(seed)
-    if name == "engine_dealers":
-        return described(await sockets.engine_dealers(count, rng))
+    if name in DEALERS:
+        return described(await getattr(sockets, name)(count, rng))
     async with Cluster(targets.shape(), rng) as cluster:
         valid = targets.Valid(cluster, rng)
         try:

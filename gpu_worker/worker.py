@@ -152,6 +152,11 @@ class Worker:
         self._end_lease()
         self._lease, self._epoch = assign.lease, assign.lease.epoch
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
+        if wanted[0] not in (8, 16, 32) or not 1 <= wanted[1] <= wanted[2] < 2**31:  # no scheduler's flags say so
+            self._fail(
+                0, PlanError("Assign asks for blocks of {} tokens, {} rows and {} tokens a step".format(*wanted))
+            )
+            return
         if wanted != self._assigned:
             self._runner = self._state = None  # the old cache is freed before the new one is measured
             self._num_blocks = self._fit(self._measure(*wanted), assign.max_num_seqs)
@@ -198,6 +203,9 @@ class Worker:
 
     def _configure(self, configure: Configure) -> None:
         if configure.lease != self._lease or self._assigned is None or self._state is None:
+            return
+        if self._next_step:  # rows may hold blocks by now that a smaller cache would not have
+            self._fail(0, PlanError("a second Configure came under one lease"))
             return
         if not 1 <= configure.num_blocks <= self._num_blocks:
             error = PlanError(f"Configure asks for {configure.num_blocks} blocks; {self._num_blocks} fit")

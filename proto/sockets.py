@@ -285,7 +285,6 @@ class Router(Wire[T]):
         unread.add(len(frame))
         if (question := unread.question(now)) is not None:
             self._put(peer, question)
-        self._look_again()
         return True
 
     def _put(self, peer: str, frame: bytes) -> bool:
@@ -296,6 +295,8 @@ class Router(Wire[T]):
                 self._unread.pop(peer, None)
                 return False
             raise
+        finally:
+            self._look_again()  # to nobody too: what others have sent is news that any send may have taken
         return True
 
     def _control(self, peer: str, frame: bytes) -> bool:
@@ -389,7 +390,8 @@ class Dealer(Wire[T]):
                 self.socket.send(question, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._look_again()
+        finally:
+            self._look_again()
         return True
 
     def _control(self, frame: bytes) -> bool:
@@ -418,6 +420,7 @@ class Dealer(Wire[T]):
         self._connect()
         self._unread = Unread(time.monotonic())
         self.socket.send(RESET, zmq.NOBLOCK)
+        self._look_again()
         self._resets += 1
         if self._pump_events is not None and self._loop is not None:
             self._loop.call_soon(self._pump_events)

@@ -69,14 +69,15 @@ def packable() -> st.SearchStrategy[Any]:
 
 class Frames:
     """An endless supply for one union. ``sound`` makes messages that are right, for those with one thing changed;
-    types named in ``without`` are not sent on purpose (a Bye, say, that the peer must obey)."""
+    types named in ``without``, and frames that ``order`` is true of, are not sent on purpose (a Bye, say, that the
+    peer must obey)."""
 
     def __init__(
         self, union: Any, rng: random.Random, sound: Callable[[random.Random], list[Any]] | None = None,
-        without: tuple[type, ...] = (),
+        without: tuple[type, ...] = (), order: Callable[[bytes], bool] = lambda frame: False,
     ):  # fmt: skip
         self.types = [each for each in typing.get_args(union) if each not in without]
-        self.rng, self.sound = rng, sound
+        self.rng, self.sound, self._order = rng, sound, order
         self._forbidden = {each.__name__ for each in without}
         self._made: list[Any] = []
 
@@ -85,7 +86,7 @@ class Frames:
         made = hypotheses(packable(), max(1, count // 5), self.rng.randrange(2**31))
         for _ in range(count):
             frame = self._one(made)
-            if not self._leaves(frame):
+            if not self._leaves(frame) and not self._order(frame):
                 yield frame
 
     def _one(self, made: list[Any]) -> bytes:

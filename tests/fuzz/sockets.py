@@ -7,8 +7,9 @@ memory grew past ``MEMORY``.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgspec
 from chaos.cluster import Cluster
 
 from fuzz import targets
+from fuzz.alone import LoneDetokenizer, LoneWorker
 from fuzz.frames import Frames, plain
 from fuzz.targets import FakePeers, Stranger, Valid, hello
 from quire.proto import messages as m
@@ -176,6 +178,55 @@ async def engine_dealers(count: int, rng: random.Random) -> Result:
         return result
     finally:
         await peers.close()
+
+
+async def worker_dealer(count: int, rng: random.Random) -> Result:
+    """A worker's socket, from a scheduler that lies. Bye, Drain and an Assign of other sizes are orders.
+
+    A lie in a plan costs the lease, so each few frames have a lease of their own.
+    """
+    async with LoneWorker(rng) as worker:
+        frames = Frames(m.FromSchedulerWorkers, rng, worker.sound, (m.Bye, m.Drain), worker.order)
+
+        async def lie(supply: Iterator[bytes]) -> int:
+            await worker.open()
+            if rng.random() < 0.02:
+                worker.wire.send(worker.peer, m.Bye("it was silent", again=True))
+            lot = itertools.islice(supply, rng.choice((1, 3, 10, 30, 100)))
+            return sum(worker.wire.send_frame(worker.peer, frame) for frame in lot)
+
+        return await _lies(worker, count, frames, lie)
+
+
+async def detokenizer_dealer(count: int, rng: random.Random) -> Result:
+    """A detokenizer's socket, from a scheduler that lies, about requests that are there. Bye is an order."""
+    async with LoneDetokenizer(rng) as detokenizer:
+        frames = Frames(m.FromSchedulerFront, rng, detokenizer.sound, (m.Bye,))
+
+        async def lie(supply: Iterator[bytes]) -> int:
+            await detokenizer.victims()
+            lot = itertools.islice(supply, rng.choice((5, 10, 50)))
+            return sum(detokenizer.wire.send_frame(detokenizer.peer, frame) for frame in lot)
+
+        return await _lies(detokenizer, count, frames, lie)
+
+
+async def _lies(
+    alone: LoneWorker | LoneDetokenizer, count: int, frames: Frames,
+    lie: Callable[[Iterator[bytes]], Awaitable[int]],
+) -> Result:  # fmt: skip
+    """``lie`` sends the next few frames, and returns how many it could."""
+    await alone.check()
+    watch, result = Watch(alone), Result()
+    while result.sent < count:
+        supply, sent = frames.take(min(BATCH, count - result.sent)), -1
+        while sent:
+            sent = await lie(supply)
+            result.sent += sent
+        await alone.check()
+        result.served += 1
+        result.grown = watch.look()
+    return result
 
 
 async def _several_frames(stranger: Stranger, rng: random.Random) -> None:

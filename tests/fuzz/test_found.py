@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from chaos.cluster import until
+from worker_toys import CPU, VOCAB, ToyModel
 
 from fuzz.targets import FakePeers
 from quire.client.stream import RequestError
 from quire.frontend.errors import error_body
+from quire.gpu_worker.worker import Worker
 from quire.proto.config import EngineArgs
-from quire.proto.messages import Submit
+from quire.proto.messages import Assign, Beat, Configure, Drain, FromDetokenizer, Lease, Submit, ToDetokenizer
+from quire.proto.model_config import ModelConfig
 from quire.proto.params import SamplingParams
+from quire.proto.sockets import Dealer, Router
 from quire.scheduler.core import Scheduler
 from quire.scheduler.membership import Membership
 
@@ -47,3 +57,46 @@ def test_a_detokenizer_lost_while_its_engine_closes() -> None:
         assert set(watched()) == before
 
     asyncio.run(run())
+
+
+def test_a_send_to_nobody_while_another_peer_sends(tmp_path: Path) -> None:
+    """The try takes ZeroMQ's news of what has come; without a second look it would not be read, nor what follows."""
+
+    async def run() -> None:
+        got: list[Any] = []
+        router: Router[Any] = Router(ToDetokenizer, f"ipc://{tmp_path}/r")
+        peer: Dealer[Any] = Dealer(FromDetokenizer, router.endpoint, "engine")
+        router.attach(lambda _, message: got.append(message))
+        peer.send(Beat(1))
+        assert await until(lambda: len(got) == 1, 20)
+        peer.send(Beat(2))
+        time.sleep(0.1)  # noqa: ASYNC251  # it is there, and the event loop has not had its turn
+        assert not router.send("nobody", Beat())
+        assert await until(lambda: len(got) == 2, 5)
+        peer.close()
+        router.close()
+
+    asyncio.run(run())
+
+
+def lone_worker(messages: list[Any]) -> list[Any]:
+    """What a worker answers to these, all of them there at once."""
+    said: list[Any] = []
+    link = SimpleNamespace(get=lambda _: messages.pop(0), send=said.append, renew=lambda: None, last_step=0)
+    config = ModelConfig(path="", hf={"intermediate_size": 32}, max_model_len=64, vocab_size=VOCAB)
+    worker = Worker(EngineArgs(num_gpu_blocks_override=32), config, ToyModel(), torch.float32, CPU)
+    worker.serve(link)
+    return [type(each).__name__ for each in said]
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 64), (-1, 8, 64), (8, 0, 64), (8, 2**62, 2**63), (8, 65, 64), (8, 8, 2**31)])
+def test_an_assign_of_sizes_that_cannot_be(sizes: tuple[int, int, int]) -> None:
+    assign = [Assign(Lease(1, 0, 1), 0, 0, "", *sizes), Assign(Lease(1, 0, 2), 0, 0, "", 8, 8, 64)]
+    assert lone_worker([*assign, Configure(Lease(1, 0, 2), 32), Drain()]) == ["StepFailed", "Loaded", "Ready"]
+
+
+def test_a_second_configure_under_one_lease() -> None:
+    """Rows may hold blocks that the smaller cache would not have: a GPU would write beyond it."""
+    lease = Lease(1, 0, 1)
+    messages = [Assign(lease, 0, 0, "", 8, 8, 64), Configure(lease, 32), Configure(lease, 9), Drain()]
+    assert lone_worker(messages) == ["Loaded", "Ready", "StepFailed"]

@@ -41,3 +41,11 @@ def test_sockets_and_routes() -> None:
 
 def test_an_engine_between_liars() -> None:
     print(asyncio.run(sockets.engine_dealers(COUNT * 3, random.Random(18))))
+
+
+def test_a_worker_and_a_detokenizer_under_a_scheduler_that_lies() -> None:
+    async def both() -> None:
+        print(await asyncio.gather(sockets.worker_dealer(COUNT // 6, random.Random(19)),
+                                   sockets.detokenizer_dealer(COUNT // 3, random.Random(20))))  # fmt: skip
+
+    asyncio.run(both())
