@@ -183,8 +183,8 @@ class Wire(Generic[T]):
     def _drop(self, peer: str, error: object) -> None:
         self.bad_frames += 1
         if self.bad_frames <= 20 or self.bad_frames % 1000 == 0:
-            # A stranger's identity may be any bytes: repr keeps them from a terminal.
-            log.warning("dropped a bad frame from %r (%d so far): %s", peer, self.bad_frames, error)
+            # A stranger's identity may be any bytes, and so may what an error quotes: repr keeps them from a terminal.
+            log.warning("dropped a bad frame from %r (%d so far): %r", peer, self.bad_frames, str(error))
 
     def close(self) -> None:
         """Close at once; messages not yet sent are given up."""

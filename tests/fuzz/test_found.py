@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from chaos.cluster import until
@@ -77,6 +78,18 @@ def test_a_send_to_nobody_while_another_peer_sends(tmp_path: Path) -> None:
         router.close()
 
     asyncio.run(run())
+
+
+def test_a_bad_frame_whose_tag_is_for_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    router: Router[Any] = Router(ToDetokenizer, f"ipc://{tmp_path}/r")
+    peer: Dealer[Any] = Dealer(FromDetokenizer, router.endpoint, "engine")
+    peer.send_frame(msgspec.msgpack.encode(["\x1b[2J\n12:00:00 I all is well"]))
+    assert router.socket.poll(20_000)
+    assert router.recv() is None and router.bad_frames == 1
+    peer.close()
+    router.close()
+    (record,) = [each for each in caplog.records if "bad frame" in each.getMessage()]
+    assert record.getMessage().isprintable() and "all is well" in record.getMessage()
 
 
 def lone_worker(messages: list[Any]) -> list[Any]:
