@@ -137,9 +137,9 @@ def test_fewer_returned_than_searched(llm):
 
 
 def test_beams_preempted_and_among_others_change_nothing(folder, llm):
-    prompts = tiny_models.random_prompts(10, seed=13, shortest=20, longest=60)
+    prompts = tiny_models.random_prompts(12, seed=13, shortest=20, longest=60)
     params = [
-        beams(4) if i % 2 else SamplingParams(seed=i, max_tokens=40, ignore_eos=True) for i in range(len(prompts))
+        SamplingParams(seed=i, max_tokens=66, ignore_eos=True) if i < 8 else beams(4) for i in range(len(prompts))
     ]
     expected = [
         llm.generate(prompt_token_ids=[prompt], sampling_params=each, use_tqdm=False)[0]
