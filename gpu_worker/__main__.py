@@ -18,7 +18,7 @@ from .device import choose_device, choose_threads, describe, parameter_estimate,
 from .link import Dismissed, Link
 
 if TYPE_CHECKING:
-    from .ties import Leader, Member
+    from .group_link import Leader, Member
     from .worker import Worker
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         if ending.asked:  # and so were the others, one of which has gone already
             farewell = ASKED
             return 0
-        from .ties import PATIENCE_S, end
+        from .group_link import PATIENCE_S, end
 
         time.sleep(PATIENCE_S)  # where another process has died, the link to it ends this one meanwhile, and says so
         log.error("%s", error, exc_info=error)
@@ -140,16 +140,16 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
     group, shared = Group.alone(), ""
     if count > 1:
-        from . import meeting
+        from . import rendezvous
 
-        meeting.check(config, pooler, args)
+        rendezvous.check(config, pooler, args)
         shard, shared = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size), f", one of {count}"
-        tie = meeting.tie_for(args, shard, meeting.settings_of(args, config, dtype, device), keys, links.leave)
-        if isinstance(tie, meeting.Leader):
-            links.others = tie
+        link = rendezvous.link_for(args, shard, rendezvous.settings_of(args, config, dtype, device), keys, links.leave)
+        if isinstance(link, rendezvous.Leader):
+            links.others = link
         else:
-            links.link = tie
-        group = meeting.ranks_of(args, shard, tie, device)
+            links.link = link
+        group = rendezvous.ranks_of(args, shard, link, device)
     if links.link is None:
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads

@@ -22,7 +22,7 @@ from ..proto.group import check_split
 from .models.spec import DecoderSpec, Shard
 
 TIMEOUT = timedelta(hours=1)
-"""Longest wait within one exchange. What is dead is found by the links long before (``ties.py``)."""
+"""Longest wait within one exchange. What is dead is found by the links long before (``group_link.py``)."""
 
 
 class Group:

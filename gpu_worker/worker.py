@@ -48,7 +48,7 @@ from .state import PlanError, RowState, logprob_bytes
 from .transfer import RING
 
 if TYPE_CHECKING:
-    from . import ties
+    from . import group_link
     from .grammar import Grammars
     from .models.decoder import Decoder
 
@@ -87,7 +87,7 @@ class Worker:
         grammars: Grammars | None = None,
         functions: dict[str, Function] | None = None,
         group: Group | None = None,
-        others: ties.Leader | None = None,
+        others: group_link.Leader | None = None,
         pooler: PoolerConfig | None = None,
     ):
         self._group, self._others = group or Group.alone(), others
@@ -106,7 +106,7 @@ class Worker:
         self._state: RowState | None = None
         self._runner: Runner | None = None
 
-    def serve(self, link: Link | ties.Member) -> None:
+    def serve(self, link: Link | group_link.Member) -> None:
         """Until Drain, or until nobody is there to ask. Raises Dismissed on Bye and ConfigError where the model does
         not fit."""
         self._link: Any = link  # either has what is used of it

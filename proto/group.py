@@ -1,4 +1,4 @@
-"""What the processes of one replica tell each other (``gpu_worker/ties.py``): beside what comes of the scheduler
+"""What the processes of one replica tell each other (``gpu_worker/group_link.py``): beside what comes of the scheduler
 (Assign, Configure, StepPlan) and its answers (Loaded, Ready), how they meet. And how many there can be."""
 
 from __future__ import annotations

@@ -616,7 +616,8 @@ async def test_a_silent_detokenizer_hands_over_what_it_held(net, monkeypatch):
     hung.router.send(peer, m.Failed(sent.uid, sent.attempt, 500, "late"))  # to an identity that is gone
     other.text(again, 1, [2], "b", m.Finish.STOP)
     assert (await drain(stream))[0] == "ab"
-    assert hung.peer != peer and not net.engine._links[hung.incarnation].ready  # connected, and not heard yet
+    await until(lambda: hung.peer != peer)
+    assert not net.engine._links[hung.incarnation].ready  # connected again, and not heard yet
     alive.append(hung)
     await until(lambda: net.engine._links[hung.incarnation].ready)
     task.cancel()

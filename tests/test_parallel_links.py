@@ -8,7 +8,7 @@ import pytest
 from stack import wait_until
 
 from quire.client.launch import Stack
-from quire.gpu_worker import ties
+from quire.gpu_worker import group_link
 from quire.gpu_worker.models.spec import Shard
 from quire.gpu_worker.parallel import check_shards, leader_of, number_of, shard_of
 from quire.proto.config import ConfigError, EngineArgs, parse_service_args
@@ -29,7 +29,7 @@ def ends(monkeypatch):
         told.append(str(reason))
         raise SystemExit
 
-    monkeypatch.setattr(ties, "end", end)
+    monkeypatch.setattr(group_link, "end", end)
     return told
 
 
@@ -38,22 +38,22 @@ def make(tmp_path, ends):
     made = []
 
     def make(kind, *args, keys=None, at=f"ipc://{tmp_path}/replica", settings=SETTINGS):
-        tie = kind(at, *args, settings, keys, *([lambda: ends.append("leave")] if kind is ties.Leader else []))
-        tie.start()
-        made.append(tie)
-        return tie
+        link = kind(at, *args, settings, keys, *([lambda: ends.append("leave")] if kind is group_link.Leader else []))
+        link.start()
+        made.append(link)
+        return link
 
     yield make
-    for tie in made[::-1]:
-        tie.close("over", True) if isinstance(tie, ties.Leader) else tie.close()
+    for link in made[::-1]:
+        link.close("over", True) if isinstance(link, group_link.Leader) else link.close()
 
 
 def test_what_the_leader_says_reaches_all_and_their_answers_come_back(make, ends):
-    first = make(ties.Member, 0)  # before there is a leader
-    leader = make(ties.Leader, [0, 2])
+    first = make(group_link.Member, 0)  # before there is a leader
+    leader = make(group_link.Leader, [0, 2])
     waiting = threading.Thread(target=leader.meet, args=("/there", 0))
     waiting.start()
-    last = make(ties.Member, 2)
+    last = make(group_link.Member, 2)
     for member in (first, last):
         assert member.meet().file == "/there"
     waiting.join(10)
@@ -75,7 +75,7 @@ def test_what_the_leader_says_reaches_all_and_their_answers_come_back(make, ends
 
 @pytest.mark.parametrize("who", ["leader", "member"])
 def test_a_broken_link_ends_the_process(make, ends, who):
-    leader, member = make(ties.Leader, [1]), make(ties.Member, 1)
+    leader, member = make(group_link.Leader, [1]), make(group_link.Member, 1)
     leader.meet("", 1)
     member.meet()
     gone, said = (leader, "its leader is gone") if who == "leader" else (member, "process 1 of this replica")
@@ -85,7 +85,7 @@ def test_a_broken_link_ends_the_process(make, ends, who):
 
 
 def test_a_farewell_that_was_not_asked_for_ends_the_process_with_its_reason(make, ends):
-    leader, member = make(ties.Leader, [1]), make(ties.Member, 1)
+    leader, member = make(group_link.Leader, [1]), make(group_link.Member, 1)
     leader.meet("", 1)
     member.meet()
     member.close("it does not fit")
@@ -93,23 +93,23 @@ def test_a_farewell_that_was_not_asked_for_ends_the_process_with_its_reason(make
 
 
 def test_who_is_different_or_here_already_is_refused(make, ends):
-    make(ties.Leader, [1])
-    make(ties.Member, 1, settings={**SETTINGS, "dtype": "bfloat16"})
+    make(group_link.Leader, [1])
+    make(group_link.Member, 1, settings={**SETTINGS, "dtype": "bfloat16"})
     wait_until(lambda: any("its dtype is bfloat16 where its leader's is float32" in each for each in ends), "refusal")
-    make(ties.Member, 1)
-    make(ties.Member, 1)
+    make(group_link.Member, 1)
+    make(group_link.Member, 1)
     wait_until(lambda: any("process 1 of this replica is here already" in each for each in ends), "refusal")
 
 
 def test_keys(make, ends):
     keys = Keys.generate()
-    leader = make(ties.Leader, [1], keys=keys, at="tcp://127.0.0.1:*")
-    make(ties.Member, 1, keys=keys, at=f"{leader._wire.endpoint.replace('[::ffff:127.0.0.1]', '127.0.0.1')} "
+    leader = make(group_link.Leader, [1], keys=keys, at="tcp://127.0.0.1:*")
+    make(group_link.Member, 1, keys=keys, at=f"{leader._wire.endpoint.replace('[::ffff:127.0.0.1]', '127.0.0.1')} "
          f"{keys.public.decode()}").send(Drain())  # fmt: skip
     leader.meet("", 5)
     wait_until(lambda: ends == ["leave"], "it is let in")
     with pytest.raises(ConfigError, match="off loopback and needs --keys"):
-        ties.Leader("tcp://0.0.0.0:29501", [1], SETTINGS, None, lambda: None)
+        group_link.Leader("tcp://0.0.0.0:29501", [1], SETTINGS, None, lambda: None)
 
 
 def test_places():

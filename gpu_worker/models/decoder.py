@@ -92,7 +92,7 @@ class _Layer:
         attended = self.attention(normed, batch, *kv, step)
         if outputs is not None:
             x, normed, attended = (each.index_select(0, outputs) for each in (x, normed, attended))
-        if spec.parallel:
+        if spec.parallel_residual:
             second = normed if self.mlp_norm is None else self.mlp_norm(x)
             return x + self._scaled(add(attended + self.run_mlp(second)))
         attended = add(attended)
@@ -146,7 +146,7 @@ class Decoder:
             for index in shard.layers(spec.num_layers)
         ]
         self._plain = not (
-            spec.parallel or spec.post_norm or spec.residual_from_norm or spec.residual_scale != 1.0
+            spec.parallel_residual or spec.post_norm or spec.residual_from_norm or spec.residual_scale != 1.0
             or set(spec.norms) != {"attn", "mlp"} or not spec.final_norm
         )  # fmt: skip
 

@@ -74,7 +74,7 @@ class DecoderSpec:
     norm_affine: bool = True
     # Where a layer has norms: before ("attn", "mlp") or behind ("attn_out", "mlp_out") its two halves.
     norms: tuple[str, ...] = ("attn", "mlp")
-    parallel: bool = False  # both halves read the same input, and are added together
+    parallel_residual: bool = False  # both halves read the same input, and are added together
     post_norm: bool = False  # "attn" and "mlp" are norms of the sums with the residual
     residual_from_norm: bool = False  # what is added to is the norm's output
     final_norm: bool = True

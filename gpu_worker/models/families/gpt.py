@@ -99,7 +99,7 @@ _NEOX_NAMES = WeightNames(
 def gptj(hf: Config) -> DecoderSpec:
     """GPT-J: both halves from one norm, adjacent dims turn, and the head has a bias."""
     return gpt(
-        hf, parallel=True, norms=("attn",), rope=RopeSpec(integer(hf, "rotary_dim", 64), interleaved=True),
+        hf, parallel_residual=True, norms=("attn",), rope=RopeSpec(integer(hf, "rotary_dim", 64), interleaved=True),
         activation=activation(hf, default="gelu_new"), qkv_bias=False, o_bias=False, lm_head_bias=True,
         tied=bool(hf.get("tie_word_embeddings")),
     )  # fmt: skip
@@ -110,7 +110,7 @@ def neox(hf: Config) -> DecoderSpec:
     hf = {"partial_rotary_factor": hf.get("rotary_pct", 0.25), "rope_theta": hf.get("rotary_emb_base", 10000), **hf}
     head_dim, bias = integer(hf, "hidden_size") // integer(hf, "num_attention_heads"), hf.get("attention_bias")
     return gpt(
-        hf, parallel=hf.get("use_parallel_residual") is not False, activation=activation(hf, default="gelu"),
+        hf, parallel_residual=hf.get("use_parallel_residual") is not False, activation=activation(hf, default="gelu"),
         rope=rope(hf, head_dim, integer(hf, "max_position_embeddings", 2048)), qkv_bias=bias is not False,
         o_bias=bias is not False, tied=bool(hf.get("tie_word_embeddings")),
     )  # fmt: skip
@@ -152,7 +152,7 @@ def falcon(hf: Config) -> DecoderSpec:
     turn = None if slopes else rope(hf, hidden // heads, integer(hf, "max_position_embeddings", 2048))
     bias = bool(hf.get("bias"))
     return gpt(
-        {**hf, "num_key_value_heads": 1 if single else kv_heads}, rope=turn, alibi=slopes, parallel=parallel,
+        {**hf, "num_key_value_heads": 1 if single else kv_heads}, rope=turn, alibi=slopes, parallel_residual=parallel,
         norms=("attn", "mlp") if two else ("attn",), qkv_bias=bias, o_bias=bias, mlp_bias=bias,
         activation=activation(hf, "activation", "gelu"),
     )  # fmt: skip

@@ -61,7 +61,7 @@ class _Tie:
         self._wire, self._context = wire, wire.socket.context
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
-        name = f"inproc://tie-{id(self)}"
+        name = f"inproc://group-link-{id(self)}"
         self._in, self._out = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         for socket in (self._in, self._out):
             socket.set_hwm(0)
@@ -69,7 +69,7 @@ class _Tie:
         self._in.bind(name)
         self._out.connect(name)
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="tie", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="group-link", daemon=True)
 
     def start(self) -> None:
         """Begin to send and receive."""
@@ -131,7 +131,7 @@ class _Tie:
             self._in.close()
 
     def _pass_on(self) -> bool:
-        """False once the tie is closed."""
+        """False once the link is closed."""
         while True:
             try:
                 frame = self._in.recv(zmq.NOBLOCK)

@@ -23,7 +23,7 @@ from .models.families import find_family
 from .models.pooled import find_pooled
 from .models.spec import Shard
 from .parallel import TIMEOUT, Ranks, check_shards, leader_of, number_of
-from .ties import Leader, Member
+from .group_link import Leader, Member
 
 _ALIKE = (
     "tensor_parallel_size", "pipeline_parallel_size", "load_format", "seed", "logprobs_mode", "max_logprobs",
@@ -51,7 +51,7 @@ def check(config: ModelConfig, pooler: PoolerConfig | None, args: EngineArgs) ->
     check_shards(spec, args.tensor_parallel_size, args.pipeline_parallel_size)
 
 
-def tie_for(
+def link_for(
     args: EngineArgs, shard: Shard, settings: dict[str, str], keys: Keys | None, on_leave: Callable[[], Any]
 ) -> Leader | Member:
     """This process's links, started. Raises ConfigError for an address that cannot be."""
@@ -69,25 +69,25 @@ def tie_for(
     return member
 
 
-def ranks_of(args: EngineArgs, shard: Shard, tie: Leader | Member, device: torch.device) -> Ranks:
+def ranks_of(args: EngineArgs, shard: Shard, link: Leader | Member, device: torch.device) -> Ranks:
     """Wait for all processes, then connect them."""
     count = shard.size * shard.stages
     local = args.master_addr.startswith("ipc://")
     if local or args.master_addr in ("localhost", "127.0.0.1", "::1"):
         _stay_on_loopback()
     store: dist.Store
-    if isinstance(tie, Leader):
+    if isinstance(link, Leader):
         if local:
             file = args.master_addr.removeprefix("ipc://") + ".store"
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(file)  # of those who were here before
             store = dist.FileStore(file, count)
-            tie.meet(file, 0)
+            link.meet(file, 0)
         else:
             store = dist.TCPStore(args.master_addr, 0, count, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-            tie.meet("", store.port)
+            link.meet("", store.port)
     else:
-        told = tie.meet()
+        told = link.meet()
         if told.file:
             store = dist.FileStore(told.file, count)
         else:
