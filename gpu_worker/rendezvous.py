@@ -18,12 +18,12 @@ from ..proto.config import ConfigError, EngineArgs
 from ..proto.model_config import ModelConfig
 from ..proto.pooler_config import PoolerConfig
 from ..proto.sockets import Keys
+from .group_link import Leader, Member
 from .models.fallback import uses_fallback
 from .models.families import find_family
 from .models.pooled import find_pooled
 from .models.spec import Shard
 from .parallel import TIMEOUT, Ranks, check_shards, leader_of, number_of
-from .group_link import Leader, Member
 
 _ALIKE = (
     "tensor_parallel_size", "pipeline_parallel_size", "load_format", "seed", "logprobs_mode", "max_logprobs",

@@ -71,8 +71,8 @@ def main(folder, number):
     import torch.distributed as dist
 
     from quire.gpu_worker.group_runner import GroupRunner
-    from quire.gpu_worker.rendezvous import _stay_on_loopback
     from quire.gpu_worker.parallel import Ranks, shard_of
+    from quire.gpu_worker.rendezvous import _stay_on_loopback
     from quire.gpu_worker.state import RowState
 
     _stay_on_loopback()

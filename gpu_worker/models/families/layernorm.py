@@ -34,8 +34,8 @@ _PHI_NAMES = WeightNames(
 def phi(hf: Config) -> DecoderSpec:
     """Phi-1, 1.5 and 2: both halves from one norm, biases everywhere, also on the head."""
     return turning(
-        hf, 0.5, parallel_residual=True, norms=("attn",), activation=activation(hf, default="gelu_new"), lm_head_bias=True,
-        qk_norm="head" if hf.get("qk_layernorm") else "", qk_norm_kind="ln", qk_norm_bias=True,
+        hf, 0.5, parallel_residual=True, norms=("attn",), activation=activation(hf, default="gelu_new"),
+        lm_head_bias=True, qk_norm="head" if hf.get("qk_layernorm") else "", qk_norm_kind="ln", qk_norm_bias=True,
     )  # fmt: skip
 
 
@@ -69,9 +69,9 @@ def stablelm(hf: Config) -> DecoderSpec:
     hf = {**hf, "layer_norm_eps": hf.get("layer_norm_eps") or hf.get("norm_eps")}
     parallel, bias = bool(hf.get("use_parallel_residual")), bool(hf.get("use_qkv_bias"))
     return turning(
-        hf, hf.get("rope_pct") or 0.25, gated=True, parallel_residual=parallel, norms=("attn",) if parallel else ("attn", "mlp"),
-        qkv_bias=bias, o_bias=False, mlp_bias=False, qk_norm="heads" if hf.get("qk_layernorm") else "",
-        qk_norm_kind="ln",
+        hf, hf.get("rope_pct") or 0.25, gated=True, parallel_residual=parallel,
+        norms=("attn",) if parallel else ("attn", "mlp"), qkv_bias=bias, o_bias=False, mlp_bias=False,
+        qk_norm="heads" if hf.get("qk_layernorm") else "", qk_norm_kind="ln",
     )  # fmt: skip
 
 
@@ -104,8 +104,8 @@ def cohere(hf: Config) -> DecoderSpec:
     """Command-R: both halves from one norm without bias, adjacent dims turn; R+ has a norm of each query and key."""
     bias = bool(hf.get("attention_bias"))
     return turning(
-        {"rope_theta": 500000.0, **hf}, interleaved=True, parallel_residual=True, norms=("attn",), norm_bias=False, gated=True,
-        qk_norm="heads" if hf.get("use_qk_norm") else "", qk_norm_kind="ln", qkv_bias=bias, o_bias=bias,
+        {"rope_theta": 500000.0, **hf}, interleaved=True, parallel_residual=True, norms=("attn",), norm_bias=False,
+        gated=True, qk_norm="heads" if hf.get("use_qk_norm") else "", qk_norm_kind="ln", qkv_bias=bias, o_bias=bias,
         mlp_bias=False, logit_scale=positive(hf, "logit_scale", 0.0625),
         tied=hf.get("tie_word_embeddings") is not False,
     )  # fmt: skip

@@ -144,9 +144,9 @@ def cohere2(hf: Config) -> DecoderSpec:
     turn = rope(hf, head_dim, integer(hf, "max_position_embeddings", 8192), interleaved=True)
     spans = windows(hf, layers, integer(hf, "sliding_window", 4096))
     return decoder(
-        hf, norm="ln", norm_eps=positive(hf, "layer_norm_eps", 1e-5), norms=("attn",), parallel_residual=True, windows=spans,
-        ropes=tuple(turn if span else None for span in spans), logit_scale=positive(hf, "logit_scale", 0.0625),
-        tied=hf.get("tie_word_embeddings") is not False,
+        hf, norm="ln", norm_eps=positive(hf, "layer_norm_eps", 1e-5), norms=("attn",), parallel_residual=True,
+        windows=spans, ropes=tuple(turn if span else None for span in spans),
+        logit_scale=positive(hf, "logit_scale", 0.0625), tied=hf.get("tie_word_embeddings") is not False,
     )  # fmt: skip
 
 
