@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ import psutil
 BIN = Path(sys.executable).parent
 READY = re.compile(r"https?://\S+?:\d+")
 START_S = 120
+_given: set[int] = set()  # ports that this process has been told of
 
 
 class Server:
@@ -87,12 +90,12 @@ class Server:
         found = re.findall(rf"^{re.escape(name)}(?:_total)?(?:\{{[^}}]*\}})? (\S+)$", text, re.M)
         return sum(float(value) for value in found)
 
-    def stop(self, signum=signal.SIGINT, timeout=30):
+    def stop(self, signum=signal.SIGINT, timeout=60):
         """Signal the server and wait; returns its exit code and what was left behind: (code, pids, folder exists)."""
         children, folder = self.children(), self.run_dir()
         self.process.send_signal(signum)
         code = self.process.wait(timeout)
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=15)
         return code, [p.pid for p in alive], os.path.exists(folder)
 
     def close(self):
@@ -118,3 +121,18 @@ def wait_until(condition, what, timeout=30.0):
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout} s: {what}")
         time.sleep(0.05)
+
+
+def free_port(count=1):
+    """The first of ``count`` ports in a row that nobody has. They lie below those that the system itself hands out, so
+    that no connection takes one before the process it is for, or while that one is started again."""
+    rng = random.Random()
+    while True:
+        first = rng.randrange(20_000, 32_000)
+        ports = set(range(first, first + count))
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in ports - _given:
+                held.enter_context(socket.socket()).bind(("", port))
+            if not ports & _given:
+                _given.update(ports)
+                return first

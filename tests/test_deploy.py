@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from stack import free_port
 
 from quire.proto.config import SERVICES, ConfigError, parse_service_args
 from quire.proto.keys import Keys
@@ -168,10 +169,10 @@ def test_link_reads_the_kernel_s_table(tmp_path):
 
 def test_a_scheduler_answers_who_has_its_key(tmp_path, monkeypatch):
     health = script("healthcheck")
-    monkeypatch.setattr(health, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(health, "TIMEOUT_S", 60.0)
     key = tmp_path / "quire.key"
     Keys.generate().save(str(key))
-    port = free_port_pair()
+    port = free_port(2)
     command = [sys.executable, "-m", "quire.scheduler", f"--scheduler=tcp://127.0.0.1:{port}", f"--keys={key}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -183,23 +184,12 @@ def test_a_scheduler_answers_who_has_its_key(tmp_path, monkeypatch):
         other = tmp_path / "other.key"
         Keys.generate().save(str(other))
         monkeypatch.setenv("QUIRE_KEYS", str(other))
+        monkeypatch.setattr(health, "TIMEOUT_S", 0.5)
         with pytest.raises(health.Unwell):
             health.answers(str(port))
     finally:
         process.terminate()
         process.communicate()
-
-
-def free_port_pair() -> int:
-    """A free port with a free one after it."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except OSError:
-                continue
-            return port
 
 
 # ---------------------------------------------------------------- what each process is told

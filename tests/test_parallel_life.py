@@ -2,15 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import tiny_models
-from stack import wait_until
+from stack import free_port, wait_until
 from test_worker_process import IDS, model, steps  # noqa: F401  # a fixture
 from worker_fakes import FakeScheduler
 
@@ -40,7 +38,7 @@ class Pair:
                 rank.kill()
             rank.communicate()
 
-    def end(self, number, timeout=60):
+    def end(self, number, timeout=120):
         """(exit code, standard error)."""
         _, err = self.ranks[number].communicate(timeout=timeout)
         return self.ranks[number].returncode, err
@@ -73,15 +71,12 @@ def test_a_whole_life(model):  # noqa: F811
 def test_one_that_does_not_fit_and_one_that_is_stopped(model, tmp_path):  # noqa: F811
     keys = tmp_path / "key"
     Keys.generate().save(str(keys))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with FakeScheduler() as scheduler, FakeScheduler() as other:
         small = Pair(
             scheduler, model, f"--master-addr=ipc://{scheduler.folder}/replica",
             own=((), ("--num-gpu-blocks-override=3",)),
         )  # fmt: skip
-        with small, Pair(other, model, f"--master-port={port}", f"--keys={keys}") as stopped:
+        with small, Pair(other, model, f"--master-port={free_port()}", f"--keys={keys}") as stopped:
             peer, _ = scheduler.get(Hello)
             scheduler.send(peer, Assign(scheduler.lease(), 0, 0, "", 8, 8, 128))
             codes, said = zip(*(small.end(number) for number in (0, 1)), strict=True)
@@ -93,10 +88,8 @@ def test_one_that_does_not_fit_and_one_that_is_stopped(model, tmp_path):  # noqa
             peer, _, lease = other.prepare()
             assert len(steps(other, peer, lease, 4)) == 4
             stopped.ranks[1].send_signal(signal.SIGSTOP)
-            began = time.monotonic()
             code, err = stopped.end(0)
             assert code == 1 and "process 1 of this replica is gone; ending" in err.splitlines()[-1]
-            assert time.monotonic() - began < 30
             stopped.ranks[1].send_signal(signal.SIGCONT)
             code, err = stopped.end(1)
             assert code == 1 and "its leader is gone; ending" in err.splitlines()[-1]
@@ -122,19 +115,31 @@ def test_a_killed_process_takes_its_replica_along_and_no_stream_notices(tmp_path
         def pids(replica):
             return [child.process.pid for child in stack._children if child.replica == replica]
 
-        wait_until(lambda: len(ready(llm)) == 2, "both replicas are ready", 60)
-        expected, got = generate(), []
-        for victim, rank in ((0, 1), (1, 0)):
-            before = pids(victim), pids(1 - victim)
-            work = threading.Thread(target=lambda: got.append(generate()))
-            work.start()
-            wait_until(lambda: all(each.running for each in llm.stats().replicas), "both replicas are at work")
-            os.kill(before[0][rank], signal.SIGKILL)
-            work.join(120)
-            assert got == [expected] and got.pop()
-            wait_until(lambda: len(ready(llm)) == 2, "the replica is back", 60)
-            assert not set(before[0]) & set(pids(victim)) and pids(1 - victim) == before[1]
+        def lose(victim, rank):
+            before, killed, got = (pids(victim), pids(1 - victim)), threading.Event(), []
+
+            def work():
+                while not killed.is_set():  # however soon one round is over: somebody works when the kill comes
+                    got.append(generate())
+
+            worker = threading.Thread(target=work)
+            worker.start()
+            try:
+                wait_until(lambda: all(each.running for each in llm.stats().replicas), "both replicas are at work")
+                os.kill(before[0][rank], signal.SIGKILL)
+            finally:
+                killed.set()
+                worker.join(120)
+            assert got and all(tokens == expected for tokens in got)
+            wait_until(lambda: not set(before[0]) & set(pids(victim)), "both of its processes are new", 90)
+            wait_until(lambda: len(ready(llm)) == 2, "the replica is back", 90)
+            assert pids(1 - victim) == before[1]
             assert not any(psutil.pid_exists(pid) for pid in before[0])
+
+        wait_until(lambda: len(ready(llm)) == 2, "both replicas are ready", 90)
+        expected = generate()
+        lose(victim=0, rank=1)
+        lose(victim=1, rank=0)
         everyone = [*pids(0), *pids(1)]
     assert not any(psutil.pid_exists(pid) for pid in everyone)
 

@@ -2,11 +2,10 @@
 
 import ipaddress
 import os
-import socket
 import struct
 from pathlib import Path
 
-from stack import Server
+from stack import Server, free_port
 
 from quire.proto.keys import Keys
 
@@ -36,22 +35,10 @@ def listeners(pids):
     return found
 
 
-def two_free_ports():
-    """The first of two adjacent ones."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as one:
-            port = one.getsockname()[1]
-            try:
-                with socket.create_server(("127.0.0.1", port + 1)):
-                    return port
-            except OSError:
-                continue
-
-
 def test_only_the_http_port_listens_off_loopback(tmp_path):
     keys = str(tmp_path / "keys")
     Keys.generate().save(keys)
-    server = Server("--host=0.0.0.0", f"--scheduler=tcp://127.0.0.1:{two_free_ports()}", f"--keys={keys}")
+    server = Server("--host=0.0.0.0", f"--scheduler=tcp://127.0.0.1:{free_port(2)}", f"--keys={keys}")
     try:
         pids = [server.process.pid, *(child.pid for child in server.children())]
         found = listeners(pids)

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from stack import wait_until
 from worker_fakes import FakeScheduler
 from worker_toys import GREEDY, plan
 
@@ -50,7 +51,7 @@ class Process:
 
     def end(self):
         """(exit code, last line of its standard error)."""
-        _, err = self.process.communicate(timeout=60)
+        _, err = self.process.communicate(timeout=120)
         return self.process.returncode, (err.splitlines() or [""])[-1]
 
 
@@ -143,13 +144,16 @@ def test_an_idle_worker_sleeps_and_a_drained_one_ends(model):
     with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
         peer, _, lease = scheduler.prepare()
         steps(scheduler, peer, lease, 3)
-        time.sleep(0.2)
-        before = _cpu_ticks(worker.process.pid)
-        time.sleep(1.5)
-        assert _cpu_ticks(worker.process.pid) - before < 30  # of 150: a spinning thread would take them all
+        wait_until(lambda: _sleeps(worker.process.pid), "it sleeps when it has done what its start left to be done")
         scheduler.send(peer, Drain("enough"))
         scheduler.get(Bye, peer)
         assert worker.end()[0] == 0
+
+
+def _sleeps(pid):
+    before = _cpu_ticks(pid)
+    time.sleep(1.5)
+    return _cpu_ticks(pid) - before < 30  # of 150: a spinning thread would take them all
 
 
 def _cpu_ticks(pid):

@@ -7,7 +7,7 @@ import time
 from quire.proto.messages import Assign, Beat, Configure, Hello, Lease, Loaded, Ready, ToSchedulerWorkers
 from quire.proto.sockets import Router, worker_endpoint
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class FakeScheduler:
@@ -32,6 +32,7 @@ class FakeScheduler:
     def restart(self):
         """Break every connection and listen again under a higher epoch."""
         endpoint = self.router.endpoint
+        self.router.socket.unbind(endpoint)  # first, so that nobody whose connection breaks finds the old one again
         self.router.close()
         self.router = Router(ToSchedulerWorkers, endpoint)
         self.epoch += 1

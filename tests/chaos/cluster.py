@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from stack import free_port
 
 from chaos.proxy import Proxy
 from quire.proto.process import PARENT_FD
@@ -91,7 +92,7 @@ class Cluster:
         self._count = 0
         self._flags: list[str] = []
         self._direct = self.address = ""  # the scheduler's own address, and the one that others use
-        self.port = free_ports(1)[0]
+        self.port = free_port()
 
     async def __aenter__(self) -> Cluster:
         try:
@@ -107,7 +108,7 @@ class Cluster:
     async def _start(self) -> None:
         shape = self.shape
         if shape.tcp:
-            near, far = _adjacent_ports(), _adjacent_ports()
+            near, far = free_port(2), free_port(2)
             self._direct, self.address = f"tcp://127.0.0.1:{far}", f"tcp://127.0.0.1:{near}"
             for offset in (0, 1):
                 await self._add_proxy(near + offset, far + offset)
@@ -137,7 +138,7 @@ class Cluster:
     async def _add_detokenizer(self) -> None:
         command = [*self._command("detokenizer"), f"--scheduler={self.address}"]
         if self.shape.tcp:
-            own, shown = free_ports(2)
+            own, shown = free_port(), free_port()
             await self._add_proxy(shown, own)
             command += [f"--bind=tcp://127.0.0.1:{own}", f"--advertise=tcp://127.0.0.1:{shown}"]
         self.add("detokenizer", command)
@@ -275,27 +276,3 @@ async def until(happened: Callable[[], bool], seconds: float, every: float = 0.0
             return False
         await asyncio.sleep(every)
     return True
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody has now."""
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for each in held:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in held]
-    finally:
-        for each in held:
-            each.close()
-
-
-def _adjacent_ports() -> int:
-    """The first of two free ports in a row."""
-    while True:
-        (port,) = free_ports(1)
-        with socket.socket() as second:
-            try:
-                second.bind(("127.0.0.1", port + 1))
-                return port
-            except (OSError, OverflowError):
-                continue
