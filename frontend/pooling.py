@@ -87,7 +87,7 @@ async def pool_all(
         pooler.resolve(params)
     except ParamError as error:
         raise ApiError(400, str(error), error.param) from error
-    front.check_room(len(inputs), places[0].split("[")[0])
+    front.check_room(len(inputs), _param(places[0]))
     await front.wait_ready()
     options = {"params": params, "key": request.get(OWNER, ""), "priority": body.priority or 0}
     began, numbers = time.monotonic(), 0
@@ -128,7 +128,12 @@ def _in_words(error: RequestError, place: str) -> RequestError:
         return error
     words = re.sub(r"^prompt\b", place, error.message)
     words = words if words != error.message else f"{place}: {words}"
-    return ApiError(error.status, words, place.split("[")[0], error.retry_after)
+    return ApiError(error.status, words, _param(place), error.retry_after)
+
+
+def _param(place: str) -> str:
+    """The field of the request that ``place`` is in: "documents" of "documents[1] with query"."""
+    return re.split(r"\W", place)[0]
 
 
 async def _encoded(pooled: list[Pooled], body: EncodedRequest, kind: str) -> list[dict[str, Any]]:

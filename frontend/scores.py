@@ -65,10 +65,18 @@ async def _scores(
     first, second = body.sides()
     pairs = Pairs(first, second, cross)
     names = [_places(name, len(texts)) for name, texts in zip(body.names(), (first, second), strict=True)]
-    places = names[1] if cross else names[0] + names[1]
+    places = _together(names, (first, second)) if cross else names[0] + names[1]
     pooled = await pool_all(request, body, pooler, params, pairs.inputs, places)
     return model, pairs.scores(pooled), pooled
 
 
 def _places(name: str, count: int) -> list[str]:
     return [f"{name}[{place}]" for place in range(count)] if count > 1 else [name]
+
+
+def _together(names: list[list[str]], texts: tuple[list[str], list[str]]) -> list[str]:
+    """What an error calls each pair: either side may be at fault, so both are named, the longer text first."""
+    lefts, rights = (list(zip(*side, strict=True)) for side in zip(names, texts, strict=True))
+    lefts *= len(rights) // len(lefts)
+    pairs = (sorted(pair, key=lambda side: -len(side[1])) for pair in zip(rights, lefts, strict=True))
+    return [f"{longer} with {shorter}" for (longer, _), (shorter, _) in pairs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import re
 import socket
 import struct
 import threading
@@ -389,6 +390,25 @@ def test_one_failing_input_fails_the_request_and_aborts_the_others(server: FakeS
     error = error_of(post(server, "/rerank", {"query": "a", "documents": ["b", "bad"]}))
     assert error["message"] == "documents[1]: This is too long." and error["param"] == "documents"
     assert server.engine.open_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "sides", "place"),
+    [
+        ("/rerank", {"query": "a", "documents": ["b", "bad"]}, "documents[1] with query"),
+        ("/rerank", {"query": "bad", "documents": ["b", "c"]}, "query with documents[0]"),
+        ("/score", {"text_1": "a", "text_2": "bad"}, "text_2 with text_1"),
+        ("/score", {"text_1": ["a", "bad"], "text_2": ["b", "c"]}, "text_1[1] with text_2[1]"),
+    ],
+)
+def test_a_pair_that_fails_is_named_by_both_its_texts_the_longer_first(
+    servers: dict[str, FakeServer], monkeypatch: pytest.MonkeyPatch, path: str, sides: dict[str, Any], place: str
+) -> None:
+    said = RequestError(400, "This is too long.", "input_tokens")
+    refuse = lambda request: said if "bad" in (request.message.prompt, request.message.pair) else None  # noqa: E731
+    monkeypatch.setattr(servers["cross"].engine, "refuse", refuse)
+    error = error_of(post(servers["cross"], path, sides))
+    assert error["message"] == f"{place}: This is too long." and error["param"] == re.split(r"\W", place)[0]
 
 
 def test_an_input_that_cannot_be_sent_takes_back_those_before_it(server: FakeServer) -> None:
