@@ -32,6 +32,7 @@ class Child:
         self.due: float | None = None  # when it is to be started again
         self.deaths = 0  # quick ones in a row
         self.left = False  # on purpose: it is not started again
+        self.proven = False  # a process has served here with this very command: it can work as configured
         self.alone_since: float | None = None  # when another process of its replica was first found dead
         self._ready_fd = -1  # on which it says that it serves
         self.carry = b""
@@ -79,12 +80,18 @@ class Child:
         process.wait()
         return True
 
+    def fallen(self) -> bool:
+        """Whether it has ended and nothing was done about it yet."""
+        return self.due is None and not self.left and self.dead()
+
     def has_served(self) -> bool:
         """Whether it said so (``proto.process.tell_ready``). Ask once, when it has ended."""
         try:
-            return self._ready_fd >= 0 and os.read(self._ready_fd, 1) == b"1"
+            served = self._ready_fd >= 0 and os.read(self._ready_fd, 1) == b"1"
         except BlockingIOError:
             return False
+        self.proven = self.proven or served
+        return served
 
     def close_ready(self) -> None:
         """Give up the descriptor."""

@@ -5,9 +5,10 @@ ends the rest in order. Each child watches a pipe that breaks when the parent is
 socket files goes after the last of them (``rundir.py``).
 
 What dies is started again, but for a worker that ends with code 0: it was drained, by a signal or an operator. Of the
-workers that hold one copy of the model together none can go on without the rest: they are started again together. What
-hangs is its peers' business (they go on without it), but for the scheduler, which has no other: it is killed after
-SILENCE_S without a beat (``watch.py``).
+workers that hold one copy of the model together none can go on without the rest: they are started again together.
+While the server starts, what fails by itself ends the start, and only what was killed is started again. What hangs is
+its peers' business (they go on without it), but for the scheduler, which has no other: it is killed after SILENCE_S
+without a beat (``watch.py``).
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 QUICK_S = 10.0
-"""A child that lives shorter than this has died quickly; after QUICK_DEATHS of these in a row it is given up."""
+"""A child has died quickly that lived shorter than this, or ended before it had begun to serve, however long it loaded;
+after QUICK_DEATHS of these in a row it is given up."""
 QUICK_DEATHS = 5
 SERVED_DEATHS = 30
-"""The same for one that had begun to serve. A request that ends workers takes three of them with it, and whoever sent
-it may try again: the server must outlive that."""
+"""The same for one that had begun to serve. A request that ends whatever works on it takes three processes with it, and
+whoever sent it may try again: the server must outlive that."""
 MAX_BACKOFF_S = 10.0
 GRACE_S = {"frontend": 5.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 5.0}
 """How long each has between SIGTERM and SIGKILL, in the order in which they are ended; a frontend after the
@@ -199,7 +201,7 @@ class Stack:
     def wait_ready(self, timeout: float | None = None, is_ready: Callable[[], bool] | None = None) -> None:
         """Return once a request would run: ``is_ready`` says so, or by default /health or an Engine of its own.
 
-        Raises LaunchError as soon as a child dies, with the line in which it says why, and TimeoutError.
+        Raises LaunchError as soon as a child fails, with the line in which it says why, and TimeoutError.
         """
         with contextlib.ExitStack() as stack:
             if is_ready is None and self.http:
@@ -210,24 +212,35 @@ class Stack:
                 is_ready = lambda: thread.engine.ready  # noqa: E731
             deadline = None if timeout is None else time.monotonic() + timeout
             while not is_ready():
-                if any(child.dead() for child in self._children):
-                    self._raise_failed_start()
+                self._check_start()
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"not ready within {timeout:g} s; the log above says how far it came.")
                 time.sleep(POLL_S)
 
+    def _check_start(self) -> None:
+        """One round of ``wait_ready``. Raises LaunchError where a child has failed; being killed is no failure."""
+        if any(child.fallen() for child in self._children):
+            self._raise_failed_start()
+        self.check()
+
     def _raise_failed_start(self) -> None:
+        """Raise what the child says that failed, or return where all that have ended were killed."""
         time.sleep(0.2)  # one failure may have ended several; the one that says why is wanted
-        dead = [child for child in self._children if child.dead()]
-        fallen = {child.replica for child in dead} - {None}
+        places = {child.replica for child in self._children if child.fallen()} - {None}
         deadline = time.monotonic() + REPLICA_S
-        while time.monotonic() < deadline and any(c.replica in fallen and not c.dead() for c in self._children):
+        while time.monotonic() < deadline and any(c.replica in places and not c.dead() for c in self._children):
             time.sleep(POLL_S)
-        dead = [child for child in self._children if child.dead()]
-        for child in dead:
+        dead = [child for child in self._children if child.fallen()]
+        killed = {c.replica for c in dead if _code(c) == -signal.SIGKILL} - {None}  # the rest ended because of that
+        failed = [
+            c for c in dead if _code(c) == EXIT_CONFIG or (_code(c) != -signal.SIGKILL and c.replica not in killed)
+        ]
+        if not failed:
+            return
+        for child in failed:
             child.drained.wait(1.0)
-        child = max(dead, key=lambda child: (_code(child) == EXIT_CONFIG, child.error is not None))
-        raise LaunchError(child.obituary(), child.process.returncode if child.process else 1)
+        child = max(failed, key=lambda child: (_code(child) == EXIT_CONFIG, child.error is not None))
+        raise LaunchError(child.obituary(), _code(child))
 
     def _healthy(self) -> bool:
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.args.host, self.args.host)
@@ -257,7 +270,7 @@ class Stack:
         for child in children:
             if child.service == "scheduler" and not child.dead():
                 self._check_silence(child)
-            if child.due is None and not child.left and child.dead():
+            if child.fallen():
                 self._bury(child)
             if child.due is not None and time.monotonic() >= child.due:
                 try:
@@ -284,7 +297,7 @@ class Stack:
             for child in self._children:
                 if child.service == "detokenizer" and not self._closed:
                     child.drained.wait(1.0)
-                    child.command = _command("detokenizer", self.args)
+                    child.command, child.proven = _command("detokenizer", self.args), False
                     try:
                         self._spawn(child)
                     except OSError as error:
@@ -299,8 +312,8 @@ class Stack:
         for each in together:
             each.drained.wait(1.0)
         child = max(together, key=_says_why)
-        code = _code(child)
-        if code == EXIT_CONFIG:
+        code, served = _code(child), any(each.has_served() for each in together)
+        if code == EXIT_CONFIG and not any(each.proven for each in together):
             raise LaunchError(child.obituary(), code)
         if code == 0 and child.service == "gpu_worker":
             for each in together:
@@ -309,10 +322,10 @@ class Stack:
             log.warning("a gpu_worker has left on purpose and is not started again; %d of this server's stay.", rest)
             return
         lived = time.monotonic() - child.started
-        deaths = child.deaths + 1 if lived < QUICK_S else 0
-        if deaths >= (SERVED_DEATHS if any(each.has_served() for each in together) else QUICK_DEATHS):
-            message = f"quire.{child.service} ended {deaths} times within {QUICK_S:g} s of its start: "
-            raise LaunchError(message + child.obituary(), code)
+        deaths = child.deaths + 1 if lived < QUICK_S or not served else 0
+        if deaths >= (SERVED_DEATHS if served and code != EXIT_CONFIG else QUICK_DEATHS):
+            when = f"within {QUICK_S:g} s of its start" if lived < QUICK_S else "before it had begun to serve"
+            raise LaunchError(f"quire.{child.service} ended {deaths} times {when}: {child.obituary()}", code)
         delay = min(MAX_BACKOFF_S, 0.25 * 2 ** (deaths - 1)) if deaths else 0.0
         others = f", with the {len(together) - 1} that work with it," if len(together) > 1 else ""
         log.warning("%s Starting another%s in %.2f s.", child.obituary(), others, delay)

@@ -12,7 +12,7 @@ import time
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import config_of, model_folder, tokenizer_folder
 from ..proto.pooler_config import pooler_of
-from ..proto.process import die, new_incarnation, setup_logging, watch_parent
+from ..proto.process import die, new_incarnation, setup_logging, tell_ready, watch_parent
 from ..proto.sockets import detokenizer_bind, load_keys, private_dir
 from .gate import Checker
 from .loop import Detokenizer, check_bind
@@ -62,6 +62,7 @@ async def serve(args: EngineArgs, preparer: Preparer, folder: str) -> str | None
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, process.stop)
+    tell_ready()
     return await process.run()
 
 

@@ -18,7 +18,7 @@ from ..client.stream import RequestError
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import DEMO_MODEL, config_of, model_folder
 from ..proto.pooler_config import pooler_of
-from ..proto.process import die, setup_logging, watch_parent
+from ..proto.process import die, setup_logging, tell_ready, watch_parent
 from ..proto.sockets import load_keys
 from .app import make_app
 from .auth import keys_of
@@ -139,6 +139,7 @@ async def serve(args: EngineArgs, settings: Settings, sock: socket.socket) -> No
     site = web.SockSite(runner, sock, backlog=BACKLOG)
     await site.start()
     print(f"listening on {url_of(sock)}", flush=True)
+    tell_ready()
     refused = loop.create_task(_watch(engine, stop))
     try:
         await stop.wait()

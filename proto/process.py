@@ -28,7 +28,7 @@ READY_FD = "QUIRE_READY_FD"
 
 
 def tell_ready() -> None:
-    """Say that this process serves, the first time; nothing where nobody has asked."""
+    """Say that this process serves: from here on only what others send can end it. Said once, where somebody asked."""
     descriptor = os.environ.pop(READY_FD, None)
     if descriptor is not None:
         with contextlib.suppress(OSError, ValueError):

@@ -10,6 +10,7 @@ import zmq
 
 from ..proto.config import EngineArgs
 from ..proto.messages import Beat, ToSchedulerFront, ToSchedulerWorkers
+from ..proto.process import tell_ready
 from ..proto.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
 from .blame import Blame
 from .core import Scheduler
@@ -107,6 +108,7 @@ def serve(config: EngineArgs, epoch: int, blame: Blame) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, loop.stop)
     log.info("listening on %s and %s", loop.front.endpoint, loop.workers.endpoint)
+    tell_ready()  # from here on only what others send can end it
     try:
         loop.run()
     finally:

@@ -1,0 +1,124 @@
+"""What the launcher makes of children that die: while the server starts, while they load, and once they had served."""
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+from stack import wait_until
+
+from quire.client import launch
+from quire.client.child import Child
+from quire.client.launch import LaunchError, Stack
+from quire.proto.config import EngineArgs
+from quire.proto.process import EXIT_CONFIG, PARENT_FD
+
+SLEEP = "import time; time.sleep(600)"
+SERVES = "from quire.proto.process import tell_ready; tell_ready();"
+
+
+@pytest.fixture
+def make_stack(monkeypatch):
+    """A started Stack with small programs for children: make_stack(("scheduler", code), ("gpu_worker", code, 0))."""
+    monkeypatch.setattr(launch, "MAX_BACKOFF_S", 0.01)
+    stacks = []
+
+    def make(*programs):
+        def plan(self):
+            environment = dict(os.environ, **{PARENT_FD: str(self._read_end)})
+            return [Child(service, [sys.executable, "-c", code], environment, *replica)
+                    for service, code, *replica in programs]  # fmt: skip
+
+        monkeypatch.setattr(Stack, "_plan", plan)
+        stacks.append(stack := Stack(EngineArgs()))
+        stack.start()
+        return stack
+
+    yield make
+    for stack in stacks:
+        stack.close()
+
+
+def pid_of(stack, service):
+    return next(pid for pid, name in stack.pids.items() if name == service)
+
+
+def test_what_is_killed_while_the_server_starts_is_started_again(make_stack):
+    stack = make_stack(("scheduler", SLEEP), ("gpu_worker", SLEEP), ("detokenizer", SLEEP))
+    before = set(stack.pids)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    stack.wait_ready(60, lambda: len(stack.pids) == 3 and not before & set(stack.pids))
+
+
+def test_the_rest_of_a_replica_that_was_killed_is_no_reason_either(make_stack):
+    """One of two that work together is killed, the other ends because of that."""
+    ends = "import sys, time; time.sleep(0.3); print('quire.gpu_worker: error: link broke', file=sys.stderr); exit(1)"
+    stack = make_stack(("gpu_worker", SLEEP, 0), ("gpu_worker", ends, 0))
+    killed = next(iter(stack.pids))
+    os.kill(killed, signal.SIGKILL)
+    stack.wait_ready(60, lambda: killed not in stack.pids and len(stack.pids) == 2)
+
+
+def test_what_is_killed_again_and_again_ends_the_start(make_stack):
+    stack = make_stack(("gpu_worker", "import os; os.kill(os.getpid(), 9)"))
+    with pytest.raises(LaunchError, match=r"ended 5 times within 10 s .* killed by signal 9"):
+        stack.wait_ready(60, lambda: False)
+
+
+def test_what_fails_beside_one_that_is_killed_ends_the_start(make_stack):
+    stack = make_stack(("scheduler", "import os; os.kill(os.getpid(), 9)"), ("gpu_worker", "import sys; sys.exit(3)"))
+    with pytest.raises(LaunchError, match=r"quire\.gpu_worker ended with code 3"):
+        stack.wait_ready(60, lambda: False)
+
+
+def test_what_never_serves_is_given_up_however_long_it_loads(make_stack, monkeypatch):
+    monkeypatch.setattr(launch, "QUICK_S", 0.0)
+    stack = make_stack(("gpu_worker", "import sys; sys.exit(3)"))
+    with pytest.raises(LaunchError, match="ended 5 times before it had begun to serve: "):
+        stack.supervise(threading.Event())
+
+
+def test_what_has_served_may_fail_as_if_it_could_never_work(make_stack, tmp_path):
+    """Its device's memory may not be free again yet: that is not the end of a server that has worked."""
+    mark = tmp_path / "mark"
+    code = f"""if True:
+        import os, sys, time
+        {SERVES}
+        if not os.path.exists({str(mark)!r}):
+            open({str(mark)!r}, "w").close()
+            os.kill(os.getpid(), 9)
+        time.sleep(600)
+    """
+    refused = f"import os, sys; sys.exit({EXIT_CONFIG}) if os.path.exists({str(mark)!r}) else None\n"
+    stack = make_stack(("gpu_worker", code))
+    (child,) = stack._children
+    wait_until(child.fallen, "it dies, having served")
+    child.command[-1] = refused  # what comes after it
+    stack.check()
+    assert child.proven and child.due is not None
+    with pytest.raises(LaunchError, match="ended 5 times ") as caught:
+        stack.supervise(threading.Event())
+    assert caught.value.code == EXIT_CONFIG
+
+
+@pytest.mark.parametrize("service", ["scheduler", "detokenizer", "frontend"])
+def test_each_service_says_that_it_serves(service, monkeypatch):
+    """So that requests which end it do not end the server."""
+    commands = Stack(EngineArgs(host="127.0.0.1", port=0), http=True)
+    folder = commands.make_run_dir()
+    commands.args.scheduler = f"ipc://{folder}"
+    read_end, alive = os.pipe()
+    child = Child(service, launch._command(service, commands.args), dict(os.environ, **{PARENT_FD: str(read_end)}))
+    try:
+        child.start(read_end)
+        wait_until(child.has_served, "it says that it serves", 60)
+        assert child.proven
+    finally:
+        os.close(alive)
+        os.close(read_end)
+        wait_until(child.dead, "it ends with its parent")
+        child.close_ready()
+        child.stream.close()
+        commands.close()
