@@ -4,6 +4,7 @@ import asyncio
 import gc
 import tempfile
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,7 +57,7 @@ class FakeDetokenizer:
 
     async def next(self, kind):
         """The next message of one kind; others before it are passed over."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 while self.got:
                     if isinstance(message := self.got.pop(0), kind):
@@ -106,7 +107,7 @@ class Net:
         self.engine = Engine(self.address)
         await self.engine.start()
         if self.count:
-            await self.engine.wait_ready(10)
+            await self.engine.wait_ready(60)
             await until(lambda: sum(link.ready for link in self.engine._links.values()) == self.count)
         return self
 
@@ -124,7 +125,18 @@ class Net:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
+    """Many beats, and nobody hung where a test does not say so: nobody here beats back, however long a test takes."""
     monkeypatch.setattr(engine_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(engine_module, "SILENCE_S", 1000.0)
+
+
+class Clock:
+    """The Engine's time, for the tests that are about time; it stands still until the test turns it."""
+
+    def __init__(self, monkeypatch):
+        self.now = time.monotonic()
+        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+        monkeypatch.setattr(engine_module, "SILENCE_S", 10.0)
 
 
 def scenario(count=1):
@@ -133,7 +145,7 @@ def scenario(count=1):
     def wrap(test):
         def run(monkeypatch):
             async def main():
-                async with asyncio.timeout(30), Net(count) as net:
+                async with asyncio.timeout(200), Net(count) as net:
                     await test(net, monkeypatch)
 
             asyncio.run(main())
@@ -153,9 +165,13 @@ async def drain(stream):
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+def has_work(detokenizer):
+    return any(isinstance(message, m.Tokenize) for message in detokenizer.got)
 
 
 @scenario()
@@ -240,8 +256,8 @@ async def test_a_gap_is_a_loss_and_the_rest_is_asked_for_again(net, _):
 @scenario(count=2)
 async def test_a_lost_detokenizer_hands_over_what_it_held(net, _):
     stream = net.engine.submit(prompt="hi", params=SamplingParams(n=2, seed=5))
-    await until(lambda: any(isinstance(x, m.Tokenize) for d in net.scheduler.detokenizers for x in d.got))
-    first, second = sorted(net.scheduler.detokenizers, key=lambda d: not d.got)
+    await until(lambda: any(map(has_work, net.scheduler.detokenizers)))
+    first, second = sorted(net.scheduler.detokenizers, key=lambda d: not has_work(d))
     sent = await first.next(m.Tokenize)
     first.accept(sent)
     first.text(sent, 0, [1, 2], "ab", index=0)
@@ -314,7 +330,7 @@ async def test_a_restarted_scheduler_hits_only_what_it_had(net, _):
     assert (again.uid, again.attempt, again.losses) == (sent.uid, 1, 1)
     net.scheduler.detokenizers = old.detokenizers
     net.scheduler.tell()
-    await net.engine.wait_ready(10)
+    await net.engine.wait_ready(60)
     assert [h.incarnation for h in net.scheduler.hellos] == [net.engine.incarnation]
     net.detokenizer.text(again, 1, [2], "b", m.Finish.STOP)
     net.detokenizer.accept(early_sent)
@@ -326,7 +342,7 @@ async def test_a_restarted_scheduler_hits_only_what_it_had(net, _):
 async def test_peers_of_a_lower_epoch_are_ignored(net, _):
     net.scheduler.epoch, net.scheduler.ready = 1, False
     net.scheduler.tell()
-    await net.engine.stats()
+    await net.engine.stats(60)
     assert net.engine.ready and net.engine.max_model_len == 128
 
 
@@ -388,7 +404,9 @@ async def test_what_the_wire_would_refuse_is_refused_by_submit(net, _):
         with pytest.raises(RequestError, match=param) as caught:
             net.engine.submit(**arguments)
         assert (caught.value.status, caught.value.param) == (400, param)
-    assert net.engine.open_requests == 0 and not net.detokenizer.got
+    assert net.engine.open_requests == 0 and not has_work(net.detokenizer)
+    net.engine.submit(prompt="fine")
+    assert (await net.detokenizer.next(m.Tokenize)).prompt == "fine"  # and nothing before it
 
 
 @scenario()
@@ -450,12 +468,14 @@ async def test_no_detokenizer_is_a_503(net, monkeypatch):
 
 @scenario(count=2)
 async def test_what_is_not_accepted_in_time_goes_to_another(net, monkeypatch):
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(engine_module, "JUMP_S", 1000.0)
+    monkeypatch.setattr(engine_module, "SILENCE_S", 1000.0)
     stream = net.engine.submit(prompt="a")
-    await until(lambda: any(isinstance(x, m.Tokenize) for d in net.scheduler.detokenizers for x in d.got))
-    slow, other = sorted(net.scheduler.detokenizers, key=lambda d: not any(isinstance(x, m.Tokenize) for x in d.got))
-    monkeypatch.setattr(engine_module, "ACCEPT_S", 0.1)
+    await until(lambda: any(map(has_work, net.scheduler.detokenizers)))
+    slow, other = sorted(net.scheduler.detokenizers, key=lambda d: not has_work(d))
+    clock.now += engine_module.ACCEPT_S + 1
     again = await other.next(m.Tokenize)
-    monkeypatch.setattr(engine_module, "ACCEPT_S", 30)
     sent = await slow.next(m.Tokenize)
     assert (sent.attempt, again.attempt) == (0, 1)
     assert (await slow.next(m.Abort)).uid == sent.uid
@@ -506,7 +526,7 @@ async def test_bad_columns_are_counted_and_dropped(net, _):
 
 @scenario()
 async def test_stats_and_the_limits_of_submit(net, _):
-    assert (await net.engine.stats()).waiting == 2
+    assert (await net.engine.stats(60)).waiting == 2
     with pytest.raises(ValueError, match="exactly one"):
         net.engine.submit(prompt="a", ids=[1])
     with pytest.raises(RequestError, match="token ids"):
@@ -523,7 +543,7 @@ async def test_a_refusal_by_the_scheduler_ends_the_wait(net, _):
         lambda peer, message: net.scheduler.router.send(peer, m.Bye("protocol 1 is not supported; upgrade."))
     )
     with pytest.raises(RuntimeError, match="protocol 1"):
-        await net.engine.wait_ready(10)
+        await net.engine.wait_ready(60)
 
 
 def logprobs_of(tokens):
@@ -575,8 +595,8 @@ async def test_logprobs_in_step_with_tokens(net, _):
 async def test_waiting_for_others_in_place_of_those_that_were(net, _):
     old = net.engine.detokenizers
     assert old == {net.detokenizer.incarnation}
-    await net.engine.wait_ready(10, without={"another"})
-    waiting = asyncio.ensure_future(net.engine.wait_ready(10, without=old))
+    await net.engine.wait_ready(60, without={"another"})
+    waiting = asyncio.ensure_future(net.engine.wait_ready(60, without=old))
     net.scheduler.detokenizers.append(FakeDetokenizer(net.address))
     net.scheduler.tell()
     await until(lambda: len(net.engine.detokenizers) == 2)
@@ -599,40 +619,47 @@ async def beating(detokenizers):
 
 @scenario(count=2)
 async def test_a_silent_detokenizer_hands_over_what_it_held(net, monkeypatch):
-    monkeypatch.setattr(engine_module, "SILENCE_S", 0.5)
-    monkeypatch.setattr(engine_module, "JUMP_S", 0.1)
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(engine_module, "JUMP_S", 1000.0)
     alive = list(net.scheduler.detokenizers)
     task = asyncio.create_task(beating(alive))
     stream = net.engine.submit(prompt="hi")
-    await until(lambda: any(isinstance(x, m.Tokenize) for d in alive for x in d.got))
-    hung, other = sorted(alive, key=lambda d: not any(isinstance(x, m.Tokenize) for x in d.got))
+    await until(lambda: any(map(has_work, alive)))
+    hung, other = sorted(alive, key=lambda d: not has_work(d))
     sent, peer = await hung.next(m.Tokenize), hung.peer
     hung.accept(sent)
     hung.text(sent, 0, [1], "a")
     await until(lambda: stream.children[0].tokens)
     alive.remove(hung)
+    links = net.engine._links
+    link = links[hung.incarnation]
+    while links.get(hung.incarnation) is link:  # what it said before may still be under way
+        clock.now += 1.0
+        await until(lambda: links[other.incarnation].heard == clock.now)
     again = await other.next(m.Tokenize)
     assert (again.attempt, again.losses, from_i32(again.resume[0].ids)) == (1, 1, [1])
     hung.router.send(peer, m.Failed(sent.uid, sent.attempt, 500, "late"))  # to an identity that is gone
     other.text(again, 1, [2], "b", m.Finish.STOP)
     assert (await drain(stream))[0] == "ab"
     await until(lambda: hung.peer != peer)
-    assert not net.engine._links[hung.incarnation].ready  # connected again, and not heard yet
+    assert not links[hung.incarnation].ready  # connected again, and not heard yet
     alive.append(hung)
-    await until(lambda: net.engine._links[hung.incarnation].ready)
+    await until(lambda: links[hung.incarnation].ready)
     task.cancel()
 
 
 @scenario()
 async def test_what_the_only_detokenizer_held_waits_for_its_return(net, monkeypatch):
-    monkeypatch.setattr(engine_module, "SILENCE_S", 0.3)
-    monkeypatch.setattr(engine_module, "JUMP_S", 0.1)
-    monkeypatch.setattr(engine_module, "NO_DETOKENIZER_S", 0.3)
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(engine_module, "JUMP_S", 1000.0)
     taken = net.engine.submit(prompt="never accepted")
     sent = await net.detokenizer.next(m.Tokenize)
+    clock.now += engine_module.SILENCE_S + 1
     await until(lambda: not any(link.ready for link in net.engine._links.values()))
+    new = net.engine.submit(prompt="new")
+    clock.now += engine_module.NO_DETOKENIZER_S + 1
     with pytest.raises(RequestError, match="no detokenizer"):  # a new one does not wait as long
-        await drain(net.engine.submit(prompt="new"))
+        await drain(new)
     assert not taken.done
     task = asyncio.create_task(beating([net.detokenizer]))
     again = await net.detokenizer.next(m.Tokenize)
@@ -645,18 +672,15 @@ async def test_what_the_only_detokenizer_held_waits_for_its_return(net, monkeypa
 
 @scenario()
 async def test_who_stood_still_takes_nobody_for_silent(net, monkeypatch):
-    monkeypatch.setattr(engine_module, "SILENCE_S", 0.5)
-    monkeypatch.setattr(engine_module, "JUMP_S", 0.1)
-    task = asyncio.create_task(beating([net.detokenizer]))
+    clock = Clock(monkeypatch)
     stream = net.engine.submit(prompt="hi")
     sent = await net.detokenizer.next(m.Tokenize)
-    await asyncio.sleep(0.1)
-    time.sleep(1.0)  # noqa: ASYNC251 - the whole process: what came meanwhile has not been read when the next beat is due
-    await asyncio.sleep(0.1)
+    clock.now += 100  # the whole process: what came meanwhile has not been read when the next beat is due
+    assert not net.engine.ready
+    await until(lambda: net.engine.ready)  # nobody has been heard since
     net.detokenizer.accept(sent)
     net.detokenizer.text(sent, 0, [1], "a", m.Finish.STOP)
     assert (await drain(stream))[0] == "a" and stream._request.attempt == 0
-    task.cancel()
 
 
 @scenario()
