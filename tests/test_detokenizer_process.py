@@ -32,7 +32,7 @@ from quire.proto.structured import StructuredOutputsParams
 MODEL = str(Path(__file__).resolve().parent.parent / "demo_model")
 TOKENIZER = load_tokenizer(MODEL)
 EOS = TOKENIZER.eos_id or 0
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Stack:
@@ -45,6 +45,7 @@ class Stack:
         self.front: Router[Any] = Router(m.ToSchedulerFront, front_endpoint(self.address), context=self.context)
         self.engines: list[Dealer[Any]] = []
         self.heard: list[Any] = []
+        self.beaten = 0.0
         self.peer = self.endpoint = ""
         self.log = open(f"{folder}/log", "w+")  # noqa: SIM115
         command = [sys.executable, "-P", "-m", "quire.detokenizer", "--scheduler", self.address, "--model", MODEL]
@@ -79,6 +80,7 @@ class Stack:
         while time.monotonic() < limit:
             message = recv()
             if message is None:
+                self.beat()
                 socket.poll(200)
             elif isinstance(message, kind) and where(message):
                 return message
@@ -86,6 +88,14 @@ class Stack:
                 self.heard.append(message)
         self.log.seek(0)
         raise AssertionError(f"no {kind} came, but {self.heard}; the process said: {self.log.read()}")
+
+    def beat(self) -> None:
+        """Engines that wait long are not silent."""
+        if time.monotonic() > self.beaten + loop.BEAT_S:
+            self.beaten = time.monotonic()
+            for engine in self.engines:
+                if not engine.socket.closed:
+                    engine.send(m.Beat())
 
     def ask(self, engine: Dealer[Any], uid: int, attempt: int = 1, **fields: Any) -> None:
         params = fields.pop("params", None) or SamplingParams(max_tokens=50)
@@ -180,7 +190,7 @@ def test_stop_strings_end_a_child_and_tell_the_scheduler(stack: Stack) -> None:
     stopped = stack.scheduler(m.Stopped)
     assert (stopped.uid, stopped.attempt, stopped.index, stopped.length) == (1, 1, 0, row[8])
     stack.tokens((1, 1, 0, len(out) + len(more), [40], 0, -1))  # the scheduler went on meanwhile
-    assert from_i64(stack.scheduler(m.Open).uids) == []
+    stack.scheduler(m.Open, lambda listed: not listed.uids)
 
 
 def test_refusals_and_garbage_end_nothing_else(stack: Stack) -> None:
@@ -219,7 +229,10 @@ def test_refusals_and_garbage_end_nothing_else(stack: Stack) -> None:
         stack.front.send(stack.peer, bad)
     stack.tokens((5, 1, 0, 0, TOKENIZER.encode("ok", False), m.Finish.LENGTH, -1))
     assert rows(stack.got(engine, m.TextBatch))[0][5] == "ok"
-    assert stack.scheduler(m.Beat, lambda beat: beat.bad_frames > 0).bad_frames == 5 + 5 + 1 + 2 + 5 + 7
+    stack.ask(engine, 8, prompt="")
+    assert stack.got(engine, m.Failed).uid == 8  # all that both sent has been read
+    count = 5 + 5 + 1 + 2 + 5 + 7
+    assert stack.scheduler(m.Beat, lambda beat: beat.bad_frames >= count).bad_frames == count
 
 
 def test_aborts_and_lost_engines_reach_the_scheduler(stack: Stack) -> None:
@@ -347,7 +360,7 @@ def test_a_beam_search_asks_about_its_candidates(stack: Stack) -> None:
     ended = rows(stack.got(engine, m.TextBatch))
     assert [row[5:] for row in ended] == [("", m.Finish.STOP, "ab", 2), ("ac", m.Finish.LENGTH, None, 2)]
     assert not any(isinstance(message, m.Stopped) for message in stack.heard)
-    assert from_i64(stack.scheduler(m.Open).uids) == []
+    stack.scheduler(m.Open, lambda listed: not listed.uids)
     stack.ask(engine, 2, prompt="x", params=params.clone())
     stack.scheduler(m.Submit)
     stack.front.send(stack.peer, m.BeamTokens(2, 1, 5, i32([0]), i32([a])))  # steps are missing
@@ -442,13 +455,13 @@ def test_a_grammar_is_checked_before_anything_is_submitted(tmp_path: Path) -> No
 def test_it_ends_cleanly(stack: Stack) -> None:
     assert os.path.exists(stack.endpoint.removeprefix("ipc://"))
     stack.process.send_signal(signal.SIGTERM)
-    assert stack.process.wait(10) == 0
+    assert stack.process.wait(WAIT_S) == 0
     assert not os.path.exists(stack.endpoint.removeprefix("ipc://"))
 
 
 def test_a_reason_to_leave_is_its_last_word(stack: Stack) -> None:
     stack.front.send(stack.peer, m.Bye("protocol 9 is not spoken here"))
-    assert stack.process.wait(10) == 78
+    assert stack.process.wait(WAIT_S) == 78
     stack.log.seek(0)
     assert "quire.detokenizer: error: protocol 9 is not spoken here" in stack.log.read()
 
@@ -465,7 +478,8 @@ def test_requests_before_the_first_peers_wait() -> None:
             stack.ask(engine, 1, prompt="Hello")
             stack.ask(engine, 2, prompt="Hello")
             engine.send(m.Abort(1, 1))
-            engine.send(m.Open(i64([2]), i32([1])))
+            engine.send(m.Open(i64([2, 9]), i32([1, 1])))
+            assert from_i64(stack.got(engine, m.Gone).uids) == [9]  # all of these have been read
             stack.got(engine, m.Beat)
             stack.peers()
             assert stack.scheduler(m.Submit).uid == 2
@@ -495,10 +509,8 @@ def test_a_full_queue_refuses_new_requests_only(tmp_path: Path, monkeypatch: pyt
         assert [(f.uid, f.status, f.retry_after >= 1) for f in sent] == [(1, 429, True), (4, 429, True)]
         assert (process.queued, sorted(process.requests)) == (3, [2, 3, 5])
         process._from_scheduler(m.Peers(1, [], 16, True, 0))
-        for _ in range(2000):
+        while process.queued:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-            if not process.queued:
-                break
         assert process.queued_bytes == 0 and sum(isinstance(x, m.Accepted) for x in sent) == 3
         process.stop()
         await process.run()
