@@ -35,6 +35,7 @@ RETRY_S = 1.0
 
 _FINISH_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.ERROR: "error"}
 _CLOSED = "this LLM has been closed."
+_STATS_S = 10.0  # for the scheduler to answer: here nobody's probe waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +122,16 @@ class Offline:
         return self._thread
 
     def stats(self) -> Stats:
-        """The scheduler's counters and gauges. RuntimeError once closed."""
+        """The scheduler's counters and gauges. RuntimeError once closed, TimeoutError where it does not answer."""
         thread = self._alive()
-        return thread.run(thread.engine.stats()).result()
+        return thread.run(thread.engine.stats(_STATS_S)).result()
 
     def metrics(self) -> list[Metric]:
         """Those, and what requests took so far. RuntimeError once closed."""
         thread = self._alive()
 
         async def metrics() -> list[Metric]:
-            return self._recorder.metrics(await thread.engine.stats())
+            return self._recorder.metrics(await thread.engine.stats(_STATS_S))
 
         return thread.run(metrics()).result()
 

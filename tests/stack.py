@@ -85,10 +85,16 @@ class Server:
         return self.request("GET", path)
 
     def metric(self, name):
-        """Sum of a metric's samples, or 0.0 when it is not there."""
-        text = self.get("/metrics")[1]
-        found = re.findall(rf"^{re.escape(name)}(?:_total)?(?:\{{[^}}]*\}})? (\S+)$", text, re.M)
-        return sum(float(value) for value in found)
+        """Sum of a metric's samples. What the scheduler counts is left out while it is slow to answer: asked again."""
+        pattern = re.compile(rf"^{re.escape(name)}(?:_total)?(?:\{{[^}}]*\}})? (\S+)$", re.M)
+        found = []
+
+        def read():
+            found[:] = pattern.findall(self.get("/metrics")[1])
+            return found
+
+        wait_until(read, f"/metrics has {name}", 60)
+        return sum(map(float, found))
 
     def stop(self, signum=signal.SIGINT, timeout=60):
         """Signal the server and wait; returns its exit code and what was left behind: (code, pids, folder exists)."""

@@ -45,11 +45,11 @@ class Running:
 
         return asyncio.run(main())
 
-    def kill(self, service):
-        """End every process of one kind with -9; how many there were."""
+    def signal(self, service, number):
+        """Send a signal to every process of one kind; how many there are."""
         pids = [pid for pid, name in self.stack.pids.items() if name == service]
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         return len(pids)
 
     def close(self):
@@ -91,13 +91,19 @@ def test_a_killed_worker_loses_no_answer(decoder):
     kinds = [PoolingParams(pooling="MEAN"), PoolingParams(), PoolingParams(task="token_embed", normalize=False)]
 
     async def ask(engine):
-        asked = [engine.pool(ids=ids, params=kinds[n % 3], priority=n) for n, ids in enumerate(prompts)]
-        _, left = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        return running.kill("gpu_worker"), len(left), await asyncio.gather(*asked)
+        def pool(numbers):
+            return [engine.pool(ids=prompts[n], params=kinds[n % 3], priority=n) for n in numbers]
 
-    killed, left, found = running.run(ask)
-    assert killed == 1
-    assert left > 10  # there was something to lose
+        asked = pool(range(20))
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        stopped = running.signal("gpu_worker", signal.SIGSTOP)  # so that what it has when it dies is unanswered
+        asked += pool(range(20, 40))
+        while not (await engine.stats(30)).running:
+            pass
+        return stopped, running.signal("gpu_worker", signal.SIGKILL), await asyncio.gather(*asked)
+
+    stopped, killed, found = running.run(ask)
+    assert stopped == killed == 1
     for n, (pooled, prompt) in enumerate(zip(found, prompts, strict=True)):
         assert pooled.prompt_ids == prompt
         expected = states(model, prompt)

@@ -218,7 +218,7 @@ def test_garbage_on_every_internal_socket_is_dropped_and_counted(server):
                 [b"\x93\xa6Submit\x01\x02"],
             ):
                 dealer.send_multipart(frames)
-            dealer.close(linger=2000)
+            dealer.close(linger=60_000)
     wait_until(lambda: server.metric("quire:bad_frames") >= before + 5 * len(sockets), "every bad frame counted")
     assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 3})[0] == 200
     assert server.process.poll() is None
@@ -238,11 +238,11 @@ def test_four_shells_build_the_stack_by_hand(tmp_path_factory):
         url = line.split()[-1]
         server = Server.__new__(Server)
         server.url = url
-        wait_until(lambda: server.get("/health")[0] == 200, "the hand-made stack is ready", 60)
+        wait_until(lambda: server.get("/health")[0] == 200, "the hand-made stack is ready", 120)
         assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 3})[0] == 200
         for process in started:
             process.terminate()
-        assert [process.wait(20) for process in started] == [0, 0, 0, 0]
+        assert [process.wait(60) for process in started] == [0, 0, 0, 0]
     finally:
         for process in started:
             process.kill()
@@ -254,7 +254,7 @@ def test_a_start_that_cannot_work_ends_with_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "vocab_size": 8}')
     before = {p.pid for p in psutil.process_iter()}
     done = subprocess.run(
-        [str(BIN / "quire"), "serve", str(tmp_path), "--port=0"], capture_output=True, text=True, timeout=90
+        [str(BIN / "quire"), "serve", str(tmp_path), "--port=0"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode not in (0, None)
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
