@@ -29,6 +29,7 @@ from ..proto.process import new_incarnation, resident_bytes
 from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
 from .best import to_wire
 from .logprobs import by_row, unpack
+from .placement import Link, Placement
 from .pooled import PoolRequest
 from .sendable import bad_field, priority_of, size_of
 from .stream import OpenRequest, Pooled, Prompt, RequestError, RequestStream, StreamEvent, pack_ids
@@ -55,19 +56,6 @@ MAX_UNACCEPTED, MAX_UNACCEPTED_BYTES = 8192, 256 * 2**20
 """Requests, and roughly their bytes, that may be on their way into the scheduler's queue; a new one gets 429."""
 
 
-class _Link:
-    """The connection to one detokenizer. ``listed`` is the scheduler epoch that last named it.
-
-    It takes requests once it is ``ready``: connected, and, where the one before it fell ``silent``, heard.
-    """
-
-    def __init__(self, incarnation: str, wire: Dealer, listed: int, silent: bool):
-        self.incarnation, self.wire, self.listed, self.silent = incarnation, wire, listed, silent
-        self.ready = False
-        self.heard = 0.0
-        self.open: dict[int, OpenRequest] = {}
-
-
 class Engine:
     """The way into a running quire at ``scheduler_address`` (``ipc://FOLDER`` or ``tcp://HOST:PORT``)."""
 
@@ -77,14 +65,14 @@ class Engine:
         self._uid = int.from_bytes(os.urandom(4), "little") >> 1 << 32
         self._context: zmq.Context | None = None
         self._scheduler: Dealer | None = None
-        self._links: dict[str, _Link] = {}
+        self._placement = Placement()
+        self._links = self._placement.links
         self._link_count = 0
         self._peers: m.Peers | None = None  # of the present connection
         self._epoch = 0
         self._heard = 0.0
         self._fatal: str | None = None
         self._open: dict[int, OpenRequest] = {}
-        self._waiting: dict[int, OpenRequest] = {}  # of these, those with no detokenizer
         self._unaccepted: dict[int, int] = {}  # of these, those whose prompt's ids are not known yet: bytes
         self._unaccepted_bytes = 0
         self.tokens_at = 0.0  # when tokens, or what was pooled, last came, of any request
@@ -298,36 +286,36 @@ class Engine:
     def _finish(self, request: OpenRequest, error: RequestError | None, tell: bool = False) -> None:
         """Forget a request; ``tell`` its detokenizer unless that knows."""
         self._open.pop(request.uid, None)
-        self._waiting.pop(request.uid, None)
         self._unaccepted_bytes -= self._unaccepted.pop(request.uid, 0)
-        if request.link is not None:
-            request.link.open.pop(request.uid, None)
-            if tell and not request.done:
-                request.link.wire.send(m.Abort(uid=request.uid, attempt=request.attempt))
-            request.link = None
+        link = request.link
+        self._placement.forget(request)
+        if link is not None and tell and not request.done:
+            link.wire.send(m.Abort(uid=request.uid, attempt=request.attempt))
         request.end(error)
+        if request.accepted is None:
+            self._place_waiting()
 
-    def _place(self, request: OpenRequest) -> None:
-        """Send the present attempt to the detokenizer it has, or to the least busy one; else let it wait."""
-        if request.link is None:
-            ready = [link for link in self._links.values() if link.ready]
-            if not ready:
-                if request.uid not in self._waiting:
-                    request.since = time.monotonic()
-                    self._waiting[request.uid] = request
-                return
-            link = min(ready, key=lambda link: len(link.open))
-        else:
-            link = request.link
+    def _place(self, request: OpenRequest, besides: Link | None = None) -> None:
+        """Send the present attempt to the detokenizer it has, or to another; else let it wait."""
+        link = request.link or self._placement.place(request, besides)
+        if link is not None:
+            self._send(request, link)
+
+    def _place_waiting(self) -> None:
+        for request, link in self._placement.place_waiting():
+            self._send(request, link)
+
+    def _send(self, request: OpenRequest, link: Link) -> None:
         link.wire.send(request.again())
-        request.link = link
-        link.open[request.uid] = request
-        self._waiting.pop(request.uid, None)
         request.since = time.monotonic()
 
-    def _resubmit(self, request: OpenRequest, counts: bool) -> None:
+    def _resubmit(self, request: OpenRequest, counts: bool, besides: Link | None = None) -> None:
+        """After a loss, which ``counts`` or not. One that was accepted stays with the detokenizer it has."""
+        if request.accepted is None and request.link is not None:
+            request.link.remove(request)
         if request.lost(counts):
-            self._place(request)
+            self._place(request, besides)
+            self._place_waiting()  # for one on trial, there is one less beside it
         else:
             message = f"the processes serving this request failed {request.losses} times at the same point of it."
             self._finish(request, RequestError(500, message), tell=True)
@@ -389,13 +377,13 @@ class Engine:
         except (zmq.ZMQError, ConfigError) as error:
             log.warning("cannot connect to detokenizer %s at %r: %s", peer.incarnation, peer.endpoint, error)
             return
-        link = self._links[peer.incarnation] = _Link(peer.incarnation, wire, self._epoch, silent)
+        link = self._links[peer.incarnation] = Link(peer.incarnation, wire, self._epoch, silent)
         link.wire.attach(
             self._guard(lambda message: self._on_detokenizer(link, message)),
             lambda event: self._on_link_event(link, event),
         )
 
-    def _on_link_event(self, link: _Link, event: str) -> None:
+    def _on_link_event(self, link: Link, event: str) -> None:
         if self._links.get(link.incarnation) is not link:
             return
         if event == CONNECTED:
@@ -405,14 +393,13 @@ class Engine:
         elif link.ready:
             self._lose(link)
 
-    def _use(self, link: _Link) -> None:
+    def _use(self, link: Link) -> None:
         """It takes requests from now on."""
         link.ready, link.heard = True, time.monotonic()
-        for request in list(self._waiting.values()):
-            self._place(request)
+        self._place_waiting()
         self._changed.set()
 
-    def _lose(self, link: _Link, left: bool = False, silent: bool = False) -> None:
+    def _lose(self, link: Link, left: bool = False, silent: bool = False) -> None:
         """A detokenizer is gone or hung, or its connection is: what it held goes elsewhere, or back under a new
         identity, so that nothing it may still say or hear about the attempts before is taken for the present ones.
         """
@@ -420,18 +407,19 @@ class Engine:
         self._changed.set()
         link.wire.close()
         self._bad_frames += link.wire.bad_frames
-        held = list(link.open.values())
+        held, trial = list(link.open.values()), link.trial
         if held:
             log.warning("lost detokenizer %s; sending %d requests again", link.incarnation, len(held))
         for request in held:
-            request.link = None
+            link.remove(request)
         for request in held:
-            self._resubmit(request, counts=request.started or request.accepted is None)
+            at_risk = request.started or request.accepted is None
+            self._resubmit(request, counts=at_risk and trial in (None, request.uid))
         for peer in self._peers.peers if self._peers is not None else []:
             if peer.incarnation == link.incarnation and not left:
                 self._connect(peer, silent)
 
-    def _on_detokenizer(self, link: _Link, message: Any) -> None:
+    def _on_detokenizer(self, link: Link, message: Any) -> None:
         link.heard = time.monotonic()
         if not link.ready:
             self._use(link)
@@ -445,6 +433,8 @@ class Engine:
             if (request := self._current(message)) is not None:
                 self._unaccepted_bytes -= self._unaccepted.pop(message.uid, 0)
                 request.accept(message)
+                link.release(request)
+                self._place_waiting()
         elif isinstance(message, m.Pooled):
             request = self._current(message)
             if isinstance(request, PoolRequest):
@@ -546,21 +536,18 @@ class Engine:
 
     def _check_waiting(self, now: float) -> None:
         """Refuse what has waited too long for a detokenizer; move what its detokenizer does not accept."""
-        for request in list(self._waiting.values()):
+        for request in self._placement.waiting:
             limit = NO_DETOKENIZER_RESUMED_S if request.attempt else NO_DETOKENIZER_S
             if now - request.since > limit:
-                message = f"no detokenizer could be reached for {limit:g} s; try again."
+                message = f"no detokenizer took the request for {limit:g} s; try again."
                 self._finish(request, RequestError(503, message, retry_after=limit))
-        ready = [link for link in self._links.values() if link.ready]
-        if len(ready) < 2:
+        if len(self._placement.ready) < 2:
             return
         for request in list(self._open.values()):
             link = request.link
             if link is not None and request.accepted is None and now - request.since > ACCEPT_S:
                 link.wire.send(m.Abort(uid=request.uid, attempt=request.attempt))
-                del link.open[request.uid]
-                request.link = min((other for other in ready if other is not link), key=lambda other: len(other.open))
-                self._resubmit(request, counts=False)
+                self._resubmit(request, counts=False, besides=link)
 
 
 def _priority(value: int) -> int:

@@ -150,6 +150,11 @@ class OpenRequest:
 
     # -- towards the model
 
+    @property
+    def on_trial(self) -> bool:
+        """One more loss before it is accepted, and it is taken for the cause of them all."""
+        return self.accepted is None and self.losses == MAX_LOSSES - 1
+
     def again(self) -> Tokenize:
         """The message of the present attempt: the prompt's ids once they are known, and what has been received."""
         message = self.message
@@ -191,6 +196,7 @@ class OpenRequest:
     def accept(self, message: Accepted) -> None:
         """The prompt's ids are known; the first acceptance is kept, later ones repeat it without its text."""
         if self.accepted is None:
+            self.losses = 0  # those were of reading it, which is done
             self._resolved = message.params
             self.accepted = Prompt(from_i32(message.ids), message.prompt, from_wire(message.params, self.asked))
             self._changed.set()

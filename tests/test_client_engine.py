@@ -383,6 +383,27 @@ async def test_one_that_is_never_accepted_fails_at_the_third_loss(net, _):
 
 
 @scenario()
+async def test_the_last_chance_is_taken_alone(net, _):
+    poison, innocent = net.engine.submit(prompt="unreadable there"), net.engine.submit(prompt="beside it")
+    for attempt in range(2):
+        sent = [await net.detokenizer.next(m.Tokenize) for _ in range(2)]
+        assert [each.attempt for each in sent] == [attempt] * 2
+        net.detokenizer.send(m.Gone(i64(each.uid for each in sent), i32(each.attempt for each in sent)))
+    alone = await net.detokenizer.next(m.Tokenize)
+    assert (alone.prompt, alone.losses) == ("unreadable there", 2)
+    new = net.engine.submit(prompt="comes later")
+    net.detokenizer.send(m.Gone(i64([alone.uid]), i32([alone.attempt])))
+    with pytest.raises(RequestError, match="3 times"):
+        await drain(poison)
+    for stream, prompt in ((innocent, "beside it"), (new, "comes later")):
+        sent = await net.detokenizer.next(m.Tokenize)
+        assert sent.prompt == prompt and not any(isinstance(x, m.Tokenize) for x in net.detokenizer.got)
+        net.detokenizer.accept(sent)
+        net.detokenizer.text(sent, 0, [1], "a", m.Finish.STOP)
+        assert (await drain(stream))[0] == "a"
+
+
+@scenario()
 async def test_what_the_wire_would_refuse_is_refused_by_submit(net, _):
     changed = SamplingParams()
     changed.max_tokens = "x"

@@ -1,0 +1,114 @@
+"""Which detokenizer a request goes to, and who waits for one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from ..proto.messages import FromDetokenizer
+from ..proto.sockets import Dealer
+from .stream import OpenRequest
+
+
+class Link:
+    """The connection to one detokenizer. ``listed`` is the scheduler epoch that last named it.
+
+    It takes requests once it is ``ready``: connected, and, where the one before it fell ``silent``, heard.
+    """
+
+    def __init__(self, incarnation: str, wire: Dealer[FromDetokenizer], listed: int, silent: bool):
+        self.incarnation, self.wire, self.listed, self.silent = incarnation, wire, listed, silent
+        self.ready = False
+        self.heard = 0.0
+        self.open: dict[int, OpenRequest] = {}
+        self.trial: int | None = None  # the one request there that is on trial
+
+    def add(self, request: OpenRequest) -> None:
+        """``request`` is there from now on."""
+        self.open[request.uid] = request
+        request.link = self
+        if request.on_trial:
+            self.trial = request.uid
+
+    def remove(self, request: OpenRequest) -> None:
+        """It is there no longer."""
+        self.open.pop(request.uid, None)
+        request.link = None
+        self.release(request)
+
+    def release(self, request: OpenRequest) -> None:
+        """Its trial, if it was on one, is over."""
+        if self.trial == request.uid:
+            self.trial = None
+
+    def takes(self, request: OpenRequest) -> bool:
+        """Whether ``request`` may go there now.
+
+        A detokenizer that dies may have died of any request that it had not accepted yet. One more such loss and a
+        request on trial fails: so that it fails by its own fault alone, nothing else is being looked at meanwhile. And
+        what dies during a trial has died of that.
+        """
+        if not self.ready:
+            return False
+        if request.on_trial:
+            return all(other.accepted for other in self.open.values())
+        return self.trial is None or request.accepted is not None
+
+
+class Placement:
+    """``links`` by incarnation, and the requests that wait for one of them, by uid in the order they came: ``new`` ones
+    that nobody has accepted yet, and ``resumed`` ones, which overtake them."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, Link] = {}
+        self.new: dict[int, OpenRequest] = {}
+        self.resumed: dict[int, OpenRequest] = {}
+
+    @property
+    def ready(self) -> list[Link]:
+        """Those that take requests."""
+        return [link for link in self.links.values() if link.ready]
+
+    @property
+    def waiting(self) -> list[OpenRequest]:
+        """All that wait."""
+        return [*self.resumed.values(), *self.new.values()]
+
+    def place(self, request: OpenRequest, besides: Link | None = None) -> Link | None:
+        """The least busy link that takes ``request`` now, which has it from then on; else None, and it waits.
+
+        ``besides`` is taken only where there is no other.
+        """
+        line = self.resumed if request.accepted else self.new
+        link = self._link_for(request, besides) if request.accepted or not line else None
+        if link is not None:
+            link.add(request)
+        else:
+            request.since = time.monotonic()
+            line[request.uid] = request
+        return link
+
+    def place_waiting(self) -> Iterator[tuple[OpenRequest, Link]]:
+        """Who need wait no longer, and where it goes. No new one overtakes another: it might be on trial for ever."""
+        for line in (self.resumed, self.new):
+            while line:
+                request = next(iter(line.values()))
+                link = self._link_for(request, None)
+                if link is None:
+                    break
+                del line[request.uid]
+                link.add(request)
+                yield request, link
+
+    def forget(self, request: OpenRequest) -> None:
+        """It is over, or waits for nothing any more."""
+        self.new.pop(request.uid, None)
+        self.resumed.pop(request.uid, None)
+        if request.link is not None:
+            request.link.remove(request)
+
+    def _link_for(self, request: OpenRequest, besides: Link | None) -> Link | None:
+        links = [link for link in self.links.values() if link.takes(request)]
+        if len(links) > 1 and besides in links:
+            links.remove(besides)
+        return min(links, key=lambda link: len(link.open), default=None)
