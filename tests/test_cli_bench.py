@@ -32,7 +32,7 @@ class Server:
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
         self._thread.start()
-        ready.wait(10)
+        ready.wait(60)
 
     def _run(self, ready: threading.Event) -> None:
         async def start() -> None:

@@ -51,9 +51,16 @@ async def run_all(engine: Engine, cases: dict[str, SamplingParams], during: Any 
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+async def nothing_is_left(engine: Engine) -> None:
+    """What a detokenizer ended, and attempts given up, the scheduler hears of on another connection."""
+    async with asyncio.timeout(120):
+        while ((stats := await engine.stats(60)).running, stats.waiting, stats.blocks_used) != (0, 0, 0):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 def with_stop(cases: dict[str, SamplingParams], text: str) -> dict[str, SamplingParams]:
@@ -67,7 +74,7 @@ def with_stop(cases: dict[str, SamplingParams], text: str) -> dict[str, Sampling
 def stack() -> Iterator[Stack]:
     with Stack(EngineArgs()) as running:
         running.start()
-        running.wait_ready(60)
+        running.wait_ready(120)
         yield running
 
 
@@ -81,7 +88,7 @@ def compare(stack: Stack, cases: dict[str, SamplingParams], disturb: Any) -> Non
     async def main() -> None:
         engine = Engine(stack.address)
         await engine.start()
-        await engine.wait_ready(30)
+        await engine.wait_ready(120)
         ((text, *_),) = (await run_all(engine, {"logprobs": CASES["logprobs"]}))["logprobs"][0]
         all_cases = with_stop(cases, text)
         alone = await run_all(engine, all_cases)
@@ -94,26 +101,30 @@ def compare(stack: Stack, cases: dict[str, SamplingParams], disturb: Any) -> Non
             await disturb(engine)
             attempts.extend(stream._request.attempt for stream in streams.values())
 
-        again = await run_all(engine, all_cases, during)
+        for _ in range(10):  # all may be over before a slow machine comes to disturb them
+            again = await run_all(engine, all_cases, during)
+            for name in all_cases:
+                assert again[name] == alone[name], name
+            await nothing_is_left(engine)
+            if sum(attempts) > 0:
+                break
         assert sum(attempts) > 0
-        for name in all_cases:
-            assert again[name] == alone[name], name
-        stats = await engine.stats()
-        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
         await engine.close()
 
     asyncio.run(main())
 
 
 def test_streams_go_on_when_the_only_detokenizer_returns(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SILENCE_S", 1.5)
-
     async def disturb(engine: Engine) -> None:
         detokenizer = process_of(stack, "detokenizer")
         detokenizer.suspend()
-        await until(lambda: not engine.ready)
-        await asyncio.sleep(0.2)
-        detokenizer.resume()
+        try:
+            with monkeypatch.context() as patch:  # only now: on a slow machine one that lives may be as silent
+                patch.setattr(engine_module, "SILENCE_S", 0.5)
+                await until(lambda: not any(link.ready for link in engine._links.values()))
+            await asyncio.sleep(0.2)
+        finally:
+            detokenizer.resume()
         await until(lambda: engine.ready)
 
     compare(stack, CASES, disturb)
@@ -122,18 +133,19 @@ def test_streams_go_on_when_the_only_detokenizer_returns(stack: Stack, monkeypat
 def test_streams_go_on_when_a_scheduler_that_hangs_for_good_is_replaced(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_module, "SILENCE_S", 3.0)
     stop = threading.Event()
     watcher = threading.Thread(target=stack.supervise, args=(stop,))
     watcher.start()
 
     async def disturb(engine: Engine) -> None:
-        old = process_of(stack, "scheduler")
+        epoch, old = engine._epoch, process_of(stack, "scheduler")
+        await until(lambda: stack._watch is not None and stack._watch._heard <= time.monotonic())
         old.suspend()
-        await until(lambda: old.pid not in stack.pids and "scheduler" in stack.pids.values())
+        with monkeypatch.context() as patch:
+            patch.setattr(launch_module, "SILENCE_S", 1.5)
+            await until(lambda: old.pid not in stack.pids and "scheduler" in stack.pids.values())
         await until(lambda: engine._epoch > epoch and engine.ready)
 
-    epoch = int(time.time() * 1000)
     try:
         compare(stack, {"seeded": CASES["seeded"], "schema": CASES["schema"]}, disturb)
     finally:

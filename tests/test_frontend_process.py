@@ -59,7 +59,7 @@ def test_listens_answers_and_ends(start: Any, signum: signal.Signals) -> None:
     assert b"request_success" in get(port, "/metrics")[1]
     idle = socket.create_connection(("127.0.0.1", port))  # must not hold up the end
     process.send_signal(signum)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     idle.close()
 
 
