@@ -270,6 +270,9 @@ def _max_len(path: str, hf: dict[str, Any], asked: int | None) -> int:
     derived = _scaled(path, hf, min(lengths))
     if asked is None:
         return derived
+    longer = hf.get("model_max_length")  # Command-R's, beside a shorter length that is its default
+    if type(longer) is int and asked <= longer:
+        return asked
     if asked > derived and os.environ.get("QUIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1":
         raise ConfigError(
             f"User-specified max_model_len ({asked}) is greater than the derived max_model_len ({derived}) of "

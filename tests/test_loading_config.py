@@ -46,6 +46,15 @@ def test_every_familys_name_of_the_length(key: str, tmp_path: Path) -> None:
     assert derived(tmp_path, **{key: 96, "max_position_embeddings": 64}) == 64
 
 
+def test_a_model_may_be_asked_for_its_own_longer_length(tmp_path: Path) -> None:
+    """Command-R's max_position_embeddings is its default, its model_max_length what it can do."""
+    folder = write(tmp_path, max_position_embeddings=64, model_max_length=256)
+    assert load_model_config(folder).max_model_len == 64
+    assert load_model_config(folder, 256).max_model_len == 256
+    with pytest.raises(ConfigError, match=r"max_model_len \(257\) is greater than the derived max_model_len \(64\)"):
+        load_model_config(folder, 257)
+
+
 def test_none_is_2048_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert derived(tmp_path, model_type="bloom", n_layer=2) == 2048
     assert "names no maximum length; using 2048" in caplog.text
@@ -272,8 +281,28 @@ def test_a_gpu_without_bfloat16(
     config, gpu = ModelConfig("/m", values, 64, 100), torch.device("cuda")
     assert resolve_dtype("auto", config, gpu) == dtype
     assert ("capability of at least 8.0; this one's is 7.5" in caplog.text) == (values != {"dtype": "float32"})
-    with pytest.raises(ConfigError, match=r"capability of at least 8\.0; this one's is 7\.5\. Use --dtype half\."):
+    other = "half" if dtype == torch.float16 else "float32"
+    with pytest.raises(ConfigError, match=rf"capability of at least 8\.0; this one's is 7\.5\. Use --dtype {other}\."):
         resolve_dtype("bfloat16", config, gpu)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gemma3_text", "glm4"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_models_that_overflow_float16_are_never_run_in_it(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtypes, "gpu_capability", lambda device: (9, 0))
+    config = ModelConfig("/m", {"dtype": "float16", "model_type": kind}, 64, 100)
+    for name in ("half", "float16"):
+        with pytest.raises(ConfigError, match=f"The model type '{kind}' does not support float16. Reason: Numerical"):
+            resolve_dtype(name, config, torch.device(device))
+    wide = torch.bfloat16 if device == "cuda" else torch.float32
+    assert resolve_dtype("auto", config, torch.device(device)) == wide
+    config.hf["model_type"] = "gemma"
+    monkeypatch.setattr(dtypes, "cpu_has_bf16", lambda: True)
+    assert resolve_dtype("half", config, torch.device(device)) == (
+        torch.float16 if device == "cuda" else torch.bfloat16
+    )
 
 
 def test_a_dtype_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,8 @@ ROWS: dict[str, Any] = {
         {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": True,
          "num_key_value_heads": 6, "sliding_window": 12},
     ),
-    "gemma3": (_gemma3, _GEMMA3),
+    # Of the two caps the class has one.
+    "gemma3": (_gemma3, {**_GEMMA3, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
     "gemma3-with-images": (_of_language("Gemma3"), _GEMMA3, _plain),
     "mistral3-with-images": (_of_language("Mistral"), {"sliding_window": None, "head_dim": 16}, _plain),
     "olmo2": ("Olmo2", {}),

@@ -44,7 +44,17 @@ def _dbrx(folder: Path, seed: int, **values: Any) -> Path:
         attn_config={"kv_n_heads": 2, "clip_qkv": values["clip_qkv"], "rope_theta": 10000.0},
         ffn_config={"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     )  # fmt: skip
-    return tiny_models.save_model(transformers.DbrxForCausalLM, config, folder, seed)
+    tiny_models.save_model(transformers.DbrxForCausalLM, config, folder, seed)
+    # As on the hub: what has its default value is left out, weights of experts that sum to 1 among it.
+    values = json.loads((folder / "config.json").read_text())
+    for name, kept in (
+        ("attn_config", ("clip_qkv", "kv_n_heads", "rope_theta")),
+        ("ffn_config", ("ffn_hidden_size", "moe_num_experts", "moe_top_k")),
+    ):
+        values[name] = {key: values[name][key] for key in kept}
+    del values["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
 
 
 ROWS: dict[str, Any] = {
@@ -57,7 +67,7 @@ ROWS: dict[str, Any] = {
     "qwen2-moe-renormed": (
         "Qwen2Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
-         "decoder_sparse_step": 2, "norm_topk_prob": True},
+         "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
     ),
     "qwen3-moe": (
         "Qwen3Moe",

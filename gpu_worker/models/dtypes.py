@@ -16,19 +16,26 @@ _NAMES = {
     "half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "float": torch.float32, "float32": torch.float32,
 }  # fmt: skip
+# Models whose activations overflow float16, as in vLLM.
+_NO_HALF = {"gemma2", "gemma3", "gemma3_text", "glm4"}
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype for --dtype ``name`` on ``device``.
 
     "auto" on a GPU is the dtype of config.json (float32 where it names none), except that float32 becomes 16 bits
-    wide: float16, or bfloat16 for the Gemma models, whose activations overflow float16. On a CPU "auto" is float32:
-    there a token must not depend on how many others share its step, and bfloat16's rounding makes it. bfloat16 can be
-    asked for where the CPU has its instructions; float16 is never computed in there. On a GPU without bfloat16 "auto"
-    is float16 instead, for Gemma float32. Raises ConfigError.
+    wide: float16, or bfloat16 for the models whose activations overflow float16, which never run in it. On a CPU "auto"
+    is float32: there a token must not depend on how many others share its step, and bfloat16's rounding makes it.
+    bfloat16 can be asked for where the CPU has its instructions; float16 is never computed in there. On a GPU without
+    bfloat16 "auto" is float16 instead, for those models float32. Raises ConfigError.
     """
     if name != "auto" and name not in _NAMES:
         raise ConfigError(f"Unknown dtype: {name}. Must be one of {['auto', *_NAMES]}.")
+    if _NAMES.get(name) == torch.float16 and (kind := config.hf.get("model_type")) in _NO_HALF:
+        raise ConfigError(
+            f"The model type {kind!r} does not support float16. Reason: Numerical instability. Please use bfloat16 or "
+            "float32 instead."
+        )
     stored = _config_dtype(config, name)
     dtype = _choose(name, stored, config, device)
     if dtype == stored:
@@ -45,16 +52,17 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
 def _choose(name: str, stored: torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
     wanted = stored if name == "auto" else _NAMES[name]
     if device.type != "cpu":
-        gemma = str(config.hf.get("model_type", "")).startswith("gemma")
-        if name == "auto" and wanted == torch.float32:
-            wanted = torch.bfloat16 if gemma else torch.float16
+        kind = str(config.hf.get("model_type"))
+        large = kind in _NO_HALF or kind.startswith("gemma")
+        if name == "auto" and (wanted == torch.float32 or (wanted == torch.float16 and kind in _NO_HALF)):
+            wanted = torch.bfloat16 if large else torch.float16
         if wanted != torch.bfloat16 or (found := gpu_capability(device)) >= (8, 0):
             return wanted
         said = "Bfloat16 is only supported on GPUs with compute capability of at least 8.0; this one's is "
         said += ".".join(map(str, found))
         if name != "auto":
-            raise ConfigError(f"{said}. Use --dtype half.")
-        used = torch.float32 if gemma else torch.float16
+            raise ConfigError(f"{said}. Use --dtype {'float32' if kind in _NO_HALF else 'half'}.")
+        used = torch.float32 if large else torch.float16
         log.warning("%s. Using %s.", said, str(used)[6:])
         return used
     if name == "auto" or wanted == torch.float32:

@@ -36,7 +36,8 @@ def qwen_windows(hf: Config) -> tuple[int | None, ...]:
 
 def qwen2(hf: Config, **changes: Any) -> DecoderSpec:
     """Qwen1.5 and Qwen2: Llama with biases on queries, keys and values."""
-    return decoder(hf, windows=qwen_windows(hf), qkv_bias=True, o_bias=False, **changes)
+    bias = hf.get("qkv_bias") is not False  # which Qwen2-MoE's may say
+    return decoder(hf, windows=qwen_windows(hf), qkv_bias=bias, o_bias=False, **changes)
 
 
 def qwen3(hf: Config, **changes: Any) -> DecoderSpec:

@@ -81,9 +81,8 @@ def gemma2(hf: Config, **changes: Any) -> DecoderSpec:
 
 def gemma3(hf: Config) -> DecoderSpec:
     """Gemma 3, text: Gemma 2 with normed queries and keys, and slower rotation where there is no window."""
-    hf = pattern(hf, hf.get("sliding_window_pattern") or 6)
-    hf.setdefault("attn_logit_softcapping", None)
-    hf.setdefault("final_logit_softcapping", None)
+    hf = {"final_logit_softcapping": None, **pattern(hf, hf.get("sliding_window_pattern") or 6)}
+    hf["attn_logit_softcapping"] = None  # whatever config.json says: transformers' class has no such cap
     ropes = gemma3_ropes(hf, integer(hf, "head_dim", 256))
     kinds = hf["layer_types"]
     return gemma2(

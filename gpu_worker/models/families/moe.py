@@ -138,7 +138,8 @@ def deepseek(hf: Config) -> DecoderSpec:
 def dbrx(hf: Config) -> DecoderSpec:
     """DBRX: LayerNorms without bias, clipped queries, keys and values, four of sixteen experts."""
     attention, ffn = hf.get("attn_config") or {}, hf.get("ffn_config") or {}
-    if (power := ffn.get("moe_normalize_expert_weights")) not in (None, 1, 1.0):
+    # Files leave out what has its default value; null says that the weights stay as they are.
+    if (power := ffn.get("moe_normalize_expert_weights", 1.0)) not in (None, 1, 1.0):
         raise ConfigError(f"config.json: moe_normalize_expert_weights {power!r} is not supported; it may be 1 or null.")
     if (kind := (ffn.get("ffn_act_fn") or {}).get("name", "silu")) != "silu":
         raise ConfigError(f"config.json: ffn_act_fn {kind!r} is not supported; it may be 'silu'.")
