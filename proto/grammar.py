@@ -4,7 +4,9 @@ A grammar is honoured exactly or refused. llguidance refuses the keywords it lac
 where a schema asks for it); what it accepts but cannot promise is refused or narrowed here:
 
 - escapes of the form ``\\uXXXX`` are not generated, for a property named by another spelling of its name would escape
-  its own schema;
+  its own schema; control characters that have no other escape are then refused in constants, and `grammar_strings`
+  keeps them out of patterns;
+- dates are those of the calendar, and seconds go up to 59;
 - JSON's parts are set apart by one blank, or by a line break and at most 40 blanks, unless ``whitespace_pattern`` says
   otherwise: where any number of them is allowed, a model can write them for ever;
 - a bound that excludes 0 excludes what is closer to it than 1e-9 too, for llguidance takes some such ranges to hold 0;
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import msgspec
 
 from .config import ConfigError
+from .grammar_strings import lost_character, narrow_strings
 from .model_config import ModelConfig
 from .structured import StructuredOutputsParams
 
@@ -41,6 +44,13 @@ _ESCAPES = 'nrbtf\\"'
 _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_NOTHING = {
+    "dependencies": ({},), "dependentRequired": ({},), "dependentSchemas": ({},), "minProperties": (0,),
+    "not": (False,), "propertyNames": (True, {}), "unevaluatedItems": (True, {}), "unevaluatedProperties": (True, {}),
+    "uniqueItems": (False,),
+}  # fmt: skip
+"""Keywords that llguidance lacks, or has only in part, by the values that demand nothing."""
+
 _MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
             "additional_special_tokens", "extra_special_tokens")  # fmt: skip
@@ -108,20 +118,26 @@ def _walk(schema: Any, close: bool) -> Any:
             f"minProperties={least} cannot be honoured with {named} required properties, because names may repeat; "
             f"name the properties in required, or lower it to at most {named + 1}."
         )
-    out = dict(schema)
+    for key in ("const", "enum"):
+        if (lost := lost_character(schema.get(key))) is not None:
+            raise GrammarError(
+                f"{key} has the control character U+{ord(lost):04X}, which is not written; leave it out."
+            )
+    out = {key: value for key, value in schema.items() if value not in _NOTHING.get(key, ())}
     if close and ("properties" in schema or "patternProperties" in schema):
         out.setdefault("additionalProperties", False)
     for key in _ONE:
-        if isinstance(schema.get(key), dict):
+        if isinstance(out.get(key), dict):
             out[key] = _walk(schema[key], close)
     for key in _LISTS:
         if isinstance(schema.get(key), list):
             out[key] = [_walk(each, close) for each in schema[key]]
     for key in _MAPS:
-        if isinstance(schema.get(key), dict):
+        if isinstance(out.get(key), dict):
             out[key] = {name: _walk(each, close) for name, each in schema[key].items()}
     if schema.get("type") != "integer":
         _narrow(schema, out)
+    narrow_strings(schema, out)
     if "oneOf" in out and "anyOf" not in out and _different(out["oneOf"]):
         out["anyOf"] = out.pop("oneOf")
     return out

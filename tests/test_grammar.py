@@ -150,7 +150,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}}}, "oneOf"),
     ({"json": {"oneOf": [{"const": 1}, {"const": 1.0}]}}, "oneOf"),
     ({"json": {"if": {}, "then": {}}}, "if"), ({"json": {"type": "array", "contains": {}}}, "contains"),
-    ({"json": {"type": "object", "propertyNames": {}}}, "propertyNames"),
+    ({"json": {"type": "object", "propertyNames": {"maxLength": 1}}}, "propertyNames"),
     ({"json": {"type": "object", "minProperties": 2}}, "minProperties=2"),
     ({"json": {"items": {"minProperties": 3, "required": ["a"]}}}, "minProperties=3"),
     ({"json": {"type": "object", "patternProperties": {"a": {}, "b": {"type": "null"}}}}, "not disjoint"),
