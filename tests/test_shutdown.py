@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -31,7 +32,7 @@ def connect(server: FakeServer) -> http.client.HTTPConnection:
 
 
 def until(condition: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -65,7 +66,7 @@ def test_open_requests_end_while_new_ones_are_sent_away() -> None:
             assert connection.getresponse().read() == b""
         bodies = [pool.submit(whole, server, stream) for stream in (False, True)]
         until(lambda: server.engine.open_requests == 2)
-        over, _ = begin_end(server, 20.0)
+        over, _ = begin_end(server, 600.0)
         until(lambda: server.app[FRONT].draining)
         fresh.request("GET", "/health/live")
         assert fresh.getresponse().read() == b""
@@ -85,9 +86,9 @@ def test_open_requests_end_while_new_ones_are_sent_away() -> None:
         assert not over.done() and not bodies[0].done()
         gate.append(True)
         for body in bodies:
-            status, text = body.result(20)
+            status, text = body.result(60)
             assert status == 200 and " two" in text and "error" not in text
-        over.result(20)
+        over.result(60)
 
 
 def whole(server: FakeServer, stream: bool) -> tuple[int, str]:
@@ -102,12 +103,12 @@ def test_what_does_not_end_in_time_is_told_so(second: bool) -> None:
     with FakeServer(gated([])) as server, ThreadPoolExecutor(2) as pool:
         bodies = [pool.submit(whole, server, stream) for stream in (False, True)]
         until(lambda: len(server.engine.requests) == 2 and all(r.children[0].tokens for r in server.engine.requests))
-        over, hurry = begin_end(server, 60.0 if second else 0.2)
+        over, hurry = begin_end(server, 600.0 if second else 0.2)
         if second:
             server.loop.call_soon_threadsafe(hurry.set)
-        over.result(20)
+        over.result(60)
         why = "told to hurry" if second else "0.2 s of --shutdown-timeout"
-        (status, body), (streamed, events) = (body.result(20) for body in bodies)
+        (status, body), (streamed, events) = (body.result(60) for body in bodies)
         assert (status, streamed) == (503, 200)
         assert why in json.loads(body)["error"]["message"]
         assert " one" in events and why in events and events.endswith("data: [DONE]\n\n")
@@ -128,6 +129,13 @@ def long_stream(server: Server, key: str = "") -> http.client.HTTPResponse:
     return connection.getresponse()
 
 
+def ready(connection: http.client.HTTPConnection) -> int:
+    connection.request("GET", "/health/ready")
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status
+
+
 def test_a_drained_worker_stays_away_and_a_killed_launcher_leaves_nothing() -> None:
     server = Server()
     worker = None
@@ -137,13 +145,13 @@ def test_a_drained_worker_stays_away_and_a_killed_launcher_leaves_nothing() -> N
         old = child_of(server, "gpu_worker")
         command = old.cmdline()
         old.terminate()
-        wait_until(lambda: "left on purpose" in server.stderr(), "the launcher lets it go")
-        wait_until(lambda: server.get("/health/ready")[0] == 503, "nobody serves")
+        wait_until(lambda: "left on purpose" in server.stderr(), "the launcher lets it go", 120)
+        wait_until(lambda: server.get("/health/ready")[0] == 503, "nobody serves", 120)
         status, answer, headers = server.post("/v1/completions", HI)
         assert status == 503 and int(headers["Retry-After"]) >= 1 and "not ready" in answer["error"]["message"]
         assert server.get("/health/live")[0] == 200
         worker = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(lambda: server.get("/health/generate")[0] == 200, "another one joins", 60)
+        wait_until(lambda: server.get("/health/generate")[0] == 200, "another one joins", 180)
         assert not any("gpu_worker" in " ".join(p.cmdline()) for p in server.children())
 
         children, folder = server.children(), server.run_dir()
@@ -151,7 +159,7 @@ def test_a_drained_worker_stays_away_and_a_killed_launcher_leaves_nothing() -> N
         assert answer.readline()
         server.process.kill()
         server.process.wait()
-        assert psutil.wait_procs(children, timeout=20)[1] == []
+        assert psutil.wait_procs(children, timeout=60)[1] == []
         until(lambda: not os.path.exists(folder))
     finally:
         if worker is not None:
@@ -174,8 +182,9 @@ def test_what_dies_again_and_again_is_given_up_with_a_message_and_a_code() -> No
             time.sleep(0.02)
         assert server.process.wait() == 1
         assert b"told to hurry" in answer.read()  # it could not be finished
-        assert "quire.detokenizer ended 5 times within 10 s of its start: " in server.stderr().splitlines()[-1]
-        assert psutil.wait_procs(children, timeout=5)[1] == [] and not os.path.exists(folder)
+        said = re.search(r"quire\.detokenizer ended (\d+) times .*: ", server.stderr().splitlines()[-1])
+        assert said is not None and int(said[1]) >= 5  # more where one had begun to serve before it was found
+        assert psutil.wait_procs(children, timeout=60)[1] == [] and not os.path.exists(folder)
     finally:
         server.close()
 
@@ -186,6 +195,8 @@ def test_keys_have_limits_and_a_second_signal_ends_at_once_and_tells_clients() -
     try:
         children, folder = server.children(), server.run_dir()
         assert not any("one,two" in " ".join(p.cmdline()) for p in children)
+        kept = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)  # it outlives the port
+        assert ready(kept) == 200
         answer = long_stream(server, "one")
         assert answer.readline()
         assert server.post("/v1/completions", HI)[0] == 401
@@ -193,10 +204,10 @@ def test_keys_have_limits_and_a_second_signal_ends_at_once_and_tells_clients() -
             status, told, headers = server.post("/v1/completions", HI, headers={"Authorization": f"Bearer {key}"})
             assert status == expected and int(headers["Retry-After"]) >= 1, told
         server.process.send_signal(signal.SIGINT)
-        wait_until(lambda: server.get("/health/ready")[0] == 503, "it says that it ends")
+        wait_until(lambda: ready(kept) == 503, "it says that it ends", 120)
         server.process.send_signal(signal.SIGINT)
         assert b"told to hurry" in answer.read()
-        assert server.process.wait(20) == 0
-        assert psutil.wait_procs(children, timeout=5)[1] == [] and not os.path.exists(folder)
+        assert server.process.wait(60) == 0
+        assert psutil.wait_procs(children, timeout=60)[1] == [] and not os.path.exists(folder)
     finally:
         server.close()
