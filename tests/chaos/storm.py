@@ -29,6 +29,8 @@ SETTLE_S = 60.0
 """A stream that has not moved for so long after a fault is stuck."""
 END_S = 120.0
 REFUSED_S = 0.3
+STARTED_S = 60.0
+"""A frontend that was killed listens again within this time."""
 ABORT_S = 2.0
 """Clients that leave do so within this time."""
 MAX_FAILURES = 20
@@ -105,7 +107,7 @@ class Storm:
         deadline = time.monotonic() + timeout
         shape = self.cluster.shape
         while True:
-            stats = await self.engine.stats(10.0)
+            stats = await self.engine.stats(30.0)
             if len(stats.replicas) >= shape.workers and len(self.engine.detokenizers) >= shape.detokenizers:
                 break
             if time.monotonic() > deadline:
@@ -265,7 +267,7 @@ class Storm:
         """Whether the connection was a killed frontend's, or waited to be taken by one."""
         kills = [fault for fault in self.faults.history if fault.kind == "kill frontend"]
         if not answer.port:  # nobody listens where the other one is just being started
-            return any(kill.at > began - 10.0 for kill in kills)
+            return any(kill.at > began - STARTED_S for kill in kills)
         return any(kill.over >= began and (answer.port in kill.ports or not answer.begun) for kill in kills)
 
     # ------------------------------------------------------------ getting on
