@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,8 @@ from quire.proto.structured import StructuredOutputsParams
 MODEL = load_model_config(demo_model_path())
 ENDLESS = {"type": "integer", "multipleOf": 10**7 + 19}
 """Takes minutes and gigabytes to compile."""
+AMPLE_S = 30.0
+"""For grammars that are to pass, on a machine that is as busy as can be."""
 
 
 def endless(i: int) -> dict[str, Any]:
@@ -59,16 +62,46 @@ def alive(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as listed:
-        return [int(child) for child in listed.read().split()]
+    """Those that have ended and were not waited for among them."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as listed:
+            return [int(child) for child in listed.read().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
-async def checking(checker: GrammarChecker) -> int:
-    """The process that compiles a grammar, once there is one."""
+async def checking(checker: GrammarChecker, count: int = 1) -> list[int]:
+    """The processes that compile grammars, once there are so many."""
     while True:
         await asyncio.sleep(0.002)
-        if checker.pid is not None and (found := children(checker.pid)):
-            return found[0]
+        found = [] if checker.pid is None else [child for child in children(checker.pid) if alive(child)]
+        if len(found) >= count:
+            return found
+
+
+@pytest.fixture
+def ample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First seconds that are never too short."""
+    monkeypatch.setattr(grammar_check, "FIRST_S", AMPLE_S)
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """``idle("pause")``, ``idle("stop")``: what compiles a schema does that instead, and uses none of its time."""
+
+    def make(what: str) -> None:
+        code = (
+            "import os, signal; from quire.detokenizer import grammar_helper as helper; real = helper.compiled\n"
+            "wait = {'pause': signal.pause, 'stop': lambda: os.kill(os.getpid(), signal.SIGSTOP)}\n"
+            f"helper.compiled = lambda table, spec: real(table, spec) if spec.json is None else wait['{what}']()\n"
+            "helper.main()"
+        )
+        fake = tmp_path / "python"
+        fake.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -P -c "{code}" "$@"\n')
+        fake.chmod(0o755)
+        monkeypatch.setattr(grammar_check.sys, "executable", str(fake))
+
+    return make
 
 
 async def verdict(checker: GrammarChecker, **form: Any) -> Refused | None:
@@ -81,7 +114,7 @@ async def verdict(checker: GrammarChecker, **form: Any) -> Refused | None:
     return None
 
 
-def test_every_form_passes_and_the_invalid_are_refused() -> None:
+def test_every_form_passes_and_the_invalid_are_refused(ample: None) -> None:
     async def test(checker: GrammarChecker) -> None:
         assert checker.pid is None  # nothing runs before it is needed
         good: list[dict[str, Any]] = [
@@ -98,16 +131,16 @@ def test_every_form_passes_and_the_invalid_are_refused() -> None:
             assert refused is not None and refused.status == 400, form
             assert refused.message.startswith("structured_outputs cannot be honoured: ")
 
-    run(test)
+    run(test, seconds=AMPLE_S)
 
 
-def test_a_first_grammar_may_be_invalid() -> None:
+def test_a_first_grammar_may_be_invalid(ample: None) -> None:
     async def test(checker: GrammarChecker) -> None:
         refused = await verdict(checker, regex="(")
         assert refused is not None and "unclosed" in refused.message
         assert await verdict(checker, regex="a") is None
 
-    run(test)
+    run(test, seconds=AMPLE_S)
 
 
 EXPLOSIVE: list[dict[str, Any]] = [
@@ -141,7 +174,7 @@ def test_explosive_grammars_are_answered_and_the_next_one_passes(forms: list[dic
 
     async def test(checker: GrammarChecker) -> None:
         for form in forms:
-            async with asyncio.timeout(20):  # 2 s on a machine that is not busy
+            async with asyncio.timeout(60):  # 2 s on a machine that is not busy
                 refused = await verdict(checker, **form)
             assert refused is None or refused.status == 400
             assert await verdict(checker, choice=[str(time.monotonic())]) is None
@@ -163,22 +196,27 @@ def test_the_time_limit_ends_the_child_and_is_remembered() -> None:
     run(test)
 
 
-def test_a_stopped_child_is_ended_by_the_clock() -> None:
-    async def test(checker: GrammarChecker) -> None:
-        waiting = asyncio.create_task(verdict(checker, json=ENDLESS))
-        for _ in range(2):
-            os.kill(child := await checking(checker), signal.SIGSTOP)
-            while alive(child):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        refused = await waiting
-        assert refused is not None and refused.status == 400
+def test_a_stopped_child_is_ended_by_the_clock(idle: Callable[[str], None]) -> None:
+    idle("stop")
 
-    run(test)
+    async def test(checker: GrammarChecker) -> None:
+        refused = await verdict(checker, json=ENDLESS)
+        assert refused is not None and refused.status == 400 and "within 0.1 s" in refused.message
+        assert checker._number == 2 and checker.pid is not None and children(checker.pid) == []
+
+    run(test, seconds=0.1)
 
 
 def test_many_explosive_grammars_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """All get their first seconds in turn; a harmless one that comes last passes before the slow have had theirs."""
     monkeypatch.setattr(grammar_check, "PATIENCE_S", 600.0)
+    monkeypatch.setattr(grammar_check, "SLOW_KEPT_S", 600.0)
+
+    def patient(check: Check) -> bytes:
+        check.seconds = AMPLE_S if b"properties" in bytes(check.spec) else check.seconds  # the harmless one's turn is
+        return frame(check)  # what this is about, and on no machine that its time is too short
+
+    monkeypatch.setattr(grammar_check, "frame", patient)
 
     async def test(checker: GrammarChecker) -> None:
         order: list[tuple[bool, Refused | None]] = []
@@ -213,16 +251,18 @@ def test_the_slow_do_not_wait_for_ever_for_their_turn(monkeypatch: pytest.Monkey
     async def test(checker: GrammarChecker) -> None:
         answers = await asyncio.gather(*(verdict(checker, json=endless(i)) for i in range(12)))
         statuses = [one.status for one in answers if one is not None]
-        assert len(statuses) == 12 and statuses[:6] == [429] * 6 and statuses[-1] == 400
+        assert len(statuses) == 12 and set(statuses) == {400, 429} and statuses[-1] == 400
+        assert statuses.count(400) <= 2  # those that ran last, when there was no newcomer any more
 
     run(test)
 
 
-def test_a_newcomer_passes_beside_a_slow_one() -> None:
+def test_a_newcomer_passes_beside_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(checker: GrammarChecker) -> None:
         slow = [asyncio.create_task(verdict(checker, json=endless(i))) for i in range(3)]
         while not any(pending.slow for pending in checker._running.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+        monkeypatch.setattr(grammar_check, "FIRST_S", AMPLE_S)
         assert [await verdict(checker, regex=f"a{{{i}}}") for i in range(5)] == [None] * 5
         assert not any(task.done() for task in slow[:1])
         checker.close()
@@ -241,7 +281,7 @@ def test_the_memory_limit() -> None:
     run(test, memory=32 * 2**20, seconds=60.0)
 
 
-def test_verdicts_are_remembered_and_equal_grammars_share_one() -> None:
+def test_verdicts_are_remembered_and_equal_grammars_share_one(ample: None) -> None:
     async def test(checker: GrammarChecker) -> None:
         same = [verdict(checker, regex="(a") for _ in range(5)] + [verdict(checker, regex="a") for _ in range(5)]
         answers = await asyncio.gather(*same)
@@ -252,11 +292,11 @@ def test_verdicts_are_remembered_and_equal_grammars_share_one() -> None:
         assert await verdict(checker, regex="a") is None
         assert await verdict(checker, regex="(a") is not None
 
-    run(test)
+    run(test, seconds=AMPLE_S)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_killed_in_the_middle_is_replaced(kind: signal.Signals) -> None:
+def test_a_child_killed_in_the_middle_is_replaced(kind: signal.Signals, ample: None) -> None:
     async def test(checker: GrammarChecker) -> None:
         assert await verdict(checker, json_object=True) is None
         first = checker.pid
@@ -272,54 +312,59 @@ def test_a_child_killed_in_the_middle_is_replaced(kind: signal.Signals) -> None:
         os.kill(checker.pid or 0, signal.SIGKILL)
         assert await verdict(checker, regex="cd") is None
 
-    run(test, seconds=30.0)
+    run(test, seconds=AMPLE_S)
 
 
-def test_a_child_killed_in_the_middle_is_tried_again_once() -> None:
+def test_a_child_killed_in_the_middle_is_tried_again_once(idle: Callable[[str], None], ample: None) -> None:
+    idle("pause")
+
     async def test(checker: GrammarChecker) -> None:
         assert await verdict(checker, json_object=True) is None
         pid = checker.pid
         assert pid is not None
+        while children(pid):  # noqa: ASYNC110 - a verdict is there before its child has gone
+            await asyncio.sleep(0.002)
         waiting = asyncio.create_task(verdict(checker, json=ENDLESS))
         for _ in range(2):
-            os.kill(child := await checking(checker), signal.SIGKILL)
+            (child,) = await checking(checker)
+            os.kill(child, signal.SIGKILL)
             while alive(child):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
         refused = await waiting
         assert refused is not None and refused.status == 400
         assert await verdict(checker, regex="a") is None and checker.pid == pid
 
-    run(test)
+    run(test, seconds=AMPLE_S)
 
 
-def test_a_helper_killed_again_and_again_is_the_servers_fault() -> None:
+def test_a_helper_killed_again_and_again_is_the_servers_fault(idle: Callable[[str], None], ample: None) -> None:
+    idle("pause")
+
     async def test(checker: GrammarChecker) -> None:
         waiting = [asyncio.create_task(verdict(checker, json=endless(i))) for i in range(2)]
-        for _ in range(4):
-            child, helper = await checking(checker), checker.pid
+        for _ in range(2):
+            both, helper = await checking(checker, 2), checker.pid
             assert helper is not None
             os.kill(helper, signal.SIGKILL)
-            while checker.pid == helper or alive(child):  # noqa: ASYNC110 - the child ends with the helper
+            while checker.pid == helper or any(map(alive, both)):  # noqa: ASYNC110 - they end with the helper
                 await asyncio.sleep(0.002)
-            if all(task.done() for task in waiting):
-                break
         assert [one and one.status for one in await asyncio.gather(*waiting)] == [500, 500]
         assert await verdict(checker, regex="a") is None
 
-    run(test, seconds=30.0)
+    run(test, seconds=AMPLE_S)
 
 
-def test_too_many_waiting_grammars_are_told_to_come_back() -> None:
+def test_too_many_waiting_grammars_are_told_to_come_back(ample: None) -> None:
     async def test(checker: GrammarChecker) -> None:
         answers = await asyncio.gather(*(verdict(checker, regex=f"a{{{i}}}") for i in range(8)))
         statuses = [answer.status if answer else 200 for answer in answers]
         assert statuses == [200] * 3 + [429] * 5
         assert await verdict(checker, regex="a{7}") is None
 
-    run(test, queued=3)
+    run(test, queued=3, seconds=AMPLE_S)
 
 
-def test_who_gives_up_harms_nobody() -> None:
+def test_who_gives_up_harms_nobody(ample: None) -> None:
     async def test(checker: GrammarChecker) -> None:
         waiting = [asyncio.create_task(checker.check(spec(regex=f"b{{{i}}}"))) for i in range(3)]
         await asyncio.sleep(0)
@@ -332,7 +377,7 @@ def test_who_gives_up_harms_nobody() -> None:
         refused = await late
         assert refused is not None and refused.status == 503
 
-    run(test)
+    run(test, seconds=AMPLE_S)
 
 
 def test_a_child_that_cannot_start_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +405,7 @@ def test_a_child_that_talks_nonsense_is_replaced(answer: bytes, monkeypatch: pyt
         monkeypatch.setattr(grammar_check.sys, "executable", real)
         assert await verdict(checker, regex="a") is None
 
-    run(test)
+    run(test, seconds=AMPLE_S)
 
 
 def _helper() -> subprocess.Popen[bytes]:
@@ -376,7 +421,7 @@ def test_the_helper_ends_at_hostile_bytes_and_with_its_parent(data: bytes) -> No
     assert helper.stdin is not None
     helper.stdin.write(data)
     helper.stdin.close()
-    assert helper.wait(30) in (0, 1)
+    assert helper.wait(60) in (0, 1)
 
 
 def read(helper: subprocess.Popen[bytes]) -> Verdict:
@@ -398,7 +443,7 @@ def test_the_helper_ends_with_its_parent_in_the_middle_of_a_check() -> None:
     while not (found := children(helper.pid)):
         time.sleep(0.002)
     helper.stdin.close()
-    assert helper.wait(30) == 0
+    assert helper.wait(60) == 0
     while alive(found[0]):
         time.sleep(0.002)
 
@@ -416,7 +461,7 @@ def test_the_helper_has_one_thread_and_answers_as_its_children_end() -> None:
     answers = {answer.number: answer for answer in (read(helper), read(helper))}
     assert answers[2] == Verdict(2, "") and "unclosed" in (answers[3].error or "")
     helper.stdin.close()
-    assert helper.wait(30) == 0
+    assert helper.wait(60) == 0
 
 
 def test_without_a_table_every_check_says_why(tmp_path: Any) -> None:

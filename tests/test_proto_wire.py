@@ -70,7 +70,7 @@ def context():
         yield context
 
 
-def talk(endpoint, server_keys, client_keys, context, wait=5.0):
+def talk(endpoint, server_keys, client_keys, context, wait=60.0):
     """One message there and one back; None where the client never gets through."""
 
     async def run():
