@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -29,11 +30,57 @@ def server() -> Iterator[Server]:
     running.close()
 
 
-def begin(server: Server, path: str = "/v1/completions", **fields: Any) -> http.client.HTTPConnection:
-    """A request on a connection of its own, not answered yet."""
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
-    connection.request("POST", path, json.dumps({**LONG, "stream": True, **fields}), HEADERS)
+def connect(server: Server) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
+
+
+def ask(connection: http.client.HTTPConnection, **fields: Any) -> http.client.HTTPConnection:
+    """A request on it, not answered yet."""
+    connection.request("POST", "/v1/completions", json.dumps({**LONG, "stream": True, **fields}), HEADERS)
     return connection
+
+
+def begin(server: Server, **fields: Any) -> http.client.HTTPConnection:
+    """The same on a connection of its own."""
+    return ask(connect(server), **fields)
+
+
+def processes(server: Server, service: str) -> list[psutil.Process]:
+    found = []
+    for process in server.children():
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            if f"-m quire.{service}" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def spread(server: Server, each: int) -> list[tuple[psutil.Process, list[http.client.HTTPConnection]]]:
+    """The frontends, and ``each`` idle connections to either: the kernel shares them out as by lot."""
+    wait_until(lambda: len(processes(server, "frontend")) == 2, "both frontends are there", 120)
+    shares: list[tuple[psutil.Process, list[http.client.HTTPConnection]]] = [
+        (process, []) for process in processes(server, "frontend")
+    ]
+
+    def enough() -> bool:
+        opened = [connect(server) for _ in range(8)]
+        for connection in opened:
+            connection.request("GET", "/health/live")
+            connection.getresponse().read()
+        by_port = {connection.sock.getsockname()[1]: connection for connection in opened}
+        for process, mine in shares:
+            ports = [c.raddr.port for c in process.net_connections() if c.raddr]
+            mine += [by_port.pop(port) for port in ports if port in by_port and len(mine) < each]
+            del mine[each:]
+        return all(len(mine) == each for _, mine in shares)
+
+    wait_until(enough, f"{each} connections to each frontend", 120)
+    return shares
+
+
+def metric(server: Server, name: str) -> float:
+    """It, once the frontend that is asked has it: what a scheduler does not answer in time is left out."""
+    wait_until(lambda: name in server.get("/metrics")[1], "the scheduler's part of /metrics", 120)
+    return server.metric(name)
 
 
 def events(answer: http.client.HTTPResponse) -> tuple[str, bool]:
@@ -51,8 +98,9 @@ def events(answer: http.client.HTTPResponse) -> tuple[str, bool]:
 
 
 def nothing_is_left(server: Server) -> bool:
-    metrics = ("quire:num_requests_running", "quire:num_requests_waiting", "quire:kv_blocks_in_use")
-    return not any(server.metric(name) for name in metrics)
+    names = ("quire:num_requests_running", "quire:num_requests_waiting", "quire:kv_blocks_in_use")
+    text = server.get("/metrics")[1]
+    return all(re.search(rf"^{name}{{[^}}]*}} 0\.0$", text, re.M) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -68,87 +116,101 @@ def nothing_is_left(server: Server) -> bool:
     ids=["stream", "n", "best_of", "beams", "prefilling", "body"],
 )
 def test_a_client_that_leaves_frees_its_blocks(server: Server, fields: dict[str, Any]) -> None:
-    assert nothing_is_left(server)
-    before = server.metric("quire:generation_tokens")
+    wait_until(lambda: nothing_is_left(server), "nothing runs", 120)
+    before = metric(server, "quire:generation_tokens")
     connection = begin(server, **fields)
-    wait_until(lambda: server.metric("quire:kv_blocks_in_use") > 0, "it runs")
+    wait_until(lambda: server.metric("quire:kv_blocks_in_use") > 0, "it runs", 120)
     connection.close()
-    wait_until(lambda: nothing_is_left(server), "its blocks are free")
-    assert server.metric("quire:generation_tokens") - before < 1500  # it did not just come to its end
+    wait_until(lambda: nothing_is_left(server), "its blocks are free", 120)
+    most = 1500 * fields.get("best_of", fields.get("n", 1))
+    assert metric(server, "quire:generation_tokens") - before < most  # it did not just come to its end
 
 
 def test_a_client_that_leaves_the_queue(server: Server) -> None:
     running = [begin(server) for _ in range(8)]
-    wait_until(lambda: server.metric("quire:num_requests_running") == 8, "eight run")
+    wait_until(lambda: server.metric("quire:num_requests_running") == 8, "eight run", 120)
     queued = [begin(server, stream=stream) for stream in (False, True)]
-    wait_until(lambda: server.metric("quire:num_requests_waiting") == 2, "two wait")
+    wait_until(lambda: server.metric("quire:num_requests_waiting") == 2, "two wait", 120)
     for connection in queued:
         connection.close()
-    wait_until(lambda: server.metric("quire:num_requests_waiting") == 0, "nobody waits")
+    wait_until(lambda: metric(server, "quire:num_requests_waiting") == 0, "nobody waits", 120)
     for connection in running:
         connection.close()
-    wait_until(lambda: nothing_is_left(server), "all blocks are free")
+    wait_until(lambda: nothing_is_left(server), "all blocks are free", 120)
 
 
 def test_a_killed_frontend_takes_only_its_own_connections_along(server: Server) -> None:
-    fields = {"max_tokens": 150}
-    alone = events(begin(server, **fields).getresponse())
-    assert alone[1]
-    frontends = [p for p in server.children() if "quire.frontend" in " ".join(p.cmdline())]
-    assert len(frontends) == 2
-    opened = [begin(server, **fields) for _ in range(8)]  # the kernel shares connections out by their ports
-    answers = [connection.getresponse() for connection in opened]
-    victim, ports = frontends[0], {c.sock.getsockname()[1] for c in opened}
-    lost = len({c.raddr.port for c in victim.net_connections() if c.raddr and c.raddr.port in ports})
-    assert 0 < lost < 8
-    with ThreadPoolExecutor(8) as pool:
-        found = [pool.submit(events, answer) for answer in answers]
+    alone, whole = events(begin(server, max_tokens=150).getresponse())
+    assert whole
+    (victim, theirs), (_, others) = spread(server, 3)
+    answers = [ask(connection).getresponse() for connection in theirs[:3]]  # not over before the kill
+    kept = [ask(connection, max_tokens=150).getresponse() for connection in others[:3]]
+    with ThreadPoolExecutor(6) as pool:
+        lost, found = ([pool.submit(events, answer) for answer in each] for each in (answers, kept))
         victim.kill()
-        texts = [each.result() for each in found]
-    assert sum(whole for _, whole in texts) == 8 - lost
-    assert {text for text, whole in texts if whole} == {alone[0]}
-    assert all(alone[0].startswith(text) for text, _ in texts)
-    wait_until(lambda: nothing_is_left(server), "its requests were aborted")
-    wait_until(lambda: sum("quire.frontend" in " ".join(p.cmdline()) for p in server.children()) == 2, "it is back")
-    assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 1})[0] == 200
+        assert [each.result() for each in found] == [(alone, True)] * 3
+        for text, whole in (each.result() for each in lost):
+            assert not whole and (text.startswith(alone) or alone.startswith(text))
+    wait_until(lambda: nothing_is_left(server), "its requests were aborted", 120)
+    wait_until(lambda: len(processes(server, "frontend")) == 2, "it is back", 120)
+    wait_until(lambda: server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 1})[0] == 200, "it serves", 120)
 
 
 def test_a_hung_detokenizer_loses_nothing(server: Server) -> None:
     """Half of the streams are with the one that is stopped for good; they go on with the other."""
-    fields = {"max_tokens": 60, "stop": ["never to be seen"], "logprobs": 1}
-    alone = events(begin(server, **fields).getresponse())
-    hung = next(p for p in server.children() if "quire.detokenizer" in " ".join(p.cmdline()))
-    with ThreadPoolExecutor(4) as pool:
-        answers = [begin(server, **fields).getresponse() for _ in range(4)]
-        hung.suspend()
-        try:
-            assert [each.result() for each in [pool.submit(events, answer) for answer in answers]] == [alone] * 4
-        finally:
-            hung.resume()
+    for count in (60, 240, 960):  # more where all were over before it was stopped
+        fields = {"max_tokens": count, "stop": ["never to be seen"], "logprobs": 1}
+        alone = events(begin(server, **fields).getresponse())
+        hung = processes(server, "detokenizer")[0]
+        with ThreadPoolExecutor(4) as pool:
+            answers = [begin(server, **fields).getresponse() for _ in range(4)]
+            hung.suspend()
+            try:
+                assert [each.result() for each in [pool.submit(events, answer) for answer in answers]] == [alone] * 4
+            finally:
+                hung.resume()
+        if "lost detokenizer" in server.stderr():
+            break
     assert "lost detokenizer" in server.stderr()  # by its silence or by ZMTP heartbeats, whichever came first
-    wait_until(lambda: nothing_is_left(server), "late aborts and attempts leave nothing")
+    wait_until(lambda: nothing_is_left(server), "late aborts and attempts leave nothing", 120)
     assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 1})[0] == 200
 
 
 def test_sigterm_under_load_finishes_what_is_open_and_leaves_nothing(server: Server) -> None:
     """The last test of this server."""
     children, folder = server.children(), server.run_dir()
-    alone = events(begin(server, max_tokens=150).getresponse())
-    kept = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    kept.request("GET", "/health/live")
-    kept.getresponse().read()
+    (worker,) = processes(server, "gpu_worker")
+    for count in (150, 600, 1500):  # more where some were over before the worker was stopped
+        alone = events(begin(server, max_tokens=count).getresponse())
+        shares = spread(server, 6)
+        answers = [ask(one, max_tokens=count).getresponse() for _, mine in shares for one in mine[:4]]
+        worker.suspend()  # so that nothing is over before the server has said that it ends
+        if all_run := metric(server, "quire:num_requests_running") == 8:
+            break
+        worker.resume()
+        for answer in answers:
+            answer.read()
+    assert all_run
     with ThreadPoolExecutor(8) as pool:
-        answers = [begin(server, max_tokens=150).getresponse() for _ in range(8)]
         found = [pool.submit(events, answer) for answer in answers]
-        server.process.send_signal(signal.SIGTERM)
-        while True:  # on a connection that is kept alive it is told when to come back
-            kept.request("POST", "/v1/completions", json.dumps({"prompt": "Hi", "max_tokens": 1}), HEADERS)
-            late = kept.getresponse()
-            late.read()
-            if late.status != 200:
-                break
+        try:
+            server.process.send_signal(signal.SIGTERM)
+            *_, look, kept = shares[0][1]
+            wait_until(lambda: said(look, "GET", "/health/ready").headers["Connection"] == "close", "it ends", 120)
+            late = said(kept, "POST", "/v1/completions", json.dumps({"prompt": "Hi", "max_tokens": 1}), HEADERS)
+        finally:
+            worker.resume()
+        # on a connection that is kept alive it is told when to come back
         assert (late.status, late.headers["Connection"]) == (503, "close") and int(late.headers["Retry-After"]) >= 1
         assert [each.result() for each in found] == [alone] * 8
-    assert server.process.wait(60) == 0
-    assert psutil.wait_procs(children, timeout=5)[1] == [] and not os.path.exists(folder)
+    assert server.process.wait(120) == 0
+    assert psutil.wait_procs(children, timeout=60)[1] == [] and not os.path.exists(folder)
     assert not re.search("Traceback", server.stderr())
+
+
+def said(connection: http.client.HTTPConnection, *request: Any) -> http.client.HTTPResponse:
+    """An answer without its body."""
+    connection.request(*request)
+    answer = connection.getresponse()
+    answer.read()
+    return answer
