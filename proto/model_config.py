@@ -43,6 +43,10 @@ _UNWRITTEN: dict[str, dict[str, Any]] = {
         "vocab_size": 262208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216,
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
     },
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    },
 }  # fmt: skip
 
 
@@ -172,6 +176,7 @@ def load_model_config(
     text = hf.get("text_config")
     if isinstance(text, dict):
         names = hf.get("architectures") or text.get("architectures")  # the whole model's say how its weights are named
+        whole = hf.get("tie_word_embeddings")
         unwritten = _UNWRITTEN.get(str(text.get("model_type")), {})
         hf = {
             **unwritten,
@@ -179,6 +184,8 @@ def load_model_config(
             **{key: value for key, value in text.items() if value is not None or hf.get(key) is None},
         }
         hf["architectures"] = names
+        if whole is True:  # the text's own value is then its class's default, and the files have one table
+            hf["tie_word_embeddings"] = True
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(value := {**hf, **(overrides or {})}.get(key), dict | None):
             raise ConfigError(f"{path}/config.json: {key} must be an object, got {value!r}; correct it.")

@@ -143,6 +143,23 @@ def test_what_a_text_models_config_leaves_out_is_its_classs(tmp_path: Path) -> N
     assert [rope.scaling.get("factor") for rope in spec.ropes[:6] if rope] == [None] * 5 + [8.0]
 
 
+def test_what_mistrals_text_leaves_out_and_that_the_whole_models_tie_counts(tmp_path: Path) -> None:
+    text = {"hidden_size": 5120, "head_dim": 128, "model_type": "mistral", "tie_word_embeddings": False}
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    config = load_model_config(str(tmp_path))
+    spec, whole = find_family(config.hf)[0], transformers.MistralConfig(**text)
+    assert (config.vocab_size, config.max_model_len) == (whole.vocab_size, whole.max_position_embeddings)
+    read = (spec.heads, spec.kv_heads[0], spec.hidden_size, spec.intermediate_size, spec.num_layers, spec.windows[0])
+    assert read == (
+        whole.num_attention_heads, whole.num_key_value_heads, 5120, whole.intermediate_size, whole.num_hidden_layers,
+        whole.sliding_window,
+    )  # fmt: skip
+    assert spec.tied
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "tie_word_embeddings": False}))
+    assert not find_family(load_model_config(str(tmp_path)).hf)[0].tied
+
+
 def test_architectures_that_are_no_list_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: architectures must be a list of names, got 'Llama'"):
         load_model_config(write(tmp_path, architectures="Llama"))
