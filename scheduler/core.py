@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
 from ..proto.codec import BadFrame, from_i32, from_i64, i32, i64
@@ -56,7 +56,7 @@ class Scheduler:
         self.replicas: dict[int, Replica] = {}
         self.accounts = Accounts(config.max_requests_per_key)
         self.loading = 0  # replicas on their way: nobody knows yet what they will hold
-        self._deadlines: deque[tuple[float, Request]] = deque()  # of those that may wait only so long, in order
+        self._deadlines: dict[int, tuple[float, Request]] = {}  # of those who wait, and may only so long; in order
         self.lost_owners: set[str] = set()  # detokenizers whose connection broke; they may come back
         self.wary = False  # somebody in line may be what kills workers
         self.shrunk = False  # a worker left, or never came: those who wait for one of its size may wait in vain
@@ -125,7 +125,7 @@ class Scheduler:
         self.queue.enter(request)
         self.accounts.enter(request, now)
         if self.config.queue_timeout is not None and not request.attempt:
-            self._deadlines.append((now + self.config.queue_timeout, request))
+            self._deadlines[request.uid] = now + self.config.queue_timeout, request
         self.wary = self.wary or any(seq.suspect for seq in request.live)
         sink = self.outbox.sink(request.owner)
         parent: Sequence | None = None
@@ -265,6 +265,7 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         if not request.started:
             self.queue.leave(request)
+            self._deadlines.pop(request.uid, None)
         del self.requests[request.uid]
         now = self.clock()
         self.queue.rate.freed(now)
@@ -274,12 +275,12 @@ class Scheduler:
         """Once a second: end requests whose time is up, those that waited for their first step for longer than
         ``queue_timeout``, and those that no replica could hold for ``UNPLACED_S``."""
         now = self.clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request = self._deadlines.popleft()
-            if not request.started and self.requests.get(request.uid) is request:
-                text = f"The request waited for {self.config.queue_timeout:g} s, the limit, for its first step. "
-                retry = self.queue.time_to_drain(now)
-                self.fail(request, 503, text + "Please try again later.", retry_after=retry)
+        for deadline, request in list(self._deadlines.values()):
+            if deadline > now:
+                break
+            text = f"The request waited for {self.config.queue_timeout:g} s, the limit, for its first step. "
+            retry = self.queue.time_to_drain(now)
+            self.fail(request, 503, text + "Please try again later.", retry_after=retry)
         self._expire_unplaced(now)
         self.wary = self.wary and any(seq.suspect for seq in self.queue)
 
@@ -317,6 +318,7 @@ class Scheduler:
         if not request.started:
             request.started = True
             self.queue.leave(request)
+            self._deadlines.pop(request.uid, None)
             self.prompt_tokens += request.prompt_len
             self.outbox.started(request, min(seq.computed, request.prompt_len))
 
@@ -368,10 +370,14 @@ class Scheduler:
 
     def plan(self, replica: Replica) -> StepPlan | None:
         """The next step to send to ``replica``, or None."""
-        return planner.plan(self, replica)
+        plan = planner.plan(self, replica)
+        if plan is not None:
+            replica.in_flight[-1].sent_at = self.clock()
+        return plan
 
     def commit(self, replica: Replica, result: StepResult) -> None:
         """A step is done. BadFrame: the result cannot be right, and the lease must end."""
+        replica.progress_at = self.clock()
         committing.commit(self, replica, result)
 
     # -- looking in

@@ -55,7 +55,7 @@ LEAST_TIMEOUT_S = 2.0
 STOPPED_S = 15.0
 """After this process itself stood still, connections that break for so long say nothing about what ran there."""
 MAX_BLOCKS, INT32_MAX = 2**22, 2**31 - 1
-"""The most a worker may claim: 64 million tokens in blocks of 16 is beyond any machine, and books cost memory."""
+"""The most blocks of a worker that are used: 64 million tokens in blocks of 16 is plenty, and books cost memory."""
 
 
 class Worker:
@@ -153,10 +153,12 @@ class Fleet:
         if worker.replica is None and worker.phase in ("draining", "leaving"):
             return
         sizes = (message.num_blocks, message.max_model_len, message.vocab_size)
-        sound = 1 <= message.num_blocks <= MAX_BLOCKS and all(1 <= size <= INT32_MAX for size in sizes)
-        if worker.phase != "loading" or not sound:
+        if worker.phase != "loading" or not all(1 <= size <= INT32_MAX for size in sizes):
             self._expel(peer, f"it said Loaded{sizes} while {worker.phase}")
             return
+        if message.num_blocks > MAX_BLOCKS:  # a tiny model has room for more than anybody could use
+            log.info("worker %s has room for %d blocks; %d are used", peer, message.num_blocks, MAX_BLOCKS)
+            message.num_blocks = MAX_BLOCKS
         worker.loaded, worker.phase, worker.since = message, "configuring", self.core.clock()
         self.to_workers.append((peer, Configure(worker.lease, message.num_blocks)))
 
@@ -188,7 +190,7 @@ class Fleet:
         if worker.replica is None:
             self._expel(peer, f"it sent the result of step {message.step} while {worker.phase}")
             return
-        worker.beat_at = worker.replica.progress_at = self.core.clock()
+        worker.beat_at = self.core.clock()
         try:
             self.core.commit(worker.replica, message)
         except BadFrame as error:
@@ -199,10 +201,8 @@ class Fleet:
 
     def plans(self) -> None:
         """Plan for every replica until it has enough in flight."""
-        now = self.core.clock()
         for replica in self.core.replicas.values():
             while (plan := self.core.plan(replica)) is not None:
-                replica.in_flight[-1].sent_at = now
                 self.to_workers.append((replica.peer, plan))
 
     # -- leaving

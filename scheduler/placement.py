@@ -1,4 +1,4 @@
-"""Which replica takes a waiting sequence: the longest cached prefix, less the load."""
+"""Which replica takes a waiting sequence: the longest cached prefix, less the load. One that stalls comes last."""
 
 from __future__ import annotations
 
@@ -40,14 +40,23 @@ def has_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:
     return pool.free_count - need >= replica.running + seq.spare_blocks(replica.block_size)
 
 
-def belongs_elsewhere(seq: Sequence, here: Replica, cached: list[int], others: Iterable[Replica]) -> bool:
-    """Another replica has room for ``seq`` and is the better place; it takes it when its next step is planned."""
+def elsewhere(here: Replica, replicas: Iterable[Replica], now: float) -> list[Replica]:
+    """The replicas beside ``here`` that would take somebody who waits at their next step."""
+    return [r for r in replicas if r is not here and not r.draining and not r.suspects and not r.stalled(now)]
+
+
+def belongs_elsewhere(
+    seq: Sequence, here: Replica, cached: list[int], others: Iterable[Replica], stalled: bool = False
+) -> bool:
+    """One of ``others`` has room for ``seq`` and is the better place, or ``here`` has stalled. It takes it when its
+    next step is planned."""
     score = (_score(here, len(cached)), -here.number)
     for other in others:
-        if other is here or other.draining or other.suspects or not can_ever_hold(other, seq):
+        if not can_ever_hold(other, seq):
             continue
         theirs = cached_prefix(other, seq)
-        if (_score(other, len(theirs)), -other.number) > score and has_room(other, seq, theirs):
+        better = stalled or (_score(other, len(theirs)), -other.number) > score
+        if better and has_room(other, seq, theirs):
             return True
     return False
 

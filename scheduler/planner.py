@@ -15,7 +15,7 @@ from ..proto.codec import i32, u64
 from ..proto.messages import Admit, StepPlan
 from .beams import BeamGroup, plan_beams, run_beams
 from .block_pool import BlockPool, blocks_for
-from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, has_room
+from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, elsewhere, has_room
 from .replica import MAX_IN_FLIGHT, Replica, Step
 from .request import Request, Sequence
 
@@ -228,13 +228,14 @@ def _fork_siblings(core: Scheduler, replica: Replica, draft: Draft, parent: Sequ
 def _candidates(core: Scheduler, replica: Replica) -> Iterator[tuple[Sequence, list[int]]]:
     """Those in line that are this replica's to take, in order, each with its cached blocks: passed over are those that
     only a larger replica could ever hold, and those that are better off on another one."""
-    others = core.replicas.values() if len(core.replicas) > 1 else ()
+    now = core.clock()
+    others, stalled = elsewhere(replica, core.replicas.values(), now), replica.stalled(now)
     passed = 0
     for seq in core.queue.in_turn(core.running_by_account):
         if not can_ever_hold(replica, seq) or (seq.request.asks_prompt and seq.request.carried()):
             continue
         cached = cached_prefix(replica, seq)
-        if not others or not belongs_elsewhere(seq, replica, cached, others):
+        if not others or not belongs_elsewhere(seq, replica, cached, others, stalled):
             yield seq, cached
         elif (passed := passed + 1) == LOOKAHEAD:
             return

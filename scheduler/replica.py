@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MAX_IN_FLIGHT = 2
 """Plans sent and not yet answered: one runs while the next waits at the worker's door."""
+STALL_S = 2.0
+"""After so long without a result a worker is no good place for those who wait, as long as another has room. It may be
+sound for all that: it loses nothing but what it would have been given."""
 
 _key = attrgetter("key")
 
@@ -94,6 +97,10 @@ class Replica:
     def running(self) -> int:
         """Rows that are held."""
         return self.num_rows - len(self.free_rows)
+
+    def stalled(self, now: float) -> bool:
+        """Its step takes long: it hangs, or has much to do."""
+        return bool(self.in_flight) and now - max(self.in_flight[0].sent_at, self.progress_at) > STALL_S
 
     def sequences(self) -> list[Sequence]:
         """All that hold a row here."""
