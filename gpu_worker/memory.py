@@ -38,6 +38,11 @@ class Budget:
     cap: int | None = None  # bytes of cache at most
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether that is what ``error`` says; torch has no type of its own for a CPU's memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
 def fit(args: EngineArgs, budget: Budget, max_model_len: int) -> int:
     """The number of blocks. Raises ConfigError where a request of ``max_model_len`` tokens would not fit, unless the
     user left the length to what fits."""

@@ -38,7 +38,7 @@ from .graphs import capture_sizes
 from .group_runner import GroupRunner
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
-from .memory import Budget, cpu_budget, cuda_budget, fit, step_bytes
+from .memory import Budget, available_memory, cpu_budget, cuda_budget, fit, out_of_memory, step_bytes
 from .outcome import ROOM, Outcome
 from .parallel import Group, Ranks
 from .pooling import Pooler
@@ -159,7 +159,16 @@ class Worker:
             return
         if wanted != self._assigned:
             self._runner = self._state = None  # the old cache is freed before the new one is measured
-            self._num_blocks = self._fit(self._measure(*wanted), assign.max_num_seqs)
+            try:
+                budget = self._measure(*wanted)
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                raise ConfigError(
+                    f"no memory for {wanted[1]} rows of up to {self._config.max_model_len} tokens and steps of "
+                    f"{wanted[2]} ({error}); lower `max_num_seqs`, `max_num_batched_tokens` or `max_model_len`."
+                ) from error
+            self._num_blocks = self._fit(budget, assign.max_num_seqs)
             self._assigned = wanted
         if self._others is not None:
             fits = [each.num_blocks for each in self._others.collect(Loaded, assign.lease)]
@@ -180,6 +189,9 @@ class Worker:
         spec, length = self._model.spec, self._config.max_model_len
         block_bytes = KVCache.block_bytes(spec, block_size, self._dtype)
         vocab = self._config.vocab_size
+        rows = RowState.device_bytes(max_rows, length, block_size, vocab)
+        if self._device.type == "cpu" and rows > (available := available_memory()):
+            raise MemoryError(f"the rows alone take {rows} bytes and {available} are available")
         self._state = RowState(
             max_rows, length, block_size, vocab, self._device, self._args.logprobs_mode, self._grammars,
             self._processors, self._group.leader,
@@ -187,8 +199,7 @@ class Worker:
         most = vocab if self._args.max_logprobs < 0 else min(vocab, max(self._args.max_logprobs, 2 * MAX_BEAMS))
         if self._device.type == "cpu":
             activations = step_bytes(spec, max_tokens, max_rows + PROMPT_SLICE, self._dtype.itemsize)
-            activations += RowState.device_bytes(max_rows, length, block_size, vocab)
-            activations += logprob_bytes(max_rows, most) + min(logprob_bytes(max_tokens, most), ROOM)
+            activations += rows + logprob_bytes(max_rows, most) + min(logprob_bytes(max_tokens, most), ROOM)
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
         # Each graph keeps its output; what lies between is shared, and as large as the largest graph's.
         sizes = capture_sizes(max_rows) if self._graphs else []
@@ -216,7 +227,9 @@ class Worker:
             self._runner = None
             try:
                 self._runner = self._prepare(configure.num_blocks, self._state, *self._assigned)
-            except (MemoryError, torch.OutOfMemoryError) as error:
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
                 raise ConfigError(
                     f"no memory for {configure.num_blocks} KV blocks after all ({error}); lower "
                     "`gpu_memory_utilization`, `kv_cache_memory_bytes` or `num_gpu_blocks_override`."

@@ -1,0 +1,46 @@
+"""Flags of the scheduler's that are sound by themselves and ask for more than a worker's memory."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from worker_fakes import FakeScheduler
+
+from quire.gpu_worker.memory import out_of_memory
+from quire.proto.messages import Assign, Hello
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def test_more_rows_than_there_is_memory_for_are_one_fatal_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with FakeScheduler() as scheduler:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "quire.gpu_worker", f"--scheduler={scheduler.address}", f"--model={tmp_path}",
+             "--load-format=dummy", "--device=cpu"], stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            peer, _ = scheduler.get(Hello)
+            scheduler.send(peer, Assign(scheduler.lease(), 0, 0, "", 8, 2**31 - 1, 2**31 - 1))
+            said = worker.communicate(timeout=120)[1]
+        finally:
+            worker.kill()
+            worker.communicate()
+    assert worker.returncode == 78 and "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("quire.gpu_worker: error: no memory for 2147483647 rows of up to 64 tokens")
+    assert "lower `max_num_seqs`" in last
+
+
+def test_what_says_that_memory_is_lacking():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert out_of_memory(caught.value) and out_of_memory(MemoryError()) and out_of_memory(torch.OutOfMemoryError())
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
