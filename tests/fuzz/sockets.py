@@ -28,7 +28,7 @@ from quire.proto.sockets import front_endpoint, worker_endpoint
 BATCH = 200
 MEMORY = 128 * 2**20
 """Bytes that a process may grow by over a campaign, after its first batch."""
-ANSWER_S = 10.0
+ANSWER_S = 60.0
 
 
 @dataclass
@@ -118,8 +118,11 @@ async def scheduler_workers(cluster: Cluster, valid: Valid, count: int, rng: ran
                     stranger.send(plain(m.Ready(lease)))
         for frame in batch:
             stranger.send_frame(frame)
+        if said:  # that it is gone is known before the next sound request is placed
+            stranger.send(plain(m.Bye()))
+            stranger.send(plain(m.Beat()))
+            await _receive(stranger, m.FromSchedulerWorkers, m.Bye)
         await _several_frames(stranger, rng)
-        await asyncio.sleep(0.05)  # that it is gone is known before the next sound request is placed
 
     return await _batches(cluster, valid, count, frames, send)
 

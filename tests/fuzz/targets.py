@@ -207,7 +207,7 @@ class FakePeers:
         self.scheduler.attach(self._on_scheduler)
         self.detokenizer.attach(self._on_detokenizer)
         await self.engine.start()
-        await self.engine.wait_ready(20)
+        await self.engine.wait_ready(60)
 
     def _on_scheduler(self, peer: str, message: Any) -> None:
         self.front_peer = peer
@@ -235,8 +235,8 @@ class FakePeers:
 
     async def _check(self) -> None:
         stream = self.engine.submit(ids=[5, 6], params=SamplingParams(max_tokens=2))
-        async with asyncio.timeout(30):
-            await until(lambda: stream.uid in self.asked and self.asked[stream.uid][0] == self.text_peer, 30)
+        async with asyncio.timeout(60):
+            await until(lambda: stream.uid in self.asked and self.asked[stream.uid][0] == self.text_peer, 60)
             peer, message = self.asked[stream.uid]
             self.detokenizer.send(peer, m.Accepted(stream.uid, message.attempt, i32([5, 6]), None, message.params))
             batch = text_batch(stream.uid, message.attempt, 0, [1, 2], "ab", m.Finish.LENGTH)

@@ -24,7 +24,7 @@ async def campaigns() -> None:
             result, statuses = await web.routes(cluster, valid, COUNT, rng)
             print("http", result, dict(statuses))
             assert statuses[200] and statuses[400]
-            stats = await valid.engine.stats(10.0)
+            stats = await valid.engine.stats(60.0)
             print(stats)
             assert stats.bad_frames > COUNT // 4, "bad frames are counted"
             assert cluster.surprises == []

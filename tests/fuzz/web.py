@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections import Counter
 from typing import Any
 
@@ -147,9 +148,10 @@ async def routes(cluster: Cluster, valid: Valid, count: int, rng: random.Random)
 
 
 async def exchange(port: int, data: bytes, patience: float) -> tuple[int, bytes]:
-    """Send bytes, read what comes back: its status (0 for none) and the answer; b"slow" where none came in time."""
+    """Send bytes, read what comes back: its status (0 for none) and the answer; b"slow" where it did not come in time
+    or not whole."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answer = b""
+    answer, late = b"", False
     try:
         writer.write(data)
         async with asyncio.timeout(patience):
@@ -158,12 +160,16 @@ async def exchange(port: int, data: bytes, patience: float) -> tuple[int, bytes]
                 if b"text/event-stream" in answer:
                     break
     except TimeoutError:
-        answer = answer or b"slow"
+        late = True
     except OSError:
         pass
     finally:
         writer.transport.abort()
     answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+    if late and len(body) < (int(length[1]) if length else 1):
+        return 0, b"slow"
     try:
         return (int(answer[9:12]) if answer.startswith(b"HTTP/1.") else 0), answer
     except ValueError:
