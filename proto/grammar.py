@@ -288,7 +288,28 @@ def _marked(raw: bytes, names: set[str], ends: list[str], eos: list[int]) -> tup
         if (i in eos or name in names) and name not in listed
     ]
     data["added_tokens"] = msgspec.Raw(msgspec.json.encode(added))
+    _spell_alike(data)
     return msgspec.json.encode(data).decode(), eos, max(known) + 1
+
+
+def _spell_alike(data: dict[str, msgspec.Raw]) -> None:
+    """Have llguidance read and spell text as it stands: it spells out what a grammar leaves no choice about.
+
+    With a blank put before it, that would be text that the grammar does not allow. Metaspace, which llguidance does
+    not know as a decoder, is said in the parts that it knows.
+    """
+    first = msgspec.json.decode(data.get("pre_tokenizer", msgspec.Raw(b"null"))) or {}
+    steps = first.get("pretokenizers", [first])
+    if any(step.get("add_prefix_space") for step in steps if step.get("type") == "ByteLevel"):
+        for step in steps:
+            if step.get("type") == "ByteLevel":
+                step["add_prefix_space"] = False
+        data["pre_tokenizer"] = msgspec.Raw(msgspec.json.encode(first))
+    decoder = msgspec.json.decode(data.get("decoder", msgspec.Raw(b"null"))) or {}
+    if decoder.get("type") == "Metaspace":
+        blank = {"type": "Replace", "pattern": {"String": decoder.get("replacement", "▁")}, "content": " "}
+        parts = {"type": "Sequence", "decoders": [blank, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+        data["decoder"] = msgspec.Raw(msgspec.json.encode(parts))
 
 
 def _special_names(folder: Path) -> tuple[set[str], str]:
