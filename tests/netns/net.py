@@ -80,6 +80,7 @@ class Net:
         with open(self.folder / f"{len(self.processes)}.log", "w") as log:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", space, sys.executable, "-P", *command],
+                env={**os.environ, "XDG_RUNTIME_DIR": str(self.folder)},  # a lock on an address knows no namespaces
                 **{"stdout": log, "stderr": log, **kwargs},
             )
         process.log = Path(log.name)
