@@ -45,9 +45,10 @@ def beams(width, **fields):
     return SamplingParams(**{"use_beam_search": True, "n": width, "temperature": 0, "max_tokens": LENGTH, **fields})
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
-def test_same_sequences_and_scores_as_transformers(llm, model, width):
-    prompts = [prompt[:12] for prompt in tiny_models.random_prompts(50, seed=width, shortest=12)]
+# By these seeds no two totals between which a choice lies are nearer than 2e-4, in any step.
+@pytest.mark.parametrize(("width", "seed"), [(2, 2), (4, 4), (8, 16)])
+def test_same_sequences_and_scores_as_transformers(llm, model, width, seed):
+    prompts = [prompt[:12] for prompt in tiny_models.random_prompts(50, seed=seed, shortest=12)]
     ids = torch.tensor(prompts)
     with torch.inference_mode():
         found = model.generate(

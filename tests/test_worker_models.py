@@ -21,7 +21,8 @@ def pair(request, tmp_path_factory):
     """(our model, transformers' tokens by prompt, its logits of the first prompt) of one tiny checkpoint."""
     folder = tiny_models.make(request.param, tmp_path_factory.mktemp("model") / request.param)
     reference = tiny_models.reference(folder)
-    prompts = tiny_models.random_prompts(ROWS + 4, seed=3, longest=70)
+    # Of a seed by which no two logits that a rank or a token depends on are nearer than 6e-5, ten times what is lost.
+    prompts = tiny_models.random_prompts(ROWS + 4, seed=23, longest=70)
     with torch.inference_mode():
         wanted = [
             reference.generate(

@@ -65,7 +65,8 @@ class ToyModel:
         return out
 
     def logits(self, hidden):
-        return (hidden @ self.head).float()
+        """In float64, so that they are the same however many rows are multiplied, and by whatever processor."""
+        return (hidden.double() @ self.head.double()).float()
 
 
 class Hand:
