@@ -56,6 +56,21 @@ fake_worker.PageStore.run = once
 fake_worker.main()
 """
 """A fake worker that stops itself (SIGSTOP) before a step: in the middle of its streams, at whatever pace."""
+JUMPS = """
+import signal, time, zmq
+real, poll, signals, jumps = time.monotonic, zmq.Poller.poll, [], []
+time.monotonic = lambda: real() + 300 * len(jumps)
+signal.signal(signal.SIGUSR1, lambda *_: signals.append(1))
+def late(poller, timeout=None):
+    events = poll(poller, timeout)
+    jumps[:] = signals
+    return events
+zmq.Poller.poll = late
+from quire.scheduler.__main__ import main
+main()
+"""
+"""A scheduler that has waited 300 s by its clock when it goes on after SIGUSR1."""
+FLAGS = "--block-size=8", "--max-num-seqs=16", "--max-num-batched-tokens=64"
 
 
 class Stack:
@@ -77,7 +92,10 @@ class Stack:
         return process
 
     def scheduler(self, *flags: str) -> subprocess.Popen:
-        return self.start("", "--block-size=8", "--max-num-seqs=16", "--max-num-batched-tokens=64", *flags)
+        return self.start("", *FLAGS, *flags)
+
+    def scheduler_that_jumps(self, *flags: str) -> subprocess.Popen:
+        return self._run("-c", JUMPS, f"--scheduler={self.address}", *FLAGS, *flags)
 
     def worker(self, *flags: str, stops_at: int = 0) -> subprocess.Popen:
         if stops_at:
@@ -222,13 +240,14 @@ def test_a_stopped_worker_is_found_and_comes_back_with_a_new_name(stack: Stack, 
 
 
 def test_a_stopped_scheduler_loses_nothing(stack: Stack, front: Front) -> None:
-    scheduler = stack.scheduler("--worker-timeout=3", "--step-timeout=3")
+    scheduler = stack.scheduler_that_jumps("--worker-timeout=60", "--step-timeout=60")
     stack.worker("--delay-ms", "2", "4")
     front.until(front.ready)
     front.submit(1, PROMPTS[1], max_tokens=200)
     front.until(lambda: len(front.tokens[1]) > 5)
     scheduler.send_signal(signal.SIGSTOP)
-    time.sleep(4.5)
+    scheduler.send_signal(signal.SIGUSR1)  # when it goes on, five minutes have passed
+    time.sleep(1.0)
     scheduler.send_signal(signal.SIGCONT)
     front.until(lambda: 1 in front.finished)
     assert front.tokens[1] == expected_tokens(PROMPTS[1], 1, 200, VOCAB)
