@@ -10,7 +10,7 @@ where a schema asks for it); what it accepts but cannot promise is refused or na
 - JSON's parts are set apart by one blank, or by a line break and at most 40 blanks, unless ``whitespace_pattern`` says
   otherwise: where any number of them is allowed, a model can write them for ever;
 - a bound that excludes 0 excludes what is closer to it than 1e-9 too, for llguidance takes some such ranges to hold 0;
-- ``oneOf`` of constants that differ is taken as the ``anyOf`` that it is;
+- ``oneOf`` of branches that exclude each other is taken as the ``anyOf`` that it is (`grammar_unions`);
 - ``minProperties`` cannot be counted where names may repeat, so only one property beyond the required ones can be
   asked for.
 """
@@ -28,6 +28,7 @@ import msgspec
 
 from .config import ConfigError
 from .grammar_strings import lost_character, narrow_strings
+from .grammar_unions import exclusive
 from .model_config import ModelConfig
 from .structured import StructuredOutputsParams
 
@@ -104,11 +105,16 @@ def _schema(spec: StructuredOutputsParams) -> dict[str, Any]:
         raise GrammarError("the schema false permits no output.")
     if not isinstance(schema, dict):
         raise GrammarError(f"a schema must be an object, got {type(schema).__name__}.")
-    return _walk(schema, spec.disable_additional_properties)
+    # An $id within may have pointers count from elsewhere than the document: then none is looked up here.
+    root = schema if str(schema).count("'$id'") <= ("$id" in schema) else {}
+    return _walk(schema, spec.disable_additional_properties, root)
 
 
-def _walk(schema: Any, close: bool) -> Any:
-    """A copy of ``schema`` in which, with ``close``, objects have the properties they name and no others."""
+def _walk(schema: Any, close: bool, root: dict[str, Any]) -> Any:
+    """A copy of ``schema`` in which, with ``close``, objects have the properties they name and no others.
+
+    ``root``: where pointers such as ``#/$defs/a`` are looked up.
+    """
     if not isinstance(schema, dict):
         return schema
     least, required = schema.get("minProperties"), schema.get("required")
@@ -128,17 +134,17 @@ def _walk(schema: Any, close: bool) -> Any:
         out.setdefault("additionalProperties", False)
     for key in _ONE:
         if isinstance(out.get(key), dict):
-            out[key] = _walk(schema[key], close)
+            out[key] = _walk(schema[key], close, root)
     for key in _LISTS:
         if isinstance(schema.get(key), list):
-            out[key] = [_walk(each, close) for each in schema[key]]
+            out[key] = [_walk(each, close, root) for each in schema[key]]
     for key in _MAPS:
         if isinstance(out.get(key), dict):
-            out[key] = {name: _walk(each, close) for name, each in schema[key].items()}
+            out[key] = {name: _walk(each, close, root) for name, each in schema[key].items()}
     if schema.get("type") != "integer":
         _narrow(schema, out)
     narrow_strings(schema, out)
-    if "oneOf" in out and "anyOf" not in out and _different(out["oneOf"]):
+    if "oneOf" in out and "anyOf" not in out and exclusive(schema["oneOf"], root):
         out["anyOf"] = out.pop("oneOf")
     return out
 
@@ -149,30 +155,17 @@ def _narrow(schema: dict[str, Any], out: dict[str, Any]) -> None:
     lows = [schema[key] for key in ("minimum", "exclusiveMinimum") if _is_number(schema.get(key))]
     highs = [schema[key] for key in ("maximum", "exclusiveMaximum") if _is_number(schema.get(key))]
     narrow = bool(lows and highs and max(lows) < min(highs) < max(lows) + 1)
-    for exclusive, bound, least in (
+    for open_bound, bound, least in (
         ("exclusiveMinimum", "minimum", _LEAST),
         ("exclusiveMaximum", "maximum", -_LEAST),
     ):
-        limit = schema.get(bound) if schema.get(exclusive) is True else schema.get(exclusive)  # True: draft 4
+        limit = schema.get(bound) if schema.get(open_bound) is True else schema.get(open_bound)  # True: draft 4
         if _is_number(limit) and (limit == 0 or (narrow and limit == int(limit))):
-            out[exclusive] = limit + least
+            out[open_bound] = limit + least
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _different(branches: Any) -> bool:
-    """Whether the branches of a ``oneOf`` are constants no two of which are equal."""
-    values: list[Any] = []
-    for branch in branches if isinstance(branches, list) else [None]:
-        if isinstance(branch, dict) and "const" in branch:
-            values.append(branch["const"])
-        elif isinstance(branch, dict) and isinstance(branch.get("enum"), list):
-            values += branch["enum"]
-        else:
-            return False
-    return not any(value in values[:i] for i, value in enumerate(values))
 
 
 def _json_grammar(spec: StructuredOutputsParams, schema: dict[str, Any]) -> str:
