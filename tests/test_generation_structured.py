@@ -28,18 +28,26 @@ def server():
 
 
 async def ask(session, gate, url, body):
-    """(text, finish reason)."""
-    async with gate, session.post(url, json=body) as answer:
-        assert answer.status == 200, (body, await answer.text())
-        if not body.get("stream"):
-            choice = (await answer.json())["choices"][0]
-            return choice["text"], choice["finish_reason"]
-        text, finish = "", None
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                choice = json.loads(line[6:])["choices"][0]
-                text, finish = text + choice["text"], choice["finish_reason"] or finish
-        return text, finish
+    """(text, finish reason). Where a grammar's check takes long, 429 says to come back: a machine that others use."""
+    async with gate:
+        while True:
+            async with session.post(url, json=body) as answer:
+                if answer.status != 429:
+                    return await read(answer, body)
+            await asyncio.sleep(0.5)
+
+
+async def read(answer, body):
+    assert answer.status == 200, (body, await answer.text())
+    if not body.get("stream"):
+        choice = (await answer.json())["choices"][0]
+        return choice["text"], choice["finish_reason"]
+    text, finish = "", None
+    async for line in answer.content:
+        if line.startswith(b"data: {"):
+            choice = json.loads(line[6:])["choices"][0]
+            text, finish = text + choice["text"], choice["finish_reason"] or finish
+    return text, finish
 
 
 async def ask_all(url, requests, at_once=48):
