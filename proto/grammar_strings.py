@@ -23,8 +23,15 @@ _DAY = (
     rf"|02-(?:0[1-9]|1\d|2[0-8]))|{_LEAP}-02-29)"
 )
 _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:[zZ]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
-_FORMATS = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}[tT]{_TIME}$"}
-"""llguidance's own have a year 0, a 29th of February in every year, and a leap second in every minute."""
+_N, _DAYS = r"\d{1,9}", r"\d{1,6}"
+_CLOCK = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
+_SPAN = f"(?:{_DAYS}Y(?:{_DAYS}M(?:{_DAYS}D)?)?|{_DAYS}M(?:{_DAYS}D)?|{_DAYS}D)(?:{_CLOCK})?"
+_FORMATS = {
+    "date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}[tT]{_TIME}$",
+    "duration": f"^P(?:{_SPAN}|{_CLOCK}|{_DAYS}W)$",
+}  # fmt: skip
+"""llguidance's own have a year 0, a 29th of February in every year, a leap second in every minute, and any number of
+digits, which a model can write for ever."""
 
 _ANY = ("binary", "directory-path", "file-path", "password", "path")
 """Formats that every string has: they say how one is shown, sent or used."""

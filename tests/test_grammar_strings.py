@@ -112,6 +112,28 @@ def test_times_and_formats_with_company() -> None:
     assert accepts(matcher({"type": "integer", "format": "date"}), 5)
 
 
+def test_durations() -> None:
+    made = matcher({"type": "string", "format": "duration"})
+    good = ("P1D", "PT5M", "P4DT12H30M5S", "P1Y2M3D", "P2W", "PT36H", "P1YT31536000S", "P0D", "PT0S")
+    bad = (
+        "P",
+        "PT",
+        "P1",
+        "1D",
+        "P1Y2W",
+        "P1WT1H",
+        "PT1D",
+        "P2D1Y",
+        "PT1S1M",
+        "P1DT",
+        "P0.5D",
+        "P-1D",
+        "PT1234567890S",
+    )
+    assert all(accepts(made, text) for text in good)
+    assert not any(accepts(made, text) for text in bad)
+
+
 @pytest.mark.parametrize("form", ["password", "binary", "path", "file-path", "directory-path"])
 def test_formats_that_every_string_has(form: str) -> None:
     made = matcher({"type": "string", "format": form, "maxLength": 4})
