@@ -124,6 +124,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     import torch  # only now: OpenMP reads its environment when torch is imported
 
     from .grammar import Grammars
+    from .memory import out_of_memory
     from .models.loader import load_model, resolve_dtype
     from .parallel import Group, shard_of
     from .processors import load_functions
@@ -155,9 +156,9 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
     try:
         model = load_model(config, dtype, device, args.load_format, args.seed, group.leader, group, pooler)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error
     except Exception as error:
+        if out_of_memory(error):
+            raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error
         links.close(f"not loaded: {error}")
         raise
     links.link.loaded = True

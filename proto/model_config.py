@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -298,7 +299,7 @@ def _scaled(path: str, hf: dict[str, Any], length: int) -> int:
             continue
         factor, original = each.get("factor") or 1.0, each.get("original_max_position_embeddings")
         original = (original if kind == "yarn" else None) or length
-        if not isinstance(factor, int | float) or not isinstance(original, int | float) or factor <= 0:
+        if not all(isinstance(each, int | float) and 0 < each < math.inf for each in (factor, original)):
             raise ConfigError(
                 f"{path}/config.json: rope scaling {kind!r} needs a factor above 0 and lengths that are numbers, got "
                 f"{factor!r} and {original!r}."

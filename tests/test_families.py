@@ -130,6 +130,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("InternLMForCausalLM", {"rotary": {"base": 5000, "type": "dynamic"}}, "base 5000"),
     ("JAISLMHeadModel", {"alibi_scaling": {"train_seq_len": 32}}, "alibi_scaling {'train_seq_len': 32}"),
     ("JAISLMHeadModel", {"alibi_scaling": {"type": "linear", "factor": 2.0}}, "alibi_scaling {'type': 'linear'"),
+    ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+    ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": "8"}, "sliding_window must be a positive inte"),
+    ("Gemma2ForCausalLM", {"head_dim": 16, "layer_types": ["chunked_attention"]}, "layer_types 'chunked_attention'"),
+    ("Gemma2ForCausalLM", {"head_dim": 16, "attn_logit_softcapping": -3.0}, "attn_logit_softcapping must be a posit"),
+    ("MixtralForCausalLM", {"num_local_experts": 2, "num_experts_per_tok": 3}, "each token goes to 3 experts of 2"),
+    ("DeciLMForCausalLM", {"num_key_value_heads_per_layer": [3]}, "num_attention_heads is not a multiple of 3 key h"),
+    ("LlamaForCausalLM", {"num_attention_heads": 10**30}, "num_attention_heads must be a positive integer"),
 ]  # fmt: skip
 
 

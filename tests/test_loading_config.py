@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def test_rope_scalings_stretch_the_length(config: dict[str, Any], length: int, t
     assert derived(tmp_path, max_position_embeddings=100, **config) == length
 
 
-@pytest.mark.parametrize("factor", ["big", -2])
+@pytest.mark.parametrize("factor", ["big", -2, math.nan, math.inf])
 def test_a_factor_that_cannot_be_is_named(factor: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: rope scaling 'linear' needs a factor above 0"):
         derived(tmp_path, max_position_embeddings=100, rope_scaling={"type": "linear", "factor": factor})

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...proto.config import ConfigError
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -49,6 +51,10 @@ class MoESpec:
     topk_groups: int = 0
     shared_width: int = 0  # of the MLP that every token goes through; 0: none
     shared_gate: bool = False  # the shared MLP's output times sigmoid(gate(x))
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise ConfigError(f"config.json: each token goes to {self.top_k} experts of {self.experts}.")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def integer(hf: Config, key: str, default: int | None = None) -> int:
     """A positive integer. Raises ConfigError."""
     value = hf.get(key)
     value = default if value is None else value
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 0 < value < 2**31:
         raise ConfigError(f"config.json: {key} must be a positive integer, got {value!r}.")
     return value
 
@@ -98,10 +98,14 @@ def rope(hf: Config, head_dim: int, trained_len: int, interleaved: bool = False)
 def windows(hf: Config, layers: int, window: int | None) -> tuple[int | None, ...]:
     """``window`` on each layer, or where layer_types says so (transformers 5 writes them out)."""
     types = hf.get("layer_types")
-    if window is None or not types:
+    if window is not None:
+        window = integer({"sliding_window": window}, "sliding_window")
+    if not types:
         return (window,) * layers
     if len(types) != layers:
         raise ConfigError(f"config.json: layer_types has {len(types)} entries for num_hidden_layers {layers}.")
+    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+        raise ConfigError(f"config.json: layer_types {unknown[0]!r} is not supported.")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

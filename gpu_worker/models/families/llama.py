@@ -28,10 +28,9 @@ def qwen_windows(hf: Config) -> tuple[int | None, ...]:
     """Layers from max_window_layers up have the window, where use_sliding_window is on."""
     layers = integer(hf, "num_hidden_layers")
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    if window is None or hf.get("layer_types"):
-        return windows(hf, layers, window)
-    first = hf.get("max_window_layers", 28)
-    return tuple(window if layer >= first else None for layer in range(layers))
+    spans = windows(hf, layers, window)
+    first = 0 if window is None or hf.get("layer_types") else hf.get("max_window_layers", 28)
+    return tuple(span if layer >= first else None for layer, span in enumerate(spans))
 
 
 def qwen2(hf: Config, **changes: Any) -> DecoderSpec:

@@ -63,6 +63,11 @@ def _refuse_both_ways(hf: Config) -> None:
         raise ConfigError("config.json: use_bidirectional_attention is not supported; quire decodes causally.")
 
 
+def _cap(hf: Config, key: str, default: float) -> float:
+    """A soft cap; null is none, which is 0 here."""
+    return positive(hf, key, default) if hf.get(key, default) else 0.0
+
+
 def gemma2(hf: Config, **changes: Any) -> DecoderSpec:
     """Gemma 2: four norms a layer, a window on every other layer, soft caps."""
     _refuse_both_ways(hf)
@@ -73,8 +78,8 @@ def gemma2(hf: Config, **changes: Any) -> DecoderSpec:
         activation=activation({"hidden_act": hf.get("hidden_activation")}, default="gelu_pytorch_tanh"),
         attn_scales=(positive(hf, "query_pre_attn_scalar", 256.0) ** -0.5,) * layers,
         windows=windows(hf, layers, hf.get("sliding_window", 4096)),
-        attn_softcap=hf.get("attn_logit_softcapping", 50.0) or 0.0,
-        logit_softcap=hf.get("final_logit_softcapping", 30.0) or 0.0,
+        attn_softcap=_cap(hf, "attn_logit_softcapping", 50.0),
+        logit_softcap=_cap(hf, "final_logit_softcapping", 30.0),
         **changes,
     )
 

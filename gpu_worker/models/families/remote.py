@@ -93,6 +93,8 @@ def decilm(hf: Config) -> DecoderSpec:
     counts, layers = hf.get("num_key_value_heads_per_layer"), integer(hf, "num_hidden_layers")
     if not isinstance(counts, list) or len(counts) != layers or not all(type(n) is int and n > 0 for n in counts):
         raise ConfigError(f"config.json: num_key_value_heads_per_layer must be {layers} positive integers.")
+    if odd := [count for count in counts if integer(hf, "num_attention_heads") % count]:
+        raise ConfigError(f"config.json: num_attention_heads is not a multiple of {odd[0]} key heads, as a layer has.")
     return decoder(hf, kv_heads=tuple(counts))
 
 
