@@ -113,7 +113,7 @@ def test_one_question(server: FakeServer, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_conversation_is_remembered(server: FakeServer) -> None:
     command = [*QUIRE, "chat", "--url", server.url + "/v1", "--max-tokens", "2"]
-    ended = subprocess.run(command, input="one\n\ntwo\n", capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, input="one\n\ntwo\n", capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0
     assert ended.stdout == " 0.0 0.1\n 0.0 0.1\n"
     last = server.engine.requests[-1].message.messages or []
@@ -173,7 +173,7 @@ def test_leaving_ends_the_request(server: FakeServer) -> None:
     assert process.stdout is not None
     assert process.stdout.read(4) == b"some"
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(120) == 130
     process.communicate()
     end = time.monotonic() + 60
     while server.engine.open_requests:
@@ -225,7 +225,7 @@ def test_serve_takes_vllms_flags() -> None:
 )
 def test_serve_refuses_what_cannot_work(argv: list[str], words: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    ended = subprocess.run([*QUIRE, "serve", *argv], capture_output=True, text=True, timeout=60, env=environment)
+    ended = subprocess.run([*QUIRE, "serve", *argv], capture_output=True, text=True, timeout=120, env=environment)
     assert ended.returncode == 78
     assert words in one_line(ended.stderr)
     assert ended.stdout == ""

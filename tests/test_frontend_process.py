@@ -59,7 +59,7 @@ def test_listens_answers_and_ends(start: Any, signum: signal.Signals) -> None:
     assert b"request_success" in get(port, "/metrics")[1]
     idle = socket.create_connection(("127.0.0.1", port))  # must not hold up the end
     process.send_signal(signum)
-    assert process.wait(60) == 0
+    assert process.wait(120) == 0
     idle.close()
 
 
@@ -85,7 +85,7 @@ def test_two_share_a_port_and_a_key_comes_by_the_environment(start: Any) -> None
 )
 def test_what_cannot_work_is_one_line(flags: list[str], words: str, code: int, tmp_path: Path) -> None:
     command = [*COMMAND, f"--scheduler=ipc://{tmp_path}", "--port=0", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == code
     assert words in ended.stderr
     assert ended.stdout == ""
@@ -98,7 +98,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         command = [*COMMAND, f"--scheduler=ipc://{tmp_path}", "--host=127.0.0.1", f"--port={port}"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 78
     assert ended.stderr.strip().splitlines()[-1].startswith(f"quire.frontend: error: port {port}")
 

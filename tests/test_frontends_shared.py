@@ -24,7 +24,7 @@ HEADERS = {"Content-Type": "application/json"}
 def server() -> Iterator[Server]:
     running = Server(
         "--api-server-count=2", "--detokenizer-count=2", "--max-num-seqs=8", "--max-num-batched-tokens=16",
-        "--shutdown-timeout=60",
+        "--shutdown-timeout=250",
     )  # fmt: skip
     yield running
     running.close()
@@ -203,7 +203,7 @@ def test_sigterm_under_load_finishes_what_is_open_and_leaves_nothing(server: Ser
         # on a connection that is kept alive it is told when to come back
         assert (late.status, late.headers["Connection"]) == (503, "close") and int(late.headers["Retry-After"]) >= 1
         assert [each.result() for each in found] == [alone] * 8
-    assert server.process.wait(120) == 0
+    assert server.process.wait(250) == 0
     assert psutil.wait_procs(children, timeout=60)[1] == [] and not os.path.exists(folder)
     assert not re.search("Traceback", server.stderr())
 

@@ -207,7 +207,7 @@ def test_keys_have_limits_and_a_second_signal_ends_at_once_and_tells_clients() -
         wait_until(lambda: ready(kept) == 503, "it says that it ends", 120)
         server.process.send_signal(signal.SIGINT)
         assert b"told to hurry" in answer.read()
-        assert server.process.wait(60) == 0
+        assert server.process.wait(120) == 0
         assert psutil.wait_procs(children, timeout=60)[1] == [] and not os.path.exists(folder)
     finally:
         server.close()

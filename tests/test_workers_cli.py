@@ -108,7 +108,7 @@ def test_mistakes_are_one_line(server, tmp_path):
 
     def tell(*args):
         command = [sys.executable, "-c", code, str(folder), *args]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
         return done.returncode, done.stderr
 
     assert tell(f"--scheduler=ipc://{folder}") == (
