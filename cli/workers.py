@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import math
 import os
 import socket
 import stat
@@ -41,9 +42,20 @@ def add_parser(subparsers: Any) -> None:
         action.add_argument("--keys", help="key file of a deployment whose scheduler is at tcp://")
         if name == "drain":
             action.add_argument(
-                "--timeout", type=float, default=-1.0,
+                "--timeout", type=seconds, default=-1.0,
                 help="seconds that requests there may take to finish (default: the server's --drain-timeout)",
             )  # fmt: skip
+
+
+def seconds(text: str) -> float:
+    """A number of seconds; argparse's error for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0")
+    return value
 
 
 def workers(args: argparse.Namespace) -> int:

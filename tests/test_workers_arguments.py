@@ -1,0 +1,14 @@
+"""What ``quire workers`` refuses before it asks anybody."""
+
+import pytest
+
+from quire.cli.main import run
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "soon"])
+def test_a_drain_lasts_a_number_of_seconds(timeout, capsys):
+    """Else the worker would be drained all the same, with another patience than was asked for."""
+    with pytest.raises(SystemExit) as caught:
+        run(["workers", "drain", "0", f"--timeout={timeout}", "--scheduler=ipc:///nowhere"])
+    assert caught.value.code == 2
+    assert f"'{timeout}' is not a number of seconds of at least 0" in capsys.readouterr().err.splitlines()[-1]
