@@ -26,7 +26,7 @@ sys.exit(main(["serve", "--host=127.0.0.1", "--port=0"]))
 
 
 def one_line(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     said = [line for line in done.stderr.splitlines() if "error:" in line]
     assert done.returncode != 0
     assert "Traceback" not in done.stderr, done.stderr
