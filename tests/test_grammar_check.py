@@ -258,6 +258,8 @@ def test_the_slow_do_not_wait_for_ever_for_their_turn(monkeypatch: pytest.Monkey
 
 
 def test_a_newcomer_passes_beside_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "PATIENCE_S", 600.0)
+
     async def test(checker: GrammarChecker) -> None:
         slow = [asyncio.create_task(verdict(checker, json=endless(i))) for i in range(3)]
         while not any(pending.slow for pending in checker._running.values()):  # noqa: ASYNC110
