@@ -56,10 +56,10 @@ def test_what_the_leader_says_reaches_all_and_their_answers_come_back(make, ends
     last = make(group_link.Member, 2)
     for member in (first, last):
         assert member.meet().file == "/there"
-    waiting.join(10)
+    waiting.join(60)
     leader.send(Configure(LEASE, 7))
     for member, blocks in ((first, 5), (last, 9)):
-        assert member.get(10) == Configure(LEASE, 7)
+        assert member.get(60) == Configure(LEASE, 7)
         member.send(Loaded(Lease(1, 0, 0), 1, 1, 1))  # of a lease that is over
         member.send(Loaded(LEASE, blocks, 64, 128))
     assert sorted(each.num_blocks for each in leader.collect(Loaded, LEASE)) == [5, 9]
@@ -68,7 +68,7 @@ def test_what_the_leader_says_reaches_all_and_their_answers_come_back(make, ends
     wait_until(lambda: ends == ["leave"], "the leader hears that a process was asked to end")
     leader.close("drained", True)
     for member in (first, last):
-        assert member.get(10) == Drain("drained")
+        assert member.get(60) == Drain("drained")
     time.sleep(0.2)
     assert ends == ["leave"]  # and nobody's going was news
 
