@@ -122,6 +122,8 @@ class Membership:
             self.core.bad(peer, f"Hello of {hello.kind!r} as {hello.incarnation!r}")
         else:
             log.info("%s %s is here", hello.kind, peer)
+            if peer in self.front:  # again: its connection broke, and may have been back before that was noticed
+                self.core.drop_unanswered(peer)
             self.front[peer] = FrontPeer(hello)
             self.core.lost_owners.discard(peer)
             if hello.kind != "operator":
