@@ -31,13 +31,14 @@ def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer, vocab_size: int
     """Token ids of each form of each word, without special tokens: as it is, and as it is after a space.
 
     The second is kept only where it is another word of the same length: its first token differs, its number of tokens
-    does not (V1's rule). Raises Refused for a word without tokens, or with one the model lacks.
+    does not (V1's rule). A word of blanks and line breaks alone has one form, as it is. Raises Refused for a word
+    without tokens, or with one the model lacks.
     """
     forms = []
     for word in words:
         bare = word.lstrip()
         try:
-            plain, spaced = tokenizer.encode(bare, False), tokenizer.encode(" " + bare, False)
+            plain, spaced = tokenizer.encode(bare or word, False), tokenizer.encode(" " + bare, False) if bare else []
         except Exception as error:  # `tokenizers` raises plain Exception
             raise Refused(f"bad_words: {word!r:.80} cannot be encoded: {error}"[:300], "bad_words") from error
         if not plain:

@@ -227,7 +227,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         words = self.bad_words
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ParamError(f"bad_words must be a list of strings, got {words!r:.80}.", "bad_words")
-        if not all(word.strip() for word in words):
+        if not all(words):
             raise ParamError("bad_words cannot contain an empty string.", "bad_words")
         if len(words) > MAX_BAD_WORDS:
             raise ParamError(f"bad_words must have at most {MAX_BAD_WORDS} strings, got {len(words)}.", "bad_words")

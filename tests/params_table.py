@@ -110,7 +110,7 @@ ROWS: dict[str, Row] = {
                 ([1], "list of strings"), (5, "list of strings"), (["x"] * 65, "at most 64"), (NAN, "list of strings"),
                 (With("x", {"detokenize": False}), "Set detokenize=True to use stop.")]),
     "stop_token_ids": Row([], [None, [], [0, 7]], ids("stop_token_ids")),
-    "bad_words": Row([], [None, [], ["a", " b c"]], [([""], "empty"), ([" "], "empty"), ("a", "list of strings"),
+    "bad_words": Row([], [None, [], ["a", " b c", "\n", " "]], [([""], "empty"), (["a", ""], "empty"), ("a", "list of strings"),
                      ([1], "list of strings"), (["x"] * 1025, "at most 1024"), (NAN, "list of strings")]),
     "include_stop_str_in_output": Row(False, [True, False], flag("include_stop_str_in_output")),
     "ignore_eos": Row(False, [True, False], flag("ignore_eos")),
