@@ -25,7 +25,7 @@ from .sampler import Sampled, SamplingNeeds, greedy
 from .state import Failure, RowState, Run
 
 if TYPE_CHECKING:
-    from .models.decoder import Decoder
+    from .models.model import Model
     from .pooling import Pooler
 
 _GREEDY, _RANDOM = SamplingNeeds(), SamplingNeeds(random=True)
@@ -35,7 +35,7 @@ class GroupRunner(Runner):
     """The step of one process of ``group``."""
 
     def __init__(
-        self, model: Decoder, state: RowState, kv: KVCache, max_tokens: int, group: Ranks,
+        self, model: Model, state: RowState, kv: KVCache, max_tokens: int, group: Ranks,
         pooler: Pooler | None = None,
     ):  # fmt: skip
         super().__init__(model, state, kv, max_tokens, pooler)

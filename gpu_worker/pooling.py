@@ -20,7 +20,7 @@ from .outcome import ROOM, Outcome
 from .state import Failure, PlanError, Run
 
 if TYPE_CHECKING:
-    from .models.decoder import Decoder
+    from .models.model import Model
     from .transfer import Download
 
 _NAN = Failure(500, "the model's hidden states of this prompt are not finite, so it cannot be pooled.")
@@ -43,7 +43,7 @@ class Piece:
 class Pooler:
     """Pools for the rows of one device."""
 
-    def __init__(self, config: PoolerConfig, model: Decoder):
+    def __init__(self, config: PoolerConfig, model: Model):
         self.config, self.model = config, model
         self._kept: dict[int, tuple[Admit, list[torch.Tensor]]] = {}  # by row, what earlier chunks gave
 

@@ -24,7 +24,7 @@ from .state import Failure, RowState, Run, Span
 from .transfer import Download
 
 if TYPE_CHECKING:
-    from .models.decoder import Decoder
+    from .models.model import Model
     from .pooling import Pooler
 
 PROMPT_SLICE = 128
@@ -34,7 +34,7 @@ PROMPT_SLICE = 128
 class Runner:
     """Owns the step of one device. Not thread-safe: one compute thread, one compute stream."""
 
-    def __init__(self, model: Decoder, state: RowState, kv: KVCache, max_tokens: int, pooler: Pooler | None = None):
+    def __init__(self, model: Model, state: RowState, kv: KVCache, max_tokens: int, pooler: Pooler | None = None):
         """With a ``pooler`` nothing is generated."""
         self.model, self.state, self.kv = model, state, kv
         self.max_tokens = max_tokens

@@ -50,7 +50,7 @@ from .transfer import RING
 if TYPE_CHECKING:
     from . import group_link
     from .grammar import Grammars
-    from .models.decoder import Decoder
+    from .models.model import Model
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Worker:
         self,
         args: EngineArgs,
         config: ModelConfig,
-        model: Decoder,
+        model: Model,
         dtype: torch.dtype,
         device: torch.device,
         grammars: Grammars | None = None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
@@ -15,6 +13,7 @@ from ..layers.mlp import MLP, MoEBlock
 from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rope import rope_tables
 from ..parallel import Group
+from .model import Cache, Model
 from .spec import DecoderSpec, RopeSpec
 
 # Prefill tokens that go through an MLP at a time on a CPU. Wider activations come fresh from the system each time,
@@ -23,13 +22,6 @@ _MLP_ROWS = 256
 
 Norm = RMSNorm | LayerNorm
 Tables = tuple[torch.Tensor, torch.Tensor]
-
-
-class Cache(Protocol):
-    """The paged cache, per layer, of logical shape [num_blocks, block_size, kv_heads, head_dim]."""
-
-    k: list[torch.Tensor]
-    v: list[torch.Tensor]
 
 
 class Weights:
@@ -121,17 +113,13 @@ class _Layer:
         return out
 
 
-class Decoder:
-    """A loaded model, or the part of it that ``group.shard`` holds. ``spec`` is what this process has of it."""
-
-    capturable = True  # by CUDA graphs
+class Decoder(Model):
+    """A model of a family that the table knows."""
 
     def __init__(self, spec: DecoderSpec, weights: Weights, max_model_len: int, group: Group) -> None:
+        super().__init__(spec, weights.device, weights.dtype, group)
         shard = group.shard
-        self.spec, self.whole, self.group = spec.local(shard), spec, group
-        self.device, self.dtype = weights.device, weights.dtype
         self.embed = weights.tensors.get("embed.weight")
-        self.vocabulary = shard.share(spec.vocab_size)
         self.positions = weights.tensors.get("positions.weight")
         self.project_in = weights.products.get("project_in")
         self.project_out = weights.products.get("project_out")
@@ -162,11 +150,6 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Cache, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states after the last norm, [T, hidden] or [S, hidden] of ``batch.outputs``; writes the cache.
-
-        ``hidden`` [T, hidden] is what the stage before gave, for all stages but the first; all but the last return
-        theirs, [T, hidden], without a norm.
-        """
         x = self._enter(batch) if hidden is None else hidden
         step = None if dispatch.use_kernels(x) else StepContext(batch)
         outputs = batch.outputs if self.group.shard.last else None
@@ -221,10 +204,6 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of ``hidden`` [S, hidden], rows that ``forward`` gave.
-
-        Of a model in several tensor ranks: those of ``vocabulary`` alone.
-        """
         assert self.lm_head is not None  # the last stage has it
         logits = self.lm_head(hidden).float()
         if self.whole.logit_scale != 1.0:

@@ -16,10 +16,10 @@ from ...proto.config import ConfigError
 from ...proto.pooler_config import ENCODERS, position_offset
 from ..batch import StepBatch
 from ..layers.mlp import MLP
-from ..parallel import Group
-from .decoder import Cache, Decoder, Weights
+from .decoder import Weights
 from .families.common import Config, decoder, integer, positive, with_aliases
 from .families.common import activation as activation_of
+from .model import Cache, Model
 from .spec import DecoderSpec, WeightNames
 
 _BERT_LAYER = {
@@ -101,17 +101,16 @@ def find_encoder(hf: Config, labels: int) -> tuple[DecoderSpec, WeightNames]:
     return spec, _DISTIL if distil else _BERT if family == "Bert" else _ROBERTA
 
 
-class Encoder(Decoder):
-    """A Decoder in all but its layers, which see each prompt at once and keep nothing."""
+class Encoder(Model):
+    """A model whose layers see each prompt at once and keep nothing."""
 
     capturable = False
 
     def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
-        self.whole, self.group, self.vocabulary = spec, Group.alone(), range(spec.vocab_size)
+        super().__init__(spec, weights.device, weights.dtype)
         self.spec = replace(spec, kv_heads=())  # no layer has a cache
         self.table, self.places = weights.tensors["embed.weight"], weights.tensors["positions.weight"]
         self.types = weights.tensors.get("types.weight")
-        self.device, self.dtype = self.table.device, self.table.dtype
         self.enter_norm = weights.norm("embed_norm")
         self.stack = [_Layer(spec, weights, f"layers.{index}.") for index in range(spec.num_layers)]
         self.head, self.classes = weights.products.get("head"), weights.products.get("lm_head")

@@ -28,10 +28,10 @@ from ..layers import dispatch
 from ..layers.attention import StepContext, write_cache
 from ..layers.attention_cpu import paged_attention as attention_cpu
 from ..parallel import Group
-from .decoder import Cache, Decoder
 from .fallback_probe import PROBE, check_class, probe, register, run
 from .families import FAMILIES
 from .files import Tensors, some, weight_files
+from .model import Cache, Model
 from .spec import DecoderSpec, Shard
 
 log = logging.getLogger(__name__)
@@ -91,15 +91,13 @@ class _Step:
 _step: ContextVar[_Step] = ContextVar("step")
 
 
-class TransformersModel(Decoder):
-    """A Decoder whose layers are a model of transformers', in one process. ``model`` has a language head."""
+class TransformersModel(Model):
+    """A model of transformers', in one process. ``model`` has a language head."""
 
     capturable = False  # its code may look at the values of tensors, which a CUDA graph cannot
 
     def __init__(self, model: Any, spec: DecoderSpec) -> None:
-        self.spec = self.whole = spec
-        self.group, self.vocabulary = Group.alone(), range(spec.vocab_size)
-        self.device, self.dtype = model.device, model.dtype
+        super().__init__(spec, model.device, model.dtype)
         self._base = model.base_model
         # The head's own forward does what the family does between hidden states and logits; in place of the layers
         # it finds a module that hands on the hidden states it is given.

@@ -1,4 +1,4 @@
-"""From a model folder to a Decoder: tensors streamed into fused parameters, or random weights from a config.
+"""From a model folder to a Model: tensors streamed into fused parameters, or random weights from a config.
 
 A checkpoint's tensors are read one at a time, of each only the rows this process holds, and copied to their place in
 the decoder's parameters; a product is packed for its device as soon as its last row is there. So memory peaks at one
@@ -30,6 +30,7 @@ from .encoder import Encoder
 from .fallback import load_fallback, uses_fallback
 from .families import find_family
 from .files import Entry, Tensors, check_load_format, some, trim, weight_files
+from .model import Model
 from .parameters import Parameter, parameters
 from .pooled import find_pooled
 from .spec import DecoderSpec, Layout, Shard, WeightNames
@@ -55,7 +56,7 @@ def load_model(
     progress: bool = False,
     group: Group | None = None,
     pooler: PoolerConfig | None = None,
-) -> Decoder:
+) -> Model:
     """The model of ``config`` on ``device`` in ``dtype``, or the part of it that ``group.shard`` says.
 
     ``load_format``: auto or safetensors read the folder, pt its pickled tensors; dummy makes random weights from

@@ -1,0 +1,49 @@
+"""What the runner knows of a model: its sizes, one step from token ids to hidden states, and logits of those."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..batch import StepBatch
+from ..parallel import Group
+from .spec import DecoderSpec
+
+
+class Cache(Protocol):
+    """The paged cache, per layer, of logical shape [num_blocks, block_size, kv_heads, head_dim]."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+
+class Model:
+    """A loaded model, or the part of it that ``group.shard`` holds: quire's decoder, an encoder, or transformers' own.
+
+    ``whole`` is the spec of all of it, ``spec`` of what this process has, ``vocabulary`` the ids that it has.
+    """
+
+    capturable = True  # by CUDA graphs
+
+    def __init__(
+        self, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, group: Group | None = None
+    ) -> None:  # fmt: skip
+        self.whole, self.group = spec, group or Group.alone()
+        self.spec, self.vocabulary = spec.local(self.group.shard), self.group.shard.share(spec.vocab_size)
+        self.device, self.dtype = device, dtype
+
+    def forward(self, batch: StepBatch, kv: Cache, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states after the last norm, [T, hidden] or [S, hidden] of ``batch.outputs``; writes the cache.
+
+        ``hidden`` [T, hidden] is what the stage before gave, for all stages but the first; all but the last return
+        theirs, [T, hidden], without a norm.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [S, vocab_size] float32 of ``hidden`` [S, hidden], rows that ``forward`` gave.
+
+        Of a model in several tensor ranks: those of ``vocabulary`` alone; of a classifier: those of its labels.
+        """
+        raise NotImplementedError
