@@ -89,6 +89,10 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
         lambda f: edit(f, INDEX, weight_map={"lm_head.weight": "model-9.safetensors"}), {},
         rf"/{INDEX} names model-9.safetensors, which the folder lacks", "download the missing files",
     ),
+    "shard elsewhere": (
+        lambda f: edit(f, INDEX, weight_map={"lm_head.weight": f"../{f.name}/{WEIGHTS}"}), {},
+        rf"/{INDEX} names ../\w+/{WEIGHTS}, which lies outside the folder", "download it again",
+    ),
     "broken index": (
         lambda f: (f / INDEX).write_text("{"), {}, rf"/{INDEX} is not a safetensors index", "download it again",
     ),

@@ -86,6 +86,8 @@ def _indexed(folder: Path, name: str, kind: str) -> list[Path]:
         raise ConfigError(f"{index} is not a {kind} index ({error}); download it again.") from error
     if not files:
         raise ConfigError(f"{index} is not a {kind} index (it names no file); download it again.")
+    if outside := [shard for shard in shards if Path(shard).is_absolute() or ".." in Path(shard).parts]:
+        raise ConfigError(f"{index} names {some(outside)}, which lies outside the folder; download it again.")
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise ConfigError(f"{index} names {some(absent)}, which the folder lacks; download the missing files.")
