@@ -54,7 +54,7 @@ def end(reason: object, code: int = 1) -> NoReturn:
         time.sleep(1)
 
 
-class _Tie:
+class _GroupLink:
     """A socket in a thread of its own, which passes on what the compute thread hands over."""
 
     def __init__(self, wire: Any) -> None:
@@ -116,8 +116,11 @@ class _Tie:
                 if not self._pass_on():
                     return
                 while (event := wire.next_event()) is not None:
-                    if event == DISCONNECTED and not self._closing:
-                        self._disconnected()
+                    if event == DISCONNECTED:
+                        while (item := wire.recv()) is not None:  # last words, where both came since the look above
+                            self._received(item)
+                        if not self._closing:
+                            self._disconnected()
                 if time.monotonic() >= next_beat:
                     self._beat()
                     next_beat = time.monotonic() + BEAT_S
@@ -154,7 +157,7 @@ class _Tie:
         """Once a second."""
 
 
-class Leader(_Tie):
+class Leader(_GroupLink):
     """The leader's links, to the processes ``others``.
 
     ``settings`` are what all must have alike; ``on_leave`` is called, by the thread here, where another process was
@@ -241,7 +244,7 @@ class Leader(_Tie):
         self._put(encode(Beat()))
 
 
-class Member(_Tie):
+class Member(_GroupLink):
     """Another process's link to its leader, with the interface of ``link.Link``."""
 
     def __init__(

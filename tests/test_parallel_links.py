@@ -92,6 +92,32 @@ def test_a_farewell_that_was_not_asked_for_ends_the_process_with_its_reason(make
     wait_until(lambda: "process 1 of this replica has left: it does not fit" in ends, "the leader ends")
 
 
+@pytest.mark.parametrize("who", ["leader", "member"])
+def test_last_words_count_before_the_broken_link_behind_them(make, ends, who):
+    """However slow a process is: both may have come since it last looked for messages."""
+    leader, member = make(group_link.Leader, [1]), make(group_link.Member, 1)
+    leader.meet("", 1)
+    member.meet()
+    leaves, stays = (leader, member) if who == "leader" else (member, leader)
+    looks, goes_on, next_event = threading.Event(), threading.Event(), stays._wire.next_event
+
+    def slow():
+        looks.set()
+        assert goes_on.wait(60)
+        return next_event()
+
+    stays._wire.next_event = slow
+    assert looks.wait(60)  # it has found no message, and has yet to look for events
+    leaves.close(*(("drained", True) if who == "leader" else ("it does not fit",)))
+    assert stays._wire.monitor().poll(60_000)
+    goes_on.set()
+    if who == "leader":
+        assert member.get(60) == Drain("drained") and not ends
+    else:
+        wait_until(lambda: ends, "the leader ends")
+        assert ends == ["process 1 of this replica has left: it does not fit"]
+
+
 def test_who_is_different_or_here_already_is_refused(make, ends):
     make(group_link.Leader, [1])
     make(group_link.Member, 1, settings={**SETTINGS, "dtype": "bfloat16"})
