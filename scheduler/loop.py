@@ -8,7 +8,7 @@ import socket
 
 import zmq
 
-from ..proto.config import EngineArgs
+from ..proto.config import ConfigError, EngineArgs
 from ..proto.messages import Beat, ToSchedulerFront, ToSchedulerWorkers
 from ..proto.process import tell_ready
 from ..proto.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
@@ -25,6 +25,11 @@ class Loop:
     def __init__(self, config: EngineArgs, epoch: int, blame: Blame):
         assert config.scheduler is not None
         keys = load_keys(config.keys)
+        if keys is not None and keys.server != keys.public and config.scheduler.startswith("tcp://"):
+            raise ConfigError(
+                f"{config.keys} is the key of another process, and nobody would find the scheduler by it; give it the "
+                "file scheduler.key of the same folder."
+            )
         self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
         self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
         self.core = Scheduler(config)
