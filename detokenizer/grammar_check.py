@@ -28,7 +28,7 @@ from ..proto.grammar import GrammarError, spec_key
 from ..proto.model_config import ModelConfig
 from ..proto.structured import StructuredOutputsParams
 from .errors import Refused
-from .grammar_helper import LATE, READY, Check, Verdict, frame, wall
+from .grammar_helper import LATE, READY, STARVED, Check, Verdict, frame, wall
 
 log = logging.getLogger(__name__)
 
@@ -173,13 +173,17 @@ class GrammarChecker:
             raise _Lost(f"it answered check {verdict.number}, which does not run")
         if verdict.error is not None:
             self._finish(pending, verdict.error)
-        elif verdict.code == LATE and not pending.slow:
-            self._remember(pending.key, None, SLOW_KEPT_S)
+        elif verdict.code in (LATE, STARVED) and not pending.slow:
+            if verdict.code == LATE:
+                self._remember(pending.key, None, SLOW_KEPT_S)
             pending.slow, pending.since = True, time.monotonic()
             if len(self._slow) < MAX_SLOW:
                 self._slow.append(pending)
             else:
                 self._refuse(pending, _full())
+        elif verdict.code == STARVED:
+            log.warning("a grammar could not be checked: the process that compiles it hardly ran")
+            self._refuse(pending, Refused("the server is too busy to check the grammar; try again.", PARAM, 429))
         elif verdict.code in (LATE, *_FATAL) or not self._again(pending):
             log.info("a grammar is refused: the process that compiled it ended with code %d", verdict.code)
             what = f"compiled within {self.seconds:g} s and {self.memory >> 20} MiB"

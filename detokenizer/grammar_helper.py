@@ -43,6 +43,9 @@ STACK_BYTES = 2**20
 
 READY = 0
 LATE = -int(signal.SIGPROF)
+STARVED = -int(signal.SIGALRM)
+STARVED_SHARE = 0.2
+"""Of its processor time: what had less when the clock ended it was kept from working, which is not its fault."""
 WALKS, STEPS = 2, 8
 _PR_SET_PDEATHSIG = 1
 
@@ -59,7 +62,7 @@ class Verdict(msgspec.Struct, array_like=True):
     """The end of check ``number``, or READY: the table is built.
 
     ``error``: why the grammar cannot be honoured; "" if it can; None where its child ended with ``code`` (negative for
-    a signal, LATE for too much time) and said nothing.
+    a signal, LATE for too much time, STARVED where the machine had none for it) and said nothing.
     """
 
     number: int
@@ -80,11 +83,13 @@ def wall(seconds: float) -> float:
 
 @dataclass
 class Child:
-    """A process that checks one grammar. ``answer``: the pipe it writes to. ``until``: when to end it."""
+    """A process that checks one grammar. ``answer``: the pipe it writes to. ``seconds``: of a processor that it may
+    use. ``until``: when to end it."""
 
     number: int
     pid: int
     answer: int
+    seconds: float
     until: float
     late: bool = False
 
@@ -134,7 +139,8 @@ class Helper:
                 traceback.print_exc()
             os._exit(1)
         os.close(end)
-        self.children[answer] = Child(check.number, pid, answer, time.monotonic() + wall(check.seconds))
+        until = time.monotonic() + wall(check.seconds)
+        self.children[answer] = Child(check.number, pid, answer, check.seconds, until)
         self.selector.register(answer, selectors.EVENT_READ)
 
     def _ended(self, child: Child) -> None:
@@ -145,9 +151,12 @@ class Helper:
         self.selector.unregister(child.answer)
         os.close(child.answer)
         os.kill(child.pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        _, status, used = os.wait4(child.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if child.late:
+            code = STARVED if used.ru_utime + used.ru_stime < STARVED_SHARE * child.seconds else LATE
         if not answer:
-            _send(Verdict(child.number, None, LATE if child.late else code))
+            _send(Verdict(child.number, None, code))
 
     def _end_late(self) -> None:
         """A child's timer ends it, but only while it has the processor."""
