@@ -74,7 +74,8 @@ class ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise Refused(
-                "the model has no chat template; start the server with --chat-template FILE, or use /v1/completions.",
+                "the model has no chat template; start the server with --chat-template FILE, or send text in place of "
+                "messages.",
                 "messages",
             )
         if name not in self._compiled:

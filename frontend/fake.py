@@ -119,7 +119,7 @@ class FakeEngine(Engine):
             replicas=[ReplicaStats(0, "ready", "cpu", 0, 100, 7, 17)],
         )  # fmt: skip
 
-    def _place(self, request: OpenRequest) -> None:
+    def _place(self, request: OpenRequest, besides: Any = None) -> None:
         self.requests.append(request)
         player = asyncio.get_running_loop().create_task(self._play(request))
         self._players.add(player)
