@@ -292,16 +292,16 @@ class Fleet:
 
     def forgive(self, seconds: float) -> None:
         """This process stood still for so long: what workers did meanwhile could not be seen, and is not held against
-        them."""
-        self._stood_still = self.core.clock()
+        them. Of what happened since it began no more time is given than has passed."""
+        now = self._stood_still = self.core.clock()
         for worker in self.workers.values():
-            worker.beat_at += seconds
-            worker.since += seconds
+            worker.beat_at = min(worker.beat_at + seconds, now)
+            worker.since = min(worker.since + seconds, now)
             worker.leave_by += seconds
             if worker.replica is not None:
-                worker.replica.progress_at += seconds
+                worker.replica.progress_at = min(worker.replica.progress_at + seconds, now)
                 for step in worker.replica.in_flight:
-                    step.sent_at += seconds
+                    step.sent_at = min(step.sent_at + seconds, now)
 
     # -- operators
 

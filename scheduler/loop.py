@@ -49,6 +49,7 @@ class Loop:
             self._poller.poll(int(self.membership.timeout() * 1000) + 1 if settled else 0)
             self.membership.notice()
             self._ingest()
+            self.membership.notice()  # it may have been stopped while it read
             self.membership.tick()
             self.fleet.plans()
             settled = self._send()

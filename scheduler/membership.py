@@ -178,8 +178,8 @@ class Membership:
     # -- time
 
     def notice(self) -> None:
-        """At the start of every turn of the loop, before anything is read: where this process itself stood still,
-        everybody gets that time again."""
+        """In every turn of the loop, before anything is read and before anybody is judged: where this process itself
+        stood still, everybody gets that time again."""
         now = self.core.clock()
         passed, self._noticed = now - self._noticed, now
         if passed > STOOD_STILL_S:
@@ -187,7 +187,7 @@ class Membership:
             self.fleet.forgive(passed)
             for known in self.front.values():
                 if known.lost_at is not None:
-                    known.lost_at += passed
+                    known.lost_at = min(known.lost_at + passed, now)
 
     def tick(self) -> None:
         """Beats that are due, and those whose time is up."""
