@@ -39,7 +39,7 @@ def test_a_stop_while_it_reads(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> N
         worker.replica = Replica(worker.lease.replica, worker.lease, name, 4, 64, 16, 128, 100)  # judged by its beats
         loop.core.replicas[worker.replica.number] = worker.replica
     monkeypatch.setattr(loop, "_ingest", read)
-    monkeypatch.setattr(loop, "_send", lambda: True)  # to nobody
+    monkeypatch.setattr(loop, "_send", lambda: False)  # to nobody, and with the next turn at once
     loop.run()
     assert left[2] == left[11] == {"heard", "hung"}  # 300 s, and then 13.5 s
     assert left[13] == {"heard"}  # 16.5 s
