@@ -9,26 +9,20 @@ import time
 
 import pytest
 from stack import wait_until
-from worker_fakes import FakeScheduler
+from worker_fakes import TINY_LLAMA, FakeScheduler
 from worker_toys import GREEDY, plan
 
 from quire.proto.codec import from_i32, i32
 from quire.proto.messages import Admit, Assign, Beat, Bye, Drain, Hello, StepFailed, StepResult
 from quire.proto.params import SamplingParams
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-}  # fmt: skip
 IDS = [7, 3, 99, 4, 5]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
     return folder
 
 

@@ -6,21 +6,14 @@ import sys
 
 import pytest
 import torch
-from worker_fakes import FakeScheduler
+from worker_fakes import TINY_LLAMA, FakeScheduler
 
 from quire.gpu_worker.memory import out_of_memory
 from quire.proto.messages import Assign, Hello
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-}  # fmt: skip
-
 
 def test_more_rows_than_there_is_memory_for_are_one_fatal_line(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
     with FakeScheduler() as scheduler:
         worker = subprocess.Popen(
             [sys.executable, "-m", "quire.gpu_worker", f"--scheduler={scheduler.address}", f"--model={tmp_path}",

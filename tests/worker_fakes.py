@@ -9,6 +9,13 @@ from quire.proto.sockets import Router, worker_endpoint
 
 WAIT_S = 120.0
 
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}  # fmt: skip
+
 
 class FakeScheduler:
     """``address`` is what a worker is given. Beats are counted in ``beats`` and passed over."""
