@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 import sys
 import time
 
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import config_of, model_folder, tokenizer_folder
 from ..proto.pooler_config import pooler_of
-from ..proto.process import die, new_incarnation, setup_logging, tell_ready, watch_parent
+from ..proto.process import die, ending_signals, new_incarnation, setup_logging, tell_ready, watch_parent
 from ..proto.sockets import detokenizer_bind, load_keys, private_dir
 from .gate import Checker
 from .loop import Detokenizer, check_bind
@@ -59,11 +58,9 @@ async def serve(args: EngineArgs, preparer: Preparer, folder: str) -> str | None
     bind = args.bind or detokenizer_bind(args.scheduler, incarnation)
     check_bind(bind)
     process = Detokenizer(preparer, args.scheduler, incarnation, bind, args.advertise, load_keys(args.keys), checker)
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, process.stop)
-    tell_ready()
-    return await process.run()
+    with ending_signals(asyncio.get_running_loop(), process.stop):
+        tell_ready()
+        return await process.run()
 
 
 def main() -> None:

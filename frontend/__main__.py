@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-import signal
 import socket
 import time
 
@@ -18,7 +17,7 @@ from ..client.stream import RequestError
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import DEMO_MODEL, config_of, model_folder
 from ..proto.pooler_config import pooler_of
-from ..proto.process import die, setup_logging, tell_ready, watch_parent
+from ..proto.process import die, ending_signals, setup_logging, tell_ready, watch_parent
 from ..proto.sockets import load_keys
 from .app import make_app
 from .auth import keys_of
@@ -126,9 +125,13 @@ def app_runner(app: web.Application) -> web.AppRunner:
 async def serve(args: EngineArgs, settings: Settings, sock: socket.socket) -> None:
     """Answer until SIGTERM or SIGINT, then let open requests end; a second signal ends them."""
     stop, hurry = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
+    with ending_signals(asyncio.get_running_loop(), lambda: (hurry if stop.is_set() else stop).set()):
+        await _serve(args, settings, sock, stop, hurry)
+
+
+async def _serve(
+    args: EngineArgs, settings: Settings, sock: socket.socket, stop: asyncio.Event, hurry: asyncio.Event
+) -> None:
     if settings.pooler is not None:
         import numpy  # noqa: F401 - now, and not while the first request waits
     engine = Engine(str(args.scheduler), load_keys(args.keys))
@@ -140,7 +143,7 @@ async def serve(args: EngineArgs, settings: Settings, sock: socket.socket) -> No
     await site.start()
     print(f"listening on {url_of(sock)}", flush=True)
     tell_ready()
-    refused = loop.create_task(_watch(engine, stop))
+    refused = asyncio.create_task(_watch(engine, stop))
     try:
         await stop.wait()
     finally:

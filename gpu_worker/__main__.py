@@ -78,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         worker = _load(args, links)
         if (link := links.link) is not None:
             ending.link = link
+            if ending.asked:  # Python drops what a signal raises within a weak reference's callback
+                raise SystemExit(0)
             worker.serve(link)
         farewell = DRAINED
     except ConfigError as error:

@@ -10,7 +10,11 @@ import sys
 import threading
 import time
 import uuid
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 EXIT_CONFIG = 78
 """Exit code (sysexits' EX_CONFIG) of a process that can never work as configured: do not restart it."""
@@ -56,6 +60,24 @@ def die(service: str, message: object, code: int = EXIT_CONFIG) -> NoReturn:
     line = " ".join(str(message).split())
     print(f"quire.{service}: error: {line}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def ending_signals(loop: AbstractEventLoop, act: Callable[[], object]) -> Iterator[None]:
+    """``act`` in ``loop`` at each SIGTERM and SIGINT; afterwards both are ignored, for the process is ending.
+
+    Left to itself, an asyncio loop that closes gives up its signals only after the socket by which they wake it, and
+    a launcher in a hurry asks again and again.
+    """
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, act)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 def watch_parent() -> None:
