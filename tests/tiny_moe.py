@@ -42,14 +42,15 @@ def _dbrx(folder: Path, seed: int, **values: Any) -> Path:
     config = transformers.DbrxConfig(
         d_model=48, n_heads=6, n_layers=3, max_seq_len=512, vocab_size=tiny_models.VOCAB,
         attn_config={"kv_n_heads": 2, "clip_qkv": values["clip_qkv"], "rope_theta": 10000.0},
-        ffn_config={"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        ffn_config={"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2,
+                    "ffn_act_fn": {"name": "gelu"}},
     )  # fmt: skip
     tiny_models.save_model(transformers.DbrxForCausalLM, config, folder, seed)
     # As on the hub: what has its default value is left out, weights of experts that sum to 1 among it.
     values = json.loads((folder / "config.json").read_text())
     for name, kept in (
         ("attn_config", ("clip_qkv", "kv_n_heads", "rope_theta")),
-        ("ffn_config", ("ffn_hidden_size", "moe_num_experts", "moe_top_k")),
+        ("ffn_config", ("ffn_hidden_size", "moe_num_experts", "moe_top_k", "ffn_act_fn")),
     ):
         values[name] = {key: values[name][key] for key in kept}
     del values["rope_parameters"]
@@ -58,7 +59,7 @@ def _dbrx(folder: Path, seed: int, **values: Any) -> Path:
 
 
 ROWS: dict[str, Any] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 25}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 25, "hidden_act": "gelu"}),
     "qwen2-moe": (
         "Qwen2Moe",
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
@@ -67,17 +68,17 @@ ROWS: dict[str, Any] = {
     "qwen2-moe-renormed": (
         "Qwen2Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
-         "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
+         "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False, "hidden_act": "relu"},
     ),
     "qwen3-moe": (
         "Qwen3Moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
-         "norm_topk_prob": True},
+         "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 20},
     ),
     "deepseek-moe": (
         _deepseek,
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0],
-         "shared_expert_intermediate_size": 32, "num_key_value_heads": 6},
+         "shared_expert_intermediate_size": 32, "num_key_value_heads": 6, "hidden_act": "gelu_new"},
         lambda folder: tiny_models.reference(folder / "plain"),
     ),
     "dbrx": (_dbrx, {"clip_qkv": 0.8}),

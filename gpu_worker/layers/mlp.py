@@ -18,11 +18,11 @@ from .moe import MoE
 class MLP:
     """down(act(gate(x)) * up(x)), or down(act(up(x))): ``prefix`` names the Linears among ``products``."""
 
-    def __init__(self, spec: DecoderSpec, products: Mapping[str, Linear], prefix: str, kind: str | None = None) -> None:
+    def __init__(self, spec: DecoderSpec, products: Mapping[str, Linear], prefix: str) -> None:
         self.gated = f"{prefix}gate_up" in products
         self.up = products[f"{prefix}gate_up" if self.gated else f"{prefix}up"]
         self.down = products[f"{prefix}down"]
-        self.kind = kind or spec.activation
+        self.kind = spec.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -51,7 +51,7 @@ class MoEBlock:
             None if down_bias is None else down_bias.view(count, -1),
             held.start, tensors.get(f"{prefix}correction.bias"),
         )  # fmt: skip
-        self.shared = MLP(spec, products, f"{prefix}shared_", "silu") if moe.shared_width else None
+        self.shared = MLP(spec, products, f"{prefix}shared_") if moe.shared_width else None
         self.shared_gate = products.get(f"{prefix}shared_gate")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from ....proto.config import ConfigError
 from ..spec import DecoderSpec, Layout, MoESpec, WeightNames
-from .common import LLAMA_LAYER, Config, Family, decoder, integer, positive, windows
+from .common import LLAMA_LAYER, Config, Family, activation, decoder, integer, positive, windows
 from .llama import QWEN3_NAMES, qwen2, qwen3
 from .modern import pattern
 
@@ -87,7 +87,10 @@ def mixtral(hf: Config) -> DecoderSpec:
     """Mixtral: experts in every layer, their weights summing to 1."""
     spans = windows(hf, integer(hf, "num_hidden_layers"), hf.get("sliding_window"))
     experts = integer(hf, "num_experts", 8)
-    moe = MoESpec(experts, integer(hf, "num_experts_per_tok", 2), integer(hf, "intermediate_size"), renormalise=True)
+    moe = MoESpec(
+        experts, integer(hf, "num_experts_per_tok", 2), integer(hf, "intermediate_size"), renormalise=True,
+        activation=activation(hf),
+    )  # fmt: skip
     return decoder(hf, windows=spans, qkv_bias=False, o_bias=False, moe=moe)
 
 
@@ -100,7 +103,9 @@ def _sparse(hf: Config) -> tuple[bool, ...]:
 def _qwen_experts(hf: Config, **shared: Any) -> dict[str, Any]:
     experts, chosen = integer(hf, "num_experts"), integer(hf, "num_experts_per_tok")
     width = integer(hf, "moe_intermediate_size")
-    moe = MoESpec(experts, chosen, width, renormalise=bool(hf.get("norm_topk_prob")), **shared)
+    moe = MoESpec(
+        experts, chosen, width, renormalise=bool(hf.get("norm_topk_prob")), activation=activation(hf), **shared
+    )
     return {"moe": moe, "moe_layers": _sparse(hf)}
 
 
@@ -112,8 +117,8 @@ def qwen2_moe(hf: Config) -> DecoderSpec:
 
 
 def qwen3_moe(hf: Config) -> DecoderSpec:
-    """Qwen3-MoE: Qwen3 with experts."""
-    hf = {"num_experts_per_tok": 8, **hf}
+    """Qwen3-MoE: Qwen3 with experts. Its window, if it is on, is every layer's."""
+    hf = {"num_experts_per_tok": 8, **hf, "max_window_layers": 0, "layer_types": None}
     return qwen3(hf, **_qwen_experts(hf))
 
 
@@ -130,6 +135,7 @@ def deepseek(hf: Config) -> DecoderSpec:
     moe = MoESpec(
         integer(hf, "num_experts"), integer(hf, "num_experts_per_tok"), width,
         renormalise=bool(hf.get("norm_topk_prob")), shared_width=width * (hf.get("n_shared_experts") or 0),
+        activation=activation(hf),
     )  # fmt: skip
     sparse = tuple(layer >= first and layer % (every or 1) == 0 for layer in range(layers))
     return decoder(hf, moe=moe, moe_layers=sparse)
@@ -141,14 +147,13 @@ def dbrx(hf: Config) -> DecoderSpec:
     # Files leave out what has its default value; null says that the weights stay as they are.
     if (power := ffn.get("moe_normalize_expert_weights", 1.0)) not in (None, 1, 1.0):
         raise ConfigError(f"config.json: moe_normalize_expert_weights {power!r} is not supported; it may be 1 or null.")
-    if (kind := (ffn.get("ffn_act_fn") or {}).get("name", "silu")) != "silu":
-        raise ConfigError(f"config.json: ffn_act_fn {kind!r} is not supported; it may be 'silu'.")
+    kind = activation({"ffn_act_fn": (ffn.get("ffn_act_fn") or {}).get("name")}, "ffn_act_fn")
     width = integer(ffn, "ffn_hidden_size", 3584)
     experts, chosen = integer(ffn, "moe_num_experts", 4), integer(ffn, "moe_top_k", 1)
     hf = {"rope_theta": attention.get("rope_theta"), **hf, "num_key_value_heads": integer(attention, "kv_n_heads", 1)}
     return decoder(
         hf, norm="ln", norm_eps=1e-5, clip_qkv=attention.get("clip_qkv"), intermediate_size=width,
-        moe=MoESpec(experts, chosen, width, renormalise=power is not None),
+        moe=MoESpec(experts, chosen, width, renormalise=power is not None, activation=kind),
     )  # fmt: skip
 
 
