@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from ..proto.config import ConfigError
-from ..proto.grammar import GrammarError, fault, grammar_of, start_matcher, token_table
+from ..proto.grammar import GrammarError, fault, grammar_of, spelled, start_matcher, token_table
 from ..proto.model_config import ModelConfig
 from ..proto.structured import StructuredOutputsParams
 
@@ -232,7 +232,7 @@ def compiled(table: LLTokenizer, spec: StructuredOutputsParams) -> str:
                 return fault(here)
             if here.is_stopped():
                 break
-            here.consume_token(_pick(mask, draw))
+            here.consume_token(spelled(table, here, _pick(mask, draw)))
     return ""
 
 

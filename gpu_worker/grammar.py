@@ -22,7 +22,7 @@ import numpy as np
 
 from ..proto.codec import from_i32
 from ..proto.config import ConfigError, EngineArgs
-from ..proto.grammar import GrammarError, fault, grammar_of, spec_key, start_matcher, token_table
+from ..proto.grammar import GrammarError, fault, grammar_of, spec_key, spelled, start_matcher, token_table
 from ..proto.messages import Admit
 from ..proto.model_config import ModelConfig, tokenizer_folder
 from ..proto.structured import StructuredOutputsParams
@@ -185,9 +185,13 @@ class Grammars:
 
                 self._executor = LLExecutor(self._parallel)
             self._executor.unsafe_compute_mask_ptr(jobs, mask.ctypes.data, size, len(mask))
-            return
+        else:
+            for matcher, slot in jobs:
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data + slot * size, size)
         for matcher, slot in jobs:
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data + slot * size, size)
+            only = _only(mask[slot])
+            if only is not None and (token := spelled(self._table.result(), matcher, only)) != only:
+                mask[slot] = _bits(mask.shape[1], [token])
 
 
 class _Row:
@@ -241,6 +245,13 @@ def _why(matcher: LLMatcher) -> str:
             "left none that it does."
         )
     return f"structured_outputs cannot be honoured: {text}"
+
+
+def _only(mask: np.ndarray) -> int | None:
+    """The token of a mask that has but one."""
+    words = np.flatnonzero(mask)
+    bits = int(mask[words[0]]) & 0xFFFFFFFF if len(words) == 1 else 0
+    return int(words[0]) * 32 + bits.bit_length() - 1 if bits and bits & (bits - 1) == 0 else None
 
 
 def _bits(words: int, ids: Iterable[int]) -> np.ndarray:

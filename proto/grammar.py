@@ -354,6 +354,20 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
+def spelled(table: LLTokenizer, matcher: LLMatcher, token: int) -> int:
+    """``token`` of the matcher's mask, or the ordinary one that stands for it.
+
+    llguidance has the tokenizer spell out what a grammar leaves no choice about, and that reads "</s>" as the special
+    token, which the grammar then does not allow. It is text here: other tokens spell it.
+    """
+    if not table.is_special_token(token) or matcher.validate_tokens([token]):
+        return token
+    if token in table.eos_tokens and matcher.is_accepting():
+        return token
+    text = matcher.compute_ff_bytes().decode("utf-8", "ignore")
+    return next(iter(table.greedy_tokenize(text)), token)
+
+
 def fault(matcher: LLMatcher) -> str:
     """Why the matcher is in its error state, in llguidance's words, one line."""
     text = matcher.get_error().replace("<non-verbose/>", "").strip()

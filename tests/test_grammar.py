@@ -13,6 +13,7 @@ import pytest
 from json_schemas import schemas
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from quire.detokenizer.grammar_helper import compiled
 from quire.gpu_worker.grammar import Grammars
 from quire.proto import grammar as proto_grammar
 from quire.proto.codec import i32
@@ -203,6 +204,29 @@ def test_a_special_token_that_is_not_marked_is_no_text(tmp_path: Path) -> None:
     assert max(allowed(grammars, 0)) < END
     write(grammars, 0, "!")
     assert [i for i in allowed(grammars, 0) if i >= END] == [END, END + 1]
+
+
+SPELLED = [
+    ({"regex": "</s>"}, "</s>"), ({"choice": ["a<|end|>b"]}, "a<|end|>b"), ({"json": {"const": "<pad>"}}, '"<pad>"'),
+    ({"json": {"properties": {"</s>": {"const": 1}}, "required": ["</s>"]}}, '{"</s>":1}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text"), SPELLED, ids=lambda value: str(value)[:40])
+def test_the_text_of_a_special_token_is_spelled_out(table: Any, grammars: Grammars, form: Any, text: str) -> None:
+    assert compiled(table, spec(**form)) == ""  # the check of a request
+    admit(grammars, 0, spec(**form))
+    for byte in text.encode():
+        assert byte in allowed(grammars, 0) and max(allowed(grammars, 0)) < END
+        grammars.advance([0], [byte])
+    assert allowed(grammars, 0) == [END, END + 1]
+
+
+def test_a_special_token_that_a_grammar_names_is_one(grammars: Grammars) -> None:
+    admit(grammars, 0, spec(grammar='start: "a" <pad> "b"'), b"a")
+    assert allowed(grammars, 0) == [END + 2]
+    grammars.advance([0], [END + 2])
+    assert allowed(grammars, 0) == [ord("b")]
 
 
 def test_a_tokenizer_larger_than_the_model(bytes_model: ModelConfig) -> None:
