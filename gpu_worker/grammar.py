@@ -249,9 +249,11 @@ def _why(matcher: LLMatcher) -> str:
 
 def _only(mask: np.ndarray) -> int | None:
     """The token of a mask that has but one."""
-    words = np.flatnonzero(mask)
-    bits = int(mask[words[0]]) & 0xFFFFFFFF if len(words) == 1 else 0
-    return int(words[0]) * 32 + bits.bit_length() - 1 if bits and bits & (bits - 1) == 0 else None
+    if np.count_nonzero(mask) != 1:
+        return None
+    word = int(np.flatnonzero(mask)[0])
+    bits = int(mask[word]) & 0xFFFFFFFF
+    return None if bits & (bits - 1) else word * 32 + bits.bit_length() - 1
 
 
 def _bits(words: int, ids: Iterable[int]) -> np.ndarray:
