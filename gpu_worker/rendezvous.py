@@ -83,7 +83,7 @@ def ranks_of(args: EngineArgs, shard: Shard, link: Leader | Member, device: torc
                 os.unlink(file)  # of those who were here before
             store = dist.FileStore(file, count)
             link.meet(file, 0)
-        else:
+        else:  # whatever the address, torch listens on every interface, and asks nobody who he is
             store = dist.TCPStore(args.master_addr, 0, count, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
             link.meet("", store.port)
     else:

@@ -1,8 +1,9 @@
 """Chained block hashes for prefix caching.
 
-The hash of a full block covers its parent's hash, its tokens and a salt (adapter, media, tenant), so equal hashes
-mean equal prefixes: 128 bits of BLAKE2b, which is cryptographic and the fastest in the standard library. The key is
-the same in every process of a deployment; prompts' hashes are made by the detokenizer, off the scheduler's core.
+The hash of a full block covers its parent's hash, its tokens and a salt, so equal hashes mean equal prefixes: 128 bits
+of BLAKE2b, which is cryptographic and the fastest in the standard library. The salt is for what else keys and values
+may depend on; nothing gives one yet, so all requests of a deployment share what is cached. Prompts' hashes are made by
+the detokenizer, off the scheduler's core.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ A worker's phases::
     draining      it, or an operator, asked that it leaves: what runs there goes on for a while, nothing new comes
     leaving       Drain sent; nothing runs there any more, and its Bye is on the way
 
-Four things find a worker that has failed: its connection breaks (killed); nothing is heard of it for
+Five things find a worker that has failed: its connection breaks (killed); nothing is heard of it for
 ``worker_timeout`` (stopped, or its machine hangs; the beats do not wait for a step); a step does not end in
 ``step_timeout`` (a hung kernel; counted from the end of the step before it, and long enough for a first step that
-still compiles); or loading and configuring, which may take minutes, take longer than ``LOADING_LIMIT_S`` each. Either
-way what ran there goes back in line.
+still compiles); loading and configuring, which may take minutes, take longer than ``LOADING_LIMIT_S`` each; or it says
+what cannot be. In any case what ran there goes back in line.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from .replica import Replica
 from .request import Sequence
 
 TOKENS_PER_ROW = 64
-"""What one running row weighs against cached tokens: prefix 640 tokens longer outweighs ten rows more."""
+"""Cached tokens that weigh as much as one running row: a prefix 640 tokens longer makes up for ten rows more."""
 
 
 def cached_prefix(replica: Replica, seq: Sequence) -> list[int]:
