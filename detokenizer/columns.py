@@ -22,6 +22,7 @@ class Outbox:
         self, uid: int, attempt: int, index: int, offset: int, tokens: list[int], news: News,
         logprobs: Logprobs | None = None,
     ) -> None:  # fmt: skip
+        """One row: ``tokens`` of child ``index``, before which there were ``offset``, and what they mean."""
         if logprobs is not None:
             self.logprobs[len(self.rows)] = logprobs
         self.rows.append((uid, attempt, index, offset, len(tokens), news.text, news.finish,
@@ -29,6 +30,7 @@ class Outbox:
         self.tokens += tokens
 
     def batch(self) -> TextBatch:
+        """All rows, as they are sent."""
         columns: Any = zip(*self.rows, strict=True) if self.rows else ((),) * 9
         uids, attempts, indexes, offsets, counts, texts, finishes, reasons, lengths = columns
         return TextBatch(

@@ -58,6 +58,7 @@ def _endpoint(address: str, name: str, offset: int) -> str:
 
 
 def host_of(endpoint: str) -> str:
+    """The host in a tcp endpoint, without the brackets of an IPv6 address."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 

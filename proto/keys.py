@@ -46,6 +46,7 @@ class Keys:
 
     @classmethod
     def generate(cls) -> Keys:
+        """A new pair, for all processes to share."""
         return cls(*zmq.curve_keypair())
 
     @classmethod

@@ -35,6 +35,7 @@ class Unread:
 
     @property
     def owed(self) -> int:
+        """Bytes sent that it has not said it has read."""
         return self.sent - self.read
 
     def hopeless(self, now: float) -> bool:
