@@ -46,7 +46,7 @@ class Keys:
 
     @classmethod
     def generate(cls) -> Keys:
-        """A new pair, for all processes to share."""
+        """A new pair."""
         return cls(*zmq.curve_keypair())
 
     @classmethod
