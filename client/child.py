@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import signal
@@ -14,6 +15,9 @@ import time
 from typing import IO, cast
 
 from ..proto.process import READY_FD
+
+START_S = 60.0
+"""A scheduler that does not serve after so long counts as silent from then on; what others load may take hours."""
 
 PIPE_BYTES = 2**20
 """Room for what a child prints while its parent is held up, so that the child is not."""
@@ -34,7 +38,9 @@ class Child:
         self.left = False  # on purpose: it is not started again
         self.proven = False  # a process has served here with this very command: it can work as configured
         self.alone_since: float | None = None  # when another process of its replica was first found dead
-        self._ready_fd = -1  # on which it says that it serves
+        self.served = False  # the process has said that it does
+        self._heard = math.inf  # when it last gave the sign of life that it owes each second; inf: it owes none yet
+        self._ready_fd = -1  # on which it says that it serves, and pulses
         self.carry = b""
         self.error: str | None = None  # its last `quire.X: error:` line
         self.drained = threading.Event()  # all it printed has been read
@@ -50,7 +56,8 @@ class Child:
         The descriptors ``held`` stay open as long as it runs.
         """
         self.carry, self.error, self.due, self.drained = b"", None, None, threading.Event()
-        self.started, self.alone_since = time.monotonic(), None
+        self.started, self.alone_since, self.served = time.monotonic(), None, False
+        self._heard = self.started + START_S if self.service == "scheduler" else math.inf
         self.close_ready()
         self._ready_fd, told = os.pipe()
         os.set_blocking(self._ready_fd, False)
@@ -84,14 +91,23 @@ class Child:
         """Whether it has ended and nothing was done about it yet."""
         return self.due is None and not self.left and self.dead()
 
+    def silence(self) -> float:
+        """Seconds since it last showed that it lives (``proto.process.pulse``), 0 or less where that is not owed."""
+        now = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            if self._ready_fd >= 0 and os.read(self._ready_fd, 65536):
+                self.served = self.proven = True
+                self._heard = now
+        return now - self._heard
+
+    def forgive(self) -> None:
+        """Begin to count its silence again, where it is counted."""
+        self._heard = max(self._heard, time.monotonic())
+
     def has_served(self) -> bool:
-        """Whether it said so (``proto.process.tell_ready``). Ask once, when it has ended."""
-        try:
-            served = self._ready_fd >= 0 and os.read(self._ready_fd, 1) == b"1"
-        except BlockingIOError:
-            return False
-        self.proven = self.proven or served
-        return served
+        """Whether it said so (``proto.process.tell_ready``), of one that has ended too."""
+        self.silence()
+        return self.served
 
     def close_ready(self) -> None:
         """Give up the descriptor."""

@@ -25,7 +25,7 @@ from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
 from ..proto.config import ConfigError
 from ..proto.params import SamplingParams
 from ..proto.pooling import PoolingParams
-from ..proto.process import new_incarnation, resident_bytes
+from ..proto.process import new_incarnation, pulse, resident_bytes
 from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
 from .best import to_wire
 from .logprobs import by_row, unpack
@@ -506,6 +506,7 @@ class Engine:
         beats, before = 0, time.monotonic()
         while True:
             await asyncio.sleep(BEAT_S)
+            pulse()
             now = time.monotonic()
             late, before = now - before - BEAT_S, now
             if late > JUMP_S:

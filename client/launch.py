@@ -6,9 +6,9 @@ socket files goes after the last of them (``rundir.py``).
 
 What dies is started again, but for a worker that ends with code 0: it was drained, by a signal or an operator. Of the
 workers that hold one copy of the model together none can go on without the rest: they are started again together.
-While the server starts, what fails by itself ends the start, and only what was killed is started again. What hangs is
-its peers' business (they go on without it), but for the scheduler, which has no other: it is killed after SILENCE_S
-without a beat (``watch.py``).
+While the server starts, what fails by itself ends the start, and only what was killed is started again. What stands
+still is gone around by its peers; where it has served and shows no sign of life for SILENCE_S it is killed, and so
+started again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from .background import EngineThread
 from .child import Child, say, without_errors
 from .processors import import_path
 from .rundir import make_run_dir, remove_after
-from .watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,9 @@ HURRY_S = 2.0
 REPLICA_S = 3.0
 """How long the rest of a replica has to end by itself when one of its processes has died."""
 SILENCE_S = 60.0
-"""A scheduler that has not beaten for so long is killed and started again; its requests go on from where they were."""
+"""What serves and has not pulsed for so long is killed and started again; its requests go on from where they were."""
+STOOD_STILL_S = 5.0
+"""Where so much passes between two looks it was this process that was stopped, and perhaps the machine with it."""
 
 
 class LaunchError(RuntimeError):
@@ -105,7 +106,7 @@ class Stack:
         self._selector = selectors.DefaultSelector()
         self._alive_fd = self._read_end = self._lock_fd = self._held_fd = -1
         self._remover: subprocess.Popen[bytes] | None = None
-        self._watch: Watch | None = None
+        self._looked = time.monotonic()
         self.hurry = threading.Event()  # set: end without patience
         self._lock = threading.RLock()
         self._closed = False
@@ -194,8 +195,6 @@ class Stack:
                 self._selector.unregister(child.stream)
         held = [self._held_fd] if self._held_fd >= 0 else []
         stream = child.start(self._read_end, *held)
-        if child.service == "scheduler" and self._watch is not None:
-            self._watch.restart()
         self._selector.register(stream, selectors.EVENT_READ, (child, child.drained))
 
     def wait_ready(self, timeout: float | None = None, is_ready: Callable[[], bool] | None = None) -> None:
@@ -267,9 +266,12 @@ class Stack:
                 self._look_after(self._children)
 
     def _look_after(self, children: list[Child]) -> None:
+        before, self._looked = self._looked, time.monotonic()
+        if self._looked - before > STOOD_STILL_S:
+            for child in self._children:
+                child.forgive()
         for child in children:
-            if child.service == "scheduler" and not child.dead():
-                self._check_silence(child)
+            self._check_silence(child)
             if child.fallen():
                 self._bury(child)
             if child.due is not None and time.monotonic() >= child.due:
@@ -279,12 +281,13 @@ class Stack:
                     raise LaunchError(f"quire.{child.service} cannot be started: {error}.") from error
 
     def _check_silence(self, child: Child) -> None:
-        if self._watch is None:
-            self._watch = Watch(self.address, load_keys(self._keys))
-        if self._watch.silence() > SILENCE_S and child.process is not None:
-            log.error("quire.%s has been silent for %g s; killing it.", child.service, SILENCE_S)
+        if child.silence() > SILENCE_S and not child.dead() and child.process is not None:
+            log.error(
+                "quire.%s (pid %d) has shown no sign of life for %g s; killing it.",
+                child.service, child.process.pid, SILENCE_S,
+            )  # fmt: skip
             os.killpg(child.process.pid, signal.SIGKILL)
-            self._watch.restart()
+            child.forgive()  # said again only where it does not die of that
 
     def set_tokenizer(self, folder: str) -> None:
         """Replace the detokenizers by ones with the tokenizer in ``folder``; the old ones have ended on return.
@@ -387,8 +390,6 @@ class Stack:
                 if child.stream is not None:
                     child.stream.close()
                 child.close_ready()
-            if self._watch is not None:
-                self._watch.close()
             if self._remover is not None:
                 self._remover.kill()
                 self._remover.wait()

@@ -42,7 +42,7 @@ from ..proto.messages import (
     TokenBatch,
     Tokenize,
 )
-from ..proto.process import resident_bytes
+from ..proto.process import pulse, resident_bytes
 from ..proto.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
 from .beams import LostBeams
 from .columns import Outbox, check_tokenize, pairs_of
@@ -149,6 +149,7 @@ class Detokenizer:
         self.dealer.send(Hello("detokenizer", self.incarnation, PROTOCOL, os.getpid(), self.endpoint))
 
     def _beat(self) -> None:
+        pulse()
         bad = self.router.bad_frames + self.dealer.bad_frames + self.bad_frames
         if self._online:  # a socket keeps what it cannot send; old beats are of no use to anyone
             self.dealer.send(Beat(memory=resident_bytes(), bad_frames=bad))

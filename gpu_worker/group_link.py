@@ -28,7 +28,7 @@ import zmq
 from ..proto.codec import encode
 from ..proto.group import FromLeader, Join, Meet, ToLeader
 from ..proto.messages import PROTOCOL, Beat, Bye, Drain
-from ..proto.process import new_incarnation
+from ..proto.process import new_incarnation, pulse
 from ..proto.sockets import DISCONNECTED, Dealer, Keys, Router
 from .link import LINGER_MS, MAX_QUEUED, Leave
 
@@ -293,3 +293,6 @@ class Member(_GroupLink):
 
     def _disconnected(self) -> None:
         end(f"process {self._number}: its leader is gone")
+
+    def _beat(self) -> None:
+        pulse()  # the leader shows by its link to the scheduler that it lives

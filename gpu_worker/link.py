@@ -21,7 +21,7 @@ import zmq
 
 from ..proto.codec import encode
 from ..proto.messages import PROTOCOL, Beat, Bye, FromSchedulerWorkers, Hello
-from ..proto.process import new_incarnation, resident_bytes
+from ..proto.process import new_incarnation, pulse, resident_bytes
 from ..proto.sockets import DISCONNECTED, Dealer, Keys
 
 log = logging.getLogger(__name__)
@@ -170,6 +170,7 @@ class Link:
             wire.send(self._hello(wire))
             next_beat = time.monotonic() + BEAT_S
             while True:
+                pulse()
                 poller.poll(max(0, int(1000 * (next_beat - time.monotonic())) + 1))
                 while self._inbox.qsize() <= MAX_QUEUED and (message := wire.recv()) is not None:
                     answered = True

@@ -28,16 +28,38 @@ LOCAL_WORKERS = "QUIRE_LOCAL_WORKERS"
 """Environment variable: how many workers share this machine's cores, where one launcher started several."""
 
 READY_FD = "QUIRE_READY_FD"
-"""Environment variable: the descriptor on which a process tells its launcher that it has begun to serve."""
+"""Environment variable: the descriptor on which a process tells its launcher that it has begun to serve, and lives."""
+
+PULSE_S = 1.0
+_launcher = -1  # the descriptor of READY_FD, once told; -1 where nobody asked for it
+_pulse_due = 0.0
 
 
 def tell_ready() -> None:
-    """Say that this process serves: from here on only what others send can end it. Said once, where somebody asked."""
+    """Say that this process serves: from here on only what others send can end it, and it owes a ``pulse`` each second.
+
+    Said once, where somebody asked.
+    """
+    global _launcher
     descriptor = os.environ.pop(READY_FD, None)
     if descriptor is not None:
         with contextlib.suppress(OSError, ValueError):
             os.write(int(descriptor), b"1")
-            os.close(int(descriptor))
+            os.set_blocking(int(descriptor), False)
+            os.set_inheritable(int(descriptor), False)
+            _launcher = int(descriptor)
+
+
+def pulse() -> None:
+    """Show the launcher that this process lives: one that serves and does not for long is killed and started again.
+
+    To be called by the loop that must not stand still, in every turn; it writes once a second.
+    """
+    global _pulse_due
+    if _launcher >= 0 and (now := time.monotonic()) >= _pulse_due:
+        _pulse_due = now + PULSE_S
+        with contextlib.suppress(OSError):  # nobody has read for hours, or the launcher is gone
+            os.write(_launcher, b".")
 
 
 def new_incarnation(kind: str) -> str:

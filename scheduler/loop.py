@@ -10,7 +10,7 @@ import zmq
 
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.messages import Beat, ToSchedulerFront, ToSchedulerWorkers
-from ..proto.process import tell_ready
+from ..proto.process import pulse, tell_ready
 from ..proto.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
 from .blame import Blame
 from .core import Scheduler
@@ -46,6 +46,7 @@ class Loop:
         """Until ``stop``."""
         settled = True
         while not self._stopping:
+            pulse()
             self._poller.poll(int(self.membership.timeout() * 1000) + 1 if settled else 0)
             self.membership.notice()
             self._ingest()

@@ -1,10 +1,11 @@
-"""A detokenizer or scheduler that hangs, with the real stack: every stream goes on exactly, whatever it asked for."""
+"""A process that hangs, with the real stack: every stream goes on exactly, whatever it asked for."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,6 @@ import psutil
 import pytest
 
 from quire.client import engine as engine_module
-from quire.client import launch as launch_module
 from quire.client.engine import Engine
 from quire.client.launch import Stack
 from quire.proto.config import EngineArgs
@@ -72,7 +72,7 @@ def with_stop(cases: dict[str, SamplingParams], text: str) -> dict[str, Sampling
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    with Stack(EngineArgs()) as running:
+    with Stack(EngineArgs(host="127.0.0.1", port=0), http=True) as running:
         running.start()
         running.wait_ready(120)
         yield running
@@ -82,8 +82,8 @@ def process_of(stack: Stack, service: str) -> psutil.Process:
     return psutil.Process(next(pid for pid, name in stack.pids.items() if name == service))
 
 
-def compare(stack: Stack, cases: dict[str, SamplingParams], disturb: Any) -> None:
-    """The same requests undisturbed and disturbed end alike, and the second were sent again."""
+def compare(stack: Stack, cases: dict[str, SamplingParams], disturb: Any, sent_again: bool = True) -> None:
+    """The same requests undisturbed and disturbed end alike, and the second were in the middle, or were sent again."""
 
     async def main() -> None:
         engine = Engine(stack.address)
@@ -93,22 +93,22 @@ def compare(stack: Stack, cases: dict[str, SamplingParams], disturb: Any) -> Non
         all_cases = with_stop(cases, text)
         alone = await run_all(engine, all_cases)
         assert alone["stop"][0][0][0] == text[: len(alone["stop"][0][0][0])] and alone["stop"][0][0][3]
-        attempts: list[int] = []
+        hit: list[bool] = []
 
         async def during(streams: dict[str, Any]) -> None:
             await until(lambda: all(stream.accepted for stream in streams.values()))
             await until(lambda: len(streams["seeded"].children[0].tokens) >= 10)
             await disturb(engine)
-            attempts.extend(stream._request.attempt for stream in streams.values())
+            hit.extend(stream._request.attempt > 0 if sent_again else not stream.done for stream in streams.values())
 
         for _ in range(10):  # all may be over before a slow machine comes to disturb them
             again = await run_all(engine, all_cases, during)
             for name in all_cases:
                 assert again[name] == alone[name], name
             await nothing_is_left(engine)
-            if sum(attempts) > 0:
+            if any(hit):
                 break
-        assert sum(attempts) > 0
+        assert any(hit)
         await engine.close()
 
     asyncio.run(main())
@@ -130,24 +130,61 @@ def test_streams_go_on_when_the_only_detokenizer_returns(stack: Stack, monkeypat
     compare(stack, CASES, disturb)
 
 
-def test_streams_go_on_when_a_scheduler_that_hangs_for_good_is_replaced(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def supervised(stack: Stack) -> Iterator[None]:
     stop = threading.Event()
     watcher = threading.Thread(target=stack.supervise, args=(stop,))
     watcher.start()
-
-    async def disturb(engine: Engine) -> None:
-        epoch, old = engine._epoch, process_of(stack, "scheduler")
-        await until(lambda: stack._watch is not None and stack._watch._heard <= time.monotonic())
-        old.suspend()
-        with monkeypatch.context() as patch:
-            patch.setattr(launch_module, "SILENCE_S", 1.5)
-            await until(lambda: old.pid not in stack.pids and "scheduler" in stack.pids.values())
-        await until(lambda: engine._epoch > epoch and engine.ready)
-
     try:
-        compare(stack, {"seeded": CASES["seeded"], "schema": CASES["schema"]}, disturb)
+        yield
     finally:
         stop.set()
         watcher.join()
+
+
+async def stand_still_for_good(stack: Stack, service: str) -> None:
+    """Stop a process, and have its supervisor believe that it has long been silent, until another is in its place."""
+    child = next(child for child in stack._children if child.service == service)
+    old = process_of(stack, service)
+    old.suspend()
+
+    def is_replaced() -> bool:
+        with stack._lock:
+            if child.process is None or child.process.pid != old.pid:
+                return True
+            child._heard = -math.inf  # again and again: what it had said before it was stopped may be read only now
+        return False
+
+    await until(is_replaced)
+    assert not old.is_running()
+
+
+@pytest.mark.parametrize(
+    ("service", "cases"), [("gpu_worker", ["seeded"]), ("detokenizer", ["seeded"]), ("scheduler", ["seeded", "schema"])]
+)
+def test_streams_go_on_when_the_only_process_of_a_kind_stands_still_for_good(
+    stack: Stack, service: str, cases: list[str]
+) -> None:
+    async def disturb(engine: Engine) -> None:
+        await stand_still_for_good(stack, service)
+        await until(lambda: engine.ready)
+
+    with supervised(stack):
+        compare(stack, {name: CASES[name] for name in cases}, disturb, sent_again=service != "gpu_worker")
+
+
+def test_a_frontend_that_stands_still_for_good_is_replaced(stack: Stack) -> None:
+    with supervised(stack):
+        asyncio.run(stand_still_for_good(stack, "frontend"))
+        asyncio.run(until(stack._healthy))
+
+
+def test_what_serves_shows_again_and_again_that_it_lives(stack: Stack) -> None:
+    for child in stack._children:
+        asyncio.run(until(child.has_served))
+    before = {child: child._heard for child in stack._children}
+
+    def all_heard() -> bool:
+        return all(child.silence() < math.inf and child._heard > heard for child, heard in before.items())
+
+    asyncio.run(until(all_heard))

@@ -165,36 +165,6 @@ def test_a_worker_that_left_on_purpose_is_not_started_again(make_stack, caplog):
     stack.close()
 
 
-def test_a_scheduler_that_hangs_is_killed_and_started_again(make_stack, monkeypatch):
-    code = "import os; from quire.scheduler.__main__ import main; main(['--scheduler=' + os.environ['ADDRESS']])"
-    monkeypatch.setenv("ADDRESS", "")
-    original = Stack.make_run_dir
-
-    def make_run_dir(self):
-        folder = original(self)
-        monkeypatch.setenv("ADDRESS", f"ipc://{folder}")
-        return folder
-
-    monkeypatch.setattr(Stack, "make_run_dir", make_run_dir)
-    stack = make_stack(scheduler=code)
-    (pid,) = stack.pids
-
-    def is_heard():
-        stack.check()
-        return stack._watch is not None and stack._watch._heard <= time.monotonic()  # until then it is starting
-
-    wait_for(is_heard)
-    stack._watch._looked -= 100  # the supervisor itself was stopped: that is no silence of others
-    stack._watch._heard -= 100
-    stack.check()
-    assert not gone(pid)
-    os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(launch, "SILENCE_S", 0.5)  # not before: on a slow machine one that lives may be as silent
-    wait_for(lambda: stack.check() or (len(stack.pids) == 1 and pid not in stack.pids))
-    monkeypatch.setattr(launch, "SILENCE_S", 60.0)
-    wait_for(is_heard)
-
-
 def test_what_dies_while_frontends_end_is_started_again_and_a_second_signal_ends_all(make_stack):
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     stack = make_stack(frontend=deaf, detokenizer=SLEEP)

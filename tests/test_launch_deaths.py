@@ -1,15 +1,17 @@
 """What the launcher makes of children that die: while the server starts, while they load, and once they had served."""
 
+import math
 import os
 import signal
 import sys
 import threading
+import time
 
 import pytest
 from stack import wait_until
 
 from quire.client import launch
-from quire.client.child import Child
+from quire.client.child import START_S, Child
 from quire.client.launch import LaunchError, Stack
 from quire.proto.config import EngineArgs
 from quire.proto.process import EXIT_CONFIG, PARENT_FD
@@ -101,6 +103,61 @@ def test_what_has_served_may_fail_as_if_it_could_never_work(make_stack, tmp_path
     with pytest.raises(LaunchError, match="ended 5 times ") as caught:
         stack.supervise(threading.Event())
     assert caught.value.code == EXIT_CONFIG
+
+
+def turn(stack, seconds):
+    """So much more passes since its children were last heard, while the supervisor looks as often as it should."""
+    for child in stack._children:
+        child._heard -= seconds
+    stack._looked = math.inf
+    stack.check()
+
+
+def test_what_has_served_and_then_stands_still_is_killed_and_started_again(make_stack, caplog):
+    stack = make_stack(("detokenizer", SERVES + SLEEP), ("gpu_worker", SLEEP))
+    (child, loads) = stack._children
+    silent, other = child.process.pid, loads.process.pid
+    wait_until(child.has_served, "it serves")
+    turn(stack, launch.SILENCE_S / 2)
+    assert not child.dead() and "no sign of life" not in caplog.text
+    turn(stack, launch.SILENCE_S)
+    assert f"quire.detokenizer (pid {silent}) has shown no sign of life for 60 s; killing it." in caplog.text
+    wait_until(lambda: stack.check() or (silent not in stack.pids and len(stack.pids) == 2), "another is in its place")
+    assert pid_of(stack, "gpu_worker") == other  # what loads is waited for
+
+
+def test_a_pulse_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_itself(make_stack, tmp_path, caplog):
+    code = f"""if True:
+        {SERVES}
+        import os, time
+        from quire.proto.process import pulse
+        while not os.path.exists({str(tmp_path / "mark")!r}):
+            time.sleep(0.02)
+        pulse()
+        time.sleep(600)
+    """
+    stack = make_stack(("frontend", code))
+    (child,) = stack._children
+    wait_until(child.has_served, "it serves")
+    child._heard -= 1000
+    stack._looked -= 1000
+    stack.check()
+    assert child.silence() < 1000
+    child._heard = before = time.monotonic() - 1000
+    (tmp_path / "mark").touch()
+    wait_until(lambda: child.silence() is not None and child._heard > before, "it is heard again")
+    stack.check()
+    assert not child.dead() and not caplog.text
+
+
+def test_a_scheduler_has_less_time_to_begin(make_stack, caplog):
+    stack = make_stack(("scheduler", SLEEP))
+    (pid,) = stack.pids
+    turn(stack, launch.SILENCE_S)
+    assert not caplog.text
+    turn(stack, START_S)
+    assert f"quire.scheduler (pid {pid}) has shown no sign of life" in caplog.text
+    wait_until(lambda: stack.check() or pid not in stack.pids, "it is killed")
 
 
 @pytest.mark.parametrize("service", ["scheduler", "detokenizer", "frontend"])

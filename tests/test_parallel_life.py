@@ -1,5 +1,6 @@
 """Replicas of several processes from their start to their end, with real workers."""
 
+import math
 import os
 import signal
 import subprocess
@@ -140,6 +141,9 @@ def test_a_killed_process_takes_its_replica_along_and_no_stream_notices(tmp_path
         expected = generate()
         lose(victim=0, rank=1)
         lose(victim=1, rank=0)
+        wait_until(lambda: all(child._heard < math.inf for child in stack._children), "every process serves again", 90)
+        heard = {child: child._heard for child in stack._children}
+        wait_until(lambda: all(child._heard > before for child, before in heard.items()), "and goes on pulsing")
         everyone = [*pids(0), *pids(1)]
     assert not any(psutil.pid_exists(pid) for pid in everyone)
 
