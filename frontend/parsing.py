@@ -2,11 +2,12 @@
 
 A body is decoded once to plain objects, so that fields which are known but not honoured yet can be refused by name
 and unknown ones merely noted; then it is converted to a struct, which checks types strictly: no ``true`` for an
-integer, no ``"5"`` for a 5.
+integer, no ``"5"`` for a 5. JSON has one kind of number, so ``5.0`` is a 5.
 """
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from typing import Any, ClassVar, TypeVar
@@ -37,6 +38,7 @@ R = TypeVar("R", bound=Request)
 
 def parse(body: bytes, kind: type[R]) -> R:
     """Bytes of a request to its struct, checked. Raises ApiError 400 naming the field."""
+    body = body.removeprefix(codecs.BOM_UTF8)  # which some clients on Windows put before everything they write
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError:
@@ -48,16 +50,24 @@ def parse(body: bytes, kind: type[R]) -> R:
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body must be a JSON object, got {kind_of(raw)}.")
     _refuse_not_yet(raw, kind.not_yet)
-    try:
-        request = msgspec.convert(raw, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise _invalid(error) from error
+    request = _convert(raw, kind)
     if log.isEnabledFor(logging.DEBUG):
         unknown = sorted(raw.keys() - set(kind.__struct_fields__) - kind.not_yet.keys())
         if unknown:
             log.debug("ignored unknown fields %s", unknown[:20])
     request.check()
     return request
+
+
+def _convert(raw: dict[str, Any], kind: type[R]) -> R:
+    try:
+        return msgspec.convert(raw, kind, strict=True)
+    except msgspec.ValidationError:
+        floats = {name: value for name, value in raw.items() if type(value) is float and value.is_integer()}
+    try:
+        return msgspec.convert({**raw, **{name: int(value) for name, value in floats.items()}}, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
 
 
 def _decode_typed(body: bytes, kind: type[Any]) -> Any:

@@ -36,7 +36,7 @@ def refused(body: bytes | dict[str, Any], kind: type[Any] = CompletionRequest) -
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", "5"), ("max_tokens", 5.0), ("max_tokens", True), ("max_tokens", -1), ("max_tokens", 0),
+        ("max_tokens", "5"), ("max_tokens", 5.5), ("max_tokens", True), ("max_tokens", -1), ("max_tokens", 0),
         ("max_tokens", 10**30), ("max_tokens", []), ("n", 0), ("n", 10**6), ("n", True), ("n", "1"),
         ("temperature", -1), ("temperature", "hot"), ("temperature", 2.5), ("temperature", True),
         ("top_p", 0), ("top_p", 1.5), ("top_k", -5), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1),
@@ -90,6 +90,19 @@ def test_neutral_values_of_openai_clients_are_accepted() -> None:
     assert request.sampling({}) == SamplingParams(max_tokens=16)
     chat(logprobs=False, top_logprobs=0, tools=[], tool_choice="none", parallel_tool_calls=True, logit_bias=None)
     chat(tools=None, tool_choice="auto", store=False, metadata={}, modalities=["text"], function_call="none")
+
+
+def test_whole_numbers_of_clients_whose_numbers_are_all_floats() -> None:
+    plain = {"max_tokens": 5, "n": 2, "seed": 7, "top_k": 3, "min_tokens": 0, "logprobs": 1, "priority": -2}
+    floats = completion(**{name: float(value) for name, value in plain.items()})
+    assert (floats, floats.priority, type(floats.max_tokens)) == (completion(**plain), -2, int)
+    chat(top_logprobs=2.0, logprobs=True, temperature=1.0, max_completion_tokens=1e2, metadata=1.0)
+    for field, value in (("max_tokens", 1.5), ("n", -0.0), ("stream", 1.0), ("stop", 2.0), ("user", 1.0), ("n", 1e300)):
+        assert refused({"prompt": "x", "seed": 1.0, field: value}).param == field
+
+
+def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
+    assert parse(b'\xef\xbb\xbf{"prompt": "a"}', CompletionRequest).prompt == "a"
 
 
 def test_unknown_fields_are_ignored() -> None:

@@ -266,7 +266,7 @@ VECTORS: list[tuple[str, Any, str]] = [
     ("dimensions", 0, "dimensions must be at least 1, got 0"),
     ("dimensions", -1, "dimensions must be at least 1, got -1"),
     ("dimensions", 4, "dimensions must be at most 3, the model's own, got 4"),
-    ("dimensions", 2.0, "dimensions must be an integer, got a number"),
+    ("dimensions", 2.5, "dimensions must be an integer, got a number"),
     ("dimensions", "2", "dimensions must be an integer, got a string"),
     ("encoding_format", "hex", "encoding_format must be float or base64, got 'hex'"),
     ("encoding_format", 1, "encoding_format must be a string, got an integer"),
