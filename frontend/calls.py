@@ -161,9 +161,10 @@ class Call:
 
     def _opening(self, choice: Choice) -> bytes:
         choice.opened = True
-        opening = self._chunks.opening(choice.index)
+        usage = self._usage_of(choice) if self._continuous else None
+        opening = self._chunks.opening(choice.index, None, usage)
         if self._prefix is not None and (echo := self._prefix(self._streams[choice.prompt])):
-            opening += self._chunks.text(choice.index, echo)
+            opening += self._chunks.text(choice.index, echo, usage)
         return opening
 
     def _rich(self, choice: Choice, event: StreamEvent) -> bytes:
@@ -191,7 +192,9 @@ class Call:
         choice.opened = True
         extras, stream = self._extras, self._streams[choice.prompt]
         prompt_ids = stream.accepted.prompt_ids if stream.accepted else []
-        opening = self._chunks.opening(choice.index, prompt_ids if extras is not None and extras.token_ids else None)
+        usage = self._usage_of(choice) if self._continuous else None
+        wanted = prompt_ids if extras is not None and extras.token_ids else None
+        opening = self._chunks.opening(choice.index, wanted, usage)
         if extras is not None and extras.logprobs is not None:
             choice.logprobs = self._chunks.logprobs(extras)
         if self._prefix is None or not (echo := self._prefix(stream)):
@@ -199,7 +202,7 @@ class Call:
         more = {}
         if isinstance(choice.logprobs, CompletionLogprobs):
             more["logprobs"] = choice.logprobs.echo(echo, prompt_ids, stream.prompt_logprobs)
-        return opening + self._chunks.rich(choice.index, echo, more)
+        return opening + self._chunks.rich(choice.index, echo, more, usage=usage)
 
     def _note(self, choice: Choice, count: int) -> None:
         """New tokens of a choice have come."""

@@ -64,7 +64,7 @@ class Chunks:
             return self._head(index) + to_json(text) + self._tail
         return self._head(index) + to_json(text) + self.after_text + self._with_usage(usage)
 
-    def opening(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
+    def opening(self, index: int, prompt_ids: list[int] | None = None, usage: dict[str, object] | None = None) -> bytes:
         """What comes before a choice's first text; ``prompt_ids`` where they are wanted."""
         raise NotImplementedError
 
@@ -106,8 +106,8 @@ class CompletionChunks(Chunks):
         end = b',"logprobs":null,"finish_reason":"%b","stop_reason":%b}' % (reason.encode(), to_json(stop))
         return self._head(index) + to_json(text) + end + self._with_usage(usage)
 
-    def opening(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
-        return b"" if prompt_ids is None else self.rich(index, "", {"prompt_token_ids": prompt_ids})
+    def opening(self, index: int, prompt_ids: list[int] | None = None, usage: dict[str, object] | None = None) -> bytes:
+        return b"" if prompt_ids is None else self.rich(index, "", {"prompt_token_ids": prompt_ids}, usage=usage)
 
     def rich(
         self, index: int, text: str, more: dict[str, Any], reason: str | None = None, stop: int | str | None = None,
@@ -126,12 +126,13 @@ class ChatChunks(Chunks):
     before_text = b'"delta":{"content":'
     after_text = b'},"logprobs":null,"finish_reason":null}'
 
-    def opening(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
+    def opening(self, index: int, prompt_ids: list[int] | None = None, usage: dict[str, object] | None = None) -> bytes:
+        end = self._with_usage(usage)
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         if prompt_ids is None or self._prompt_told:
-            return self._start + delta + self._end
+            return self._start + delta + end
         self._prompt_told = True
-        return self._start + delta + b'],"prompt_token_ids":' + to_json(prompt_ids) + self._end[1:]
+        return self._start + delta + b'],"prompt_token_ids":' + to_json(prompt_ids) + end[1:]
 
     def rich(
         self, index: int, text: str, more: dict[str, Any], reason: str | None = None, stop: int | str | None = None,
@@ -140,13 +141,13 @@ class ChatChunks(Chunks):
         choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None, **more}
         if reason is None:
             return self._choice(choice, usage)
-        last = self._choice(choice) if text or any(more.values()) else b""
+        last = self._choice(choice, usage) if text or any(more.values()) else b""
         return last + self.final(index, "", reason, stop, usage)
 
     def final(
         self, index: int, text: str, reason: str, stop: int | str | None, usage: dict[str, object] | None = None
     ) -> bytes:
-        last = self.text(index, text) if text else b""
+        last = self.text(index, text, usage) if text else b""
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b","stop_reason":%b}' % (
             index, reason.encode(), to_json(stop),
         )  # fmt: skip

@@ -103,11 +103,12 @@ def test_usage_chunk(server: FakeServer, path: str, body: dict[str, Any]) -> Non
     assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + body["max_tokens"]
 
 
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"return_token_ids": True}, {"logprobs": True, "echo": True}])
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", HI), ("/v1/chat/completions", CHAT)])
-def test_continuous_usage(server: FakeServer, path: str, body: dict[str, Any]) -> None:
+def test_continuous_usage(server: FakeServer, path: str, body: dict[str, Any], more: dict[str, Any]) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = events_of(server, {**body, "stream_options": options}, path)
-    counts = [event["usage"]["completion_tokens"] for event in events if "usage" in event]
+    events = events_of(server, {**body, **more, "stream_options": options}, path)
+    counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
     assert counts[-1] == body["max_tokens"]
 
