@@ -28,6 +28,7 @@ from .prompts import (
     parse_params,
     parse_priority,
     parse_prompts,
+    refuse_lora,
 )
 from .tokenizer import load_tokenizer
 
@@ -297,10 +298,7 @@ class LLM(PoolingMethods):
         self, inputs: list[Input], params: Any, use_tqdm: Any, lora_request: Any, priority: list[int] | None,
         limit: int | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
-        if isinstance(lora_request, list) and len(lora_request) != len(inputs):
-            raise ValueError("The lengths of prompts and lora_request must be the same.")
-        if lora_request:
-            raise ValueError("lora_request is not supported yet by this version; leave it out.")
+        refuse_lora(lora_request, len(inputs))
         priorities = parse_priority(priority, len(inputs))
         per_prompt = parse_params(self.get_default_sampling_params() if params is None else params, len(inputs))
         check_params(per_prompt, self._running.limits)

@@ -21,7 +21,7 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from .prompts import Input, parse_prompts
+from .prompts import Input, parse_prompts, refuse_lora
 from .scoring import Pairs
 from .stream import Pooled
 
@@ -172,8 +172,7 @@ class PoolingMethods:
         self, pooler: PoolerConfig, inputs: list[Input], params: Any, task: str | None, keep: int | None,
         use_tqdm: Tqdm, lora_request: Any,
     ) -> PoolingOutputs:  # fmt: skip
-        if lora_request:
-            raise ValueError("lora_request is not supported yet by this version; leave it out.")
+        refuse_lora(lora_request, len(inputs))
         per_prompt = [_for_task(each, task, keep, pooler) for each in _parse_params(params, len(inputs))]
         for given in inputs:
             check_pooled(given, self._running.limits)

@@ -13,7 +13,7 @@ from quire.client.defaults import default_sampling
 from quire.client.metrics import Counter, Gauge, Histogram, Recorder
 from quire.client.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.client.processors import import_path, processor_names
-from quire.client.prompts import Input
+from quire.client.prompts import Input, parse_prompts, refuse_lora
 from quire.proto.config import ConfigError
 from quire.proto.messages import Stats
 from quire.proto.model_config import ModelConfig
@@ -123,6 +123,25 @@ def test_prompts_at_the_limits():
 
 
 # ---------------------------------------------------------------- logits processors
+
+
+def test_texts_that_are_more_than_strings():
+    class Text(str):
+        """As numpy's and jinja's."""
+
+    for prompts in (Text("aé"), [Text("aé")], {"prompt": Text("aé")}):
+        (given,) = parse_prompts(prompts, None)
+        assert (given.text, type(given.text)) == ("aé", str)
+
+
+def test_nobody_is_refused_for_asking_for_no_lora():
+    refuse_lora(None, 2)
+    refuse_lora([None, None], 2)
+    with pytest.raises(ValueError, match="lengths of prompts and lora_request"):
+        refuse_lora([None], 2)
+    for asked in ("x", ["x", None]):
+        with pytest.raises(ValueError, match="not supported yet"):
+            refuse_lora(asked, 2)
 
 
 def test_processors_by_name():
