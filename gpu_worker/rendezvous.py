@@ -83,8 +83,8 @@ def ranks_of(args: EngineArgs, shard: Shard, link: Leader | Member, device: torc
                 os.unlink(file)  # of those who were here before
             store = dist.FileStore(file, count)
             link.meet(file, 0)
-        else:  # whatever the address, torch listens on every interface, and asks nobody who he is
-            store = dist.TCPStore(args.master_addr, 0, count, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        else:
+            store = _store_at(args.master_addr, count)
             link.meet("", store.port)
     else:
         told = link.meet()
@@ -93,6 +93,17 @@ def ranks_of(args: EngineArgs, shard: Shard, link: Leader | Member, device: torc
         else:
             store = dist.TCPStore(args.master_addr, told.port, count, is_master=False, timeout=TIMEOUT)
     return Ranks(shard, store, device)
+
+
+def _store_at(host: str, count: int) -> dist.TCPStore:
+    """The store for ``count`` processes, at ``host`` alone: left to itself torch listens on every interface."""
+    family, _, _, _, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address, port, count, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 def _endpoint(args: EngineArgs, bind: bool) -> str:

@@ -10,6 +10,7 @@ import threading
 import psutil
 import tiny_models
 from stack import free_port, wait_until
+from test_wires_listen import listeners
 from test_worker_process import IDS, model, steps  # noqa: F401  # a fixture
 from worker_fakes import FakeScheduler
 
@@ -88,6 +89,9 @@ def test_one_that_does_not_fit_and_one_that_is_stopped(model, tmp_path):  # noqa
 
             peer, _, lease = other.prepare()
             assert len(steps(other, peer, lease, 4)) == 4
+            here = listeners(rank.pid for rank in stopped.ranks)
+            assert len(here) >= 2, here  # the link's port and the store's
+            assert all(address.is_loopback for address, _ in here), here
             stopped.ranks[1].send_signal(signal.SIGSTOP)
             code, err = stopped.end(0)
             assert code == 1 and "process 1 of this replica is gone; ending" in err.splitlines()[-1]
