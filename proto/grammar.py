@@ -53,6 +53,9 @@ _NOTHING = {
 """Keywords that llguidance lacks, or has only in part, by the values that demand nothing."""
 
 _MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_MARKER = b"\xff"
+"""What stands before a special token that a grammar names, among the bytes that it forces."""
+
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
             "additional_special_tokens", "extra_special_tokens")  # fmt: skip
 
@@ -360,12 +363,10 @@ def spelled(table: LLTokenizer, matcher: LLMatcher, token: int) -> int:
     llguidance has the tokenizer spell out what a grammar leaves no choice about, and that reads "</s>" as the special
     token, which the grammar then does not allow. It is text here: other tokens spell it.
     """
-    if not table.is_special_token(token) or matcher.validate_tokens([token]):
+    forced = matcher.compute_ff_bytes() if table.is_special_token(token) else b""
+    if not forced or forced.startswith(_MARKER):
         return token
-    if token in table.eos_tokens and matcher.is_accepting():
-        return token
-    text = matcher.compute_ff_bytes().decode("utf-8", "ignore")
-    return next(iter(table.greedy_tokenize(text)), token)
+    return next(iter(table.greedy_tokenize(forced.decode("utf-8", "ignore"))), token)
 
 
 def fault(matcher: LLMatcher) -> str:

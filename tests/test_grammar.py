@@ -222,11 +222,14 @@ def test_the_text_of_a_special_token_is_spelled_out(table: Any, grammars: Gramma
     assert allowed(grammars, 0) == [END, END + 1]
 
 
-def test_a_special_token_that_a_grammar_names_is_one(grammars: Grammars) -> None:
-    admit(grammars, 0, spec(grammar='start: "a" <pad> "b"'), b"a")
-    assert allowed(grammars, 0) == [END + 2]
-    grammars.advance([0], [END + 2])
-    assert allowed(grammars, 0) == [ord("b")]
+@pytest.mark.parametrize(("name", "token"), [("<pad>", END + 2), ("</s>", END)])
+def test_a_special_token_that_a_grammar_names_is_one(table: Any, grammars: Grammars, name: str, token: int) -> None:
+    form = spec(grammar=f'start: "a" {name} | "b" {name}* "c"')
+    assert compiled(table, form) == ""
+    admit(grammars, 0, form, b"a")
+    assert allowed(grammars, 0) == [token]
+    grammars.advance([0], [token])
+    assert allowed(grammars, 0) == [END, END + 1]
 
 
 def test_a_tokenizer_larger_than_the_model(bytes_model: ModelConfig) -> None:
