@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.gpu_worker.layers import linear
+from quire.gpu_worker.layers.rope import rope_tables
 from quire.gpu_worker.models import dtypes
+from quire.gpu_worker.models.families import FAMILIES as ALL_FAMILIES
 from quire.gpu_worker.models.families import find_family
 from quire.gpu_worker.models.families.llama import FAMILIES
 from quire.gpu_worker.models.loader import load_model, resolve_dtype
@@ -182,6 +185,38 @@ def test_every_family_reads_a_bare_config(architecture: str) -> None:
     stems = {p.name.split(".")[2] for p in parameters(spec) if p.name.startswith("layers.")}
     assert stems <= set(names.layer)
     assert len(spec.windows) == len(spec.kv_heads) == spec.num_layers
+
+
+def classes() -> dict[str, Any]:
+    """Architecture -> transformers' class of its config, where there is one."""
+    import transformers
+
+    prefixes = {name: name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for name in ALL_FAMILIES}
+    found = {name: prefix + ("TextConfig" if prefix == "Gemma3" else "Config") for name, prefix in prefixes.items()}
+    return {name: getattr(transformers, kind) for name, kind in found.items() if hasattr(transformers, kind)}
+
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 40, "ffn_dim": 40, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8, "max_position_embeddings": 512,
+    "num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+}  # fmt: skip
+
+
+def test_a_value_that_is_left_out_is_the_classs() -> None:
+    """Of a config.json that holds sizes alone comes the same model as of one with everything written out."""
+    found = classes()
+    assert len(found) > 30
+    for name, kind in found.items():
+        sizes = {key: size for key, size in SIZES.items() if key in kind.__annotations__ or key in kind.attribute_map}
+        bare = {kind.attribute_map.get(key, key): size for key, size in sizes.items()}
+        one = find_family({**kind(**sizes).to_dict(), "architectures": [name]})[0]
+        other = find_family({**bare, "architectures": [name]})[0]
+        for given, assumed in zip(one.ropes, other.ropes, strict=True):
+            assert (given is None) == (assumed is None), name
+            if given is not None and assumed is not None:
+                assert all(map(torch.equal, rope_tables(given, 64), rope_tables(assumed, 64))), name
+        assert replace(one, ropes=(), config_dtype=None) == replace(other, ropes=(), config_dtype=None), name
 
 
 OLD_SPELLINGS: dict[str, dict[str, Any]] = {

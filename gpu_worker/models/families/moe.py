@@ -85,6 +85,7 @@ _GPT_OSS_NAMES = WeightNames(
 
 def mixtral(hf: Config) -> DecoderSpec:
     """Mixtral: experts in every layer, their weights summing to 1."""
+    hf = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, **hf}
     spans = windows(hf, integer(hf, "num_hidden_layers"), hf.get("sliding_window"))
     experts = integer(hf, "num_experts", 8)
     moe = MoESpec(
@@ -118,7 +119,7 @@ def qwen2_moe(hf: Config) -> DecoderSpec:
 
 def qwen3_moe(hf: Config) -> DecoderSpec:
     """Qwen3-MoE: Qwen3 with experts. Its window, if it is on, is every layer's."""
-    hf = {"num_experts_per_tok": 8, **hf, "max_window_layers": 0, "layer_types": None}
+    hf = {"num_experts_per_tok": 8, "intermediate_size": 6144, **hf, "max_window_layers": 0, "layer_types": None}
     return qwen3(hf, **_qwen_experts(hf))
 
 
@@ -157,10 +158,18 @@ def dbrx(hf: Config) -> DecoderSpec:
     )  # fmt: skip
 
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    "truncate": False,
+}  # fmt: skip
+
+
 def gpt_oss(hf: Config) -> DecoderSpec:
     """gpt-oss: attention sinks, a window on every other layer, experts with biases and a clamped gate."""
     if hf.get("quantization_config"):
         raise ConfigError("config.json: gpt-oss in mxfp4 is not supported; use a checkpoint in bfloat16.")
+    if not hf.get("rope_parameters") and "rope_scaling" not in hf:
+        hf = {**hf, "rope_parameters": _GPT_OSS_ROPE}
     hf = pattern({"num_key_value_heads": 8, "rms_norm_eps": 1e-5, **hf, "head_dim": integer(hf, "head_dim", 64)}, 2)
     if (hf.get("swiglu_limit") or 7.0, hf.get("swiglu_alpha") or 1.702) != (7.0, 1.702):
         raise ConfigError("config.json: swiglu_limit and swiglu_alpha may only be 7.0 and 1.702.")
