@@ -97,7 +97,8 @@ def ranks_of(args: EngineArgs, shard: Shard, link: Leader | Member, device: torc
 
 def _store_at(host: str, count: int) -> dist.TCPStore:
     """The store for ``count`` processes, at ``host`` alone: left to itself torch listens on every interface."""
-    family, _, _, _, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    address = str(place[0])
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
     return dist.TCPStore(
