@@ -68,13 +68,16 @@ def parameter_estimate(config: ModelConfig) -> int:
 
 
 def choose_threads(asked: int | None, cores: int, parameters: int) -> int:
-    """Compute threads on a CPU: one for a small model; every core up to two, then all but one for the others' work.
+    """Compute threads on a CPU: those asked for, or OMP_NUM_THREADS, or one for a small model; else every core up to
+    two, then all but one for the others' work.
 
     The scheduler, the detokenizer and the frontend together need a few per cent of a core while a large model
     computes, so on two cores a large model is faster with both.
     """
     if asked is not None:
         return asked
+    if (told := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(told) > 0:
+        return int(told)
     if parameters < SMALL_MODEL:
         return 1
     return cores if cores <= 2 else cores - 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import numbers
 import os
 import tempfile
 import types
@@ -170,6 +171,7 @@ class EngineArgs:
 
     def check(self) -> EngineArgs:
         """Refuse values that cannot work. Returns self. Raises ConfigError."""
+        self._check_numbers()
         if self.block_size not in (8, 16, 32):
             raise ConfigError(f"block_size must be 8, 16 or 32, got {self.block_size}.")
         for name in ("max_num_seqs", "max_num_batched_tokens", "data_parallel_size", "api_server_count",
@@ -222,6 +224,17 @@ class EngineArgs:
                 raise ConfigError(f"Unknown {fld.name}: {getattr(self, fld.name)!r}. Must be one of {list(choices)}.")
         return self
 
+    def _check_numbers(self) -> None:
+        """Refuse what is no number where one is due, which a program may give and the command line cannot."""
+        hints = typing.get_type_hints(EngineArgs)
+        for fld in dataclasses.fields(self):
+            value, kinds = getattr(self, fld.name), set(typing.get_args(hints[fld.name])) or {hints[fld.name]}
+            if value is None or (fld.name == "max_model_len" and value == "auto"):
+                continue
+            for kind, number, what in ((int, numbers.Integral, "a whole number"), (float, numbers.Real, "a number")):
+                if kind in kinds and (not isinstance(value, number) or isinstance(value, bool)):
+                    raise ConfigError(f"{fld.name} must be {what}, got {value!r}.")
+
     def argv_for(self, service: str) -> list[str]:
         """The command-line flags for one service: those that name it and differ from their defaults."""
         argv: list[str] = []
@@ -246,7 +259,7 @@ def human_int(text: str) -> int:
         if text and text[-1] in scale:
             return int(float(text[:-1]) * scale[text[-1]])
         return int(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 32k or 32K") from None
 
 

@@ -234,7 +234,10 @@ class _SentenceFiles:
         for module in modules:
             kind = _kind(module)
             if kind == "Pooling":
-                file = folder / str(module.get("path", "")) / "config.json"
+                place = Path(str(module.get("path", "")))
+                if place.is_absolute() or ".." in place.parts:
+                    raise ConfigError(f"{folder / 'modules.json'} names {str(place)!r}, which is outside its folder.")
+                file = folder / place / "config.json"
                 self.pooling = _file_pooling(file, read_json(file))
             elif kind == "Normalize":
                 self.normalize = True

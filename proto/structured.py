@@ -57,8 +57,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"structured_outputs.{name} must be a string that is not empty, got {value!r:.80}.")
         if self.choice is not None:
-            texts = isinstance(self.choice, list) and all(isinstance(each, str) and each for each in self.choice)
-            if not texts or not self.choice:
+            sound = isinstance(self.choice, list) and all(isinstance(each, str) and each for each in self.choice)
+            if not sound or not self.choice:
                 raise ValueError("structured_outputs.choice must be a list of strings, none empty, at least one.")
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
@@ -66,7 +66,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.json_object is not None and self.json_object is not True:
             raise ValueError(f"structured_outputs.json_object must be true, got {self.json_object!r:.80}.")
         size = sum(map(len, self.choice or ()))
-        size += sum(len(value) for value in (self.json, self.regex, self.grammar) if isinstance(value, str))
+        texts = (self.json, self.regex, self.grammar, self.whitespace_pattern)
+        size += sum(len(text) for text in texts if isinstance(text, str))
         if isinstance(self.json, dict):
             try:
                 size += len(msgspec.json.encode(self.json))

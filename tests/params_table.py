@@ -160,6 +160,7 @@ STRUCTURED = Row(None, [
     ({"choice": "ab"}, "choice must be"), ({"grammar": ""}, "grammar must be"), ({"json_object": 1}, "json_object must be"),
     ({"json": {}, "disable_any_whitespace": 1}, "disable_any_whitespace must be true or false"),
     ({"regex": "a" * (2**18 + 1)}, "over the limit of 262144"),
+    ({"json": "{}", "whitespace_pattern": "a" * 2**18}, "over the limit of 262144"),
     ({"json": {"enum": ["x" * 2**18]}}, "over the limit of 262144"),
 ])  # fmt: skip
 

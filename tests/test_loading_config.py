@@ -97,6 +97,19 @@ def test_lengths_as_people_write_them() -> None:
     assert "--max-model-len=-1" in EngineArgs(max_model_len=-1).check().argv_for("gpu_worker")
     with pytest.raises(ConfigError, match="max_model_len must be at least 1, or auto, got -2"):
         EngineArgs(max_model_len=-2).check()
+    for text in ("infk", "nanK", "4.5", "1e3"):
+        with pytest.raises(SystemExit):
+            given(f"--max-model-len={text}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [("max_model_len", "8K", "a whole number, got '8K'"), ("max_num_seqs", 2.0, "a whole number, got 2.0"),
+     ("port", True, "a whole number, got True"), ("swap_space", "4", "a number, got '4'")],
+)  # fmt: skip
+def test_what_a_program_gives_in_place_of_a_number(name: str, value: object, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be {what}"):
+        EngineArgs(**{name: value}).check()  # type: ignore[arg-type]
 
 
 def test_an_auto_length_is_what_fits(tmp_path: Path) -> None:

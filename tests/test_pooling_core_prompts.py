@@ -186,6 +186,7 @@ def test_pooler_config_is_over_the_models_own(tmp_path):
     [
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pools by ['max_tokens']"),
         ("modules.json", [{"type": "x.Pooling", "path": "1_Pooling"}, {"type": "x.Dense"}], "module 'x.Dense'"),
+        ("modules.json", [{"type": "x.Pooling", "path": "../1_Pooling"}], "which is outside its folder"),
         ("modules.json", {}, "holds dict where a JSON list is needed"),
     ],
 )

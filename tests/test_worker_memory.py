@@ -116,8 +116,11 @@ def test_layers_may_differ_in_heads():
     ("asked", "cores", "parameters", "threads"),
     [(None, 1, 10**9, 1), (None, 2, 10**9, 2), (None, 8, 10**9, 7), (None, 8, 10**6, 1), (3, 2, 10**6, 3)],
 )
-def test_threads(asked, cores, parameters, threads):
+def test_threads(asked, cores, parameters, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert device.choose_threads(asked, cores, parameters) == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert device.choose_threads(asked, cores, parameters) == (asked or 5)
 
 
 def test_parameter_estimate():
