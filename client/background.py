@@ -39,6 +39,11 @@ class EngineThread:
         finally:
             await self.engine.close()
 
+    @property
+    def alive(self) -> bool:
+        """False once the thread has ended, and in a fork of the process that it runs in."""
+        return self._thread.is_alive()
+
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Start a coroutine in the engine's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -50,7 +55,7 @@ class EngineThread:
 
     def close(self) -> None:
         """Close the engine and end the thread. Idempotent."""
-        if self._thread.is_alive():
+        if self.alive:
             self.call(self._stop.set)
             if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
                 self._thread.join(CLOSE_S)

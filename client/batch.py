@@ -35,6 +35,7 @@ RETRY_S = 1.0
 
 _FINISH_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.ERROR: "error"}
 _CLOSED = "this LLM has been closed."
+_ELSEWHERE = "this process is a fork of the one that made this LLM, which lives there; make another here, or use threads."
 _STATS_S = 10.0  # for the scheduler to answer: here nobody's probe waits for it
 
 
@@ -119,6 +120,8 @@ class Offline:
     def _alive(self) -> EngineThread:
         if self._dead is not None or self._thread is None:
             raise RuntimeError(self._dead or _CLOSED)
+        if not self._thread.alive:
+            raise RuntimeError(_ELSEWHERE)
         return self._thread
 
     def stats(self) -> Stats:

@@ -3,10 +3,13 @@
 import json
 import logging
 import sys
+import threading
 
 import pytest
 
 from quire import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.client.background import EngineThread
+from quire.client.batch import Offline
 from quire.client.beams import beam_output
 from quire.client.checks import Limits, check_input, check_params
 from quire.client.defaults import default_sampling
@@ -123,6 +126,16 @@ def test_prompts_at_the_limits():
 
 
 # ---------------------------------------------------------------- logits processors
+
+
+def test_a_fork_of_the_process_that_made_an_llm_is_told_so():
+    thread = object.__new__(EngineThread)
+    thread._thread = threading.Thread()  # as a fork leaves every thread: not running
+    offline = object.__new__(Offline)
+    offline._dead, offline._thread = None, thread
+    for ask in (offline.stats, offline.metrics):
+        with pytest.raises(RuntimeError, match="fork"):
+            ask()
 
 
 def test_texts_that_are_more_than_strings():
