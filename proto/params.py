@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from .structured import StructuredOutputsParams
+from .structured import GuidedDecodingParams, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if self.structured_outputs is not None:
                 raise ParamError("give structured_outputs or guided_decoding, its older name, not both.", _STRUCTURED)
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if isinstance(self.structured_outputs, GuidedDecodingParams):
+            self.structured_outputs = self.structured_outputs.plain()
         if not self.logits_processors and isinstance(self.logits_processors, list):
             self.logits_processors = None
 

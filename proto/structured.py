@@ -77,5 +77,13 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ValueError(f"structured_outputs has {size} characters, over the limit of {MAX_CHARACTERS}.")
 
 
-GuidedDecodingParams = StructuredOutputsParams
-"""vLLM's older name."""
+class GuidedDecodingParams(StructuredOutputsParams, kw_only=True, omit_defaults=True):
+    """vLLM's older name. ``backend`` chose one of its several; here is one, whatever is asked for."""
+
+    backend: str | None = None
+
+    def plain(self) -> StructuredOutputsParams:
+        """The same under the newer name."""
+        return StructuredOutputsParams(
+            **{name: getattr(self, name) for name in StructuredOutputsParams.__struct_fields__}
+        )

@@ -58,9 +58,9 @@ def test_normal_forms():
     assert SamplingParams(logprobs=True).logprobs == 1
     assert SamplingParams(n=3, best_of=3).best_of is None
     assert SamplingParams(logit_bias={"3": 500, 4: -101}).logit_bias == {3: 100.0, 4: -100.0}
-    form = GuidedDecodingParams(regex="a")
-    params = SamplingParams(guided_decoding=form)
-    assert (params.structured_outputs, params.guided_decoding) == (form, None)
+    older = GuidedDecodingParams(regex="a", backend="outlines")
+    for params in (SamplingParams(guided_decoding=older), SamplingParams(structured_outputs=older)):
+        assert (params.structured_outputs, params.guided_decoding) == (StructuredOutputsParams(regex="a"), None)
 
 
 def test_the_width_is_what_is_run():
