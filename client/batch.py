@@ -35,7 +35,7 @@ RETRY_S = 1.0
 
 _FINISH_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.ERROR: "error"}
 _CLOSED = "this LLM has been closed."
-_ELSEWHERE = "this process is a fork of the one that made this LLM, which lives there; make another here, or use threads."
+_ELSEWHERE = "this process is a fork of the one in which this LLM lives; make another here, or use threads."
 _STATS_S = 10.0  # for the scheduler to answer: here nobody's probe waits for it
 
 
