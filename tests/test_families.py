@@ -136,6 +136,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma2ForCausalLM", {"head_dim": 16, "attn_logit_softcapping": -3.0}, "attn_logit_softcapping must be a posit"),
     ("MixtralForCausalLM", {"num_local_experts": 2, "num_experts_per_tok": 3}, "each token goes to 3 experts of 2"),
     ("DeciLMForCausalLM", {"num_key_value_heads_per_layer": [3]}, "num_attention_heads is not a multiple of 3 key h"),
+    ("LlamaForCausalLM", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+    ("FalconForCausalLM", {"parallel_attn": 0}, "parallel_attn must be true or false, got 0"),
+    ("MPTForCausalLM", {"attn_config": {"alibi": "no"}}, "alibi must be true or false, got 'no'"),
     ("LlamaForCausalLM", {"num_attention_heads": 10**30}, "num_attention_heads must be a positive integer"),
 ]  # fmt: skip
 

@@ -93,6 +93,14 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
         lambda f: edit(f, INDEX, weight_map={"lm_head.weight": f"../{f.name}/{WEIGHTS}"}), {},
         rf"/{INDEX} names ../\w+/{WEIGHTS}, which lies outside the folder", "download it again",
     ),
+    "the same tensor in two files": (
+        lambda f: ((f / "b.safetensors").hardlink_to(f / WEIGHTS), (f / WEIGHTS).rename(f / "a.safetensors")), {},
+        r"/b.safetensors: lm_head.weight is in a.safetensors too", "remove the file or the copy",
+    ),
+    "a flag in quotes": (
+        lambda f: edit(f, tie_word_embeddings="false"), {},
+        "/config.json: tie_word_embeddings must be true or false, got 'false'", "correct it",
+    ),
     "broken index": (
         lambda f: (f / INDEX).write_text("{"), {}, rf"/{INDEX} is not a safetensors index", "download it again",
     ),

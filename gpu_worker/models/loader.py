@@ -234,6 +234,7 @@ def _fill_from_files(parts: _Parts, names: WeightNames, folder: Path, load_forma
     places = _places(parts.spec, names)
     skip = re.compile("|".join([*names.skip, *([re.escape(names.lm_head) + r"\.weight"] if parts.spec.tied else [])]))
     left_over: list[str] = []
+    read: dict[str, Path] = {}
     files = weight_files(folder, load_format)
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
@@ -243,14 +244,25 @@ def _fill_from_files(parts: _Parts, names: WeightNames, folder: Path, load_forma
                     name = entry.name
                     for old, new in names.renamed:
                         name = name.replace(old, new)
-                    place = places.get(name) or places.get(names.prefix + name)
-                    if place is not None:
-                        _put(parts, place, entry)
+                    name = name if name in places else names.prefix + name
+                    if name in places:
+                        if name in read:
+                            raise _twice(entry, read[name])
+                        read[name] = file
+                        _put(parts, places[name], entry)
                     elif not skip.fullmatch(entry.name):
                         left_over.append(entry.name)
                     bar.update(entry.nbytes)
         bar.update(total - bar.n)  # what the files hold besides weights: their headers
     _check_complete(parts, places, left_over, folder)
+
+
+def _twice(entry: Entry, first: Path) -> ConfigError:
+    where = "twice under two names" if entry.file == first else f"in {first.name} too"
+    return ConfigError(
+        f"{entry.file}: {entry.name} is {where}, and only one of them can be meant; remove the file or the copy that "
+        "does not belong to the model, or download the folder again."
+    )
 
 
 def _check_complete(parts: _Parts, places: dict[str, _Place], left_over: list[str], folder: Path) -> None:

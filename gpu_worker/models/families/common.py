@@ -47,9 +47,27 @@ _ALIASES = {
 }
 
 
+_FLAGS = {
+    "_remove_final_layer_norm", "add_bias_linear", "add_qkv_bias", "alibi", "apply_residual_connection_post_layernorm",
+    "attention_bias", "bias", "do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine", "learned_pos_emb",
+    "mlp_bias", "multi_query", "mup_scale_qk_dot_by_d", "new_decoder_architecture", "no_bias", "norm_topk_prob",
+    "parallel_attn", "qk_layernorm", "qk_ln", "qkv_bias", "rmsnorm", "scale_attn_by_inverse_layer_idx",
+    "scale_attn_weights", "scale_qk_dot_by_d", "tie_word_embeddings", "use_bias", "use_bidirectional_attention",
+    "use_parallel_residual", "use_qk_norm", "use_qkv_bias", "use_sliding_window", "weight_tying",
+}  # fmt: skip
+
+
 def with_aliases(hf: Config) -> Config:
-    """``hf`` with the usual names of what it holds under other ones."""
+    """``hf`` with the usual names of what it holds under other ones. Raises ConfigError for a flag that is none."""
+    check_flags(hf)
     return with_usual_names(hf, _ALIASES)
+
+
+def check_flags(hf: Config) -> None:
+    """Raises ConfigError where what is true or false in ``hf`` is something else: the text "false" counts as true."""
+    for key in sorted(_FLAGS & hf.keys()):
+        if hf[key] is not None and type(hf[key]) is not bool:
+            raise ConfigError(f"config.json: {key} must be true or false, got {hf[key]!r}.")
 
 
 def integer(hf: Config, key: str, default: int | None = None) -> int:

@@ -13,6 +13,7 @@ from .common import (
     Family,
     activation,
     alibi_slopes,
+    check_flags,
     decoder,
     integer,
     positive,
@@ -179,6 +180,7 @@ _MPT_NAMES = WeightNames(
 def mpt(hf: Config) -> DecoderSpec:
     """MPT: no biases; ALiBi or learned positions, clipped or normed queries and keys."""
     attn = hf.get("attn_config") or {}
+    check_flags(attn)
     refuse(hf, final_logit_softcapping=None)
     refuse(attn, prefix_lm=False, rope=False, sliding_window_size=-1, qk_gn=False, attn_logit_softcapping=None)
     refuse(hf.get("ffn_config") or {}, ffn_type="mptmlp", ffn_hidden_size=None)
