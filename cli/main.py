@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..proto.config import ConfigError
-from ..proto.process import EXIT_CONFIG
+from ..proto.process import EXIT_CONFIG, complain
 
 COMMANDS = {
     "serve": (".serve", "start a server: the OpenAI API on http://localhost:8000"),
@@ -43,10 +43,9 @@ def run(argv: list[str]) -> int:
             parser.print_help()
             return 2
         return args.run(args) or 0
-    except CommandError as error:
-        return complain(error, error.code)
-    except ConfigError as error:
-        return complain(error, EXIT_CONFIG)
+    except (CommandError, ConfigError) as error:
+        complain("quire: error", error)
+        return error.code if isinstance(error, CommandError) else EXIT_CONFIG
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -80,12 +79,6 @@ class _Only:
         options.setdefault("help", self._help)
         options.setdefault("description", options["help"][:1].upper() + options["help"][1:] + ".")
         return self._commands.add_parser(name, **options)
-
-
-def complain(error: object, code: int) -> int:
-    """One line on standard error; ``code``."""
-    print("quire: error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":

@@ -8,11 +8,16 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
-from ..proto.process import setup_logging
+from ..proto.process import ignore_signals, setup_logging
 from .main import CommandError
+
+if TYPE_CHECKING:
+    from ..client.launch import Stack
+
+POLL_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +33,12 @@ def add_parser(subparsers: Any) -> None:
 def serve(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP: exit code 0. Raises CommandError where a process cannot be kept up."""
     began = time.monotonic()
-    ending = Ending()
-    with suppress(KeyboardInterrupt):
-        _serve(engine_args_of(args), ending, began)
+    try:
+        _serve(engine_args_of(args), Ending(), began)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        ignore_signals(signal.SIGHUP)
     return 0
 
 
@@ -40,11 +48,10 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
     setup_logging("serve", engine_args.log_level)
     stack = Stack(engine_args, http=True)
     stack.hurry = ending.hurry
+    ending.interrupts = False  # what a signal raises could come between a process's start and its being written down
     try:
         stack.start()
-        stack.wait_ready()
-        ending.starting = False
-        if not ending.stop.is_set():
+        if _is_ready(stack, ending.stop):
             print(ready_line(stack.args, time.monotonic() - began), flush=True)
         stack.supervise(ending.stop)
         log.info("ending: open requests may take %g s more; a second signal ends them", engine_args.shutdown_timeout)
@@ -52,8 +59,16 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
         ending.hurry.set()  # what is open cannot be finished, only told so
         raise CommandError(str(error), error.code if error.code > 0 else 1) from error
     finally:
-        ending.starting = False
         stack.close()
+
+
+def _is_ready(stack: Stack, stop: threading.Event) -> bool:
+    """Wait for it. False where the server is to end first. Raises LaunchError."""
+    while not stop.wait(POLL_S):
+        with suppress(TimeoutError):
+            stack.wait_ready(0.0)
+            return True
+    return False
 
 
 def engine_args_of(args: argparse.Namespace) -> EngineArgs:
@@ -73,17 +88,38 @@ def ready_line(args: EngineArgs, seconds: float) -> str:
     return f"quire is ready: http://{host}:{args.port} (model {model}, {seconds:.1f} s)"
 
 
-class Ending:
-    """Signals that end the server: the first interrupts its start, or sets ``stop``; the second sets ``hurry``."""
+class Flag(threading.Event):
+    """An Event that a signal's handler may set: it takes no lock, which what the signal interrupts may hold."""
 
     def __init__(self) -> None:
-        self.stop, self.hurry = threading.Event(), threading.Event()
-        self.starting = True
+        super().__init__()
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """For a short while: who sets it wakes nobody."""
+        if not self._is_set:
+            time.sleep(POLL_S if timeout is None else timeout)
+        return self._is_set
+
+
+class Ending:
+    """Signals that end the server: the first sets ``stop``, and before there is anything to end it also interrupts;
+    the second sets ``hurry``."""
+
+    def __init__(self) -> None:
+        self.stop, self.hurry = Flag(), Flag()
+        self.interrupts = True
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: object) -> None:
         first = not self.stop.is_set()
         (self.stop if first else self.hurry).set()
-        if first and self.starting:
+        if first and self.interrupts:
             raise KeyboardInterrupt

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.model_config import config_of, model_folder
 from ..proto.pooler_config import pooler_of
-from ..proto.process import EXIT_CONFIG, die, setup_logging, watch_parent
+from ..proto.process import EXIT_CONFIG, die, ignore_signals, setup_logging, watch_parent
 from ..proto.sockets import load_keys, needs_curve, worker_endpoint
 from .device import choose_device, choose_threads, describe, parameter_estimate, set_environment, usable_cores
 from .link import Dismissed, Link
@@ -25,26 +26,6 @@ log = logging.getLogger(__name__)
 
 DRAINED, ASKED = "drained", "asked to end"
 """The farewells of a worker that has done what it was there for."""
-
-
-class Ending:
-    """SIGTERM and SIGINT: while the worker loads they end it at once; once it serves, the first asks it to drain and
-    the second ends it at once."""
-
-    def __init__(self) -> None:
-        self.link: Link | Member | None = None  # set when it serves
-        self.asked = False
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, self._on_signal)
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        first, self.asked = not self.asked, True
-        if first and self.link is not None:
-            self.link.leave()
-            return
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)  # one more must not cut the farewell short
-        raise SystemExit(0)
 
 
 class Links:
@@ -67,19 +48,60 @@ class Links:
             self.link.close(farewell)
 
 
+class Ending:
+    """SIGTERM and SIGINT: while the worker loads they end it at once; once it serves, the first asks it to drain and
+    the second ends it at once."""
+
+    def __init__(self, links: Links) -> None:
+        self.link: Link | Member | None = None  # set when it serves
+        self.asked = self._leaving = False
+        self._links = links
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._leaving:
+            return
+        if self.link is None:  # no exception here: imports drop it, take it for a failure, or abort the process
+            self.leave()
+        elif not self.asked:
+            self.asked = True
+            self.link.leave()
+        else:  # once more at each further signal: whose code this interrupts may drop it
+            raise KeyboardInterrupt
+
+    def leave(self) -> NoReturn:
+        """End this process now, with a farewell that no further signal cuts short."""
+        self._leaving = True
+        try:
+            self._links.close(ASKED)
+        finally:
+            os._exit(0)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Load, then serve until told to end."""
     args = parse_service_args("gpu_worker", argv)
     setup_logging("gpu_worker", args.log_level)
     watch_parent()
-    ending, links = Ending(), Links()
+    links = Links()
+    ending = Ending(links)
+    try:
+        try:
+            return _run(args, links, ending)
+        finally:
+            ignore_signals()
+    except KeyboardInterrupt:
+        ending.leave()
+
+
+def _run(args: EngineArgs, links: Links, ending: Ending) -> int:
+    """The same. Raises SystemExit where it cannot work or go on, and KeyboardInterrupt at the second signal."""
     farewell: str | None = None
     try:
         worker = _load(args, links)
         if (link := links.link) is not None:
             ending.link = link
-            if ending.asked:  # Python drops what a signal raises within a weak reference's callback
-                raise SystemExit(0)
             worker.serve(link)
         farewell = DRAINED
     except ConfigError as error:
@@ -89,10 +111,10 @@ def main(argv: list[str] | None = None) -> int:
         farewell = "dismissed"
         # One that was never let in cannot work here; one that was expelled may start again from nothing.
         die("gpu_worker", dismissal, 1 if dismissal.served else EXIT_CONFIG)
+    except KeyboardInterrupt:
+        farewell = ASKED
+        raise
     except SystemExit:
-        if ending.asked:
-            farewell = ASKED
-            raise
         die("gpu_worker", "a step called sys.exit", 1)  # and the scheduler learns of it as of a crash
     except Exception as error:
         if args.tensor_parallel_size * args.pipeline_parallel_size == 1:

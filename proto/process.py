@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -79,27 +80,50 @@ def setup_logging(service: str, level: str = "info") -> None:
 
 def die(service: str, message: object, code: int = EXIT_CONFIG) -> NoReturn:
     """End this process with one line that names cause and remedy."""
-    line = " ".join(str(message).split())
-    print(f"quire.{service}: error: {line}", file=sys.stderr, flush=True)
+    complain(f"quire.{service}: error", message)
     sys.exit(code)
+
+
+def complain(who: str, message: object) -> None:
+    """One line on standard error, in one piece: other processes may write there too. Nothing where it is closed."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{who}: {' '.join(str(message).split())}\n")
+            sys.stderr.flush()
+
+
+def ignore_signals(*more: signal.Signals) -> None:
+    """SIGTERM, SIGINT and ``more`` mean nothing from here on: this process is ending, and its exit code is settled.
+
+    A launcher in a hurry asks again and again, and what the interpreter does at its end takes long. Not for a signal's
+    handler: Python complains of a signal that has come already and then finds itself ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, *more):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def ending_signals(loop: AbstractEventLoop, act: Callable[[], object]) -> Iterator[None]:
-    """``act`` in ``loop`` at each SIGTERM and SIGINT; afterwards both are ignored, for the process is ending.
+    """``act`` in ``loop`` at each SIGTERM and SIGINT; afterwards both are ignored.
 
-    Left to itself, an asyncio loop that closes gives up its signals only after the socket by which they wake it, and
-    a launcher in a hurry asks again and again.
+    A loop's own handlers would not do: to give them up it makes the signals deadly again, if only for a moment, and
+    one that closes does so after it has closed the socket by which they wake it.
     """
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, act)
+    wake, waker = socket.socketpair()
+    for end in (wake, waker):
+        end.setblocking(False)
+    loop.add_reader(wake, lambda: wake.recv(4096))  # that is all: then Python calls the handlers
+    before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(act))
     try:
         yield
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
+        signal.set_wakeup_fd(before)
+        loop.remove_reader(wake)
+        wake.close()
+        waker.close()
 
 
 def watch_parent() -> None:

@@ -9,7 +9,7 @@ import re
 import time
 
 from ..proto.config import ConfigError, EngineArgs, default_run_dir, parse_service_args
-from ..proto.process import die, setup_logging, watch_parent
+from ..proto.process import die, ignore_signals, setup_logging, watch_parent
 from ..proto.sockets import front_endpoint, private_dir, worker_endpoint
 from .blame import Blame
 from .loop import serve
@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         lock = take_address(config)
         serve(config, next_epoch(lock), Blame(lock))
+        ignore_signals()
     except ConfigError as error:
         die("scheduler", error)
     remove_socket_files(config)

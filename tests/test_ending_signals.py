@@ -1,7 +1,9 @@
-"""Signals that come while a process is already ending: nothing is printed, and the exit code stays."""
+"""Signals at unlucky moments: nothing is printed, the exit code stays, and nobody is forgotten."""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,15 @@ from pathlib import Path
 import pytest
 
 DEMO = Path(__file__).resolve().parent.parent / "demo_model"
+
+AT_THE_LAST_MOMENT = """
+import atexit, os, signal
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)  # when the interpreter has given up its handlers
+last = Last()
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+"""
 
 WHILE_IT_CLOSES = """
 import asyncio.selector_events, importlib, os, signal, sys
@@ -25,18 +36,76 @@ service.tell_ready = lambda: os.kill(os.getpid(), signal.SIGTERM)
 service.main()
 """
 
+WHEN_IT_HAS_SERVED = (
+    AT_THE_LAST_MOMENT
+    + """
+import sys
+from quire.scheduler import loop
+from quire.scheduler.__main__ import main
+loop.tell_ready = lambda: os.kill(os.getpid(), signal.SIGTERM)
+main()
+"""
+)
+
+WHEN_IT_HAS_DRAINED = (
+    AT_THE_LAST_MOMENT
+    + """
+from quire.gpu_worker import __main__ as service
+class Fake:
+    loaded = asked = False
+    def leave(self): self.asked = True
+    def close(self, farewell): print("farewell:", farewell)
+    def serve(self, link):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert self.asked
+def load(args, links):
+    links.link = Fake()
+    return links.link
+service._load = load
+service.main()
+"""
+)
+
 WHILE_IT_LOADS = """
 import os, signal, sys, weakref
 from quire.gpu_worker import __main__ as service
 class Thing: pass
-load = service._load
 def lost(*args):
     thing = Thing()
     watched = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     del thing
-    return load(*args)
+    print("it goes on", flush=True)
 service._load = lost
 print(service.main())
+"""
+
+WHILE_IT_STARTS = """
+import os, signal, subprocess
+from quire.cli.main import run
+begin, started = subprocess.Popen, []
+def popen(*arguments, **options):
+    process = begin(*arguments, **options)
+    started.append(process.pid)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return process
+subprocess.Popen = popen
+print(run(["serve", "--host=127.0.0.1", "--port=0"]), len(started))
+for pid in started:
+    try:
+        print("not waited for:", os.waitpid(pid, os.WNOHANG))
+    except ChildProcessError:
+        pass
+"""
+
+IN_A_LOCK = """
+import signal
+from quire.cli.serve import Ending
+ending = Ending()
+ending.interrupts = False
+for flag in (ending.stop, ending.hurry):
+    with flag._cond:  # as for a moment in every look at it
+        signal.raise_signal(signal.SIGTERM)
+    print(flag.is_set())
 """
 
 
@@ -55,7 +124,37 @@ def test_asked_to_end_once_more_while_the_event_loop_closes(service: str, tmp_pa
     assert "Traceback" not in done.stderr
 
 
-def test_what_a_signal_raises_may_be_lost_while_a_worker_loads(tmp_path: Path) -> None:
-    done = run(WHILE_IT_LOADS, f"--scheduler=ipc://{tmp_path}", f"--model={DEMO}", "--device=cpu")
-    assert "Exception ignored in" in done.stderr  # it was lost
-    assert (done.returncode, done.stdout) == (0, "")  # and the worker ends all the same, before it serves
+@pytest.mark.parametrize("code", [WHEN_IT_HAS_SERVED, WHEN_IT_HAS_DRAINED], ids=["scheduler", "gpu_worker"])
+def test_asked_to_end_once_more_while_the_interpreter_ends(code: str, tmp_path: Path) -> None:
+    done = run(code, f"--scheduler=ipc://{tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_worker_that_loads_ends_wherever_the_signal_comes(tmp_path: Path) -> None:
+    """Python drops what a signal's handler raises within a weak reference's callback."""
+    done = run(WHILE_IT_LOADS, f"--scheduler=ipc://{tmp_path}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_server_that_is_asked_to_end_between_a_process_and_the_next_leaves_none() -> None:
+    done = run(WHILE_IT_STARTS)
+    assert done.stdout == "0 5\n", done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_server_s_handler_waits_for_no_lock() -> None:
+    assert run(IN_A_LOCK).stdout == "True\nTrue\n"
+
+
+@pytest.mark.parametrize("command", [["quire.cli", "serve", "/nowhere"], ["quire.scheduler", "--scheduler=tcp://x:1"]])
+def test_an_error_is_one_line_in_one_piece(command: list[str]) -> None:
+    """Lines of several processes on one standard error do not mix, unbuffered as in a container."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # which keeps the pieces apart
+    ours.settimeout(60)
+    with ours, theirs:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        done = subprocess.run([sys.executable, "-m", *command], stderr=theirs, timeout=120, env=environment)
+        said = ours.recv(65536)
+    assert done.returncode == 78
+    assert b": error: " in said and said.endswith(b"\n") and said.count(b"\n") == 1
