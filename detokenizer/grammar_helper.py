@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from ..proto.config import ConfigError
-from ..proto.grammar import GrammarError, fault, grammar_of, spelled, start_matcher, token_table
+from ..proto.grammar import NO_TOKEN, GrammarError, fault, grammar_of, spelled, start_matcher, token_table
 from ..proto.model_config import ModelConfig
 from ..proto.structured import StructuredOutputsParams
 
@@ -232,7 +232,10 @@ def compiled(table: LLTokenizer, spec: StructuredOutputsParams) -> str:
                 return fault(here)
             if here.is_stopped():
                 break
-            here.consume_token(spelled(table, here, _pick(mask, draw)))
+            token = spelled(table, here, _pick(mask, draw))
+            if token is None:
+                return NO_TOKEN
+            here.consume_token(token)
     return ""
 
 

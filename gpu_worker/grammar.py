@@ -191,7 +191,7 @@ class Grammars:
         for matcher, slot in jobs:
             only = _only(mask[slot])
             if only is not None and (token := spelled(self._table.result(), matcher, only)) != only:
-                mask[slot] = _bits(mask.shape[1], [token])
+                mask[slot] = _bits(mask.shape[1], [] if token is None else [token])
 
 
 class _Row:

@@ -53,6 +53,7 @@ _NOTHING = {
 """Keywords that llguidance lacks, or has only in part, by the values that demand nothing."""
 
 _MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+NO_TOKEN = "no token of the model's vocabulary can go on as the grammar demands."
 _MARKER = b"\xff"
 """What stands before a special token that a grammar names, among the bytes that it forces."""
 
@@ -357,21 +358,24 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
-def spelled(table: LLTokenizer, matcher: LLMatcher, token: int) -> int:
-    """``token`` of the matcher's mask, or the ordinary one that stands for it.
+def spelled(table: LLTokenizer, matcher: LLMatcher, token: int) -> int | None:
+    """``token`` of the matcher's mask, or the one that should be there; None where the vocabulary has none.
 
-    llguidance has the tokenizer spell out what a grammar leaves no choice about, and that reads "</s>" as the special
-    token, which the grammar then does not allow. It is text here: other tokens spell it.
+    llguidance has the tokenizer spell out what a grammar leaves no choice about, and that may spell something else: it
+    reads "</s>" as the special token, and may compose accents. Then the longest token that the text begins with is it.
     """
-    forced = matcher.compute_ff_bytes() if table.is_special_token(token) else b""
+    if not table.is_special_token(token) and matcher.validate_tokens([token]):
+        return token
+    forced = matcher.compute_ff_bytes()
     if not forced or forced.startswith(_MARKER):
         return token
-    return next(iter(table.greedy_tokenize(forced.decode("utf-8", "ignore"))), token)
+    first = table.greedy_tokenize(forced.decode("utf-8", "ignore"))[:1]
+    return first[0] if matcher.validate_tokens(first) else None
 
 
 def fault(matcher: LLMatcher) -> str:
     """Why the matcher is in its error state, in llguidance's words, one line."""
     text = matcher.get_error().replace("<non-verbose/>", "").strip()
     if text.startswith("NoExtensionBias"):
-        return "no token of the model's vocabulary can go on as the grammar demands."
+        return NO_TOKEN
     return str(GrammarError(text or matcher.stop_reason()))

@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 from json_schemas import schemas
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.detokenizer.grammar_helper import compiled
 from quire.gpu_worker.grammar import Grammars
@@ -220,6 +220,22 @@ def test_the_text_of_a_special_token_is_spelled_out(table: Any, grammars: Gramma
         assert byte in allowed(grammars, 0) and max(allowed(grammars, 0)) < END
         grammars.advance([0], [byte])
     assert allowed(grammars, 0) == [END, END + 1]
+
+
+def test_a_text_that_the_tokenizer_would_change_is_spelled_out_as_it_is(tmp_path: Path) -> None:
+    folder = byte_folder(tmp_path)
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.save(f"{folder}/tokenizer.json")
+    model = ModelConfig(folder, {}, 512, vocab_size=259, eos_token_ids=[END])
+    form, text = spec(choice=["cafe\u0301\u0301!"]), "cafe\u0301\u0301!"
+    assert compiled(token_table(folder, model), form) == ""
+    grammars = Grammars(model, EngineArgs())
+    admit(grammars, 0, form)
+    for byte in text.encode():
+        assert allowed(grammars, 0) == [byte]
+        grammars.advance([0], [byte])
+    assert allowed(grammars, 0) == [END]
 
 
 @pytest.mark.parametrize(("name", "token"), [("<pad>", END + 2), ("</s>", END)])
