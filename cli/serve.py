@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -52,7 +54,7 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
     try:
         stack.start()
         if _is_ready(stack, ending.stop):
-            print(ready_line(stack.args, time.monotonic() - began), flush=True)
+            say(ready_line(stack.args, time.monotonic() - began))
         stack.supervise(ending.stop)
         log.info("ending: open requests may take %g s more; a second signal ends them", engine_args.shutdown_timeout)
     except LaunchError as error:
@@ -86,6 +88,16 @@ def ready_line(args: EngineArgs, seconds: float) -> str:
     host = f"[{host}]" if ":" in host else host
     model = (args.served_model_name or ["?"])[0]
     return f"quire is ready: http://{host}:{args.port} (model {model}, {seconds:.1f} s)"
+
+
+def say(line: str) -> None:
+    """Print ``line``. Where its reader has left, the server stays for others."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # for what is left in its buffer
+        os.close(null)
 
 
 class Flag(threading.Event):

@@ -232,6 +232,15 @@ def test_serve_refuses_what_cannot_work(argv: list[str], words: str, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+def test_a_server_whose_ready_line_nobody_reads_stays() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from quire.cli.serve import say; say('ready')"
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_ready_line() -> None:
     args = EngineArgs(port=8123, served_model_name=["m", "n"])
     assert serve.ready_line(args, 5.06) == "quire is ready: http://localhost:8123 (model m, 5.1 s)"
