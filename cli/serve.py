@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -92,12 +90,8 @@ def ready_line(args: EngineArgs, seconds: float) -> str:
 
 def say(line: str) -> None:
     """Print ``line``. Where its reader has left, the server stays for others."""
-    try:
+    with suppress(OSError):
         print(line, flush=True)
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # for what is left in its buffer
-        os.close(null)
 
 
 class Flag(threading.Event):
