@@ -70,7 +70,7 @@ def next_epoch(lock: int | None) -> int:
     peers ignore lower epochs."""
     epoch = time.time_ns() // 1_000_000
     if lock is not None:
-        kept = os.pread(lock, 32, 0).strip()
+        kept = os.pread(lock, 32, 0).rstrip(b" \n\0")  # behind it stands what blame.py keeps
         if kept.isdigit() and int(kept) < MAX_EPOCH:
             epoch = max(epoch, int(kept) + 1)
         try:

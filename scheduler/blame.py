@@ -6,9 +6,12 @@ written stays when the process is killed. A request that has ended so many sched
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
+
+log = logging.getLogger(__name__)
 
 START, SLOTS = 64, 32
 """Where in the lock file it begins (the epoch comes first), and how many requests are remembered: the last ones."""
@@ -23,9 +26,7 @@ class Blame:
     def __init__(self, lock: int | None = None):
         self._deaths: dict[int, int] = {}
         self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
-        if lock is not None:
-            if os.fstat(lock).st_size < _SIZE:
-                os.ftruncate(lock, _SIZE)
+        if lock is not None and _has_room(lock):
             self._memory = mmap.mmap(lock, _SIZE)
         for slot in range(SLOTS):
             uid, deaths = _ENTRY.unpack_from(self._memory, START + _NOW.size + slot * _ENTRY.size)
@@ -55,3 +56,13 @@ class Blame:
         last = list(self._deaths.items())[-SLOTS:]
         for slot, (uid, deaths) in enumerate(last):
             _ENTRY.pack_into(self._memory, START + _NOW.size + slot * _ENTRY.size, uid, deaths)
+
+
+def _has_room(lock: int) -> bool:
+    """Whether the file can hold it. To write into shared memory that the disk has no room for would end the process."""
+    try:
+        os.pwrite(lock, os.pread(lock, _SIZE, 0).ljust(_SIZE, b"\0"), 0)
+    except OSError as error:
+        log.warning("a request that ends the scheduler will not be known to the next: %s", error.strerror)
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire.proto.config import ConfigError, EngineArgs
+from quire.scheduler import blame
 from quire.scheduler.__main__ import MAX_EPOCH, next_epoch, take_address
+from quire.scheduler.blame import Blame
 
 
 @pytest.fixture
@@ -22,6 +25,7 @@ def start(config: EngineArgs) -> int:
     lock = take_address(config)
     assert lock is not None
     epoch = next_epoch(lock)
+    Blame(lock).begin(7)  # which is written behind it
     os.close(lock)
     return epoch
 
@@ -64,3 +68,17 @@ def test_without_a_run_folder_the_clock_decides(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
     assert take_address(EngineArgs(scheduler="tcp://127.0.0.1:5000")) is None
     assert abs(next_epoch(None) - time.time() * 1000) < 60_000
+
+
+def test_a_full_disk_is_no_obstacle(
+    config: EngineArgs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To write into shared memory that the disk has no room for would end the process by a signal."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(blame, "mmap", None)  # not used
+    start(config)
+    assert caplog.text.count("No space left on device") == 2
