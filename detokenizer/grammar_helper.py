@@ -262,6 +262,7 @@ def limit_memory(more: int) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is its parent's, with which it ends
     folder, vocab_size, eos, memory = sys.argv[1:5]
     model = ModelConfig(folder, {}, 0, int(vocab_size), [int(i) for i in eos.split(",") if i])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -145,6 +146,16 @@ def test_a_server_that_is_asked_to_end_between_a_process_and_the_next_leaves_non
 
 def test_the_server_s_handler_waits_for_no_lock() -> None:
     assert run(IN_A_LOCK).stdout == "True\nTrue\n"
+
+
+def test_a_ctrl_c_is_not_the_grammar_helper_s() -> None:
+    command = [sys.executable, "-m", "quire.detokenizer.grammar_helper", str(DEMO), "512", "0", str(2**29)]
+    helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert helper.stdout is not None
+    assert helper.stdout.read(1)  # it is ready
+    helper.send_signal(signal.SIGINT)
+    _, said = helper.communicate(timeout=120)  # its parent's end of the pipe is closed
+    assert (helper.returncode, said) == (0, b"")
 
 
 @pytest.mark.parametrize("command", [["quire.cli", "serve", "/nowhere"], ["quire.scheduler", "--scheduler=tcp://x:1"]])
