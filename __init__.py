@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
+    from .client.prompts import TextPrompt, TokensPrompt
     from .proto.params import RequestOutputKind, SamplingParams
     from .proto.pooling import PoolingParams
     from .proto.structured import GuidedDecodingParams, StructuredOutputsParams
@@ -45,6 +46,8 @@ _HOMES = {
     "CompletionOutput": ".client.outputs",
     "RequestMetrics": ".client.outputs",
     "RequestOutput": ".client.outputs",
+    "TextPrompt": ".client.prompts",
+    "TokensPrompt": ".client.prompts",
     "RequestOutputKind": ".proto.params",
     "SamplingParams": ".proto.params",
     "PoolingParams": ".proto.pooling",
@@ -81,6 +84,8 @@ __all__ = [
     "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

@@ -5,10 +5,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from ..proto.params import SamplingParams
 from .sendable import priority_of, unsendable
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text; a plain dict does as well."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. ``prompt``: its text, which the output then repeats."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +155,8 @@ def _one(prompt: Any) -> Input:
 def _from_dict(prompt: dict[str, Any]) -> Input:
     if prompt.get("multi_modal_data"):
         raise ValueError("multi_modal_data is not supported yet by this version; leave it out.")
-    unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"}
+    given = {key for key, value in prompt.items() if value is not None}
+    unknown = given - {"prompt", "prompt_token_ids", "multi_modal_data"}
     if unknown:
         raise ValueError(f"a prompt has no {sorted(unknown)[0]!r}; its keys are 'prompt' and 'prompt_token_ids'.")
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from quire import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire import BeamSearchParams, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from quire.client.background import EngineThread
 from quire.client.batch import Offline
 from quire.client.beams import beam_output
@@ -145,6 +145,16 @@ def test_texts_that_are_more_than_strings():
     for prompts in (Text("aé"), [Text("aé")], {"prompt": Text("aé")}):
         (given,) = parse_prompts(prompts, None)
         assert (given.text, type(given.text)) == ("aé", str)
+
+
+def test_prompts_by_vllms_names():
+    (text,) = parse_prompts(TextPrompt(prompt="a"), None)
+    (ids,) = parse_prompts([TokensPrompt(prompt_token_ids=[1, 2], prompt="b")], None)
+    assert (text.text, text.ids, ids.text, ids.ids) == ("a", None, "b", [1, 2])
+    (given,) = parse_prompts({"prompt": "a", "prompt_token_ids": None, "cache_salt": None}, None)
+    assert given == text
+    with pytest.raises(ValueError, match="cache_salt"):
+        parse_prompts({"prompt": "a", "cache_salt": "x"}, None)
 
 
 def test_nobody_is_refused_for_asking_for_no_lora():
