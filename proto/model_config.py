@@ -171,9 +171,9 @@ def load_model_config(
 ) -> ModelConfig:
     """Read a model folder; ``overrides`` replace values of its config.json. Raises ConfigError that names the file
     and the remedy."""
-    if not (file := Path(path) / "config.json").exists():
+    hf = read_json(file := Path(path) / "config.json")
+    if not hf and not file.is_file():
         raise ConfigError(f"{file} does not exist; a model is a Hugging Face folder with a config.json.")
-    hf = read_json(file)
     text = hf.get("text_config")
     if isinstance(text, dict):
         names = hf.get("architectures") or text.get("architectures")  # the whole model's say how its weights are named
@@ -238,15 +238,24 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_as(path: Path, kind: type[T]) -> T:
     """``read_json`` for a file that may hold something else than an object."""
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no plain file; put the model's own in its place.")
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return kind()
+    except PermissionError as error:
+        raise unreadable(path) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); download it again.") from error
     if not isinstance(data, kind):
         wanted = "object" if kind is dict else kind.__name__
         raise ConfigError(f"{path} holds {type(data).__name__} where a JSON {wanted} is needed; download it again.")
     return data
+
+
+def unreadable(path: Path) -> ConfigError:
+    """What is said of a file that this process may not read."""
+    return ConfigError(f"{path} cannot be read (permission denied); let this process's user read it and its folder.")
 
 
 def _eos(path: str, config: dict[str, Any]) -> list[int]:

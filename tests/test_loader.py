@@ -147,6 +147,15 @@ def test_unknown_architecture(copy: Path) -> None:
         load(copy)
 
 
+@pytest.mark.parametrize("shape", [(), (0, 8, 48), (3, 8, 48)])
+def test_a_tensor_of_all_experts_has_one_piece_for_each(shape: tuple[int, ...], tmp_path: Path) -> None:
+    values = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+    folder = tiny_models.save("GptOss", tmp_path, 0, **{**tiny_models.BASE, **values})
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(shape)}))
+    with pytest.raises(ConfigError, match=rf"{WEIGHTS}: model.layers.0.mlp.experts.down_proj has shape"):
+        load(folder)
+
+
 def test_bad_config_values() -> None:
     config = tiny_config(num_attention_heads=6, num_key_value_heads=4)
     with pytest.raises(ConfigError, match="num_attention_heads 6 is not a multiple of num_key_value_heads 4"):

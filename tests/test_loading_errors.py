@@ -101,6 +101,10 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
         lambda f: edit(f, tie_word_embeddings="false"), {},
         "/config.json: tie_word_embeddings must be true or false, got 'false'", "correct it",
     ),
+    "a shard whose name cannot be": (
+        lambda f: edit(f, INDEX, weight_map={"lm_head.weight": "x" * 5000}), {},
+        rf"/{INDEX} names what cannot be a file \(File name too long\)", "download it again",
+    ),
     "broken index": (
         lambda f: (f / INDEX).write_text("{"), {}, rf"/{INDEX} is not a safetensors index", "download it again",
     ),
@@ -129,6 +133,10 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
     "dtype": (lambda f: edit(f, dtype="float7"), {}, "/config.json; choose one", "--dtype bfloat16"),
     "no config": (lambda f: (f / "config.json").unlink(), {}, "/config.json does not exist", "a Hugging Face folder"),
     "config cut": (lambda f: cut(f, "config.json"), {}, "/config.json cannot be read as JSON", "download it again"),
+    "no plain config": (
+        lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json")), {}, "/config.json is no plain file",
+        "in its place",
+    ),
     "no vocabulary": (
         lambda f: edit(f, vocab_size=None), {},
         "/config.json has no usable vocab_size", "correct it, or download it again",
@@ -209,6 +217,21 @@ def test_it_is_said_in_one_line(name: str, folder: Path) -> None:
     text = str(caught.value)
     assert str(folder) in text and "\n" not in text
     assert re.search(said, text) and re.search(remedy, text), text
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS, INDEX])
+def test_a_file_that_may_not_be_read_is_named(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit(folder, INDEX, weight_map={"lm_head.weight": WEIGHTS})
+    opened = Path.open
+
+    def open_(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == folder / name:  # root, who may run the tests, may read everything
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_)
+    with pytest.raises(ConfigError, match=rf"^{folder}/{name} cannot be read \(permission denied\); let this"):
+        load(folder)
 
 
 def test_the_good_folder_is_good(folder: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...proto.config import ConfigError
+from ...proto.model_config import unreadable
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _INDEX = "model.safetensors.index.json"
@@ -82,13 +83,18 @@ def _indexed(folder: Path, name: str, kind: str) -> list[Path]:
     try:
         shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
         files = [folder / shard for shard in shards]
+    except PermissionError as error:
+        raise unreadable(index) from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{index} is not a {kind} index ({error}); download it again.") from error
     if not files:
         raise ConfigError(f"{index} is not a {kind} index (it names no file); download it again.")
     if outside := [shard for shard in shards if Path(shard).is_absolute() or ".." in Path(shard).parts]:
         raise ConfigError(f"{index} names {some(outside)}, which lies outside the folder; download it again.")
-    absent = [file.name for file in files if not file.is_file()]
+    try:
+        absent = [file.name for file in files if not file.is_file()]
+    except OSError as error:
+        raise ConfigError(f"{index} names what cannot be a file ({error.strerror}); download it again.") from error
     if absent:
         raise ConfigError(f"{index} names {some(absent)}, which the folder lacks; download the missing files.")
     return files
@@ -183,12 +189,18 @@ def _cut_short(file: Path, error: object) -> ConfigError:
 
 def _open_safetensors(file: Path) -> Tensors:
     try:
+        data = file.open("rb")
+    except PermissionError as error:
+        raise unreadable(file) from error
+    except OSError as error:
+        raise _cut_short(file, error) from error
+    try:
         with safe_open(file, framework="pt", device="cpu"):
             pass  # its library has checked the header: every tensor lies in the file, and none over another
-        data = file.open("rb")
         length = int.from_bytes(data.read(8), "little")
         header: dict[str, Any] = json.loads(data.read(length))
     except (SafetensorError, OSError, ValueError) as error:
+        data.close()
         raise _cut_short(file, error) from error
     header.pop("__metadata__", None)
     scratch = torch.empty(_PIECE, dtype=torch.uint8)
@@ -224,6 +236,8 @@ def _open_pickle(file: Path) -> Tensors:
         with file.open("rb") as data:
             mapped = data.read(4) == b"PK\x03\x04"  # files of torch before 1.6 are no archives, and cannot be mapped
         table = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except PermissionError as error:
+        raise unreadable(file) from error
     except Exception as error:  # an unpickler that reads other bytes than it should raises many kinds
         if code := re.search(r"GLOBAL (\S+)", str(error)):
             raise ConfigError(

@@ -346,8 +346,8 @@ def _read(into: torch.Tensor, rows: np.ndarray, parameter: Parameter, layout: La
 def _put_experts(parts: _Parts, place: _Place, local: Parameter, entry: Entry) -> None:
     """A tensor of all experts: each one's piece is read, converted, and cut into the expert's parts."""
     each = len(local.parts) // place.experts
-    size, odd = divmod(entry.shape[0], place.experts)
-    if odd:
+    size, odd = divmod(entry.shape[0] if entry.shape else 0, place.experts)
+    if odd or not size:
         raise _wrong_shape(entry, entry.shape, (place.experts, *entry.shape[1:]))
     for expert in range(place.experts):
         indices = [expert * each + part for part in place.parts]
