@@ -64,12 +64,14 @@ class PoolerConfig:
         if params.task is None:
             params = msgspec.structs.replace(params, task=self.tasks[0])
         if params.task not in self.tasks:
-            why = ""
+            why, other = "", f"serve a model that ends in {_CLASSIFIER}"
             if params.task == "score" and self.convert == "classify":
                 why = f" (a score needs one label, and it has {len(self.labels)})"
+            elif params.embeds:
+                other = "serve a model of embeddings" if self.whole else "start a server with --convert embed"
             raise ParamError(
                 f"task {params.task!r} is not what {self.architecture} can do here{why}; ask for one of "
-                f"{list(self.tasks)}, or start a server with another --convert.",
+                f"{list(self.tasks)}, or {other}.",
                 "task",
             )
         pooling = "ALL" if params.per_token else params.pooling or self.pooling

@@ -177,6 +177,12 @@ def test_a_classifiers_states_can_be_embeddings(tmp_path):
     close(rig.vectors([prompt]), [unit(states(model.model, prompt)[-1])])
 
 
+def test_a_generator_has_no_classes(tmp_path):
+    folder, _ = make(tmp_path, "Llama", "ForCausalLM")
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot classify; use a model that .* or --convert embed"):
+        ModelRig(folder, args=EngineArgs(model=str(folder), runner="pooling", convert="classify"))
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "change", "message"),
     [

@@ -104,6 +104,21 @@ def test_what_is_left_out_is_the_models(tmp_path):
         assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "task", "remedy"),
+    [
+        ("BertModel", "classify", "or serve a model that ends in ForSequenceClassification."),
+        ("BertForSequenceClassification", "embed", "or serve a model of embeddings."),
+        ("LlamaForSequenceClassification", "embed", "or start a server with --convert embed."),
+        ("LlamaForSequenceClassification", "score", "(a score needs one label, and it has 2); ask for one of"),
+    ],
+)
+def test_another_task_than_the_models_is_refused_with_what_would_do_it(tmp_path, architecture, task, remedy):
+    with pytest.raises(ParamError) as error:
+        pooler(tmp_path, architecture)[0].resolve(PoolingParams(task=task))
+    assert remedy in str(error.value)
+
+
 # ---------------------------------------------------------------- a model's pooler
 
 

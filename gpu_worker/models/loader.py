@@ -268,6 +268,11 @@ def _twice(entry: Entry, first: Path) -> ConfigError:
 def _check_complete(parts: _Parts, places: dict[str, _Place], left_over: list[str], folder: Path) -> None:
     checkpoint = {(place.parameter.name, part): name for name, place in places.items() for part in place.parts}
     missing = [checkpoint.get(each) or checkpoint[each[0], 0] for each in parts.missing()]
+    if missing == ["score.weight"] and not parts.spec.architecture.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{folder}: the weights lack score.weight, which makes classes: {parts.spec.architecture} cannot classify; "
+            "use a model that ends in ForSequenceClassification, or --convert embed."
+        )
     if missing:
         raise ConfigError(
             f"{folder}: the weights lack {some(list(dict.fromkeys(missing)))}, which {parts.spec.architecture} with "
