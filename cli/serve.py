@@ -122,7 +122,8 @@ class Ending:
         self.stop, self.hurry = Flag(), Flag()
         self.interrupts = True
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, self._on_signal)
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup's
+                signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: object) -> None:
         first = not self.stop.is_set()

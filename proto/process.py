@@ -112,7 +112,13 @@ def ending_signals(loop: AbstractEventLoop, act: Callable[[], object]) -> Iterat
     wake, waker = socket.socketpair()
     for end in (wake, waker):
         end.setblocking(False)
-    loop.add_reader(wake, lambda: wake.recv(4096))  # that is all: then Python calls the handlers
+
+    def woken() -> None:
+        """That is all: then Python calls the handlers."""
+        with contextlib.suppress(BlockingIOError):
+            wake.recv(4096)
+
+    loop.add_reader(wake, woken)
     before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(act))

@@ -98,6 +98,15 @@ for pid in started:
         pass
 """
 
+WITH_NOHUP = """
+import signal
+from quire.cli.serve import Ending
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as it is inherited
+ending = Ending()
+signal.raise_signal(signal.SIGHUP)
+print(ending.stop.is_set())
+"""
+
 IN_A_LOCK = """
 import signal
 from quire.cli.serve import Ending
@@ -146,6 +155,10 @@ def test_a_server_that_is_asked_to_end_between_a_process_and_the_next_leaves_non
 
 def test_the_server_s_handler_waits_for_no_lock() -> None:
     assert run(IN_A_LOCK).stdout == "True\nTrue\n"
+
+
+def test_a_server_outlives_its_terminal_under_nohup() -> None:
+    assert run(WITH_NOHUP).stdout == "False\n"
 
 
 def test_a_ctrl_c_is_not_the_grammar_helper_s() -> None:
