@@ -226,7 +226,8 @@ class Worker:
         if self._runner is None or self._runner.kv.num_blocks != configure.num_blocks:
             self._runner = None
             try:
-                self._runner = self._prepare(configure.num_blocks, self._state, *self._assigned)
+                block_size, _, max_tokens = self._assigned
+                self._runner = self._prepare(configure.num_blocks, self._state, block_size, max_tokens)
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
@@ -242,7 +243,7 @@ class Worker:
         tell_ready()
         log.info("ready under lease %d.%d", configure.lease.replica, configure.lease.counter)
 
-    def _prepare(self, num_blocks: int, state: RowState, block_size: int, max_rows: int, max_tokens: int) -> Runner:
+    def _prepare(self, num_blocks: int, state: RowState, block_size: int, max_tokens: int) -> Runner:
         kv = KVCache(self._model.spec, num_blocks, block_size, self._dtype, self._device)
         runner = self._runner_of(kv, state, max_tokens)
         if self._graphs:

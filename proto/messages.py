@@ -19,7 +19,7 @@ import msgspec
 from .params import SamplingParams
 from .pooling import PoolingParams
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 
@@ -404,9 +404,6 @@ class Assign(Message):
     """scheduler -> worker: opens a lease. The worker drops all rows and forgets its cache map."""
 
     lease: Lease
-    group: int
-    rank: int
-    rendezvous: str
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -144,9 +144,8 @@ class Fleet:
         config = self.config
         log.info("worker %s (%s) joins as replica %d%s", peer, hello.device, number,
                  ", its weights still loaded" if hello.loaded else "")  # fmt: skip
-        self.to_workers.append(
-            (peer, Assign(lease, number, 0, "", config.block_size, config.max_num_seqs, config.max_num_batched_tokens))
-        )
+        assign = Assign(lease, config.block_size, config.max_num_seqs, config.max_num_batched_tokens)
+        self.to_workers.append((peer, assign))
         self.changed()
 
     def _loaded(self, peer: str, worker: Worker, message: Loaded) -> None:

@@ -80,7 +80,7 @@ def test_one_that_does_not_fit_and_one_that_is_stopped(model, tmp_path):  # noqa
         )  # fmt: skip
         with small, Pair(other, model, f"--master-port={free_port()}", f"--keys={keys}") as stopped:
             peer, _ = scheduler.get(Hello)
-            scheduler.send(peer, Assign(scheduler.lease(), 0, 0, "", 8, 8, 128))
+            scheduler.send(peer, Assign(scheduler.lease(), 8, 8, 128))
             codes, said = zip(*(small.end(number) for number in (0, 1)), strict=True)
             assert codes == (1, 78), said
             line = said[1].splitlines()[-1]

@@ -316,7 +316,7 @@ def test_other_limits_make_other_rows(scheduler, running):
 
 def test_a_lower_epoch_is_ignored(scheduler, running):
     peer, _, lease = scheduler.prepare()
-    scheduler.send(peer, Assign(Lease(0, 0, 9), 0, 0, "", 8, 8, 64))
+    scheduler.send(peer, Assign(Lease(0, 0, 9), 8, 8, 64))
     scheduler.send(peer, first_step(lease))
     assert scheduler.get(StepResult, peer)[1].lease == lease
 
@@ -410,7 +410,7 @@ def test_a_cache_that_cannot_be_had_is_fatal(scheduler):
 def test_a_model_that_does_not_fit_is_fatal(scheduler):
     running = Running(scheduler, num_gpu_blocks_override=3)
     peer, _ = scheduler.get(Hello)
-    scheduler.send(peer, Assign(scheduler.lease(), 0, 0, "", 8, 8, 64))
+    scheduler.send(peer, Assign(scheduler.lease(), 8, 8, 64))
     running.join()
     assert isinstance(running.ending, ConfigError)
     assert "max seq len (64)" in str(running.ending) and "(24)" in str(running.ending)

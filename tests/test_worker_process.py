@@ -168,7 +168,7 @@ def _cpu_ticks(pid):
 def test_too_little_memory_is_one_fatal_line(model, flags, line):
     with FakeScheduler() as scheduler, Process(scheduler, model, *flags) as worker:
         peer, _ = scheduler.get(Hello)
-        scheduler.send(peer, Assign(scheduler.lease(), 0, 0, "", 8, 8, 64))
+        scheduler.send(peer, Assign(scheduler.lease(), 8, 8, 64))
         code, last = worker.end()
         assert code == 78
         assert last.startswith("quire.gpu_worker: error: " + line) and "needs" in last

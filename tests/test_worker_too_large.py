@@ -21,7 +21,7 @@ def test_more_rows_than_there_is_memory_for_are_one_fatal_line(tmp_path):
         )  # fmt: skip
         try:
             peer, _ = scheduler.get(Hello)
-            scheduler.send(peer, Assign(scheduler.lease(), 0, 0, "", 8, 2**31 - 1, 2**31 - 1))
+            scheduler.send(peer, Assign(scheduler.lease(), 8, 2**31 - 1, 2**31 - 1))
             said = worker.communicate(timeout=120)[1]
         finally:
             worker.kill()

@@ -72,7 +72,7 @@ class FakeScheduler:
     def assign(self, peer, block_size=8, max_num_seqs=8, max_num_batched_tokens=128):
         """Assign and take Loaded: (lease, Loaded)."""
         lease = self.lease()
-        self.send(peer, Assign(lease, 0, 0, "", block_size, max_num_seqs, max_num_batched_tokens))
+        self.send(peer, Assign(lease, block_size, max_num_seqs, max_num_batched_tokens))
         loaded = self.get(Loaded, peer)[1]
         assert loaded.lease == lease
         return lease, loaded

@@ -87,7 +87,7 @@ class LoneWorker(Alone):
 
     async def _assigned(self) -> bool:
         self.lease, self._step = m.Lease(EPOCH, 0, self.lease.counter + 1), 0
-        self.wire.send(self.peer, m.Assign(self.lease, 0, 0, "", *self.SIZES))
+        self.wire.send(self.peer, m.Assign(self.lease, *self.SIZES))
         loaded = await self._answer(m.Loaded)
         if loaded is None:
             return False
@@ -141,7 +141,7 @@ class LoneWorker(Alone):
         """The next thing that a scheduler could send under this lease: a plan, as a rule."""
         if rng.random() < 0.15:
             other = m.Lease(EPOCH, 0, self.lease.counter)
-            return [plain(rng.choice((m.Assign(other, 0, 0, "", *self.SIZES), m.Configure(other, self.BLOCKS))))]
+            return [plain(rng.choice((m.Assign(other, *self.SIZES), m.Configure(other, self.BLOCKS))))]
         self._step += 1
         if self._step == 1:
             return [plain(self._plan(1, self._params(rng), [0, 1]))]

@@ -104,12 +104,12 @@ def lone_worker(messages: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("sizes", [(0, 8, 64), (-1, 8, 64), (8, 0, 64), (8, 2**62, 2**63), (8, 65, 64), (8, 8, 2**31)])
 def test_an_assign_of_sizes_that_cannot_be(sizes: tuple[int, int, int]) -> None:
-    assign = [Assign(Lease(1, 0, 1), 0, 0, "", *sizes), Assign(Lease(1, 0, 2), 0, 0, "", 8, 8, 64)]
+    assign = [Assign(Lease(1, 0, 1), *sizes), Assign(Lease(1, 0, 2), 8, 8, 64)]
     assert lone_worker([*assign, Configure(Lease(1, 0, 2), 32), Drain()]) == ["StepFailed", "Loaded", "Ready"]
 
 
 def test_a_second_configure_under_one_lease() -> None:
     """Rows may hold blocks that the smaller cache would not have: a GPU would write beyond it."""
     lease = Lease(1, 0, 1)
-    messages = [Assign(lease, 0, 0, "", 8, 8, 64), Configure(lease, 32), Configure(lease, 9), Drain()]
+    messages = [Assign(lease, 8, 8, 64), Configure(lease, 32), Configure(lease, 9), Drain()]
     assert lone_worker(messages) == ["Loaded", "Ready", "StepFailed"]
