@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import numbers
 from enum import IntEnum
 from types import NoneType
 from typing import Any
@@ -42,6 +43,11 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+_PLAIN = frozenset(
+    (NoneType, bool, int, float, str, list, dict, RequestOutputKind, StructuredOutputsParams, GuidedDecodingParams)
+)
 
 
 class ParamError(ValueError):
@@ -101,6 +107,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
+        if not _PLAIN.issuperset(map(type, msgspec.structs.astuple(self))):
+            self._make_plain()
         self._normalise()
         self._check_ranges()
         self._check_stops()
@@ -126,6 +134,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if isinstance(value, (list, dict)):
                 setattr(copy, name, value.copy())
         return copy
+
+    def _make_plain(self) -> None:
+        """Take numbers and strings of other kinds, such as numpy's, as Python's own: only those can be sent."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if type(value) in _PLAIN:
+                continue
+            if isinstance(value, numbers.Integral):
+                setattr(self, name, int(value))
+            elif isinstance(value, numbers.Real):
+                setattr(self, name, float(value))
+            elif isinstance(value, str):
+                setattr(self, name, str.__str__(value))
 
     def _normalise(self) -> None:
         if self.stop is None:

@@ -1,6 +1,7 @@
 """SamplingParams against the table of its fields, and what the class does beyond checking them."""
 
 import msgspec
+import numpy as np
 import params_table
 import pytest
 
@@ -61,6 +62,20 @@ def test_normal_forms():
     older = GuidedDecodingParams(regex="a", backend="outlines")
     for params in (SamplingParams(guided_decoding=older), SamplingParams(structured_outputs=older)):
         assert (params.structured_outputs, params.guided_decoding) == (StructuredOutputsParams(regex="a"), None)
+
+
+def test_numbers_of_numpy_are_taken_as_pythons():
+    taken = SamplingParams(
+        temperature=np.linspace(0, 1, 5)[2], top_p=np.float32(0.5), max_tokens=np.int64(3), seed=np.uint64(2**64 - 1),
+        n=np.int32(2), stop=np.str_("x"), logprobs=np.int8(1),
+    )  # fmt: skip
+    own = SamplingParams(temperature=0.5, top_p=0.5, max_tokens=3, seed=2**64 - 1, n=2, stop="x", logprobs=1)
+    assert taken == own == msgspec.msgpack.decode(encode(taken), type=SamplingParams)
+    for bad, said in (({"n": np.int64(0)}, "at least 1"), ({"top_p": np.float64("nan")}, "top_p must be in"),
+                      ({"n": np.float64(1.5)}, "an integer"), ({"ignore_eos": np.int64(1)}, "true or false"),
+                      ({"temperature": np.array([0.5])}, "a number")):  # fmt: skip
+        with pytest.raises(ParamError, match=said):
+            SamplingParams(**bad)
 
 
 def test_the_width_is_what_is_run():
