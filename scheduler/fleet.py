@@ -54,6 +54,8 @@ LEAST_TIMEOUT_S = 2.0
 """``worker_timeout`` and ``step_timeout`` are no shorter: a worker beats once a second, and as often it is looked."""
 STOPPED_S = 15.0
 """After this process itself stood still, connections that break for so long say nothing about what ran there."""
+LEAST_NAME = 4
+"""What is shorter is a replica's number, and of one that has left, it must not be taken for the beginning of a name."""
 MAX_BLOCKS, INT32_MAX = 2**22, 2**31 - 1
 """The most blocks of a worker that are used: 64 million tokens in blocks of 16 is plenty, and books cost memory."""
 
@@ -323,9 +325,11 @@ class Fleet:
     def _find(self, name: str) -> str:
         """The worker of a replica's number, an incarnation, or a beginning of one. Raises LookupError."""
         for peer, worker in self.workers.items():
-            if name in (peer, str(worker.lease.replica)):
+            if name in (peer, _short(peer), str(worker.lease.replica)):
                 return peer
-        found = [peer for peer in self.workers if name and (peer.startswith(name) or _short(peer).startswith(name))]
+        found = []
+        if len(name) >= LEAST_NAME:
+            found = [peer for peer in self.workers if peer.startswith(name) or _short(peer).startswith(name)]
         if len(found) == 1:
             return found[0]
         many = f"{len(found)} workers begin with {name!r}" if found else f"no worker {name!r} is here"

@@ -436,17 +436,18 @@ def test_operators_list_drain_and_remove(house: House) -> None:
     assert all(p.kind != "operator" for p in house.told("d1", Peers)[-1].peers)
     for name in ("gpu_worker-abc", "gpu_worker-abd", "gpu_worker-x"):
         house.worker(name)
-    house.hello("gpu_worker-y", "gpu_worker")
+    house.hello("gpu_worker-9fe0", "gpu_worker")
     house.submit("d1", 1)
     house.submit("d1", 2)
     house.fleet.plans()
     answer = manage(house, "list")
     assert [(w.worker, w.replica, w.state, w.running, w.blocks) for w in answer.workers] == [
         ("gpu_worker-abc", 0, "ready", 1, 64), ("gpu_worker-abd", 1, "ready", 1, 64),
-        ("gpu_worker-x", 2, "ready", 0, 64), ("gpu_worker-y", 3, "loading", 0, 0),
+        ("gpu_worker-x", 2, "ready", 0, 64), ("gpu_worker-9fe0", 3, "loading", 0, 0),
     ]  # fmt: skip
     assert manage(house, "drain", "gpu_worker-a").error.startswith("2 workers begin with 'gpu_worker-a'")
     assert "no worker '9' is here; name one of: 0 (abc)" in manage(house, "drain", "9").error
+    assert "no worker 'gpu' is here" in manage(house, "drain", "gpu").error
     assert "''" in manage(house, "remove", "").error
     assert "'explode'" in manage(house, "explode", "0").error
     answer = manage(house, "drain", "abc", timeout=5.0)
