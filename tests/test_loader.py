@@ -20,6 +20,8 @@ from quire.gpu_worker.models.families import find_family
 from quire.gpu_worker.models.families.llama import FAMILIES
 from quire.gpu_worker.models.loader import load_model, resolve_dtype
 from quire.gpu_worker.models.parameters import parameters
+from quire.gpu_worker.models.spec import Shard
+from quire.gpu_worker.parallel import Group
 from quire.proto.config import ConfigError
 from quire.proto.model_config import ModelConfig, load_model_config
 
@@ -154,6 +156,16 @@ def test_a_tensor_of_all_experts_has_one_piece_for_each(shape: tuple[int, ...], 
     rewrite(folder, lambda tensors: tensors.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(shape)}))
     with pytest.raises(ConfigError, match=rf"{WEIGHTS}: model.layers.0.mlp.experts.down_proj has shape"):
         load(folder)
+
+
+def test_a_rank_may_have_no_expert() -> None:
+    values = {"num_local_experts": 1, "num_experts_per_tok": 1, "head_dim": 8}
+    config = ModelConfig("/nowhere", tiny_config("GptOssForCausalLM", **values), 64, 100)
+    for rank, held in ((0, 0), (1, 1)):
+        model = load_model(config, torch.float32, CPU, "dummy", group=Group(Shard(rank, 2)))
+        experts = model.layers[0].mlp.experts
+        assert [len(tensor) for tensor in experts.local[:4]] == [held] * 4
+        assert experts(torch.ones(3, 48)).any() == bool(held)
 
 
 def test_bad_config_values() -> None:

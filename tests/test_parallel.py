@@ -17,8 +17,9 @@ from quire.proto.model_config import load_model_config
 TABLES: dict = {}
 for module in ("tiny_models", "tiny_gpt", "tiny_modern", "tiny_moe", "tiny_remote"):
     TABLES |= importlib.import_module(module).ROWS
-ROWS: dict[str, dict] = {  # and what differs: an odd vocabulary, so that shares of it are not equal
-    "llama": {"vocab_size": 319}, "llama-bias-tied": {}, "mistral-full": {}, "mixtral": {}, "falcon-7b": {},
+ROWS: dict[str, dict] = {  # and what differs: an odd vocabulary, shared unequally; fewer experts than ranks
+    "llama": {"vocab_size": 319}, "llama-bias-tied": {}, "mistral-full": {}, "falcon-7b": {},
+    "mixtral": {"num_local_experts": 1, "num_experts_per_tok": 1},
     "falcon-40b": {}, "bloom": {}, "chatglm": {}, "gemma2": {}, "opt-350m": {}, "olmo2": {}, "gpt-oss": {},
     "deepseek-moe": {}, "mpt": {},
 }  # fmt: skip

@@ -47,8 +47,8 @@ class MoEBlock:
         self.experts = MoE(
             moe, products[f"{prefix}router"],
             up.view(count, 2 * moe.width, hidden), down.view(count, hidden, moe.width),
-            None if up_bias is None else up_bias.view(count, -1),
-            None if down_bias is None else down_bias.view(count, -1),
+            None if up_bias is None else up_bias.view(count, 2 * moe.width),
+            None if down_bias is None else down_bias.view(count, hidden),
             held.start, tensors.get(f"{prefix}correction.bias"),
         )  # fmt: skip
         self.shared = MLP(spec, products, f"{prefix}shared_") if moe.shared_width else None

@@ -138,6 +138,9 @@ class _Parts:
         self._left = {
             name: {index for index, part in enumerate(p.parts) if len(part)} for name, p in self.parameters.items()
         }
+        for name, parameter in self.parameters.items():
+            if not self._left[name]:  # a rank without any of the few experts there are
+                self.finish(parameter, torch.empty(parameter.shape, dtype=dtype, device=device))
 
     def rows(self, parameter: Parameter, index: int) -> torch.Tensor:
         """The place of part ``index`` in the parameter's tensor, made at the first call."""
