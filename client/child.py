@@ -7,6 +7,7 @@ import fcntl
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,9 @@ START_S = 60.0
 
 PIPE_BYTES = 2**20
 """Room for what a child prints while its parent is held up, so that the child is not."""
+
+OPEN_FILES = 65536
+"""How many descriptors a child may have where the system's hard limit allows it."""
 
 _ERROR = re.compile(rb"(?:python -m )?quire\.\w+: error: (.*)")
 
@@ -69,6 +73,7 @@ class Child:
             )  # fmt: skip
         finally:
             os.close(told)
+        _allow_files(self.process.pid)
         stream = cast(IO[bytes], self.process.stdout)
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -120,6 +125,14 @@ class Child:
         code = self.process.returncode if self.process is not None else 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return self.error or f"quire.{self.service} {how}; what it said is above."
+
+
+def _allow_files(pid: int) -> None:
+    """Let a process hold as many connections as it may: what a shell allows at first is less than our line is long."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: not Linux
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < OPEN_FILES and resource.RLIM_INFINITY not in (soft, hard):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(hard, OPEN_FILES), hard))
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 from stack import wait_until
 
 from quire.client import launch
-from quire.client.child import START_S, Child
+from quire.client.child import OPEN_FILES, START_S, Child
 from quire.client.launch import LaunchError, Stack
 from quire.proto.config import EngineArgs
 from quire.proto.process import EXIT_CONFIG, PARENT_FD
@@ -148,6 +149,18 @@ def test_a_pulse_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_itsel
     wait_until(lambda: child.silence() is not None and child._heard > before, "it is heard again")
     stack.check()
     assert not child.dead() and not caplog.text
+
+
+def test_children_may_hold_more_connections_than_a_shell_allows(make_stack):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, most - 1), hard))
+    try:
+        stack = make_stack(("frontend", SLEEP))
+        (pid,) = stack.pids
+        assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_scheduler_has_less_time_to_begin(make_stack, caplog):
