@@ -54,25 +54,26 @@ class Ending:
 
     def __init__(self, links: Links) -> None:
         self.link: Link | Member | None = None  # set when it serves
-        self.asked = self._leaving = False
+        self.asked = self.over = False  # over: it ends, and signals change nothing any more
         self._links = links
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self._leaving:
+        if self.over:
             return
-        if self.link is None:  # no exception here: imports drop it, take it for a failure, or abort the process
-            self.leave()
+        alone = self._links.others is None and isinstance(self.link, Link)
+        if self.link is None or (self.asked and alone):
+            self.leave()  # by no exception: it may be dropped, taken for a failure, or abort the process
         elif not self.asked:
             self.asked = True
             self.link.leave()
-        else:  # once more at each further signal: whose code this interrupts may drop it
+        else:  # a replica's link may be held by what this interrupts; once more at each signal, for it may be dropped
             raise KeyboardInterrupt
 
     def leave(self) -> NoReturn:
         """End this process now, with a farewell that no further signal cuts short."""
-        self._leaving = True
+        self.over = True
         try:
             self._links.close(ASKED)
         finally:
@@ -103,7 +104,7 @@ def _run(args: EngineArgs, links: Links, ending: Ending) -> int:
         if (link := links.link) is not None:
             ending.link = link
             worker.serve(link)
-        farewell = DRAINED
+        ending.over, farewell = True, DRAINED
     except ConfigError as error:
         farewell = str(error)
         die("gpu_worker", error)

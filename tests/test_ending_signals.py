@@ -52,10 +52,10 @@ WHEN_IT_HAS_DRAINED = (
     AT_THE_LAST_MOMENT
     + """
 from quire.gpu_worker import __main__ as service
-class Fake:
-    loaded = asked = False
+class Fake(service.Link):
+    def __init__(self): self.asked = False
     def leave(self): self.asked = True
-    def close(self, farewell): print("farewell:", farewell)
+    def close(self, farewell): print("farewell:", farewell, flush=True)
     def serve(self, link):
         os.kill(os.getpid(), signal.SIGTERM)
         assert self.asked
@@ -63,8 +63,19 @@ def load(args, links):
     links.link = Fake()
     return links.link
 service._load = load
-service.main()
+raise SystemExit(service.main())
 """
+)
+
+WHILE_IT_DRAINS = WHEN_IT_HAS_DRAINED.replace(
+    "        assert self.asked\n",
+    """
+        class Thing: pass
+        thing, watched = Thing(), []
+        watched.append(__import__("weakref").ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+        del thing
+        print("it goes on")
+""",
 )
 
 WHILE_IT_LOADS = """
@@ -141,10 +152,11 @@ def test_asked_to_end_once_more_while_the_interpreter_ends(code: str, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-def test_a_worker_that_loads_ends_wherever_the_signal_comes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "said"), [(WHILE_IT_LOADS, ""), (WHILE_IT_DRAINS, "farewell: asked to end\n")])
+def test_a_worker_ends_at_once_wherever_the_signal_comes(code: str, said: str, tmp_path: Path) -> None:
     """Python drops what a signal's handler raises within a weak reference's callback."""
-    done = run(WHILE_IT_LOADS, f"--scheduler=ipc://{tmp_path}")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = run(code, f"--scheduler=ipc://{tmp_path}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
 def test_a_server_that_is_asked_to_end_between_a_process_and_the_next_leaves_none() -> None:
