@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import glob
 import http.client
+import itertools
 import logging
 import os
 import selectors
@@ -164,13 +166,15 @@ class Stack:
             "scheduler": 1, "gpu_worker": args.data_parallel_size * self._ranks, "detokenizer": args.detokenizer_count,
             "frontend": args.api_server_count if self.http else 0,
         }  # fmt: skip
+        devices = _devices(counts["gpu_worker"], args.device)
         children = []
         for service, count in counts.items():
             command = _command(service, args)
             for number in range(count):
                 own = dict(environment)
                 if service == "gpu_worker" and count > 1:
-                    own["CUDA_VISIBLE_DEVICES"] = _device(number)
+                    if devices:
+                        own["CUDA_VISIBLE_DEVICES"] = devices[number]
                     own[LOCAL_WORKERS] = str(count)
                 if service == "gpu_worker" and args.logits_processor:
                     own["PYTHONPATH"] = import_path()
@@ -472,10 +476,24 @@ def _says_why(child: Child) -> tuple[bool, bool, bool, bool]:
     return code == EXIT_CONFIG, code == 0, code < 0, child.error is not None
 
 
-def _device(number: int) -> str:
-    """The CUDA device of worker ``number``, among those this process may see."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return visible[number % len(visible)] if visible else str(number)
+def _devices(count: int, device: str) -> list[str]:
+    """The CUDA device of each of ``count`` workers, in order; none where there are none, or none are wanted.
+
+    Raises ConfigError where there are too few: the rest would find none, and compute on the CPU.
+    """
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told is None:
+        devices = [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")) or count)]
+    else:
+        devices = list(itertools.takewhile(lambda name: name not in ("", "-1"), map(str.strip, told.split(","))))
+    if device == "cpu" or not devices:
+        return []
+    if len(devices) < count:
+        raise ConfigError(
+            f"{count} workers need a GPU each, and there are {len(devices)}; lower data_parallel_size, "
+            "tensor_parallel_size or pipeline_parallel_size, or give --device=cpu."
+        )
+    return devices[:count]
 
 
 def _close_fd(fd: int) -> None:

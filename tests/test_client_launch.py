@@ -263,7 +263,26 @@ def test_a_bad_host_is_named():
             launch._free_port(host, 8000)
 
 
-def test_commands(tmp_path):
+@pytest.mark.parametrize(
+    ("told", "there", "device", "given"),
+    [(None, 0, "auto", ["0", "1"]), (None, 8, "auto", ["0", "1"]), (None, 1, "auto", 1), (None, 1, "cpu", []),
+     ("3, 5,7", 8, "auto", ["3", "5"]), ("GPU-aa", 8, "cuda", 1), ("", 8, "auto", []), ("-1", 8, "auto", []),
+     ("2,-1,3", 8, "auto", 1)],
+)  # fmt: skip
+def test_each_worker_has_a_gpu_of_its_own(monkeypatch, told, there, device, given):
+    monkeypatch.setattr(launch.glob, "glob", lambda pattern: [pattern] * there)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if told is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    if isinstance(given, int):
+        with pytest.raises(ConfigError, match=f"2 workers need a GPU each, and there are {given}; lower data_parallel"):
+            launch._devices(2, device)
+    else:
+        assert launch._devices(2, device) == given
+
+
+def test_commands(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     args = EngineArgs(data_parallel_size=2, detokenizer_count=2, api_key="secret", port=1, scheduler="ipc:///x")
     stack = Stack(args, http=True)
     children = stack._plan()

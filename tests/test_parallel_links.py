@@ -163,7 +163,8 @@ def test_what_cannot_be_split(size, stages, said):
         assert said in str(error.value)
 
 
-def test_flags():
+def test_flags(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     assert parse_service_args("gpu_worker", ["-tp", "4", "-pp=2", "--rank=7"]).rank == 7
     args = EngineArgs(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2).check()
     with Stack(args) as stack:
