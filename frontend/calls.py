@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +24,9 @@ from .schema import GenerateRequest
 from .sse import DONE, Chunks, Outlet, to_json, usage_of
 
 T = TypeVar("T")
+
+LARGE = 5000
+"""Logprobs of an answer that take tens of milliseconds to write."""
 
 REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort"}
 
@@ -256,3 +259,14 @@ def _reason(finish: Finish) -> str:
 def json_body(fields: dict[str, Any]) -> web.Response:
     """A 200 with JSON."""
     return web.Response(body=to_json(fields), content_type="application/json", charset="utf-8")
+
+
+async def answer(choices: list[Ended], make: Callable[[], dict[str, Any]]) -> web.Response:
+    """A 200 with what ``make`` makes of the choices: in a thread where they have so many logprobs that it takes long,
+    for the loop has others to answer meanwhile."""
+    streams = {id(choice.stream): choice.stream for choice in choices}.values()
+    told = [each for choice in choices for each in choice.logprobs]
+    told += [each for stream in streams for each in stream.prompt_logprobs or () if each is not None]
+    if sum(len(each.ids) for each in told) < LARGE:
+        return json_body(make())
+    return await asyncio.to_thread(lambda: json_body(make()))

@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from ..client.stream import RequestStream
-from .calls import Call, Ended, json_body
+from .calls import Call, Ended, answer
 from .extras import ChatLogprobs, Extras, prompt_logprobs
 from .front import FRONT, request_id
 from .schema import ChatRequest
@@ -43,15 +43,18 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return await call.stream(request, chunks, front.settings.stall_s)
     choices, usage = await call.complete()
     extras = body.extras()
-    answer = {
-        "id": id,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [_choice(choice, extras) for choice in choices],
-        "usage": usage,
-    }
-    return json_body(answer if extras is None else {**answer, **_of_prompt(streams[0], extras)})
+    return await answer(
+        choices,
+        lambda: {
+            "id": id,
+            "object": "chat.completion",
+            "created": created,
+            "model": model,
+            "choices": [_choice(choice, extras) for choice in choices],
+            "usage": usage,
+            **({} if extras is None else _of_prompt(streams[0], extras)),
+        },
+    )
 
 
 def _choice(choice: Ended, extras: Extras | None) -> dict[str, Any]:

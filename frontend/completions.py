@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from ..client.stream import RequestStream
-from .calls import Call, Ended, json_body
+from .calls import Call, Ended, answer
 from .extras import CompletionLogprobs, Extras, prompt_logprobs
 from .front import FRONT, request_id
 from .schema import CompletionRequest
@@ -41,15 +41,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return await call.stream(request, chunks, front.settings.stall_s)
     choices, usage = await call.complete()
     extras = body.extras()
-    return json_body(
-        {
+    return await answer(
+        choices,
+        lambda: {
             "id": id,
             "object": "text_completion",
             "created": created,
             "model": model,
             "choices": [_choice(choice, extras) for choice in choices],
             "usage": usage,
-        }
+        },
     )
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import threading
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
 from quire.client.stream import OpenRequest, RequestError, TokenLogprobs
+from quire.frontend import calls, chat, completions
 from quire.frontend.fake import FakeServer, Say, count_words, likely
 from quire.proto.messages import Finish
 
@@ -308,6 +312,28 @@ def test_what_was_not_asked_for_is_not_there(server: FakeServer) -> None:
             assert all(part["logprobs"] is None and "token_ids" not in part for part in event["choices"])
         answer = ask(server, path, body)
         assert not {"prompt_token_ids", "prompt_logprobs"} & answer.keys()
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {**HI, "logprobs": 1}), (CHATS, {**CHAT, "logprobs": True})])
+def test_a_long_answer_keeps_nobody_waiting(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    module = completions if path == COMPLETIONS else chat
+    begun, others, real = threading.Event(), threading.Event(), module._choice
+
+    def choice(*given: Any) -> dict[str, Any]:
+        begun.set()
+        assert others.wait(30), "nobody else was answered"
+        return real(*given)
+
+    monkeypatch.setattr(calls, "LARGE", 1)
+    monkeypatch.setattr(module, "_choice", choice)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, server, path, body)
+        assert begun.wait(30)
+        with urllib.request.urlopen(server.url + "/health/live", timeout=60):
+            others.set()
+        assert asked.result()["choices"][0]["logprobs"] is not None
 
 
 def test_continuous_usage_with_logprobs(server: FakeServer) -> None:
