@@ -68,6 +68,7 @@ class Engine:
         self._placement = Placement()
         self._links = self._placement.links
         self._link_count = 0
+        self._unreached: dict[str, bool] = {}  # no socket could be made for these; who was silent
         self._peers: m.Peers | None = None  # of the present connection
         self._epoch = 0
         self._heard = 0.0
@@ -353,6 +354,7 @@ class Engine:
             # A new scheduler does not know everyone yet: only one it knew and dropped, or one out of reach, is gone.
             if link.incarnation not in listed and (link.listed == peers.epoch or not link.ready):
                 self._lose(link)
+        self._unreached = {name: silent for name, silent in self._unreached.items() if name in listed}
         for peer in listed.values():
             if peer.incarnation not in self._links:
                 self._connect(peer)
@@ -375,8 +377,11 @@ class Engine:
         try:
             wire: Dealer = Dealer(m.FromDetokenizer, peer.endpoint, identity, self._keys, self._context)
         except (zmq.ZMQError, ConfigError) as error:
-            log.warning("cannot connect to detokenizer %s at %r: %s", peer.incarnation, peer.endpoint, error)
+            if peer.incarnation not in self._unreached:
+                log.warning("cannot connect to detokenizer %s at %r yet: %s", peer.incarnation, peer.endpoint, error)
+            self._unreached[peer.incarnation] = silent
             return
+        self._unreached.pop(peer.incarnation, None)
         link = self._links[peer.incarnation] = Link(peer.incarnation, wire, self._epoch, silent)
         link.wire.attach(
             self._guard(lambda message: self._on_detokenizer(link, message)),
@@ -523,6 +528,10 @@ class Engine:
                     if beats % OPEN_EVERY == 0:
                         attempts = i32(request.attempt for request in link.open.values())
                         link.wire.send(m.Open(uids=i64(link.open), attempts=attempts))
+            if self._unreached and self._peers is not None:
+                for peer in self._peers.peers:
+                    if peer.incarnation in self._unreached:
+                        self._connect(peer, self._unreached[peer.incarnation])
             self._check_waiting(now)
 
     def _forgive(self, now: float, late: float) -> None:

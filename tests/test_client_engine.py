@@ -1,12 +1,14 @@
 """Engine against a scheduler and detokenizers that do only what each test says."""
 
 import asyncio
+import errno
 import gc
 import tempfile
 import time
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from quire.client import engine as engine_module
 from quire.client.engine import Engine, RequestError
@@ -273,6 +275,23 @@ async def test_a_lost_detokenizer_hands_over_what_it_held(net, _):
     children = await stream.collect()
     assert [("".join(c.parts), c.tokens) for c in children] == [("abc", [1, 2, 3]), ("x", [8])]
     assert stream.accepted.prompt == "hi"
+
+
+@scenario()
+async def test_a_socket_that_cannot_be_made_is_tried_again(net, monkeypatch):
+    made, tries = engine_module.Dealer, []
+
+    def dealer(*arguments):
+        tries.append(arguments)
+        if len(tries) < 3:
+            raise zmq.ZMQError(errno.EMFILE)
+        return made(*arguments)
+
+    monkeypatch.setattr(engine_module, "Dealer", dealer)
+    net.engine._lose(next(iter(net.engine._links.values())))
+    assert not net.engine.ready
+    await until(lambda: net.engine.ready)
+    assert len(tries) == 3 and not net.engine._unreached
 
 
 @scenario()
