@@ -89,7 +89,8 @@ def _check_ids(tokens: Collection[int], vocab_size: int, param: str) -> None:
     low, high = min(tokens), max(tokens)
     if low < 0 or high >= (vocab_size or INT32):
         bad = low if low < 0 else high
-        raise Refused(f"Token id {bad} is out of vocabulary, which has {vocab_size} tokens.", param=param)
+        has = f", which has {vocab_size} tokens" if vocab_size else ""  # 0: no worker has told yet
+        raise Refused(f"Token id {bad} is out of vocabulary{has}.", param=param)
 
 
 def check_width(request: Request, max_num_seqs: int) -> None:
