@@ -57,11 +57,13 @@ class Loop:
 
     def stop(self, *_: object) -> None:
         """End ``run`` soon; safe in a signal handler."""
-        self._stopping = True
-        self._waker.send(b"x")
+        if not self._stopping:
+            self._stopping = True
+            self._waker.send(b"x")
 
     def close(self) -> None:
         """Close the sockets; messages not yet sent are given up."""
+        self._stopping = True  # a signal that comes now finds nobody to wake
         self.front.close()
         self.workers.close()
         self._wake.close()

@@ -37,6 +37,19 @@ service.tell_ready = lambda: os.kill(os.getpid(), signal.SIGTERM)
 service.main()
 """
 
+WHEN_ITS_SOCKETS_ARE_CLOSED = """
+import os, signal
+from quire.scheduler import loop
+from quire.scheduler.__main__ import main
+loop.tell_ready = lambda: os.kill(os.getpid(), signal.SIGTERM)
+close = loop.Loop.close
+def once_more(self):
+    close(self)
+    os.kill(os.getpid(), signal.SIGTERM)
+loop.Loop.close = once_more
+main()
+"""
+
 WHEN_IT_HAS_SERVED = (
     AT_THE_LAST_MOMENT
     + """
@@ -145,8 +158,11 @@ def test_asked_to_end_once_more_while_the_event_loop_closes(service: str, tmp_pa
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("code", [WHEN_IT_HAS_SERVED, WHEN_IT_HAS_DRAINED], ids=["scheduler", "gpu_worker"])
-def test_asked_to_end_once_more_while_the_interpreter_ends(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "code", [WHEN_ITS_SOCKETS_ARE_CLOSED, WHEN_IT_HAS_SERVED, WHEN_IT_HAS_DRAINED],
+    ids=["scheduler-closed", "scheduler", "gpu_worker"],
+)  # fmt: skip
+def test_asked_to_end_once_more_at_the_very_end(code: str, tmp_path: Path) -> None:
     done = run(code, f"--scheduler=ipc://{tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
