@@ -17,7 +17,8 @@ from typing import Any
 
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
 from ..proto.model_config import config_of, model_folder
-from ..proto.params import SamplingParams
+from ..proto.params import ParamError, SamplingParams
+from .main import CommandError
 
 _NOT_OFFLINE = (
     "host", "port", "served_model_name", "api_key", "max_request_bytes", "api_server_count", "scheduler", "advertise",
@@ -160,15 +161,22 @@ def _engine_args(args: argparse.Namespace) -> EngineArgs:
 
 
 def _llm(engine: EngineArgs) -> Any:
+    from ..client.launch import LaunchError
     from ..client.llm import LLM
 
     fields = {field.name: getattr(engine, field.name) for field in dataclasses.fields(EngineArgs)}
     changed = {f.name: fields[f.name] for f in dataclasses.fields(EngineArgs) if fields[f.name] != f.default}
-    return LLM(**changed)
+    try:
+        return LLM(**changed)
+    except LaunchError as error:
+        raise CommandError(str(error), error.code if error.code > 0 else 1) from error
 
 
 def _params(args: argparse.Namespace, output_len: int) -> SamplingParams:
-    return SamplingParams(n=args.n, temperature=args.temperature, ignore_eos=True, max_tokens=output_len)
+    try:
+        return SamplingParams(n=args.n, temperature=args.temperature, ignore_eos=True, max_tokens=output_len)
+    except ParamError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_lengths(engine: EngineArgs, input_len: int, output_len: int, most: float) -> int:

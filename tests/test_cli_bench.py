@@ -208,9 +208,25 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     assert run(["bench", "throughput", "--input-len", "100000"]) == 78
     assert run(["bench", "latency", "--model", "/nowhere"]) == 78
     assert run(["bench", "latency", "--max-num-seqs", "0"]) == 78
+    assert run(["bench", "throughput", "--n", "2", "--temperature", "0"]) == 78
     assert not llm.made
     err = capsys.readouterr().err
     assert "lower --input-len or --output-len" in err and "does not exist" in err and "max_num_seqs" in err
+    assert "n must be 1 when using greedy sampling" in err
+
+
+def test_a_stack_that_cannot_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import quire.client.llm
+    from quire.client.launch import LaunchError
+
+    def fails(**kwargs: Any) -> None:
+        raise LaunchError("nothing fits", 78)
+
+    monkeypatch.setattr(quire.client.llm, "LLM", fails)
+    assert run(["bench", "latency"]) == 78
+    assert capsys.readouterr().err == "quire: error: nothing fits\n"
 
 
 def test_control_plane(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
