@@ -30,7 +30,7 @@ from ..proto.group import FromLeader, Join, Meet, ToLeader
 from ..proto.messages import PROTOCOL, Beat, Bye, Drain
 from ..proto.process import new_incarnation, pulse
 from ..proto.sockets import DISCONNECTED, Dealer, Keys, Router
-from .link import LINGER_MS, MAX_QUEUED, Leave
+from .link import LINGER_MS, MAX_QUEUED, Leave, take
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class Leader(_GroupLink):
         """Each other process's answer of ``kind`` under ``lease``; those of other leases are dropped."""
         found: dict[int, T] = {}
         while len(found) < len(self._numbers):
-            number, message = self._inbox.get()
+            number, message = take(self._inbox)
             if isinstance(message, kind) and message.lease == lease:  # type: ignore[attr-defined]
                 found[number] = message
         return list(found.values())
@@ -267,7 +267,7 @@ class Member(_GroupLink):
     def get(self, timeout: float | None = None) -> Any:
         """The leader's next message, or None after ``timeout`` seconds."""
         try:
-            return self._inbox.get(timeout=timeout)
+            return take(self._inbox, timeout)
         except queue.Empty:
             return None
 

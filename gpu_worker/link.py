@@ -11,11 +11,12 @@ nothing of an old session is acted on or sent in a new one.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -41,6 +42,25 @@ HUNG_S = 10.0
 
 LINGER_MS = 1000
 """How long last words may take to leave when a session is closed on purpose."""
+
+
+LOOK_S = 1.0
+"""How long a thread may wait at once: Python lets a signal that came right before a wait be handled only after it."""
+
+T = TypeVar("T")
+
+
+def take(inbox: queue.SimpleQueue[T], timeout: float | None = None) -> T:
+    """The next item, waited for where signals are seen. Raises queue.Empty after ``timeout`` seconds, by default
+    never."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            return inbox.get(timeout=min(left, LOOK_S))
+        except queue.Empty:
+            if left <= LOOK_S:
+                raise
 
 
 class LeaseLost:
@@ -97,7 +117,7 @@ class Link:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                session, message = self._inbox.get(timeout=left)
+                session, message = take(self._inbox, left)
             except queue.Empty:
                 return None
             if isinstance(message, BaseException):

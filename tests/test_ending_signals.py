@@ -131,6 +131,21 @@ signal.raise_signal(signal.SIGHUP)
 print(ending.stop.is_set())
 """
 
+BEFORE_A_WAIT = """
+import os, queue, signal, threading
+from quire.gpu_worker.link import take
+inbox = queue.SimpleQueue()
+signal.signal(signal.SIGTERM, lambda *_: inbox.put("leave"))
+waits = threading.Event()
+def ask():
+    waits.wait()
+    os.kill(os.getpid(), signal.SIGTERM)  # this thread has it, and nothing interrupts the wait of the first
+threading.Thread(target=ask).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+threading.Timer(0.5, waits.set).start()
+print(take(inbox))
+"""
+
 IN_A_LOCK = """
 import signal
 from quire.cli.serve import Ending
@@ -179,6 +194,11 @@ def test_a_server_that_is_asked_to_end_between_a_process_and_the_next_leaves_non
     done = run(WHILE_IT_STARTS)
     assert done.stdout == "0 5\n", done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_worker_sees_a_signal_that_did_not_interrupt_its_wait() -> None:
+    """As one that comes in the moment before, when Python has looked for signals and does not wait yet."""
+    assert run(BEFORE_A_WAIT).stdout == "leave\n"
 
 
 def test_the_server_s_handler_waits_for_no_lock() -> None:
