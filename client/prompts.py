@@ -63,14 +63,14 @@ def parse_prompts(prompts: Any, prompt_token_ids: Any) -> list[Input]:
     return [Input(text=_text(text), ids=_ids(each)) for text, each in zip(texts, ids, strict=True)]
 
 
-def parse_params(params: Any, count: int, what: str = "params") -> list[SamplingParams]:
+def parse_params(params: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams for each prompt. Raises ValueError or TypeError."""
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
         raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}.")
     if len(params) != count:
-        raise ValueError(f"The lengths of prompts and {what} must be the same.")
+        raise ValueError("The lengths of prompts and params must be the same.")
     for each in params:
         if not isinstance(each, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, got one {type(each).__name__}.")

@@ -115,17 +115,10 @@ class DecoderSpec:
     outputs: int = -1  # rows of the head in place of the vocabulary's: a classifier's labels; 0: there is no head
     head: str = ""  # activation of the product before the head; "": there is none
     types: int = 0  # rows of a table of token types
-    # The dtype that config.json asks for, as its name ("bfloat16"), or None.
-    config_dtype: str | None = None
 
     def is_moe(self, layer: int) -> bool:
         """Whether ``layer`` has experts in place of an MLP."""
         return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])
-
-    def qkv_rows(self, layer: int) -> tuple[int, int, int]:
-        """Output rows of the query, key and value projections of ``layer``."""
-        kv = self.kv_heads[layer] * self.head_dim
-        return self.heads * self.head_dim, kv, kv
 
     def local(self, shard: Shard) -> DecoderSpec:
         """What one process of ``shard`` holds: its layers and its heads. The vocabulary's size stays the model's."""

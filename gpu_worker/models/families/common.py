@@ -172,7 +172,6 @@ def decoder(hf: Config, **changes: Any) -> DecoderSpec:
         "mlp_bias": bool(hf.get("mlp_bias")),
         "activation": changes.get("activation") or activation(hf),
         "tied": bool(hf.get("tie_word_embeddings")),
-        "config_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch.") or None,
     }
     return DecoderSpec(**{**values, **changes})
 
