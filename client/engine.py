@@ -107,10 +107,8 @@ class Engine:
         for wire in wires:
             wire.send(m.Bye())
         await asyncio.sleep(0.01)  # closing gives up what has not left yet
-        for wire in [
-            *wires,
-            *(link.wire for link in self._links.values()),
-        ]:  # one lost meanwhile was connected to again
+        wires += [link.wire for link in self._links.values()]  # one lost meanwhile was connected to again
+        for wire in wires:
             wire.close()
         self._links.clear()
         self._peers = None
