@@ -40,7 +40,7 @@ def _of_language(prefix: str) -> Any:
             weights[name] = torch.zeros(2, 2)
         save_file(weights, folder / "model.safetensors")
         text = json.loads((plain / "config.json").read_text())
-        kind = {"Gemma3": "Gemma3", "Mistral": "Mistral3"}[prefix]
+        kind = {"Gemma3": "Gemma3", "Mistral": "Mistral3", "Ministral3": "Mistral3"}[prefix]
         config = {"architectures": [f"{kind}ForConditionalGeneration"], "text_config": text, "vision_config": {}}
         (folder / "config.json").write_text(json.dumps(config))
         tiny_models.save_tokenizer(folder)
@@ -72,6 +72,10 @@ ROWS: dict[str, Any] = {
     "gemma3": (_gemma3, {**_GEMMA3, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
     "gemma3-with-images": (_of_language("Gemma3"), _GEMMA3, _plain),
     "mistral3-with-images": (_of_language("Mistral"), {"sliding_window": None, "head_dim": 16}, _plain),
+    # Queries grow with their position, a step at every 32nd here.
+    "mistral3-growing": (_of_language("Ministral3"), {"head_dim": 16, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}}, _plain),
     "olmo2": ("Olmo2", {}),
     "glm": ("Glm", {"head_dim": 8}),
     "glm-no-bias": ("Glm", {"head_dim": 16, "attention_bias": False}),

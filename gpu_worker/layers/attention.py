@@ -47,13 +47,14 @@ class StepContext:
 class Attention:
     """Layer ``layer`` of ``spec``, which is one rank's part of it: its heads, and so its part of the sum.
 
-    ``tables`` are those of ``rope_tables``, or None where nothing turns; ``slopes`` and ``sinks`` [heads] or None.
+    ``tables`` are those of ``rope_tables``, or None where nothing turns; ``slopes`` and ``sinks`` [heads] or None;
+    ``growth`` is of ``query_scales``.
     """
 
     def __init__(
         self, spec: DecoderSpec, layer: int, qkv: Linear, o: Linear, q_norm: Norm | None, k_norm: Norm | None,
         tables: tuple[torch.Tensor, torch.Tensor] | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-        group: Group,
+        group: Group, growth: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.qkv, self.o, self.q_norm, self.k_norm, self.group = qkv, o, q_norm, k_norm, group
         self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads[layer], spec.head_dim
@@ -62,7 +63,7 @@ class Attention:
         rope = spec.ropes[layer]
         self.interleaved = rope is not None and rope.interleaved
         self.sinks = None if sinks is None else sinks.float()
-        self.slopes = slopes
+        self.slopes, self.growth = slopes, growth
 
     def __call__(
         self, x: torch.Tensor, batch: StepBatch, k_cache: torch.Tensor, v_cache: torch.Tensor, step: StepContext | None
@@ -75,6 +76,8 @@ class Attention:
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
+        if self.growth is not None:  # a factor of all dims, so it may as well come before the rotation
+            q = q.mul_(self.growth.index_select(0, batch.positions))
         if step is None:
             out = self._kernels(q, k, v, batch, k_cache, v_cache)
         else:

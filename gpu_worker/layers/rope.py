@@ -49,6 +49,17 @@ def rope_tables(spec: RopeSpec, max_len: int, device: torch.device | None = None
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
 
+def query_scales(spec: RopeSpec, max_len: int, device: torch.device | None = None) -> torch.Tensor | None:
+    """Factors [max_len, 1, 1] float32 by which queries grow with their position (Ministral 3); None: they do not."""
+    if not spec.scaling.get("llama_4_scaling_beta"):
+        return None
+    beta, original = _number(spec, "llama_4_scaling_beta"), _number(spec, "original_max_position_embeddings")
+    if original <= 0:
+        raise ConfigError(f"config.json: original_max_position_embeddings must be above 0, got {original!r}.")
+    turns = torch.arange(max_len, dtype=torch.float32).div(original).floor()
+    return (1 + beta * turns.log1p())[:, None, None].to(device)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> None:
     """Turn the first R dims of x [T, heads, head_dim] in place; cos and sin [T, 1, R / 2].
 

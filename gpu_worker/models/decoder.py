@@ -11,7 +11,7 @@ from ..layers.attention import Attention, StepContext
 from ..layers.linear import Linear
 from ..layers.mlp import MLP, MoEBlock
 from ..layers.norm import LayerNorm, RMSNorm
-from ..layers.rope import rope_tables
+from ..layers.rope import query_scales, rope_tables
 from ..parallel import Group
 from .model import Cache, Model
 from .spec import DecoderSpec, RopeSpec
@@ -22,6 +22,7 @@ _MLP_ROWS = 256
 
 Norm = RMSNorm | LayerNorm
 Tables = tuple[torch.Tensor, torch.Tensor]
+Turn = tuple[Tables | None, torch.Tensor | None]  # of rope_tables, and of query_scales
 
 
 class Weights:
@@ -50,7 +51,7 @@ class Weights:
 class _Layer:
     """One layer; ``index`` is its number in the whole model."""
 
-    def __init__(self, spec: DecoderSpec, index: int, weights: Weights, tables: Tables | None, group: Group) -> None:
+    def __init__(self, spec: DecoderSpec, index: int, weights: Weights, turn: Turn, group: Group) -> None:
         prefix = f"layers.{index}."
         self.spec, self.group = spec, group
         self.attn_norm, self.attn_out_norm, self.mlp_norm, self.mlp_out_norm = (
@@ -66,7 +67,7 @@ class _Layer:
         local = index - group.shard.layers(spec.num_layers).start
         self.attention = Attention(
             spec.local(group.shard), local, weights.products[prefix + "qkv"], weights.products[prefix + "o"],
-            q_norm, k_norm, tables, slopes, weights.tensors.get(prefix + "sinks.weight"), group,
+            q_norm, k_norm, turn[0], slopes, weights.tensors.get(prefix + "sinks.weight"), group, turn[1],
         )  # fmt: skip
         self.mlp: MLP | MoEBlock
         if spec.is_moe(index):
@@ -128,9 +129,9 @@ class Decoder(Model):
         self.lm_head = weights.products.get("lm_head")
         # transformers multiplies by the scale as the model's dtype holds it.
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=self.dtype).item()
-        made: list[tuple[RopeSpec, Tables]] = []
+        made: list[tuple[RopeSpec, Turn]] = []
         self.layers = [
-            _Layer(spec, index, weights, self._tables(made, spec.ropes[index], max_model_len), group)
+            _Layer(spec, index, weights, self._turn(made, spec.ropes[index], max_model_len), group)
             for index in shard.layers(spec.num_layers)
         ]
         self._plain = not (
@@ -138,14 +139,15 @@ class Decoder(Model):
             or set(spec.norms) != {"attn", "mlp"} or not spec.final_norm
         )  # fmt: skip
 
-    def _tables(self, made: list[tuple[RopeSpec, Tables]], rope: RopeSpec | None, max_model_len: int) -> Tables | None:
+    def _turn(self, made: list[tuple[RopeSpec, Turn]], rope: RopeSpec | None, max_model_len: int) -> Turn:
         """Tables are made once for all layers that turn alike."""
         if rope is None:
-            return None
-        for known, tables in made:
+            return None, None
+        for known, turn in made:
             if known == rope:
-                return tables
-        made.append((rope, rope_tables(rope, max_model_len, self.device)))
+                return turn
+        place = max_model_len, self.device
+        made.append((rope, (rope_tables(rope, *place), query_scales(rope, *place))))
         return made[-1][1]
 
     @torch.inference_mode()
