@@ -23,7 +23,7 @@ MAX_SECONDS = 5.0
 """Processor time one rendering may take."""
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_OPTIONS = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"}
+_OPTIONS = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "add_special_tokens"}
 _RESERVED = {
     "messages", "conversation", "conversations", "tools", "documents", "add_generation_prompt", "chat_template",
     "continue_final_message", "tokenize", "return_assistant_tokens_mask", "raise_exception", "strftime_now",
@@ -39,7 +39,8 @@ class ChatTemplate:
         self._compiled: dict[str, Any] = {}
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any] | None) -> str:
-        """The prompt's text. Raises Refused (400) that names the field at fault."""
+        """The prompt's text, to be encoded as it is, or by its ``add_special_tokens`` with special tokens. Raises
+        Refused (400) that names the field at fault."""
         options = {k: v for k, v in (options or {}).items() if v is not None}
         if unknown := sorted(set(options) - _OPTIONS):
             raise Refused(f"{unknown[0]} is not supported; leave it out.", unknown[0])
@@ -55,6 +56,7 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt cannot both be true; set one of them to false.",
                 "continue_final_message",
             )
+        _flag(options, "add_special_tokens", False)
         tools = _tools(options.get("tools"))
         extra = _kwargs(options.get("chat_template_kwargs"))
         final = _mark_final(chat) if resume else ""

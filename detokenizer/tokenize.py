@@ -170,10 +170,9 @@ class Preparer:
             return text, [], False
         shown = self._bounded(text, max_model_len, tokenizer, keep)
         try:
-            ids = tokenizer.encode(shown, special)
+            return text, *_encode_end(tokenizer, shown, special, keep)
         except Exception as error:  # `tokenizers` raises plain Exception
             raise Refused(f"the prompt cannot be encoded: {error}"[:300], "prompt") from error
-        return text, *_last(ids, keep)
 
     def _source(self, message: Tokenize) -> list[int] | tuple[str, TextTokenizer, bool]:
         """The ids given, or the text given or rendered with what encodes it and whether special tokens are added."""
@@ -191,7 +190,8 @@ class Preparer:
                 "prompt" if message.messages is None else "messages",
             )
         if message.messages is not None:
-            return self.template.render(message.messages, message.template), self.tokenizer, False
+            special = bool((message.template or {}).get("add_special_tokens"))
+            return self.template.render(message.messages, message.template), self.tokenizer, special
         return message.prompt or "", self.tokenizer, message.add_special_tokens
 
     def _bounded(
@@ -246,6 +246,20 @@ class Preparer:
             if news.finish == Finish.NONE:
                 prepared.sequences[resume.index] = sequence
                 prepared.children.append(Child(resume.index, resume.ids))
+
+
+def _encode_end(tokenizer: TextTokenizer, text: str, special: bool, keep: int | None) -> tuple[list[int], bool]:
+    """A text's ids, of which truncation leaves the last ``keep`` with the special ones around them: without its first
+    token many a model talks nonsense. And whether there were more."""
+    ids = tokenizer.encode(text, special)
+    if keep is None or len(ids) <= keep or not special:
+        return _last(ids, keep)
+    own = tokenizer.encode(text, False)
+    added = len(ids) - len(own)
+    before = next((n for n in range(added + 1) if ids[n : n + len(own)] == own), None)
+    if before is None or not 0 < added < keep:
+        return _last(ids, keep)
+    return [*ids[:before], *own[added - keep :], *ids[before + len(own) :]], True
 
 
 def _last(ids: list[int], keep: int | None) -> tuple[list[int], bool]:

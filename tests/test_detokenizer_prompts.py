@@ -296,6 +296,11 @@ def test_prompt_in_every_form(preparer: Preparer) -> None:
     chat = preparer.prepare(ask(messages=[{"role": "user", "content": "Hi"}]), 4, 64)
     assert chat.prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n\n"
     assert array("i", chat.ids)[0] == 2  # a template writes its own first token
+    template = {"add_special_tokens": True}
+    more = preparer.prepare(ask(messages=[{"role": "user", "content": "Hi"}], template=template), 4, 64)
+    assert (more.prompt, more.ids) == (chat.prompt, i32([0]) + chat.ids)
+    with pytest.raises(Refused, match="add_special_tokens must be true or false"):
+        preparer.prepare(ask(messages=[{"role": "user", "content": "Hi"}], template={"add_special_tokens": 1}), 4, 64)
 
 
 def test_max_tokens_and_truncation_are_resolved(preparer: Preparer) -> None:
@@ -306,7 +311,27 @@ def test_max_tokens_and_truncation_are_resolved(preparer: Preparer) -> None:
     assert preparer.prepare(message, 16, 64).ids == i32(range(105, 110))
     long = "Hello world " * 100_000
     cut = preparer.prepare(ask(prompt=long, sampling={"truncate_prompt_tokens": 8}), 16, 64)
-    assert array("i", cut.ids).tolist() == preparer.tokenizer.encode("Hello world " * 20, False)[-8:]
+    assert array("i", cut.ids).tolist() == [0, *preparer.tokenizer.encode("Hello world " * 20, False)[-7:]]
+    plain = ask(prompt=long, add_special_tokens=False, sampling={"truncate_prompt_tokens": 8})
+    end = preparer.tokenizer.encode("Hello world " * 20, False)[-8:]
+    assert array("i", preparer.prepare(plain, 16, 64).ids).tolist() == end
+
+
+@pytest.mark.parametrize("around", ["<s> $A", "$A </s>", "<s> $A <pad> </s>", "$A"])
+def test_a_text_that_is_cut_keeps_its_special_tokens(around: str, tmp_path: Path) -> None:
+    folder = make(tmp_path, {"bos_token": "<s>", "eos_token": "</s>"})
+    whole = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = [(name, whole.token_to_id(name)) for name in ("<s>", "</s>", "<pad>")]
+    whole.post_processor = processors.TemplateProcessing(single=around, special_tokens=names)
+    whole.save(str(folder / "tokenizer.json"))
+    theirs, ours = by_transformers(folder), Preparer(load_tokenizer(str(folder)), ModelConfig(str(folder), {}, 64, 350))
+    theirs.truncation_side = "left"
+    text = "Hello <s>world, hello again</s>"
+    for keep in range(4, 20):
+        cut = ours.prepare(ask(prompt=text, sampling={"truncate_prompt_tokens": keep}), 16, 64)
+        assert array("i", cut.ids).tolist() == theirs.encode(text, truncation=True, max_length=keep)
+    short = ours.prepare(ask(prompt=text, sampling={"truncate_prompt_tokens": 1}), 16, 64)  # no room for both
+    assert short.ids == i32(theirs.encode(text)[-1:])
 
 
 @pytest.mark.parametrize(
