@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -41,6 +41,7 @@ class Choice:
     last: float | None = None  # when its last token came
     opened: bool = False
     logprobs: ChatLogprobs | CompletionLogprobs | None = None
+    first: dict[str, Any] = field(default_factory=dict)  # what its next chunk alone carries
 
 
 @dataclass(slots=True)
@@ -184,8 +185,8 @@ class Call:
         if count := len(event.tokens):
             self._note(choice, count)
         usage = self._usage_of(choice) if self._continuous else None
-        more: dict[str, Any] = {}
-        if choice.logprobs is not None and event.tokens:
+        more, choice.first = choice.first, {}
+        if choice.logprobs is not None:
             more["logprobs"] = choice.logprobs.of(event.logprobs)
         if self._extras is not None and self._extras.token_ids:
             more["token_ids"] = event.tokens
@@ -198,11 +199,14 @@ class Call:
         usage = self._usage_of(choice) if self._continuous else None
         wanted = prompt_ids if extras is not None and extras.token_ids else None
         opening = self._chunks.opening(choice.index, wanted, usage)
+        choice.first = {} if wanted is None else self._chunks.of_prompt(wanted)
         if extras is not None and extras.logprobs is not None:
             choice.logprobs = self._chunks.logprobs(extras)
         if self._prefix is None or not (echo := self._prefix(stream)):
             return opening
-        more = {}
+        more, choice.first = choice.first, {}
+        if wanted is not None:
+            more["token_ids"] = []
         if isinstance(choice.logprobs, CompletionLogprobs):
             more["logprobs"] = choice.logprobs.echo(echo, prompt_ids, stream.prompt_logprobs)
         return opening + self._chunks.rich(choice.index, echo, more, usage=usage)

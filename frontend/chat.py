@@ -26,14 +26,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     messages = body.conversation()
     params = front.params(body)
     await front.wait_ready()
-    streams = front.submit(
-        request,
-        [{"messages": messages}],
-        params,
-        body,
-        template=body.template(),
-        add_special_tokens=bool(body.add_special_tokens),
-    )
+    streams = front.submit(request, [{"messages": messages}], params, body, template=body.template())
     echo = _last_words(messages) if body.echo else ""
     call = Call(streams, body, params, front.metrics, (lambda _: echo) if echo else None)
     id, created = request_id(request, body, "chatcmpl-"), int(time.time())
@@ -42,7 +35,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         chunks = ChatChunks(id, created, model, include_usage and not continuous)
         return await call.stream(request, chunks, front.settings.stall_s)
     choices, usage = await call.complete()
-    extras = body.extras()
+    extras = body.extras() or Extras()
     return await answer(
         choices,
         lambda: {
@@ -52,34 +45,30 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             "model": model,
             "choices": [_choice(choice, extras) for choice in choices],
             "usage": usage,
-            **({} if extras is None else _of_prompt(streams[0], extras)),
+            **_of_prompt(streams[0], extras),
         },
     )
 
 
-def _choice(choice: Ended, extras: Extras | None) -> dict[str, Any]:
-    fields = {
+def _choice(choice: Ended, extras: Extras) -> dict[str, Any]:
+    return {
         "index": choice.index,
         "message": {"role": ROLE, "content": choice.echo + choice.text, "refusal": None},
-        "logprobs": None,
+        "logprobs": ChatLogprobs(extras).of(choice.logprobs),
         "finish_reason": choice.reason,
         "stop_reason": choice.stop,
+        "token_ids": choice.tokens if extras.token_ids else None,
     }
-    if extras is not None:
-        fields["logprobs"] = ChatLogprobs(extras).of(choice.logprobs)
-        if extras.token_ids:
-            fields["token_ids"] = choice.tokens
-    return fields
 
 
 def _of_prompt(stream: RequestStream, extras: Extras) -> dict[str, Any]:
-    """What is told of the prompt, once for all choices."""
-    fields: dict[str, Any] = {}
-    if extras.token_ids and stream.accepted:
-        fields["prompt_token_ids"] = stream.accepted.prompt_ids
-    if extras.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs, extras.prompt_logprobs)
-    return fields
+    """What is told of the prompt, once for all choices; null where it was not asked for, as clients of vLLM expect."""
+    ids = stream.accepted.prompt_ids if extras.token_ids and stream.accepted else None
+    k = extras.prompt_logprobs
+    return {
+        "prompt_token_ids": ids,
+        "prompt_logprobs": None if k is None else prompt_logprobs(stream.prompt_logprobs, k),
+    }
 
 
 def _last_words(messages: list[dict[str, Any]]) -> str:

@@ -40,7 +40,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         chunks = CompletionChunks(id, created, model, include_usage and not continuous)
         return await call.stream(request, chunks, front.settings.stall_s)
     choices, usage = await call.complete()
-    extras = body.extras()
+    extras = body.extras() or Extras()
     return await answer(
         choices,
         lambda: {
@@ -54,31 +54,28 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
 
 
-def _choice(choice: Ended, extras: Extras | None) -> dict[str, Any]:
-    fields = {
+def _choice(choice: Ended, extras: Extras) -> dict[str, Any]:
+    """One of the choices; what was not asked for is null, as clients of vLLM expect."""
+    accepted, k = choice.stream.accepted, extras.prompt_logprobs
+    prompt_ids = accepted.prompt_ids if accepted else []
+    return {
         "index": choice.index,
         "text": choice.echo + choice.text,
-        "logprobs": None,
+        "logprobs": None if extras.logprobs is None else _logprobs(choice, prompt_ids, extras),
         "finish_reason": choice.reason,
         "stop_reason": choice.stop,
+        "token_ids": choice.tokens if extras.token_ids else None,
+        "prompt_token_ids": prompt_ids if extras.token_ids else None,
+        "prompt_logprobs": None if k is None else prompt_logprobs(choice.stream.prompt_logprobs, k),
     }
-    return fields if extras is None else {**fields, **_extra_fields(choice, extras)}
 
 
-def _extra_fields(choice: Ended, extras: Extras) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    found, accepted = choice.stream.prompt_logprobs, choice.stream.accepted
-    prompt_ids = accepted.prompt_ids if accepted else []
-    if extras.logprobs is not None:
-        form = CompletionLogprobs(extras)
-        echoed = form.echo(choice.echo, prompt_ids, found) if choice.echo else None
-        own = form.of(choice.logprobs) or {}
-        fields["logprobs"] = own if echoed is None else {name: echoed[name] + own[name] for name in own}
-    if extras.token_ids:
-        fields |= {"prompt_token_ids": prompt_ids, "token_ids": choice.tokens}
-    if extras.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = prompt_logprobs(found, extras.prompt_logprobs)
-    return fields
+def _logprobs(choice: Ended, prompt_ids: list[int], extras: Extras) -> dict[str, Any]:
+    """Those of the choice's tokens, after those of the prompt where it is echoed."""
+    form = CompletionLogprobs(extras)
+    echoed = form.echo(choice.echo, prompt_ids, choice.stream.prompt_logprobs) if choice.echo else None
+    own = form.of(choice.logprobs) or {}
+    return own if echoed is None else {name: echoed[name] + own[name] for name in own}
 
 
 def _echo(stream: RequestStream) -> str:

@@ -77,10 +77,10 @@ class InputRequest(PoolRequest, kw_only=True):
         """What is to be pooled, at least one. Raises ApiError."""
         if self.messages is not None:
             template = template_of(
-                bool(self.add_generation_prompt), self.continue_final_message, self.chat_template_kwargs
-            )
-            messages = conversation_of(self.messages)
-            return [Input(messages=messages, template=template, special=bool(self.add_special_tokens))]
+                bool(self.add_generation_prompt), self.continue_final_message, self.chat_template_kwargs,
+                self.add_special_tokens,
+            )  # fmt: skip
+            return [Input(messages=conversation_of(self.messages), template=template)]
         special = True if self.add_special_tokens is None else self.add_special_tokens
         given = prompts_of(self.input, "input", empty=True)
         return [Input(ids=one) if isinstance(one, list) else Input(text=one, special=special) for one in given]

@@ -45,14 +45,19 @@ def conversation_of(messages: list[dict[str, Any]] | None) -> list[dict[str, Any
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def template_of(generation_prompt: bool | None, go_on: bool | None, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """How the chat template is to be rendered; the detokenizer refuses what cannot be."""
+def template_of(
+    generation_prompt: bool | None, go_on: bool | None, kwargs: dict[str, Any] | None, special: bool | None
+) -> dict[str, Any]:
+    """How the chat template is to be rendered; the detokenizer refuses what cannot be. ``special``: special tokens are
+    added to what the template itself has written."""
     template: dict[str, Any] = {
         "add_generation_prompt": not go_on if generation_prompt is None else generation_prompt,
         "continue_final_message": bool(go_on),
     }
     if kwargs:
         template["chat_template_kwargs"] = kwargs
+    if special:
+        template["add_special_tokens"] = True
     return template
 
 

@@ -38,19 +38,28 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
+    "ec_transfer_params": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "kv_transfer_params": (),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "packed_top_logprobs": (False,),
     "prediction": (),
     "prompt_embeds": (),
+    "prompt_token_ids": (),
     "reasoning_effort": ("none",),
     "repetition_detection": (),
+    "return_prompt_text": (False,),
     "suffix": ("",),
     "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "truncation_side": ("left",),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 """Known fields that are not honoured yet, and the values (beside null) that ask for nothing."""
@@ -168,9 +177,12 @@ class GenerateRequest(Request, kw_only=True):
             raise self.own_words(error) from error
 
     def usage_options(self) -> tuple[bool, bool]:
-        """Whether a stream ends with a usage chunk, and whether each of its chunks has the usage so far."""
-        options = self.stream_options
-        return bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
+        """Whether a stream ends with a usage chunk, and whether each of its chunks has the usage so far: who wants
+        the second gets the first too, and who refuses the first gets neither."""
+        options = self.stream_options or StreamOptions()
+        continuous = bool(options.continuous_usage_stats)
+        include = continuous if options.include_usage is None else options.include_usage
+        return include, include and continuous
 
     def _check_width(self) -> None:
         if self.best_of is None and self.n is None:
@@ -281,7 +293,9 @@ class ChatRequest(GenerateRequest):
 
     def template(self) -> dict[str, Any]:
         """How the chat template is to be rendered; the detokenizer refuses what cannot be."""
-        return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+        return template_of(
+            self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs, self.add_special_tokens
+        )
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages, each with a role, their text parts joined. Raises ApiError."""

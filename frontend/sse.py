@@ -41,15 +41,17 @@ class Chunks:
 
     kind = ""
     logprobs: type[ChatLogprobs] | type[CompletionLogprobs]
-    before_text = b""
+    before_text = b""  # of a choice: what stands before its text, after it, and after that while the choice goes on
     after_text = b""
+    going_on = b""
 
     def __init__(self, id: str, created: int, model: str, usage_null: bool):
         self._start = b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":[' % (
             to_json(id), self.kind.encode(), created, to_json(model),
         )  # fmt: skip
         self._end = b'],"usage":null}\n\n' if usage_null else b"]}\n\n"
-        self._tail = self.after_text + self._end
+        self._going_on = self.after_text + self.going_on
+        self._tail = self._going_on + self._end
         self._heads: dict[int, bytes] = {}
 
     def _head(self, index: int) -> bytes:
@@ -62,17 +64,22 @@ class Chunks:
         """New text of a choice that goes on."""
         if usage is None:
             return self._head(index) + to_json(text) + self._tail
-        return self._head(index) + to_json(text) + self.after_text + self._with_usage(usage)
+        return self._head(index) + to_json(text) + self._going_on + self._with_usage(usage)
 
     def opening(self, index: int, prompt_ids: list[int] | None = None, usage: dict[str, object] | None = None) -> bytes:
         """What comes before a choice's first text; ``prompt_ids`` where they are wanted."""
-        raise NotImplementedError
+        return b""
+
+    def of_prompt(self, ids: list[int]) -> dict[str, Any]:
+        """What a choice's first text tells of the prompt, where ``opening`` has not told its ids."""
+        return {}
 
     def final(
         self, index: int, text: str, reason: str, stop: int | str | None, usage: dict[str, object] | None = None
     ) -> bytes:
         """The end of a choice, with the last of its text."""
-        raise NotImplementedError
+        end = b',"logprobs":null,"finish_reason":"%b","stop_reason":%b}' % (reason.encode(), to_json(stop))
+        return self._head(index) + to_json(text) + self.after_text + end + self._with_usage(usage)
 
     def rich(
         self, index: int, text: str, more: dict[str, Any], reason: str | None = None, stop: int | str | None = None,
@@ -98,16 +105,10 @@ class CompletionChunks(Chunks):
     kind = "text_completion"
     logprobs = CompletionLogprobs
     before_text = b'"text":'
-    after_text = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
+    going_on = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
-    def final(
-        self, index: int, text: str, reason: str, stop: int | str | None, usage: dict[str, object] | None = None
-    ) -> bytes:
-        end = b',"logprobs":null,"finish_reason":"%b","stop_reason":%b}' % (reason.encode(), to_json(stop))
-        return self._head(index) + to_json(text) + end + self._with_usage(usage)
-
-    def opening(self, index: int, prompt_ids: list[int] | None = None, usage: dict[str, object] | None = None) -> bytes:
-        return b"" if prompt_ids is None else self.rich(index, "", {"prompt_token_ids": prompt_ids}, usage=usage)
+    def of_prompt(self, ids: list[int]) -> dict[str, Any]:
+        return {"prompt_token_ids": ids}
 
     def rich(
         self, index: int, text: str, more: dict[str, Any], reason: str | None = None, stop: int | str | None = None,
@@ -124,7 +125,8 @@ class ChatChunks(Chunks):
     logprobs = ChatLogprobs
     _prompt_told = False
     before_text = b'"delta":{"content":'
-    after_text = b'},"logprobs":null,"finish_reason":null}'
+    after_text = b"}"
+    going_on = b',"logprobs":null,"finish_reason":null}'
 
     def opening(self, index: int, prompt_ids: list[int] | None = None, usage: dict[str, object] | None = None) -> bytes:
         end = self._with_usage(usage)
@@ -138,20 +140,8 @@ class ChatChunks(Chunks):
         self, index: int, text: str, more: dict[str, Any], reason: str | None = None, stop: int | str | None = None,
         usage: dict[str, object] | None = None,
     ) -> bytes:  # fmt: skip
-        choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None, **more}
-        if reason is None:
-            return self._choice(choice, usage)
-        last = self._choice(choice, usage) if text or any(more.values()) else b""
-        return last + self.final(index, "", reason, stop, usage)
-
-    def final(
-        self, index: int, text: str, reason: str, stop: int | str | None, usage: dict[str, object] | None = None
-    ) -> bytes:
-        last = self.text(index, text, usage) if text else b""
-        end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b","stop_reason":%b}' % (
-            index, reason.encode(), to_json(stop),
-        )  # fmt: skip
-        return last + self._start + end + self._with_usage(usage)
+        choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": reason, **more}
+        return self._choice(choice if reason is None else {**choice, "stop_reason": stop}, usage)
 
 
 class Outlet:

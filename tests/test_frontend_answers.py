@@ -112,8 +112,7 @@ def test_completion_logprobs(server: FakeServer) -> None:
         "token_logprobs": [-0.5] * 3,
         "top_logprobs": [{f" 0.{i}": -0.5, "?": -0.125} for i in range(3)],
     }
-    assert "token_ids" not in choice
-    assert "prompt_logprobs" not in choice
+    assert choice["token_ids"] is choice["prompt_logprobs"] is None
 
 
 def test_the_token_itself_is_there_however_few_are_asked_for(server: FakeServer) -> None:
@@ -145,7 +144,7 @@ def test_echo_puts_the_prompt_first(server: FakeServer) -> None:
     )
     assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
     assert found["top_logprobs"][1] == {" two": -0.5, "?": -0.125}
-    assert "prompt_logprobs" not in choice
+    assert choice["prompt_logprobs"] is None
     assert server.engine.requests[0].message.params.prompt_logprobs == 1
 
 
@@ -299,9 +298,11 @@ def test_streamed_logprobs_are_the_same(
         assert whole["finish_reason"] == choice["finish_reason"]
     for event in events:  # a chunk has the logprobs of exactly its tokens
         for part in event["choices"]:
-            if "token_ids" in part and not (echo and "text" in part and "prompt_token_ids" in part):
-                logprobs = part["logprobs"] or {"tokens": []}
+            if "token_ids" in part and not (echo and "prompt_token_ids" in part):
+                logprobs = part["logprobs"] or {"content": []}  # a chat's echo has none
                 assert len(logprobs.get("content", logprobs.get("tokens"))) == len(part["token_ids"])
+            elif path == COMPLETIONS:  # who reads these fields of every chunk finds them
+                assert part["logprobs"]["tokens"] and part["token_ids"] == []
     assert events[-1]["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
 
 
@@ -311,7 +312,8 @@ def test_what_was_not_asked_for_is_not_there(server: FakeServer) -> None:
             assert "prompt_token_ids" not in event
             assert all(part["logprobs"] is None and "token_ids" not in part for part in event["choices"])
         answer = ask(server, path, body)
-        assert not {"prompt_token_ids", "prompt_logprobs"} & answer.keys()
+        own = {**answer, **answer["choices"][0]}
+        assert [own[name] for name in ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs")] == [None] * 4
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {**HI, "logprobs": 1}), (CHATS, {**CHAT, "logprobs": True})])

@@ -59,7 +59,10 @@ def test_bad_value_names_its_field(field: str, value: Any) -> None:
     assert "\n" not in error.message
 
 
-@pytest.mark.parametrize("field", ["tools", "functions", "chat_template", "reasoning_effort", "documents", "audio"])
+@pytest.mark.parametrize("field", [
+    "tools", "functions", "chat_template", "reasoning_effort", "documents", "audio", "truncation_side",
+    "logprob_token_ids", "prompt_token_ids", "return_prompt_text", "watermarking", "packed_top_logprobs",
+])  # fmt: skip
 def test_chat_features_to_come_are_refused_by_name(field: str) -> None:
     error = refused({"messages": [{"role": "user", "content": "x"}], field: [{"type": "function"}]}, ChatRequest)
     assert error.param == field

@@ -91,7 +91,7 @@ def test_chat_stream(server: FakeServer) -> None:
     assert all("role" not in event["choices"][0]["delta"] for event in events[1:])
     assert texts_of(events) == {0: " 0.0 0.1"}
     last = events[-1]["choices"][0]
-    assert (last["delta"], last["finish_reason"], last["stop_reason"]) == ({}, "length", None)
+    assert (last["delta"], last["finish_reason"], last["stop_reason"]) == ({"content": " 0.1"}, "length", None)
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", HI), ("/v1/chat/completions", CHAT)])
@@ -106,11 +106,15 @@ def test_usage_chunk(server: FakeServer, path: str, body: dict[str, Any]) -> Non
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"return_token_ids": True}, {"logprobs": True, "echo": True}])
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", HI), ("/v1/chat/completions", CHAT)])
 def test_continuous_usage(server: FakeServer, path: str, body: dict[str, Any], more: dict[str, Any]) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    events = events_of(server, {**body, **more, "stream_options": options}, path)
-    counts = [event["usage"]["completion_tokens"] for event in events]
-    assert counts == sorted(counts)
-    assert counts[-1] == body["max_tokens"]
+    for options in ({"include_usage": True, "continuous_usage_stats": True}, {"continuous_usage_stats": True}):
+        *events, last = events_of(server, {**body, **more, "stream_options": options}, path)
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        told = [count for count in counts if count]
+        assert counts == [0] * (len(counts) - len(told)) + sorted(set(told))  # each chunk with new tokens has more
+        assert counts[-1] == last["usage"]["completion_tokens"] == body["max_tokens"]
+        assert last["choices"] == []
+    refused = {"include_usage": False, "continuous_usage_stats": True}
+    assert all("usage" not in event for event in events_of(server, {**body, **more, "stream_options": refused}, path))
 
 
 def test_prompts_times_n(server: FakeServer) -> None:

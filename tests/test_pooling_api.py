@@ -127,12 +127,14 @@ def test_every_form_of_input(servers: dict[str, FakeServer]) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi there"}]}]
     assert post(server, "/v1/embeddings", {"messages": messages, "chat_template_kwargs": {"a": 1}})[0] == 200
     message = server.engine.requests[seen].message
-    assert message.messages == [{"role": "user", "content": "hi there"}] and not message.add_special_tokens
+    assert message.messages == [{"role": "user", "content": "hi there"}]
     template = {"add_generation_prompt": False, "continue_final_message": False, "chat_template_kwargs": {"a": 1}}
     assert message.template == template
+    assert post(server, "/v1/embeddings", {"messages": messages, "add_special_tokens": True})[0] == 200
+    assert server.engine.requests[seen + 1].message.template["add_special_tokens"] is True
     body = {"input": "x", "add_special_tokens": False, "priority": -5}
     assert post(server, "/v1/embeddings", body)[0] == 200
-    message = server.engine.requests[seen + 1].message
+    message = server.engine.requests[seen + 2].message
     assert (message.prompt, message.add_special_tokens, message.priority) == ("x", False, -5)
 
 
