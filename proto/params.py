@@ -135,8 +135,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 setattr(copy, name, value.copy())
         return copy
 
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """SamplingParams of fields that are their defaults where they are None; ``max_tokens`` None is no limit."""
+        return cls(**{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
+
     def _make_plain(self) -> None:
-        """Take numbers and strings of other kinds, such as numpy's, as Python's own: only those can be sent."""
+        """Take numbers, strings and lists of other kinds, such as numpy's, as Python's own: only those can be sent."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if type(value) in _PLAIN:
@@ -147,6 +152,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 setattr(self, name, float(value))
             elif isinstance(value, str):
                 setattr(self, name, str.__str__(value))
+            elif isinstance(value, (tuple, set, frozenset, range)):
+                setattr(self, name, list(value))
 
     def _normalise(self) -> None:
         if self.stop is None:

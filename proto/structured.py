@@ -42,6 +42,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if self.json_object is False:
             self.json_object = None
+        if isinstance(self.choice, tuple):
+            self.choice = list(self.choice)
         given = [name for name in _FORMS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -78,9 +80,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class GuidedDecodingParams(StructuredOutputsParams, kw_only=True, omit_defaults=True):
-    """vLLM's older name. ``backend`` chose one of its several; here is one, whatever is asked for."""
+    """vLLM's older name. ``backend`` chose one of its several, ``disable_fallback`` that and no other; here is one."""
 
     backend: str | None = None
+    disable_fallback: bool = False
 
     def plain(self) -> StructuredOutputsParams:
         """The same under the newer name."""

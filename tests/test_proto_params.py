@@ -59,9 +59,31 @@ def test_normal_forms():
     assert SamplingParams(logprobs=True).logprobs == 1
     assert SamplingParams(n=3, best_of=3).best_of is None
     assert SamplingParams(logit_bias={"3": 500, 4: -101}).logit_bias == {3: 100.0, 4: -100.0}
-    older = GuidedDecodingParams(regex="a", backend="outlines")
+    older = GuidedDecodingParams(regex="a", backend="outlines", disable_fallback=True)
     for params in (SamplingParams(guided_decoding=older), SamplingParams(structured_outputs=older)):
         assert (params.structured_outputs, params.guided_decoding) == (StructuredOutputsParams(regex="a"), None)
+
+
+def test_lists_of_other_kinds_are_taken_as_lists():
+    taken = SamplingParams(
+        stop=("a", "b"), stop_token_ids={5}, bad_words=("x",), allowed_token_ids=range(3),
+        structured_outputs=StructuredOutputsParams(choice=("yes", "no")),
+    )  # fmt: skip
+    own = SamplingParams(
+        stop=["a", "b"], stop_token_ids=[5], bad_words=["x"], allowed_token_ids=[0, 1, 2],
+        structured_outputs=StructuredOutputsParams(choice=["yes", "no"]),
+    )  # fmt: skip
+    assert taken == own == msgspec.msgpack.decode(encode(taken), type=SamplingParams)
+    for bad in ({"stop": (1,)}, {"stop_token_ids": ("a",)}, {"bad_words": {5}}, {"allowed_token_ids": ()}):
+        with pytest.raises(ParamError, match=next(iter(bad))):
+            SamplingParams(**bad)
+
+
+def test_from_optional_takes_none_for_any_default():
+    names = SamplingParams.__struct_fields__
+    assert SamplingParams.from_optional(**dict.fromkeys(names)) == SamplingParams(max_tokens=None)
+    assert SamplingParams.from_optional() == SamplingParams()
+    assert SamplingParams.from_optional(n=None, temperature=0.5, stop="x") == SamplingParams(temperature=0.5, stop="x")
 
 
 def test_numbers_of_numpy_are_taken_as_pythons():
