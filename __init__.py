@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from .client.prompts import TextPrompt, TokensPrompt
+    from .proto.config import EngineArgs
     from .proto.params import RequestOutputKind, SamplingParams
     from .proto.pooling import PoolingParams
     from .proto.structured import GuidedDecodingParams, StructuredOutputsParams
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": ".client.engine",
+    "EngineArgs": ".proto.config",
     "LLM": ".client.llm",
     "BeamSearchOutput": ".client.beams",
     "BeamSearchParams": ".client.beams",
@@ -72,6 +74,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "Engine",
+    "EngineArgs",
     "GuidedDecodingParams",
     "Logprob",
     "PoolingOutput",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 from ..proto.params import MAX_BEAMS, MAX_INT, ParamError, SamplingParams
+from ..proto.structured import StructuredOutputsParams
 from .outputs import Logprob, RequestOutput
 
 
@@ -24,6 +26,7 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name, limit in (("beam_width", MAX_BEAMS), ("max_tokens", MAX_INT)):
@@ -41,6 +44,9 @@ class BeamSearchParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ParamError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | NoneType):
+            given = type(self.structured_outputs).__name__
+            raise ParamError(f"structured_outputs must be StructuredOutputsParams, got {given}.", "structured_outputs")
 
     def sampling(self, most_logprobs: int) -> SamplingParams:
         """The request that searches so; ``most_logprobs`` is the most that a token may be asked for."""
@@ -51,7 +57,7 @@ class BeamSearchParams:
             )
         return SamplingParams(
             temperature=0.0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos,
-            include_stop_str_in_output=self.include_stop_str_in_output,
+            include_stop_str_in_output=self.include_stop_str_in_output, structured_outputs=self.structured_outputs,
             logprobs=min(2 * self.beam_width, most_logprobs), **search,
         )  # fmt: skip
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from ..proto import checks
 from ..proto.model_config import ModelConfig
-from ..proto.params import RequestOutputKind, SamplingParams
+from ..proto.params import MAX_INT, RequestOutputKind, SamplingParams
 from .prompts import Input
 from .sendable import bad_field
 
@@ -22,6 +24,19 @@ class Limits:
     processors: list[str]  # names of the registered logits processors
     has_tokenizer: bool
     no_structure: str | None = None  # why structured outputs are refused
+
+
+def shortened(params: list[SamplingParams], longest: int) -> list[SamplingParams]:
+    """The same with ``max_tokens`` of at most ``longest``: as in vLLM, what asks for more ends with the context.
+
+    Over HTTP it is refused, there as here. Raises ValueError for what else is wrong with such parameters.
+    """
+    held = {
+        id(each): msgspec.structs.replace(each, max_tokens=longest)
+        for each in params
+        if type(each.max_tokens) is int and longest < each.max_tokens <= MAX_INT
+    }
+    return [held.get(id(each), each) for each in params]
 
 
 def check_params(params: list[SamplingParams], limits: Limits) -> None:

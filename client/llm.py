@@ -16,7 +16,7 @@ from ..proto.messages import Stats
 from ..proto.params import SamplingParams
 from .batch import Job, Offline, Progress
 from .beams import BeamSearchOutput, BeamSearchParams, beam_output
-from .checks import check_input, check_params
+from .checks import check_input, check_params, shortened
 from .metrics import Metric
 from .outputs import RequestOutput
 from .pooling import PoolingMethods, from_task
@@ -43,11 +43,12 @@ class LLM(PoolingMethods):
         tokenizer: folder or hub id, or a transformers tokenizer; the model's own when left out.
         skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
         dtype: "auto", "float16", "bfloat16", "float32", or a torch dtype.
-        seed: makes the seeds of requests that name none reproducible.
+        seed: makes the seeds of requests that name none reproducible; None: they differ from run to run.
         logits_processors: functions that requests may name in their ``logits_processors``, or the names,
             ``package.module:function``. They run in another process, so they must be importable by that name.
         **kwargs: any other field of EngineArgs; those that hold JSON (``hf_overrides``, ...) may be dicts.
             ``task`` is the older form of ``runner`` and ``convert``, ``override_pooler_config`` of ``pooler_config``.
+    None is any argument's default.
 
     Raises:
         TypeError: an argument that does not exist.
@@ -70,7 +71,7 @@ class LLM(PoolingMethods):
         quantization: str | None = None,
         revision: str | None = None,
         tokenizer_revision: str | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         gpu_memory_utilization: float = 0.9,
         swap_space: float = 4,
         enforce_eager: bool = False,
@@ -93,15 +94,18 @@ class LLM(PoolingMethods):
             warnings.warn("max_context_len_to_capture is now max_seq_len_to_capture", DeprecationWarning, stacklevel=2)
             max_seq_len_to_capture = max_context_len_to_capture
         own = tokenizer if hasattr(tokenizer, "save_pretrained") else None
-        args = EngineArgs(
+        if dtype is not None:
+            dtype = str(dtype).removeprefix("torch.")
+        given: dict[str, Any] = dict(
             model=None if model is None else os.fspath(model),
             tokenizer=None if own is not None or tokenizer is None else os.fspath(tokenizer),
             tokenizer_mode=tokenizer_mode, skip_tokenizer_init=skip_tokenizer_init, trust_remote_code=trust_remote_code,
-            tensor_parallel_size=tensor_parallel_size, dtype=str(dtype).removeprefix("torch."),
-            quantization=quantization, revision=revision, tokenizer_revision=tokenizer_revision, seed=seed,
+            tensor_parallel_size=tensor_parallel_size, dtype=dtype, quantization=quantization,
+            revision=revision, tokenizer_revision=tokenizer_revision, seed=seed,
             gpu_memory_utilization=gpu_memory_utilization, swap_space=swap_space, enforce_eager=enforce_eager,
             max_seq_len_to_capture=max_seq_len_to_capture, logits_processor=names or None, **kwargs,
-        ).check()  # fmt: skip
+        )  # fmt: skip
+        args = EngineArgs(**{name: value for name, value in given.items() if value is not None}).check()
         self._random = random.Random(seed)
         self._request_count = 0
         self._lock = threading.RLock()
@@ -119,9 +123,10 @@ class LLM(PoolingMethods):
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
-        priority: list[int] | None = None,
+        priority: int | list[int] | None = None,
         *,
         inputs: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; outputs come in the order of the prompts.
 
@@ -132,7 +137,8 @@ class LLM(PoolingMethods):
             prompt_token_ids: ids of one or of all prompts; run in place of ``prompts`` where both are given.
             use_tqdm: show a progress bar; or a callable that makes one.
             inputs: another name of ``prompts``.
-            priority: one number for each prompt, lower first (with ``scheduling_policy="priority"``).
+            priority: one number for all prompts, or one for each; lower first (``scheduling_policy="priority"``).
+            tokenization_kwargs: ``{"add_special_tokens": False}`` takes texts without them.
 
         Raises:
             ValueError, TypeError: something is wrong with a prompt or its parameters. What can be checked here is
@@ -142,7 +148,7 @@ class LLM(PoolingMethods):
         self._check_generates("generate")
         if prompts is not None and inputs is not None:
             raise TypeError("inputs is another name of prompts; give one of them.")
-        parsed = parse_prompts(inputs if prompts is None else prompts, prompt_token_ids)
+        parsed = parse_prompts(inputs if prompts is None else prompts, prompt_token_ids, tokenization_kwargs)
         return self._generate(parsed, sampling_params, use_tqdm, lora_request, priority)
 
     def chat(
@@ -238,8 +244,9 @@ class LLM(PoolingMethods):
         """What is used where no sampling parameters are given: the model's generation_config.json's, by flag."""
         return SamplingParams(**self._running.defaults)
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self, lora_request: Any = None) -> Any:
         """The model's tokenizer, as transformers has it. ValueError with ``skip_tokenizer_init``."""
+        refuse_lora(lora_request, 1)
         if not self._running.limits.has_tokenizer:
             raise ValueError("Unable to get tokenizer because `skip_tokenizer_init=True`")
         if self._tokenizer is None:
@@ -295,12 +302,13 @@ class LLM(PoolingMethods):
             raise ValueError(said if pooler.whole else said + remedy)
 
     def _generate(
-        self, inputs: list[Input], params: Any, use_tqdm: Any, lora_request: Any, priority: list[int] | None,
+        self, inputs: list[Input], params: Any, use_tqdm: Any, lora_request: Any, priority: Any,
         limit: int | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         refuse_lora(lora_request, len(inputs))
         priorities = parse_priority(priority, len(inputs))
         per_prompt = parse_params(self.get_default_sampling_params() if params is None else params, len(inputs))
+        per_prompt = shortened(per_prompt, self._running.limits.config.max_model_len)
         check_params(per_prompt, self._running.limits)
         for given, each in zip(inputs, per_prompt, strict=True):
             check_input(given, each, self._running.limits)

@@ -120,6 +120,11 @@ class PoolingOutput:
         """The same as a list, under the name that ``LLM.encode`` once had for it."""
         return self.data.tolist()
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PoolingOutput):
+            return NotImplemented
+        return self.data.shape == other.data.shape and bool((self.data == other.data).all())
+
 
 @dataclass(slots=True, repr=False)
 class EmbeddingOutput:

@@ -31,6 +31,8 @@ Tqdm = bool | Callable[..., Any]
 _TASKS = {"encode": None, "reward": "token_classify"}
 """Names that vLLM once had for tasks."""
 
+_EMBEDDING = ("embed", "token_embed")
+
 _OLD_TASKS = {
     "auto": {}, "generate": {"runner": "generate"}, "embedding": {"runner": "pooling", "convert": "embed"},
     "embed": {"runner": "pooling", "convert": "embed"}, "classify": {"runner": "pooling", "convert": "classify"},
@@ -66,6 +68,7 @@ class PoolingMethods:
         pooling_task: str | None = None,
         truncate_prompt_tokens: int | None = None,
         inputs: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> PoolingOutputs:
         """What the model pools of every prompt, in the order of the prompts.
 
@@ -77,11 +80,12 @@ class PoolingMethods:
                 what the model was made for.
             truncate_prompt_tokens: tokens of a prompt that are kept, from its beginning; -1: what the model can hold.
             inputs: another name of ``prompts``.
+            tokenization_kwargs: ``{"add_special_tokens": False}`` takes texts without them.
         """
         if prompts is not None and inputs is not None:
             raise TypeError("inputs is another name of prompts; give one of them.")
         pooler = self._pooler("encode")
-        parsed = parse_prompts(inputs if prompts is None else prompts, prompt_token_ids)
+        parsed = parse_prompts(inputs if prompts is None else prompts, prompt_token_ids, tokenization_kwargs)
         return self._pool(
             pooler, parsed, pooling_params, _TASKS.get(pooling_task or "", pooling_task), truncate_prompt_tokens,
             use_tqdm, lora_request,
@@ -95,6 +99,7 @@ class PoolingMethods:
         use_tqdm: Tqdm = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding of every prompt; arguments as for ``encode``."""
         pooler = self._pooler("embed")
@@ -103,8 +108,8 @@ class PoolingMethods:
                 "Embedding API is not supported by this model. Try converting the model using `--convert embed`."
             )
         found = self._pool(
-            pooler, parse_prompts(prompts, None), pooling_params, "embed", truncate_prompt_tokens, use_tqdm,
-            lora_request,
+            pooler, parse_prompts(prompts, None, tokenization_kwargs), pooling_params, "embed", truncate_prompt_tokens,
+            use_tqdm, lora_request,
         )  # fmt: skip
         return [_with(EmbeddingRequestOutput, each, EmbeddingOutput(each.outputs.data.tolist())) for each in found]
 
@@ -116,6 +121,7 @@ class PoolingMethods:
         use_tqdm: Tqdm = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """A probability of each class for every prompt; arguments as for ``encode``."""
         pooler = self._pooler("classify")
@@ -125,8 +131,8 @@ class PoolingMethods:
                 "`--convert classify`."
             )
         found = self._pool(
-            pooler, parse_prompts(prompts, None), pooling_params, "classify", truncate_prompt_tokens, use_tqdm,
-            lora_request,
+            pooler, parse_prompts(prompts, None, tokenization_kwargs), pooling_params, "classify",
+            truncate_prompt_tokens, use_tqdm, lora_request,
         )  # fmt: skip
         return [
             _with(ClassificationRequestOutput, each, ClassificationOutput(each.outputs.data.tolist())) for each in found
@@ -187,12 +193,13 @@ class PoolingMethods:
 
 def _for_task(params: PoolingParams | None, task: str | None, keep: int | None, pooler: PoolerConfig) -> PoolingParams:
     """The parameters of one prompt, checked against what the model can do. Raises ParamError."""
-    if params is None:
-        params = PoolingParams(task=task or pooler.tasks[0])
-    elif task is not None:
-        params = msgspec.structs.replace(params, task=task)
+    params = PoolingParams() if params is None else params
+    changes: dict[str, Any] = {"task": task or params.task or pooler.tasks[0]}
+    if changes["task"] in _EMBEDDING and params.use_activation is not None and params.normalize is None:
+        changes.update(normalize=params.use_activation, use_activation=None)  # vLLM's newer name of it
     if keep is not None:
-        params = msgspec.structs.replace(params, truncate_prompt_tokens=keep)
+        changes["truncate_prompt_tokens"] = keep
+    params = msgspec.structs.replace(params, **changes)
     pooler.resolve(params)
     return params
 

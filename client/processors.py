@@ -24,6 +24,11 @@ def processor_names(given: Any) -> list[str]:
 def _name(function: Any) -> str:
     if isinstance(function, str):
         return function
+    if isinstance(function, type):
+        raise TypeError(
+            f"logits processor {function.__qualname__} is a class; here it is a function (prompt_ids, output_ids, "
+            f"logits), run for requests that name it in their logits_processors; {_REMEDY}."
+        )
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not callable(function) or module is None or name is None:
         raise TypeError(f"a logits processor must be a function or its name, got {function!r:.80}; {_REMEDY}.")

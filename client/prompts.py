@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any, NotRequired, TypedDict
 
 from ..proto.params import SamplingParams
@@ -48,8 +49,29 @@ class Input:
         return fields if self.pair is None else {**fields, "pair": self.pair}
 
 
-def parse_prompts(prompts: Any, prompt_token_ids: Any) -> list[Input]:
-    """Prompts in any of vLLM's forms. Raises ValueError or TypeError."""
+def parse_prompts(prompts: Any, prompt_token_ids: Any, tokenization: Any = None) -> list[Input]:
+    """Prompts in any of vLLM's forms. ``tokenization``: its tokenization_kwargs. Raises ValueError or TypeError."""
+    inputs = _parse_prompts(prompts, prompt_token_ids)
+    return inputs if _special(tokenization) else [replace(each, special=False) for each in inputs]
+
+
+def _special(tokenization: Any) -> bool:
+    """Whether texts get special tokens."""
+    if not isinstance(tokenization, dict | NoneType):
+        raise TypeError(f"tokenization_kwargs must be a dict, got {type(tokenization).__name__}.")
+    options = {"add_special_tokens": True, **(tokenization or {})}
+    special = options.pop("add_special_tokens")
+    if options:
+        raise ValueError(
+            f"tokenization_kwargs has {next(iter(options))!r}; it may have add_special_tokens, and parameters have "
+            "truncate_prompt_tokens."
+        )
+    if not isinstance(special, bool):
+        raise TypeError(f"add_special_tokens must be true or false, got {special!r}.")
+    return special
+
+
+def _parse_prompts(prompts: Any, prompt_token_ids: Any) -> list[Input]:
     if prompts is None and prompt_token_ids is None:
         raise ValueError("Either prompts or prompt_token_ids must be provided.")
     if prompt_token_ids is None:
@@ -79,10 +101,10 @@ def parse_params(params: Any, count: int) -> list[SamplingParams]:
 
 def parse_priority(priority: Any, count: int) -> list[int]:
     """One priority for each prompt. Raises ValueError or TypeError."""
-    if priority is None:
-        return [0] * count
+    if priority is None or _integer(priority):
+        return [priority_of(priority or 0)] * count
     if not isinstance(priority, Sequence) or isinstance(priority, str | bytes):
-        raise TypeError(f"priority must be a list of integers, got {type(priority).__name__}.")
+        raise TypeError(f"priority must be an integer or a list of them, got {type(priority).__name__}.")
     if len(priority) != count:
         raise ValueError("The lengths of prompts and priority must be the same.")
     return [priority_of(each) for each in priority]

@@ -11,12 +11,12 @@ from quire import BeamSearchParams, SamplingParams, StructuredOutputsParams, Tex
 from quire.client.background import EngineThread
 from quire.client.batch import Offline
 from quire.client.beams import beam_output
-from quire.client.checks import Limits, check_input, check_params
+from quire.client.checks import Limits, check_input, check_params, shortened
 from quire.client.defaults import default_sampling
 from quire.client.metrics import Counter, Gauge, Histogram, Recorder
 from quire.client.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.client.processors import import_path, processor_names
-from quire.client.prompts import Input, parse_prompts, refuse_lora
+from quire.client.prompts import Input, parse_priority, parse_prompts, refuse_lora
 from quire.proto.config import ConfigError
 from quire.proto.messages import Stats
 from quire.proto.model_config import ModelConfig
@@ -157,6 +157,36 @@ def test_prompts_by_vllms_names():
         parse_prompts({"prompt": "a", "cache_salt": "x"}, None)
 
 
+def test_texts_without_special_tokens():
+    for options, special in ((None, True), ({}, True), ({"add_special_tokens": True}, True)):
+        assert parse_prompts("a", None, options)[0].special is special
+    assert [each.special for each in parse_prompts(["a", [1]], None, {"add_special_tokens": False})] == [False] * 2
+    for bad, kind, said in [
+        ({"add_special_tokens": 0}, TypeError, "true or false, got 0"), ([5], TypeError, "must be a dict, got list"),
+        ({"truncation": True}, ValueError, "has 'truncation'; it may have add_special_tokens"),
+    ]:  # fmt: skip
+        with pytest.raises(kind, match=said):
+            parse_prompts("a", None, bad)
+
+
+def test_one_priority_for_all():
+    assert parse_priority(3, 2) == [3, 3] and parse_priority(None, 2) == [0, 0] and parse_priority([1, 2], 2) == [1, 2]
+    for bad, kind in ((True, TypeError), (1.5, TypeError), ("12", TypeError), ([], ValueError), (2**31, ValueError)):
+        with pytest.raises(kind, match="priority"):
+            parse_priority(bad, 2)
+
+
+def test_outputs_longer_than_the_context_end_with_it():
+    fits, longer, least = SamplingParams(max_tokens=9), SamplingParams(max_tokens=11), SamplingParams(max_tokens=None)
+    held = shortened([longer, fits, longer, least], 10)
+    assert [each.max_tokens for each in held] == [10, 9, 10, None] and longer.max_tokens == 11
+    assert held[0] is held[2] and held[1] is fits and held[3] is least
+    for least in (11, None):
+        longer.min_tokens = least
+        with pytest.raises(ValueError, match="min_tokens must be"):
+            shortened([longer], 10)
+
+
 def test_nobody_is_refused_for_asking_for_no_lora():
     refuse_lora(None, 2)
     refuse_lora([None, None], 2)
@@ -175,6 +205,7 @@ def test_processors_by_name():
         ("json:loads", TypeError),
         (json.loads, TypeError),
         ([5], TypeError),
+        ([json.JSONDecoder], TypeError),  # such as vLLM's own, which would act on every request
         ([lambda x: x], ConfigError),
     ]:
         with pytest.raises(kind, match="logits"):
@@ -210,8 +241,9 @@ def test_beam_search_is_a_request_like_others():
     assert (params.n, params.width, params.use_beam_search, params.early_stopping) == (4, 4, True, "never")
     assert (params.length_penalty, params.logprobs, params.ignore_eos, params.max_tokens) == (0.5, 8, True, 30)
     assert BeamSearchParams(beam_width=16, max_tokens=1, include_stop_str_in_output=True).sampling(20).logprobs == 20
-    one = BeamSearchParams(1, 2).sampling(20)
-    assert one.greedy and not one.use_beam_search and one.logprobs == 2
+    form = StructuredOutputsParams(regex="a+")
+    one = BeamSearchParams(1, 2, structured_outputs=form).sampling(20)
+    assert one.greedy and not one.use_beam_search and one.logprobs == 2 and one.structured_outputs is form
 
 
 @pytest.mark.parametrize(
@@ -228,6 +260,7 @@ def test_beam_search_is_a_request_like_others():
         ({"length_penalty": True}, "length_penalty must be a finite number"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
         ({"include_stop_str_in_output": None}, "include_stop_str_in_output must be true or false"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs must be StructuredOutputsParams, got dict"),
     ],
 )
 def test_bad_beam_search_params(fields, message):

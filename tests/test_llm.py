@@ -98,7 +98,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
 
 def test_every_form_of_prompt_gives_the_same(llm):
     tokenizer = llm.get_tokenizer()
-    assert llm.get_tokenizer() is tokenizer
+    assert llm.get_tokenizer() is llm.get_tokenizer(None) is llm.get_tokenizer(lora_request=None) is tokenizer
     ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
     expected = texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     assert expected[0].startswith(" Paris")
@@ -153,8 +153,9 @@ def test_the_seed_of_llm_makes_its_draws_reproducible(llm):
 def test_default_params_and_max_tokens_none(llm):
     (output,) = llm.generate("One, two, three,", use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= 16
-    (output,) = llm.generate([7] * 2040, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
-    assert len(output.outputs[0].token_ids) == 8
+    for most in (None, 9999):
+        (output,) = llm.generate([7] * 2040, SamplingParams(temperature=0, max_tokens=most, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 8 and output.outputs[0].finish_reason == "length"
 
 
 def test_chat(llm):
@@ -287,6 +288,10 @@ def test_beam_search(llm):
         assert scores == sorted(scores, reverse=True)
     (one,) = llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=1, max_tokens=6))
     assert one.sequences[0].text == PROMPTS[0] + texts(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False))[0]
+    shape = StructuredOutputsParams(regex="(red|green|blue)!")  # beams may be the same text by other tokens
+    (colours,) = llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=3, max_tokens=30, structured_outputs=shape))
+    ends = {tokenizer.decode(s.tokens, skip_special_tokens=True).removeprefix(PROMPTS[0]) for s in colours.sequences}
+    assert ends <= {"red!", "green!", "blue!"} and {s.finish_reason for s in colours.sequences} == {"stop"}
     with pytest.raises(TypeError, match="params must be BeamSearchParams"):
         llm.beam_search(PROMPTS, SamplingParams())
 
@@ -361,7 +366,8 @@ def test_no_tokenizer_defaults_of_another_kind_and_a_closed_llm(llm):
     ids = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
     expected = [output.outputs[0].token_ids[:3] for output in llm.generate(ids, GREEDY, use_tqdm=False)]
     override = {"max_new_tokens": 3, "temperature": 0}
-    with LLM(dtype="float32", skip_tokenizer_init=True, override_generation_config=override) as bare:
+    left_out = dict.fromkeys(("seed", "block_size", "max_num_batched_tokens", "tokenizer_mode"))  # None: the default
+    with LLM(dtype="float32", skip_tokenizer_init=True, override_generation_config=override, **left_out) as bare:
         default = bare.get_default_sampling_params()
         assert (default.max_tokens, default.temperature) == (3, 0.0)
         for output, want in zip(bare.generate(ids, use_tqdm=False), expected, strict=True):
@@ -396,7 +402,6 @@ REFUSED = [
     ({"prompts": ["a", [-1]]}, "Token id -1 is out of vocabulary"),
     ({"prompts": ["a", [1] * 3000]}, "maximum context length is 2048 tokens"),
     ({"prompts": ["a", {"prompt_token_ids": []}]}, "must not be empty"),
-    ({"prompts": ["a"], "sampling_params": SamplingParams(max_tokens=9999)}, "max_tokens=9999 cannot be greater"),
     ({"prompts": ["a"], "lora_request": "x"}, "lora_request is not supported yet"),
     ({"prompts": ["a"], "sampling_params": SamplingParams(stop="\ud800")}, "stop of sampling_params cannot be sent"),
     ({"prompts": ["a", "b"], "sampling_params": [GREEDY, SamplingParams(logprobs=21)]}, "max allowed: 20"),
@@ -434,8 +439,8 @@ def test_what_could_not_be_sent_is_refused_by_name():
     for bad, kind in [("x", TypeError), (1.5, TypeError), (True, TypeError), (2**31, ValueError), (2**70, ValueError)]:
         with pytest.raises(kind, match="priority must be"):
             parse_priority([bad], 1)
-    with pytest.raises(TypeError, match="priority must be a list"):
-        parse_priority(1, 1)
+    with pytest.raises(TypeError, match="priority must be an integer or a list of them, got object"):
+        parse_priority(object(), 1)
     for bad in ({5: "x"}, {"a": 10**30}, {"a": object()}, {"content": "\ud800"}):
         with pytest.raises(ValueError, match=r"^messages\[1\] must"):
             parse_conversations([{}, bad])

