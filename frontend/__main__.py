@@ -68,6 +68,9 @@ def settings_of(args: EngineArgs) -> Settings:
     defaults = default_sampling(model.generation, args.generation_config, args.override_generation_config)
     if "max_tokens" in defaults:  # not a request's own mistake where it is too much
         defaults["max_tokens"] = min(defaults["max_tokens"], model.max_model_len)
+    said = args.generation_config not in ("auto", "quire") or "max_tokens" in default_sampling(
+        {}, "quire", args.override_generation_config
+    )
     if defaults:
         log.info("requests start from %s", defaults)
     api_key = args.api_key or os.environ.get(API_KEY_ENV) or None
@@ -78,6 +81,7 @@ def settings_of(args: EngineArgs) -> Settings:
         max_request_bytes=args.max_request_bytes,
         max_queued=args.max_num_queued_reqs,
         defaults=defaults,
+        ceiling=defaults.get("max_tokens") if said else None,  # by flag it binds all; the model's own is a suggestion
         pooler=pooler,
     )
 

@@ -30,13 +30,15 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 @dataclass
 class Settings:
-    """How this frontend answers. Times are seconds, sizes bytes; ``defaults`` are the model's own sampling values."""
+    """How this frontend answers. Times are seconds, sizes bytes; ``defaults`` are the model's own sampling values, and
+    ``ceiling`` is the most output tokens that any request gets, where the operator has said so."""
 
     names: list[str]
     api_key: str | None = None
     max_request_bytes: int = 8 * 2**20
     max_queued: int = MAX_CHOICES  # requests that may wait in the scheduler; a longer list of prompts never fits
     defaults: dict[str, Any] = field(default_factory=dict)
+    ceiling: int | None = None
     body_s: float = 60.0  # for a request's body to arrive
     stall_s: float = 30.0  # that a client may leave a full stream unread
     restart_s: float = 5.0  # that a new request waits for processes that are being restarted
@@ -101,8 +103,8 @@ class Front:
         self._was_ready = True
 
     def check_model(self, name: str | None) -> str:
-        """The model's name as asked for. Raises ApiError 404."""
-        if name is None:
+        """The model's name as asked for; none, or an empty one, is the first. Raises ApiError 404."""
+        if not name:
             return self.settings.names[0]
         if name not in self.settings.names:
             known = ", ".join(self.settings.names)
@@ -134,7 +136,7 @@ class Front:
 
     def params(self, body: GenerateRequest, prompts: int = 1) -> SamplingParams:
         """The request's parameters; room for its choices. Raises ApiError."""
-        params = body.sampling(self.settings.defaults)
+        params = body.sampling(self.settings.defaults, self.settings.ceiling)
         if prompts * params.width > MAX_CHOICES:
             name = "n" if params.best_of is None else "best_of"
             asked = f"{prompts} prompts with {name}={params.width}"

@@ -132,8 +132,12 @@ class GenerateRequest(Request, kw_only=True):
     user: str | None = None
 
     def token_limit(self) -> int | None:
-        """Output tokens at most; None: as many as the context holds."""
+        """Output tokens at most; None: the request does not say."""
         return self.max_tokens
+
+    def usual_limit(self) -> int | None:
+        """The same where it does not say; None: as many as the context holds."""
+        return None
 
     @property
     def prompt_only(self) -> bool:
@@ -155,10 +159,11 @@ class GenerateRequest(Request, kw_only=True):
             return None
         return Extras(logprobs, of_prompt, bool(self.return_token_ids), bool(self.return_tokens_as_token_ids))
 
-    def sampling(self, defaults: dict[str, Any]) -> SamplingParams:
-        """SamplingParams of this request, over the model's own defaults. Raises ApiError naming the field."""
+    def sampling(self, defaults: dict[str, Any], ceiling: int | None = None) -> SamplingParams:
+        """SamplingParams of this request, over the model's own defaults; ``ceiling`` is the most output tokens that
+        any request gets. Raises ApiError naming the field."""
         values = dict(defaults)
-        most = values.pop("max_tokens", None)
+        usual = values.pop("max_tokens", None)
         if self.use_beam_search:
             self._check_width()
             values = {name: value for name, value in values.items() if name not in _NOT_OF_BEAMS} | {"temperature": 0.0}
@@ -167,7 +172,8 @@ class GenerateRequest(Request, kw_only=True):
             if value is not None:
                 values[name] = value
         limit = 1 if self.prompt_only else self.token_limit()
-        values["max_tokens"] = min((x for x in (limit, most) if x is not None), default=None)
+        limit = _least(self.usual_limit(), usual) if limit is None else limit
+        values["max_tokens"] = _least(limit, ceiling)
         try:
             return SamplingParams(
                 logprobs=self.likeliest(), prompt_logprobs=self.likeliest_of_prompt(), structured_outputs=form_of(self),
@@ -239,8 +245,8 @@ class CompletionRequest(GenerateRequest):
     prompt: Any = None
     logprobs: int | bool | None = None
 
-    def token_limit(self) -> int | None:
-        return max(_COMPLETION_TOKENS, self.min_tokens or 0) if self.max_tokens is None else self.max_tokens
+    def usual_limit(self) -> int | None:
+        return max(_COMPLETION_TOKENS, self.min_tokens or 0)
 
     @property
     def prompt_only(self) -> bool:
@@ -300,6 +306,10 @@ class ChatRequest(GenerateRequest):
     def conversation(self) -> list[dict[str, Any]]:
         """The messages, each with a role, their text parts joined. Raises ApiError."""
         return conversation_of(self.messages)
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _count(given: int | bool | None) -> int | None:

@@ -256,6 +256,7 @@ def test_unknown_and_missing_model(server: FakeServer) -> None:
     assert "`nope` does not exist" in error["message"]
     assert "fake" in error["message"]
     assert post(server, HI)[0] == 200
+    assert post(server, {**HI, "model": ""})[1]["model"] == "fake"
 
 
 @pytest.mark.parametrize(("field", "value"), [("max_tokens", -1), ("temperature", "a"), ("n", 0), ("prompt", "")])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from quire.frontend.__main__ import listen, settings_of, url_of
+from quire.frontend.front import Settings
 from quire.proto.config import ConfigError, EngineArgs
 
 COMMAND = [sys.executable, "-P", "-m", "quire.frontend"]
@@ -145,9 +146,17 @@ def test_defaults_by_flag(tmp_path: Path) -> None:
     generation = {"repetition_penalty": 1.1, "max_new_tokens": 4096, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
 
-    def defaults(**flags: str) -> dict[str, Any]:
-        return settings_of(EngineArgs(model=str(tmp_path), **flags)).defaults
+    def settings(**flags: str) -> Settings:
+        return settings_of(EngineArgs(model=str(tmp_path), **flags))
 
+    def defaults(**flags: str) -> dict[str, Any]:
+        return settings(**flags).defaults
+
+    assert settings().ceiling is None
+    assert settings(override_generation_config='{"top_p": 0.5}').ceiling is None
+    assert settings(override_generation_config='{"max_new_tokens": 5}').ceiling == 5
+    assert settings(override_generation_config='{"max_tokens": 500}', generation_config="quire").ceiling == 64
+    assert settings(generation_config=str(tmp_path)).ceiling == 64
     assert defaults() == {"repetition_penalty": 1.1, "max_tokens": 64}  # never more than the context holds
     assert defaults(generation_config="quire") == {}
     assert defaults(override_generation_config='{"max_new_tokens": 5, "top_p": 0.5}') == {

@@ -433,10 +433,14 @@ def test_the_prompt_alone() -> None:
     assert refused(body_of(ChatRequest, {"max_tokens": 0, "echo": True}), ChatRequest).param == "max_tokens"
 
 
-def test_the_models_own_limit() -> None:
+def test_the_models_own_limit_and_the_operators() -> None:
     assert chat().sampling({"max_tokens": 100}).max_tokens == 100
-    assert chat(max_tokens=200).sampling({"max_tokens": 100}).max_tokens == 100
-    assert chat(max_tokens=50).sampling({"max_tokens": 100}).max_tokens == 50
+    assert chat(max_tokens=200).sampling({"max_tokens": 100}).max_tokens == 200
+    assert chat(max_completion_tokens=200).sampling({"max_tokens": 100}, 150).max_tokens == 150
+    assert chat(max_tokens=50).sampling({"max_tokens": 100}, 100).max_tokens == 50
+    assert chat().sampling({}, 100).max_tokens == 100
+    assert completion(max_tokens=200).sampling({"max_tokens": 8}).max_tokens == 200
+    assert completion().sampling({}, 5).max_tokens == 5
     assert completion().sampling({"max_tokens": 100}).max_tokens == 16
     assert completion().sampling({"max_tokens": 8}).max_tokens == 8
     assert completion(min_tokens=20).sampling({}).max_tokens == 20
