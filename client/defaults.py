@@ -27,12 +27,13 @@ def default_sampling(generation: dict[str, Any], mode: str = "auto", override: s
 
     Args:
         generation: the model's generation_config.json.
-        mode: "auto" takes ``generation``, "quire" nothing, anything else is a folder with such a file.
+        mode: "auto" takes ``generation``, "quire" (or "vllm", as it is called there) nothing, anything else is a folder
+            with such a file.
         override: a JSON object of values over those; null takes one away.
 
     What the file holds and cannot be used is left aside with a warning. Raises ConfigError for a bad flag.
     """
-    if mode == "quire":
+    if mode in ("quire", "vllm"):
         generation = {}
     elif mode != "auto":
         generation = _read(mode)

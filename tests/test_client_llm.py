@@ -32,7 +32,7 @@ def test_defaults_by_flag(tmp_path, caplog):
     assert default_sampling({**model, "do_sample": False, "repetition_penalty": 1.1}) == {
         "max_tokens": 99, "repetition_penalty": 1.1,
     }  # fmt: skip
-    assert default_sampling(model, "quire") == {} == default_sampling({})
+    assert default_sampling(model, "quire") == default_sampling(model, "vllm") == {} == default_sampling({})
     with caplog.at_level(logging.WARNING):
         assert default_sampling({"top_p": 7, "temperature": "hot", "top_k": 5}) == {"top_k": 5}
     assert "top_p=7" in caplog.text and "'hot'" in caplog.text
