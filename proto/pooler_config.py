@@ -26,6 +26,8 @@ _BARE, _CLASSIFIER, _MASKED = "Model", "ForSequenceClassification", "ForMaskedLM
 _FILE_MODES = {
     "cls_token": "CLS", "mean_tokens": "MEAN", "lasttoken": "LAST", "cls": "CLS", "mean": "MEAN",
 }  # fmt: skip
+_SETTINGS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+"""``sentence_<one of these>_config.json`` is what sentence-transformers has called one and the same file."""
 _OVERRIDES = {"pooling_type": str, "normalize": bool, "dimensions": int, "use_activation": bool}
 
 
@@ -246,7 +248,8 @@ class _SentenceFiles:
             elif kind != "Transformer":
                 raise ConfigError(f"{folder / 'modules.json'} has the module {module.get('type')!r}, which is not "
                                   "supported; Transformer, Pooling and Normalize are.")  # fmt: skip
-        settings = read_json(folder / "sentence_bert_config.json")
+        found = (read_json(folder / f"sentence_{kind}_config.json") for kind in _SETTINGS)
+        settings = next(filter(None, found), {})
         self.lower = settings.get("do_lower_case") is True
         longest = settings.get("max_seq_length")
         self.max_length = longest if type(longest) is int and longest > 0 else None

@@ -122,6 +122,14 @@ def test_another_task_than_the_models_is_refused_with_what_would_do_it(tmp_path,
 # ---------------------------------------------------------------- a model's pooler
 
 
+@pytest.mark.parametrize("kind", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_older_names_of_sentence_transformers_settings(tmp_path, kind):
+    files = sentence_files(lower=True)
+    files[f"sentence_{kind}_config.json"] = files.pop("sentence_bert_config.json")
+    found, model = pooler(tmp_path, files=files)
+    assert (model.max_model_len, found.lower) == (12, True)
+
+
 @pytest.mark.parametrize(
     ("architecture", "config", "expected"),
     [
