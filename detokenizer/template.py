@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..proto.config import ConfigError
 from .errors import Refused
@@ -31,12 +30,20 @@ _RESERVED = {
 }  # fmt: skip
 
 
+class Compiled(NamedTuple):
+    """A template, and in which forms it takes a message's content: a text, a list of parts, or either."""
+
+    template: Any
+    takes_text: bool
+    takes_parts: bool
+
+
 class ChatTemplate:
     """A model's templates by name. ``render`` may be called from any thread."""
 
     def __init__(self, templates: dict[str, str], special: dict[str, str]):
         self._sources, self._special = templates, special
-        self._compiled: dict[str, Any] = {}
+        self._compiled: dict[str, Compiled] = {}
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any] | None) -> str:
         """The prompt's text, to be encoded as it is, or by its ``add_special_tokens`` with special tokens. Raises
@@ -44,8 +51,7 @@ class ChatTemplate:
         options = {k: v for k, v in (options or {}).items() if v is not None}
         if unknown := sorted(set(options) - _OPTIONS):
             raise Refused(f"{unknown[0]} is not supported; leave it out.", unknown[0])
-        chat = [_message(n, message) for n, message in enumerate(messages)]
-        if not chat:
+        if not messages:
             raise Refused(
                 "Cannot apply chat template to an empty conversation. Provide at least one message.", "messages"
             )
@@ -58,6 +64,8 @@ class ChatTemplate:
             )
         _flag(options, "add_special_tokens", False)
         tools = _tools(options.get("tools"))
+        compiled = self._choose(tools)
+        chat = [_message(n, message, compiled) for n, message in enumerate(messages)]
         extra = _kwargs(options.get("chat_template_kwargs"))
         final = _mark_final(chat) if resume else ""
         context = {
@@ -68,10 +76,10 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": prompt,
         }
-        text = self._run(self._choose(tools), context)
+        text = self._run(compiled.template, context)
         return _cut_final(text, final) if resume else text
 
-    def _choose(self, tools: list[Any] | None) -> Any:
+    def _choose(self, tools: list[Any] | None) -> Compiled:
         """The compiled template for this request."""
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
         if name not in self._sources:
@@ -117,24 +125,27 @@ class ChatTemplate:
 # ---------------------------------------------------------------- messages and options
 
 
-def _message(n: int, message: Any) -> dict[str, Any]:
-    """One message as templates expect it: text content in one string, tool arguments as objects, no nulls."""
+def _message(n: int, message: Any, compiled: Compiled) -> dict[str, Any]:
+    """One message as its template expects it: content as a string or as parts, tool arguments as objects, no nulls."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(f"messages[{n}] must be an object with a role.", "messages")
     message = {key: value for key, value in message.items() if value is not None}
-    content = message.setdefault("content", "")  # null or left out beside tool calls; templates want a string
+    content = message.get("content", "")  # null or left out beside tool calls; templates want a string
     if isinstance(content, list):
-        message["content"] = "\n".join(_part(n, part) for part in content)
-    elif not isinstance(content, str):
+        parts = [_part(n, part) for part in content]
+        message["content"] = parts if compiled.takes_parts else "\n".join(part["text"] for part in parts)
+    elif isinstance(content, str):
+        message["content"] = content if compiled.takes_text else [{"type": "text", "text": content}]
+    else:
         raise Refused(f"messages[{n}].content must be a string or a list of parts, got {content!r}"[:300], "messages")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(n, message["tool_calls"])
     return message
 
 
-def _part(n: int, part: Any) -> str:
+def _part(n: int, part: Any) -> dict[str, Any]:
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text":
         raise Refused(
@@ -142,7 +153,7 @@ def _part(n: int, part: Any) -> str:
         )
     if not isinstance(part.get("text"), str):
         raise Refused(f"messages[{n}].content has a text part whose text is not a string.", "messages")
-    return part["text"]
+    return part
 
 
 def _tool_calls(n: int, calls: Any) -> list[Any]:
@@ -188,10 +199,12 @@ def _kwargs(extra: Any) -> dict[str, Any]:
 
 def _mark_final(chat: list[dict[str, Any]]) -> str:
     """Put a tag after the last message's text, to be found again in the rendered chat."""
-    final = chat[-1].get("content")
+    content = chat[-1]["content"]
+    parts = isinstance(content, list)
+    final = content[-1]["text"] if parts and content else content
     if not final:
         raise Refused("continue_final_message needs a last message with content.", "continue_final_message")
-    chat[-1]["content"] = final + _TAG
+    chat[-1]["content"] = [*content[:-1], {**content[-1], "text": final + _TAG}] if parts else final + _TAG
     return final
 
 
@@ -224,19 +237,36 @@ def _tick() -> None:
         raise Refused(f"the chat template took longer than {MAX_SECONDS:g} s; shorten the messages.", "messages")
 
 
-_compiler: Callable[[str], Any] | None = None
+_sandbox: Any = None
 
 
-def _compile(source: str) -> Any:
-    global _compiler
-    from jinja2 import TemplateError
+def _compile(source: str) -> Compiled:
+    """A template that has a loop over a message's content takes parts, and text too where it asks for strings."""
+    global _sandbox
+    from jinja2 import TemplateError, nodes
 
-    if _compiler is None:
-        _compiler = _environment().from_string
+    if _sandbox is None:
+        _sandbox = _environment()
     try:
-        return _compiler(source)
+        tree = _sandbox.parse(source)
+        loops = any(_is_content(each.iter) for each in tree.find_all(nodes.For))
+        strings = any(each.name == "string" for each in tree.find_all(nodes.Test))
+        return Compiled(_sandbox.from_string(tree), strings or not loops, loops)
     except (TemplateError, RecursionError, ValueError) as error:
         raise Refused(f"the chat template cannot be compiled: {error}"[:500], "messages") from error
+
+
+def _is_content(of: Any) -> bool:
+    """Whether an expression of a template is a message's content, filtered or not."""
+    from jinja2 import nodes
+
+    while isinstance(of, nodes.Filter):
+        of = of.node
+    if isinstance(of, nodes.Getitem):
+        return isinstance(of.arg, nodes.Const) and of.arg.value == "content"
+    if isinstance(of, nodes.Getattr):
+        return of.attr == "content"
+    return isinstance(of, nodes.Name) and of.name == "content"
 
 
 def _environment() -> Any:

@@ -11,6 +11,7 @@ from ..client.stream import RequestStream
 from .calls import Call, Ended, answer
 from .extras import ChatLogprobs, Extras, prompt_logprobs
 from .front import FRONT, request_id
+from .prompts import text_of
 from .schema import ChatRequest
 from .sse import ChatChunks
 
@@ -73,5 +74,4 @@ def _of_prompt(stream: RequestStream, extras: Extras) -> dict[str, Any]:
 
 def _last_words(messages: list[dict[str, Any]]) -> str:
     """What ``echo`` puts before the answer: the last message, where the assistant said it."""
-    last = messages[-1]
-    return last.get("content") or "" if last.get("role") == ROLE else ""
+    return text_of(messages[-1]) if messages[-1]["role"] == ROLE else ""

@@ -21,6 +21,7 @@ from ..proto.messages import Accepted, Finish, ReplicaStats, Stats
 from .__main__ import app_runner, listen, new_loop, url_of
 from .app import make_app
 from .front import Settings
+from .prompts import text_of
 
 if TYPE_CHECKING:
     import numpy
@@ -192,7 +193,7 @@ def _words(request: OpenRequest) -> list[str]:
     message = request.message
     if message.prompt is not None:
         return message.prompt.split() + (message.pair or "").split()
-    return [word for one in message.messages or [] for word in str(one.get("content")).split()]
+    return [word for one in message.messages or [] for word in text_of(one).split()]
 
 
 class FakeServer:

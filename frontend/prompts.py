@@ -39,10 +39,16 @@ def check_count(given: list[Any], name: str, what: str) -> None:
 
 
 def conversation_of(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The messages, each with a role, their text parts joined. Raises ApiError."""
+    """The messages, each with a role, all their parts as parts of text. Raises ApiError."""
     if not messages:
         raise ApiError(400, "messages must hold at least one message.", "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """What a message of ``conversation_of`` says, its parts joined by line breaks."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def template_of(
@@ -83,11 +89,11 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         return message
     if not isinstance(content, list):
         raise ApiError(400, f"{where}.content must be a string or a list of parts, got {kind_of(content)}.", "messages")
-    texts = []
+    parts = []
     for position, part in enumerate(content):
         at = f"{where}.content[{position}]"
         if isinstance(part, str):
-            texts.append(part)
+            parts.append({"type": "text", "text": part})
             continue
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise ApiError(400, f"{at} must be an object with a type, got {kind_of(part)}.", "messages")
@@ -96,5 +102,5 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         text = part.get("refusal" if part["type"] == "refusal" else "text")
         if not isinstance(text, str):
             raise ApiError(400, f"{at}.text must be a string, got {kind_of(text)}.", "messages")
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
+        parts.append({**part, "type": "text", "text": text})
+    return {**message, "content": parts}

@@ -304,7 +304,7 @@ class ChatRequest(GenerateRequest):
         )
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages, each with a role, their text parts joined. Raises ApiError."""
+        """The messages, each with a role, all their parts as parts of text. Raises ApiError."""
         return conversation_of(self.messages)
 
 

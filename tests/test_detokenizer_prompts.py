@@ -262,6 +262,35 @@ def test_bad_templates_are_refused_in_bounded_time(source: str, monkeypatch: pyt
     assert refused.value.param == "messages"
 
 
+LOOP = (
+    "{% for message in messages %}<{{ message['role'] }}>{% for part in message['content'] | list %}"
+    "{% if part['type'] == 'text' %}[{{ part['text'] }}|{{ part.lang }}]{% endif %}{% endfor %}{% endfor %}"
+)
+EITHER = (
+    "{% for message in messages %}{% if message.content is string %}({{ message.content }}){% else %}"
+    "{% set content = message.content %}{% for part in content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def test_content_takes_the_form_that_the_template_reads(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a", "lang": "en"}, {"type": "text", "text": "b"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]
+    only, either = (ChatTemplate({"default": source}, {}) for source in (LOOP, EITHER))
+    assert only.render(chat, None) == "<user>[a|en][b|]<assistant>[c|]"
+    assert either.render(chat, None) == "[a][b](c)"
+    theirs = by_transformers(make(tmp_path, {"chat_template": EITHER}))
+    assert theirs.apply_chat_template(chat, tokenize=False) == "[a][b](c)"
+    assert ChatTemplate({"default": CHATML}, {}).render(chat[:1], {"add_generation_prompt": False}) == (
+        "<|im_start|>user\na\nb<|im_end|>\n"
+    )
+    go_on = {"continue_final_message": True}
+    assert only.render(chat, go_on) == "<user>[a|en][b|]<assistant>[c"
+    assert either.render(chat[:1], go_on) == "[a][b"
+    for content in ([], [{"type": "text", "text": ""}], None):
+        with pytest.raises(Refused, match="needs a last message with content"):
+            only.render([{"role": "user", "content": content}], go_on)
+
+
 def test_no_template_names_the_remedy() -> None:
     with pytest.raises(Refused, match="--chat-template"):
         ChatTemplate({}, {}).render(CHAT, None)

@@ -244,6 +244,8 @@ def test_chat_echo(server: FakeServer) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "I"}]
     body = {"messages": messages, "echo": True, "continue_final_message": True, "max_tokens": 1}
     assert post(server, body, "/v1/chat/completions")[1]["choices"][0]["message"]["content"] == "I 0.0"
+    messages[1] = {"role": "assistant", "content": [{"type": "text", "text": "I"}, "am"]}
+    assert post(server, body, "/v1/chat/completions")[1]["choices"][0]["message"]["content"] == "I\nam 0.0"
 
 
 # ---------------------------------------------------------------- refusals

@@ -138,11 +138,12 @@ def test_bad_messages(messages: Any) -> None:
     assert refused({"messages": messages}, ChatRequest).param == "messages"
 
 
-def test_text_parts_are_joined_and_the_rest_of_a_message_is_kept() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+def test_parts_become_parts_of_text_and_the_rest_of_a_message_is_kept() -> None:
+    parts = ["a", {"type": "text", "text": "b", "lang": "en"}, {"type": "input_text", "text": "c"}]
     messages = [{"role": "user", "content": parts, "name": "x"}, {"role": "assistant", "content": None}]
+    told = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "lang": "en"}, {"type": "text", "text": "c"}]
     assert chat(messages=messages).conversation() == [
-        {"role": "user", "content": "a\nb", "name": "x"},
+        {"role": "user", "content": told, "name": "x"},
         {"role": "assistant", "content": None},
     ]
 
