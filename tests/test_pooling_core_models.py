@@ -32,6 +32,8 @@ DECODERS = {
     "Qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
     "GPT2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
     "OPT": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "GPTNeoX": SIZES,
+    "Gemma3Text": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16},
 }
 LENGTHS = (1, 5, 5, 24, 23, 2)
 
@@ -41,7 +43,8 @@ def make(path, family, kind, **config):
     torch.manual_seed(3)
     settings = {**ENCODERS, **DECODERS}[family] | config
     made = getattr(transformers, f"{family}Config")(**settings)
-    model = getattr(transformers, family + kind)(made).eval()
+    name = family.removesuffix("Text") if kind == "ForCausalLM" else family
+    model = getattr(transformers, name + kind)(made).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0.02 if weight.dim() == 1 else 0.0, 0.2)  # as large as trained ones, biases not 0

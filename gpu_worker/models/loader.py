@@ -247,13 +247,13 @@ def _fill_from_files(parts: _Parts, names: WeightNames, folder: Path, load_forma
                     name = entry.name
                     for old, new in names.renamed:
                         name = name.replace(old, new)
-                    name = name if name in places else names.prefix + name
-                    if name in places:
-                        if name in read:
-                            raise _twice(entry, read[name])
-                        read[name] = file
-                        _put(parts, places[name], entry)
-                    elif not skip.fullmatch(entry.name):
+                    place = name if name in places else names.prefix + name
+                    if place in places:
+                        if place in read:
+                            raise _twice(entry, read[place])
+                        read[place] = file
+                        _put(parts, places[place], entry)
+                    elif not skip.fullmatch(entry.name) and not skip.fullmatch(name):
                         left_over.append(entry.name)
                     bar.update(entry.nbytes)
         bar.update(total - bar.n)  # what the files hold besides weights: their headers

@@ -43,7 +43,7 @@ def find_pooled(hf: Config, pooler: PoolerConfig) -> tuple[DecoderSpec, WeightNa
 def _generator(architecture: str) -> str:
     """The architecture in the table whose layers this one has."""
     base = architecture.removesuffix("ForSequenceClassification").removesuffix("Model")
-    for name in (architecture, base + "ForCausalLM", base + "LMHeadModel"):
+    for name in (architecture, base + "ForCausalLM", base + "LMHeadModel", base.removesuffix("Text") + "ForCausalLM"):
         if name in FAMILIES:
             return name
     raise ConfigError(
