@@ -169,6 +169,12 @@ class EngineArgs:
     keys: str | None = _flag(None, EVERY, "CURVE key file made by `quire keygen`; needed for tcp:// off loopback")
     log_level: str = _flag("info", EVERY, "least severe level to log", ("debug", "info", "warning", "error"))
 
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Give a script's parser all flags: ``LLM(**vars(parser.parse_args()))`` then takes them."""
+        add_flags(parser)
+        return parser
+
     def check(self) -> EngineArgs:
         """Refuse values that cannot work. Returns self. Raises ConfigError."""
         self._check_numbers()

@@ -1,5 +1,6 @@
 """LLM over the real stack with the demo model."""
 
+import argparse
 import asyncio
 import gc
 import importlib
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import stack
 
-from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire import LLM, BeamSearchParams, EngineArgs, SamplingParams, StructuredOutputsParams
 from quire.client.prompts import parse_conversations, parse_params, parse_priority, parse_prompts
 from quire.proto.model_config import demo_model_path
 
@@ -366,8 +367,11 @@ def test_no_tokenizer_defaults_of_another_kind_and_a_closed_llm(llm):
     ids = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
     expected = [output.outputs[0].token_ids[:3] for output in llm.generate(ids, GREEDY, use_tqdm=False)]
     override = {"max_new_tokens": 3, "temperature": 0}
+    flags = EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args(
+        ["--dtype", "float32", "--skip-tokenizer-init"]
+    )
     left_out = dict.fromkeys(("seed", "block_size", "max_num_batched_tokens", "tokenizer_mode"))  # None: the default
-    with LLM(dtype="float32", skip_tokenizer_init=True, override_generation_config=override, **left_out) as bare:
+    with LLM(**{**vars(flags), **left_out, "override_generation_config": override}) as bare:
         default = bare.get_default_sampling_params()
         assert (default.max_tokens, default.temperature) == (3, 0.0)
         for output, want in zip(bare.generate(ids, use_tqdm=False), expected, strict=True):
