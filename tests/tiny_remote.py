@@ -329,4 +329,7 @@ ROWS: dict[str, Any] = {
     "olmo-first": renamed(
         "Olmo", {"num_key_value_heads": 6, "clip_qkv": 0.5}, "OLMoForCausalLM", olmo, olmo_config
     ),
+    "olmo-first-name": renamed(
+        "Olmo", {"num_key_value_heads": 6, "clip_qkv": None}, "OLMoModelForCausalLM", olmo, olmo_config
+    ),
 }  # fmt: skip

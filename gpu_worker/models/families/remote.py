@@ -245,4 +245,6 @@ FAMILIES: dict[str, Family] = {
     "OrionForCausalLM": (orion, LLAMA_NAMES),
     "QWenLMHeadModel": (qwen, _QWEN_NAMES),
     "OLMoForCausalLM": (olmo, _OLMO_NAMES),
+    "OLMoModelForCausalLM": (olmo, _OLMO_NAMES),  # as the first files say it, in either spelling
+    "OlmoModelForCausalLM": (olmo, _OLMO_NAMES),
 }
