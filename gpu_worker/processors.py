@@ -51,6 +51,8 @@ def _load(name: str) -> Function:
         raise ConfigError(
             f"{FLAG} {name!r} cannot be imported ({said:.300}); install its package, or put its folder on PYTHONPATH."
         ) from error
+    if isinstance(function, type):
+        raise ConfigError(f"{FLAG} {name!r} is a class; give a function, or an instance that can be called.")
     if not callable(function):
         raise ConfigError(f"{FLAG} {name!r} is of type {type(function).__name__}, which cannot be called.")
     count = _positional(function)

@@ -86,6 +86,7 @@ def user(monkeypatch):
             setattr(module, name, getattr(user, name))
     module.number = 7
     module.alone = lambda logits: logits
+    module.Kind = type("Kind", (), {"__init__": lambda self, config, device, pinned: None})
     monkeypatch.setitem(__import__("sys").modules, "users_own", module)
     return user
 
@@ -195,6 +196,7 @@ def test_the_remedy_names_the_flag(hand):
         ("users_own:missing", "has no attribute 'missing'"),
         ("users_own:number", "is of type int, which cannot be called"),
         ("users_own:alone", "takes 1 positional parameters"),
+        ("users_own:Kind", "is a class; give a function"),
     ],
 )
 def test_a_flag_that_cannot_work_is_one_line(user, name, said):
