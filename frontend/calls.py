@@ -49,7 +49,7 @@ class Ended:
     """One of the answers of a call, complete."""
 
     index: int
-    echo: str
+    echo: str | None  # the text that goes before it; None: none was asked for
     text: str
     reason: str
     stop: int | str | None
@@ -96,7 +96,7 @@ class Call:
     def _ended(self, prompt: int, index: int) -> Ended:
         child = self._streams[prompt].children[index]
         stream = self._streams[prompt]
-        echo = self._prefix(stream) if self._prefix is not None else ""
+        echo = self._prefix(stream) if self._prefix is not None else None
         place = prompt * self._n + index
         reason = _reason(child.finish)
         self._metrics.finished(reason)
@@ -202,7 +202,10 @@ class Call:
         choice.first = {} if wanted is None else self._chunks.of_prompt(wanted)
         if extras is not None and extras.logprobs is not None:
             choice.logprobs = self._chunks.logprobs(extras)
-        if self._prefix is None or not (echo := self._prefix(stream)):
+        if self._prefix is None:
+            return opening
+        echo = self._prefix(stream)
+        if not echo and not isinstance(choice.logprobs, CompletionLogprobs):
             return opening
         more, choice.first = choice.first, {}
         if wanted is not None:

@@ -54,7 +54,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 def _choice(choice: Ended, extras: Extras) -> dict[str, Any]:
     return {
         "index": choice.index,
-        "message": {"role": ROLE, "content": choice.echo + choice.text, "refusal": None},
+        "message": {"role": ROLE, "content": (choice.echo or "") + choice.text, "refusal": None},
         "logprobs": ChatLogprobs(extras).of(choice.logprobs),
         "finish_reason": choice.reason,
         "stop_reason": choice.stop,

@@ -60,7 +60,7 @@ def _choice(choice: Ended, extras: Extras) -> dict[str, Any]:
     prompt_ids = accepted.prompt_ids if accepted else []
     return {
         "index": choice.index,
-        "text": choice.echo + choice.text,
+        "text": (choice.echo or "") + choice.text,
         "logprobs": None if extras.logprobs is None else _logprobs(choice, prompt_ids, extras),
         "finish_reason": choice.reason,
         "stop_reason": choice.stop,
@@ -73,7 +73,7 @@ def _choice(choice: Ended, extras: Extras) -> dict[str, Any]:
 def _logprobs(choice: Ended, prompt_ids: list[int], extras: Extras) -> dict[str, Any]:
     """Those of the choice's tokens, after those of the prompt where it is echoed."""
     form = CompletionLogprobs(extras)
-    echoed = form.echo(choice.echo, prompt_ids, choice.stream.prompt_logprobs) if choice.echo else None
+    echoed = None if choice.echo is None else form.echo(choice.echo, prompt_ids, choice.stream.prompt_logprobs)
     own = form.of(choice.logprobs) or {}
     return own if echoed is None else {name: echoed[name] + own[name] for name in own}
 

@@ -68,7 +68,8 @@ class CompletionLogprobs:
         }
 
     def echo(self, text: str, ids: list[int], logprobs: list[TokenLogprobs | None] | None) -> dict[str, Any] | None:
-        """The object for the prompt, whose text this is; its first token has no logprob, as nothing comes before it."""
+        """The object for the prompt, whose text this is ("" where nobody knows it); its first token has no logprob, as
+        nothing comes before it."""
         found = self.of([token for token in logprobs or () if token is not None])
         if found is None:
             return None
@@ -76,7 +77,7 @@ class CompletionLogprobs:
         self._at = len(text)
         found["text_offset"] = [0, *(head + offset for offset in found["text_offset"])]
         found["token_logprobs"].insert(0, None)
-        found["tokens"].insert(0, f"token_id:{ids[0]}" if self._extras.names_are_ids else text[:head])
+        found["tokens"].insert(0, f"token_id:{ids[0]}" if self._extras.names_are_ids or not text else text[:head])
         found["top_logprobs"].insert(0, None)
         return found
 

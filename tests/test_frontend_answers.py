@@ -273,6 +273,17 @@ def test_where_nothing_is_detokenized(server: FakeServer) -> None:
     assert choice["logprobs"] == {"content": [entry]}
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_a_prompt_without_a_text_is_echoed_by_its_logprobs(server: FakeServer, max_tokens: int) -> None:
+    body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": max_tokens, "return_token_ids": True}
+    (choice,) = ask(server, COMPLETIONS, body)["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:5", " 6", " 7", " 0.0", " 0.1"][: 3 + max_tokens]
+    assert choice["logprobs"]["token_logprobs"] == [None, *[-0.5] * (2 + max_tokens)]
+    streamed = joined(events_of(server, COMPLETIONS, body), 0)
+    assert (streamed["logprobs"], streamed["token_ids"]) == (choice["logprobs"], choice["token_ids"])
+    assert streamed["text"] == choice["text"] == " 0.0 0.1"[: 4 * max_tokens]
+
+
 # ---------------------------------------------------------------- streams
 
 
