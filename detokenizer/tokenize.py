@@ -79,7 +79,8 @@ class Preparer:
         """Render, encode, check and resolve. ``message.params.max_tokens`` is a number afterwards.
 
         ``prompt`` of the result is the text given or rendered; with ``echo`` it is the text of the ids that are run,
-        where truncation left only some. Raises Refused with the field at fault.
+        where truncation left only some, or where ids were given: all of them, special tokens too, so that the text is
+        that of the tokens whose logprobs are shown beside it. Raises Refused with the field at fault.
         """
         try:
             if message.pooling is not None or self.pooler is not None:
@@ -95,7 +96,7 @@ class Preparer:
         prompt, ids, cut = self._ids(message, max_model_len, tokens_kept(params, max_model_len))
         check_prompt(ids, self.model, max_model_len)
         if message.echo and (prompt is None or cut) and self.tokenizer is not None:
-            prompt = self.tokenizer.decode(ids, params.skip_special_tokens)
+            prompt = self.tokenizer.decode(ids, params.skip_special_tokens and prompt is not None)
         self._resolve(params, max_model_len - len(ids))
         packed = array("i", ids).tobytes()
         prepared = Prepared(

@@ -106,6 +106,8 @@ def test_echo_is_the_text_of_what_is_run() -> None:
     assert prompt(None, prompt=text) == prompt(len(ids), prompt=text) == prompt(None, ids=i32(ids)) == text
     assert prompt(4, prompt=text) == prompt(4, ids=i32(ids)) == TOKENIZER.decode(ids[-4:], True) != text
     assert prompt(4, echo=False, prompt=text) == text and prompt(4, echo=False, ids=i32(ids)) is None
+    special = [SHARED.eos[0], *ids]
+    assert prompt(None, ids=i32(special)) == TOKENIZER.decode(special, False) != text
 
 
 def test_min_tokens_must_fit() -> None:
