@@ -174,8 +174,11 @@ def load_model_config(
     hf = read_json(file := Path(path) / "config.json")
     if not hf and not file.is_file():
         raise ConfigError(f"{file} does not exist; a model is a Hugging Face folder with a config.json.")
+    overrides = overrides or {}
     text = hf.get("text_config")
     if isinstance(text, dict):
+        if isinstance(inner := overrides.get("text_config"), dict):  # the text's values are the model's from here on
+            overrides = {**{key: value for key, value in overrides.items() if key != "text_config"}, **inner}
         names = hf.get("architectures") or text.get("architectures")  # the whole model's say how its weights are named
         whole = hf.get("tie_word_embeddings")
         unwritten = _UNWRITTEN.get(str(text.get("model_type")), {})
@@ -188,9 +191,9 @@ def load_model_config(
         if whole is True:  # the text's own value is then its class's default, and the files have one table
             hf["tie_word_embeddings"] = True
     for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(value := {**hf, **(overrides or {})}.get(key), dict | None):
+        if not isinstance(value := {**hf, **overrides}.get(key), dict | None):
             raise ConfigError(f"{path}/config.json: {key} must be an object, got {value!r}; correct it.")
-    hf = with_usual_names(_overridden(hf, overrides or {}), OTHER_NAMES)
+    hf = with_usual_names(_overridden(hf, overrides), OTHER_NAMES)
     generation = read_json(Path(path) / "generation_config.json")
     vocab, names = hf.get("vocab_size"), hf.get("architectures") or []
     if type(vocab) is not int or vocab < 1:
@@ -206,7 +209,7 @@ def load_model_config(
         vocab_size=vocab,
         eos_token_ids=_eos(path, generation) or _eos(path, hf),
         generation=generation,
-        overrides=overrides or {},
+        overrides=overrides,
     )
 
 

@@ -196,6 +196,15 @@ def test_overrides(tmp_path: Path) -> None:
             config_of(EngineArgs(hf_overrides=bad).check(), folder)
 
 
+def test_overrides_of_a_text_within_a_larger_model(tmp_path: Path) -> None:
+    text = {"vocab_size": 5, "max_position_embeddings": 100, "rope_parameters": {"rope_theta": 3.0}}
+    folder = write(tmp_path, architectures=["Gemma3ForConditionalGeneration"], text_config=text, vision_config={})
+    inner = {"max_position_embeddings": 50, "rope_theta": 7.0}
+    found = config_of(EngineArgs(hf_overrides={"text_config": inner, "sliding_window": 9}).check(), folder)  # type: ignore[arg-type]
+    assert (found.max_model_len, found.hf["sliding_window"], found.vocab_size) == (50, 9, 5)
+    assert found.hf["rope_parameters"]["rope_theta"] == 7.0
+
+
 def test_overrides_of_the_new_spelling_of_rope(tmp_path: Path) -> None:
     new = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5.0}
     folder = write(tmp_path, max_position_embeddings=100, rope_parameters=new)
