@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from .client.engine import Engine
-    from .client.llm import LLM
-    from .client.outputs import (
+    from .client.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .client.offline.llm import LLM
+    from .client.offline.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
         CompletionOutput,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from .client.prompts import TextPrompt, TokensPrompt
+    from .client.offline.prompts import TextPrompt, TokensPrompt
     from .proto.config import EngineArgs
     from .proto.params import RequestOutputKind, SamplingParams
     from .proto.pooling import PoolingParams
@@ -38,29 +38,29 @@ __version__ = "0.1.0"
 _HOMES = {
     "Engine": ".client.engine",
     "EngineArgs": ".proto.config",
-    "LLM": ".client.llm",
-    "BeamSearchOutput": ".client.beams",
-    "BeamSearchParams": ".client.beams",
-    "BeamSearchSequence": ".client.beams",
+    "LLM": ".client.offline.llm",
+    "BeamSearchOutput": ".client.offline.beams",
+    "BeamSearchParams": ".client.offline.beams",
+    "BeamSearchSequence": ".client.offline.beams",
     "GuidedDecodingParams": ".proto.structured",
-    "Logprob": ".client.outputs",
+    "Logprob": ".client.offline.outputs",
     "StructuredOutputsParams": ".proto.structured",
-    "CompletionOutput": ".client.outputs",
-    "RequestMetrics": ".client.outputs",
-    "RequestOutput": ".client.outputs",
-    "TextPrompt": ".client.prompts",
-    "TokensPrompt": ".client.prompts",
+    "CompletionOutput": ".client.offline.outputs",
+    "RequestMetrics": ".client.offline.outputs",
+    "RequestOutput": ".client.offline.outputs",
+    "TextPrompt": ".client.offline.prompts",
+    "TokensPrompt": ".client.offline.prompts",
     "RequestOutputKind": ".proto.params",
     "SamplingParams": ".proto.params",
     "PoolingParams": ".proto.pooling",
-    "ClassificationOutput": ".client.outputs",
-    "ClassificationRequestOutput": ".client.outputs",
-    "EmbeddingOutput": ".client.outputs",
-    "EmbeddingRequestOutput": ".client.outputs",
-    "PoolingOutput": ".client.outputs",
-    "PoolingRequestOutput": ".client.outputs",
-    "ScoringOutput": ".client.outputs",
-    "ScoringRequestOutput": ".client.outputs",
+    "ClassificationOutput": ".client.offline.outputs",
+    "ClassificationRequestOutput": ".client.offline.outputs",
+    "EmbeddingOutput": ".client.offline.outputs",
+    "EmbeddingRequestOutput": ".client.offline.outputs",
+    "PoolingOutput": ".client.offline.outputs",
+    "PoolingRequestOutput": ".client.offline.outputs",
+    "ScoringOutput": ".client.offline.outputs",
+    "ScoringRequestOutput": ".client.offline.outputs",
 }
 
 __all__ = [

@@ -2,9 +2,9 @@
 
     python bench/chaos.py --kills 200 --output-json bench/results/chaos-real-workers.json
 
-Two storms, one over workers with a page store in place of a model (`scheduler/fake_worker.py`) and one over the demo
-model in float32; each takes half of the kills. `tests/chaos/storm.py` says what is done and what is compared. The code
-that runs is the one that `import quire` finds. Ends with code 1 where anything was lost, doubled or left over.
+Two storms, one over workers with a page store in place of a model (`scheduler/fake/fake_worker.py`) and one over the
+demo model in float32; each takes half of the kills. `tests/chaos/storm.py` says what is done and what is compared.
+The code that runs is the one that `import quire` finds. Ends with code 1 where anything was lost, doubled or left over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 from chaos.cluster import Cluster, Shape  # noqa: E402
 from chaos.faults import KILLS, PAUSES, SOCKETS, WORKERS  # noqa: E402

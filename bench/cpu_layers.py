@@ -26,7 +26,7 @@ from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.layers import linear
 from quire.gpu_worker.layers.attention_cpu import paged_attention
 from quire.gpu_worker.models.loader import load_model
-from quire.proto.model_config import ModelConfig
+from quire.proto.checkpoint.model_config import ModelConfig
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,

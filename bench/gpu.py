@@ -21,9 +21,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("tests", "kernels", "decode")
-TESTS = ("tests/test_kernels_attention.py", "tests/test_kernels_layers.py", "tests/test_kernels_sampling.py",
-         "tests/test_sampler_kernels.py", "tests/test_sampler.py", "tests/test_sampler_edits.py",
-         "tests/test_sampler_logprobs.py", "tests/test_sampler_mixed.py")  # fmt: skip
+TESTS = tuple(
+    f"tests/gpu_worker/test_{name}.py"
+    for name in (
+        "kernels_attention", "kernels_layers", "kernels_sampling", "sampler_kernels", "sampler", "sampler_edits",
+        "sampler_logprobs", "sampler_mixed",
+    )
+)  # fmt: skip
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

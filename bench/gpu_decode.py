@@ -19,11 +19,11 @@ from quire.gpu_worker.graphs import CudaRecorder, DecodeGraphs
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.runner import Runner
-from quire.gpu_worker.sampler import SamplingState, sample
+from quire.gpu_worker.sampling.sampler import SamplingState, sample
 from quire.gpu_worker.state import RowState
+from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.codec import i32
 from quire.proto.messages import Admit, Lease, StepPlan
-from quire.proto.model_config import load_model_config
 from quire.proto.params import SamplingParams
 
 PAGE = 16

@@ -12,7 +12,7 @@ from gpu_timing import seconds_each
 
 from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import activation, attention, norm, rope
-from quire.gpu_worker.sampler import SamplingState, sample
+from quire.gpu_worker.sampling.sampler import SamplingState, sample
 from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
 

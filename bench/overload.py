@@ -36,7 +36,7 @@ from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 from chaos.cluster import Cluster, Shape  # noqa: E402
 from chaos.storm import percentile  # noqa: E402

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.gpu_worker.sampler import SamplingState, sample
+from quire.gpu_worker.sampling.sampler import SamplingState, sample
 from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
 

@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 from chaos.cluster import Cluster, Shape  # noqa: E402
 from chaos.faults import KILLS, PAUSES, SOCKETS, WORKERS  # noqa: E402

@@ -15,8 +15,8 @@ import random
 import time
 from typing import Any
 
+from ..proto.checkpoint.model_config import config_of, model_folder
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
-from ..proto.model_config import config_of, model_folder
 from ..proto.params import ParamError, SamplingParams
 from .main import CommandError
 
@@ -161,8 +161,8 @@ def _engine_args(args: argparse.Namespace) -> EngineArgs:
 
 
 def _llm(engine: EngineArgs) -> Any:
-    from ..client.launch import LaunchError
-    from ..client.llm import LLM
+    from ..client.offline.llm import LLM
+    from ..client.supervisor.launch import LaunchError
 
     fields = {field.name: getattr(engine, field.name) for field in dataclasses.fields(EngineArgs)}
     changed = {f.name: fields[f.name] for f in dataclasses.fields(EngineArgs) if fields[f.name] != f.default}
@@ -196,7 +196,7 @@ def _check_lengths(engine: EngineArgs, input_len: int, output_len: int, most: fl
 
 def control_plane(args: argparse.Namespace) -> int:
     """Print microseconds of plan + commit."""
-    from ..scheduler.bench import run_control_plane
+    from ..scheduler.fake.bench import run_control_plane
 
     result = run_control_plane(args.num_seqs, args.steps, args.input_len, args.output_len, args.seed)
     print(f"plan + commit of {args.num_seqs} sequences, microseconds of CPU a step (budget 1000, goal 150)")

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from ..proto.checkpoint.model_config import DEMO_MODEL, load_model_config, resolve_model
 from ..proto.config import ConfigError
-from ..proto.model_config import DEMO_MODEL, load_model_config, resolve_model
 from .bench import percentile, positive, random_ids, save, spread
 
 SMALL_VOCAB = 1000

@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
 
 def keygen(args: argparse.Namespace) -> int:
     """Write new key files; never over others."""
-    from ..proto.keys import ALLOWED, Keys, generate_apart
+    from ..proto.wire.keys import ALLOWED, Keys, generate_apart
 
     try:
         if args.each is None:

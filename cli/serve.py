@@ -15,7 +15,7 @@ from ..proto.process import ignore_signals, setup_logging
 from .main import CommandError
 
 if TYPE_CHECKING:
-    from ..client.launch import Stack
+    from ..client.supervisor.launch import Supervisor
 
 POLL_S = 0.05
 
@@ -43,10 +43,10 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
-    from ..client.launch import LaunchError, Stack
+    from ..client.supervisor.launch import LaunchError, Supervisor
 
     setup_logging("serve", engine_args.log_level)
-    stack = Stack(engine_args, http=True)
+    stack = Supervisor(engine_args, http=True)
     stack.hurry = ending.hurry
     ending.interrupts = False  # what a signal raises could come between a process's start and its being written down
     try:
@@ -62,7 +62,7 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
         stack.close()
 
 
-def _is_ready(stack: Stack, stop: threading.Event) -> bool:
+def _is_ready(stack: Supervisor, stop: threading.Event) -> bool:
     """Wait for it. False where the server is to end first. Raises LaunchError."""
     while not stop.wait(POLL_S):
         with suppress(TimeoutError):

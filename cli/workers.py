@@ -22,7 +22,7 @@ ANSWER_S = 10.0
 """How long the scheduler may take to answer."""
 LOOK_S = 0.3
 RUN_DIRS, SHARED_TMP = "quire-run-*", "/tmp"
-"""What ``quire serve`` calls its folder of socket files, and where it is if TMPDIR is too long (client/rundir.py)."""
+"""What ``quire serve`` calls its folder of socket files, and where it is if TMPDIR is too long; see ``rundir.py``."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -110,7 +110,7 @@ class Operator:
     def __init__(self, address: str, keys: str | None = None):
         from ..proto.messages import PROTOCOL, FromSchedulerFront, Hello
         from ..proto.process import new_incarnation
-        from ..proto.sockets import Dealer, front_endpoint, load_keys
+        from ..proto.wire.sockets import Dealer, front_endpoint, load_keys
 
         self.address, self._token = address, 0
         name = new_incarnation("operator")

@@ -26,7 +26,7 @@ from ..proto.config import ConfigError
 from ..proto.params import SamplingParams
 from ..proto.pooling import PoolingParams
 from ..proto.process import new_incarnation, pulse, resident_bytes
-from ..proto.sockets import CONNECTED, Dealer, Keys, front_endpoint
+from ..proto.wire.sockets import CONNECTED, Dealer, Keys, front_endpoint
 from .best import to_wire
 from .logprobs import by_row, unpack
 from .placement import Link, Placement
@@ -390,7 +390,7 @@ class Engine:
         if self._links.get(link.incarnation) is not link:
             return
         if event == CONNECTED:
-            link.wire.send(m.Beat())  # so that it beats to this process
+            link.wire.send(m.Heartbeat())  # so that it beats to this process
             if not link.silent:
                 self._use(link)
         elif link.ready:
@@ -448,7 +448,7 @@ class Engine:
             if (request := self._current(message)) is not None:
                 error = RequestError(message.status, message.message, message.param, message.retry_after)
                 self._finish(request, error)
-        elif isinstance(message, m.Gone):
+        elif isinstance(message, m.Unknown):
             for uid, attempt in zip(from_i64(message.uids), from_i32(message.attempts), strict=True):
                 request = link.open.get(uid)
                 if request is not None and request.attempt == attempt:
@@ -516,16 +516,16 @@ class Engine:
                 self._forgive(now, late)
             beats += 1
             if self._scheduler is not None and self._peers is not None:
-                self._scheduler.send(m.Beat(memory=resident_bytes(), bad_frames=self.bad_frames))
+                self._scheduler.send(m.Heartbeat(memory=resident_bytes(), bad_frames=self.bad_frames))
             for link in list(self._links.values()):
                 if link.ready and now - link.heard > SILENCE_S:
                     log.warning("detokenizer %s has been silent for %g s", link.incarnation, SILENCE_S)
                     self._lose(link, silent=True)
                 elif link.ready:
-                    link.wire.send(m.Beat())
+                    link.wire.send(m.Heartbeat())
                     if beats % OPEN_EVERY == 0:
                         attempts = i32(request.attempt for request in link.open.values())
-                        link.wire.send(m.Open(uids=i64(link.open), attempts=attempts))
+                        link.wire.send(m.Reconcile(uids=i64(link.open), attempts=attempts))
             if self._unreached and self._peers is not None:
                 for peer in self._peers.peers:
                     if peer.incarnation in self._unreached:

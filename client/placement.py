@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from ..proto.messages import FromDetokenizer
-from ..proto.sockets import Dealer
+from ..proto.wire.sockets import Dealer
 from .stream import OpenRequest
 
 

@@ -22,7 +22,7 @@ from ..proto.codec import from_i32, i32
 from ..proto.messages import Accepted, Finish, Resume, Tokenize
 from ..proto.params import SamplingParams
 from .best import choose, from_wire, is_held
-from .outputs import RequestMetrics
+from .offline.outputs import RequestMetrics
 
 if TYPE_CHECKING:
     import numpy

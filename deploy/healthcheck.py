@@ -40,18 +40,18 @@ def answers(port: str) -> None:
     That also shows that the key file (QUIRE_KEYS) is the one it was started with.
     """
     from quire.proto.codec import i32, i64
-    from quire.proto.messages import FromDetokenizer, Gone, Open
+    from quire.proto.messages import FromDetokenizer, Reconcile, Unknown
     from quire.proto.process import new_incarnation
-    from quire.proto.sockets import Dealer, load_keys
+    from quire.proto.wire.sockets import Dealer, load_keys
 
     keys = load_keys(os.environ.get("QUIRE_KEYS"))
     endpoint = f"tcp://127.0.0.1:{port}" + (f" {keys.public.decode()}" if keys else "")
     dealer: Dealer = Dealer(FromDetokenizer, endpoint, new_incarnation("health"), keys)
-    dealer.send(Open(i64([0]), i32([0])))
+    dealer.send(Reconcile(i64([0]), i32([0])))
     deadline = time.monotonic() + TIMEOUT_S
     while (left := deadline - time.monotonic()) > 0:
         dealer.socket.poll(int(1000 * left) + 1)
-        if isinstance(dealer.recv(), Gone):
+        if isinstance(dealer.recv(), Unknown):
             return
     raise Unwell(f"nothing answered at port {port} within {TIMEOUT_S:g} s")
 

@@ -8,11 +8,11 @@ import logging
 import sys
 import time
 
+from ..proto.checkpoint.model_config import config_of, model_folder, tokenizer_folder
+from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
-from ..proto.model_config import config_of, model_folder, tokenizer_folder
-from ..proto.pooler_config import pooler_of
 from ..proto.process import die, ending_signals, new_incarnation, setup_logging, tell_ready, watch_parent
-from ..proto.sockets import detokenizer_bind, load_keys, private_dir
+from ..proto.wire.sockets import detokenizer_bind, load_keys, private_dir
 from .gate import Checker
 from .loop import Detokenizer, check_bind
 from .tokenize import Preparer

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from ..proto.tokenizers_tiktoken import ALPHABET
+from ..proto.checkpoint.tokenizers_tiktoken import ALPHABET
 from .tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)

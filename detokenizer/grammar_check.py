@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..proto.grammar import GrammarError, spec_key
-from ..proto.model_config import ModelConfig
+from ..proto.checkpoint.model_config import ModelConfig
+from ..proto.grammars.grammar import GrammarError, spec_key
 from ..proto.structured import StructuredOutputsParams
 from .errors import Refused
 from .grammar_helper import LATE, READY, STARVED, Check, Verdict, frame, wall

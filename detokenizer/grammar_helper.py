@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from ..proto.checkpoint.model_config import ModelConfig
 from ..proto.config import ConfigError
-from ..proto.grammar import NO_TOKEN, GrammarError, fault, grammar_of, spelled, start_matcher, token_table
-from ..proto.model_config import ModelConfig
+from ..proto.grammars.grammar import NO_TOKEN, GrammarError, fault, grammar_of, spelled, start_matcher, token_table
 from ..proto.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:

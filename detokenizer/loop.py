@@ -2,7 +2,7 @@
 
 A request lives here from its Tokenize to the end of its last child: encoded in a thread, its grammar (if it has one)
 checked (`gate.py`), submitted, its tokens turned into text (`step.py`). Four things end it early: its Engine aborts
-it, its Engine is lost, the scheduler fails it, or the scheduler does not know it (Gone, which its Engine is told).
+it, its Engine is lost, the scheduler fails it, or the scheduler does not know it (Unknown, which its Engine is told).
 
 An Engine is lost when its connection breaks, or when it reads nothing: one that has not beaten for a while is let go,
 so what it leaves unread is bounded by what is generated for it in that time. A silent scheduler is waited for.
@@ -26,24 +26,24 @@ from ..proto.messages import (
     Accepted,
     BeamStopped,
     BeamTokens,
-    Beat,
     Bye,
     Failed,
     FromSchedulerFront,
-    Gone,
+    Heartbeat,
     Hello,
-    Open,
     Peers,
     Pooled,
     PromptLogprobs,
+    Reconcile,
     Stats,
     Submit,
     ToDetokenizer,
     TokenBatch,
     Tokenize,
+    Unknown,
 )
 from ..proto.process import pulse, resident_bytes
-from ..proto.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
+from ..proto.wire.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
 from .beams import LostBeams
 from .columns import Outbox, check_tokenize, pairs_of
 from .errors import Refused
@@ -152,7 +152,7 @@ class Detokenizer:
         pulse()
         bad = self.router.bad_frames + self.dealer.bad_frames + self.bad_frames
         if self._online:  # a socket keeps what it cannot send; old beats are of no use to anyone
-            self.dealer.send(Beat(memory=resident_bytes(), bad_frames=bad))
+            self.dealer.send(Heartbeat(memory=resident_bytes(), bad_frames=bad))
         now = time.monotonic()
         if now - self._beaten > BEAT_S + JUMP_S:
             log.warning("this process stood still for %.1f s", now - self._beaten - BEAT_S)
@@ -165,10 +165,10 @@ class Detokenizer:
     def _open(self) -> None:
         if self._online:
             known = [r for r in self.requests.values() if r.submitted]
-            self.dealer.send(Open(i64([r.uid for r in known]), i32([r.attempt for r in known])))
+            self.dealer.send(Reconcile(i64([r.uid for r in known]), i32([r.attempt for r in known])))
 
     def _find_lost_engines(self) -> None:
-        for engine in [e for e in self.engines if not self.router.send(e, Beat())]:
+        for engine in [e for e in self.engines if not self.router.send(e, Heartbeat())]:
             self._lose_engine(engine)
 
     def _lose_engine(self, engine: str, why: str = "is gone") -> None:
@@ -220,15 +220,15 @@ class Detokenizer:
                 request = self.requests.get(message.uid)
                 if request is not None and request.peer == peer and request.attempt <= message.attempt:
                     self._drop(request)
-            elif isinstance(message, Open):
+            elif isinstance(message, Reconcile):
                 self._compare(peer, message)
         except BadFrame as error:
             self._bad(peer, error)
         except Exception:
             log.exception("a message from %s failed and was dropped: %s", peer, type(message).__name__)
 
-    def _compare(self, peer: str, message: Open) -> None:
-        """Answer Gone for what we lack; drop what the Engine no longer lists."""
+    def _compare(self, peer: str, message: Reconcile) -> None:
+        """Answer Unknown for what we lack; drop what the Engine no longer lists."""
         listed = dict(pairs_of(message.uids, message.attempts))
         for request in [r for r in self.requests.values() if r.peer == peer and r.attempt > listed.get(r.uid, -1)]:
             self._drop(request)
@@ -238,7 +238,7 @@ class Detokenizer:
             if found is None or found.attempt < attempt:
                 gone.append((uid, attempt))
         if gone:
-            self._send(peer, Gone(i64([u for u, _ in gone]), i32([a for _, a in gone])))
+            self._send(peer, Unknown(i64([u for u, _ in gone]), i32([a for _, a in gone])))
 
     def _tokenize(self, peer: str, message: Tokenize) -> None:
         check_tokenize(message)
@@ -358,7 +358,7 @@ class Detokenizer:
                 if request is not None and request.attempt == message.attempt:
                     del self.requests[message.uid]
                     self._send(request.peer, message)
-            elif isinstance(message, Gone):
+            elif isinstance(message, Unknown):
                 self._gone(message)
             elif isinstance(message, Bye):
                 if message.reason:
@@ -383,7 +383,7 @@ class Detokenizer:
         while self._early:
             self._prepare(*self._early.popleft())
 
-    def _gone(self, message: Gone) -> None:
+    def _gone(self, message: Unknown) -> None:
         lost: dict[str, list[Request]] = {}
         for uid, attempt in pairs_of(message.uids, message.attempts):
             request = self.requests.get(uid)
@@ -391,7 +391,7 @@ class Detokenizer:
                 del self.requests[uid]
                 lost.setdefault(request.peer, []).append(request)
         for peer, requests in lost.items():
-            self._send(peer, Gone(i64([r.uid for r in requests]), i32([r.attempt for r in requests])))
+            self._send(peer, Unknown(i64([r.uid for r in requests]), i32([r.attempt for r in requests])))
 
     def _tokens(self, message: TokenBatch) -> None:
         """One step's tokens: decode each child's, and send each Engine its share in one frame."""
@@ -431,7 +431,7 @@ class Detokenizer:
     def _lose(self, request: Request) -> None:
         """What the scheduler sends does not follow from what is here; the request's Engine starts it again."""
         self._drop(request)
-        self._send(request.peer, Gone(i64([request.uid]), i32([request.attempt])))
+        self._send(request.peer, Unknown(i64([request.uid]), i32([request.attempt])))
 
 
 def _size(message: Tokenize) -> int:

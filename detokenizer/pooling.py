@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..proto.checkpoint.model_config import ModelConfig
+from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.checks import check_ids
-from ..proto.model_config import ModelConfig
 from ..proto.params import ParamError
-from ..proto.pooler_config import PoolerConfig
 from ..proto.pooling import PoolingParams
-from ..proto.sockets import MAX_FRAME
+from ..proto.wire.sockets import MAX_FRAME
 from .errors import Refused
 from .tokenizer import TextTokenizer
 

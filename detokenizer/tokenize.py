@@ -8,13 +8,13 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from ..proto.checkpoint.model_config import ModelConfig
+from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.checks import check_params, check_prompt, check_text, tokens_kept
 from ..proto.codec import BadFrame, from_i32
 from ..proto.hashing import hash_blocks
 from ..proto.messages import Child, Finish, Tokenize
-from ..proto.model_config import ModelConfig
 from ..proto.params import ParamError, SamplingParams
-from ..proto.pooler_config import PoolerConfig
 from ..proto.pooling import PoolingParams
 from . import pooling
 from .beams import BeamTexts

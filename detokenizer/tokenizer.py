@@ -20,8 +20,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are the par
 
 from tokenizers import Tokenizer
 
+from ..proto.checkpoint.tokenizer_files import NAMED, chat_templates, mark_special, named_tokens, tokenizer_config
 from ..proto.config import ConfigError
-from ..proto.tokenizer_files import NAMED, chat_templates, mark_special, named_tokens, tokenizer_config
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def load_tokenizer(
     templates = _templates(folder, config, chat_template)
     ends: Iterable[str] = ()
     if not (folder / "tokenizer.json").exists():
-        from ..proto.tokenizers_own import own_tokenizer  # only such folders need it
+        from ..proto.checkpoint.tokenizers_own import own_tokenizer  # only such folders need it
 
         own = own_tokenizer(folder)
         if own is None:

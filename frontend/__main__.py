@@ -11,14 +11,14 @@ import time
 
 from aiohttp import web
 
-from ..client.defaults import default_sampling
 from ..client.engine import Engine
+from ..client.offline.defaults import default_sampling
 from ..client.stream import RequestError
+from ..proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder
+from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
-from ..proto.model_config import DEMO_MODEL, config_of, model_folder
-from ..proto.pooler_config import pooler_of
 from ..proto.process import die, ending_signals, setup_logging, tell_ready, watch_parent
-from ..proto.sockets import load_keys
+from ..proto.wire.sockets import load_keys
 from .app import make_app
 from .auth import keys_of
 from .front import FRONT, Front, Settings

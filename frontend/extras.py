@@ -6,7 +6,7 @@ import codecs
 from dataclasses import dataclass
 from typing import Any
 
-from ..client.outputs import to_dict
+from ..client.offline.outputs import to_dict
 from ..client.stream import TokenLogprobs
 
 FLOOR = -9999.0

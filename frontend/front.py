@@ -14,8 +14,8 @@ from aiohttp import web
 
 from ..client.engine import Engine
 from ..client.stream import RequestError, RequestStream
+from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.params import SamplingParams
-from ..proto.pooler_config import PoolerConfig
 from .auth import OWNER
 from .errors import ApiError
 from .metrics import Metrics

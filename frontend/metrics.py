@@ -13,8 +13,8 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..client.metrics import SECONDS, TOKENS, Bins, counters_of, gauges_of
-from ..client.outputs import RequestMetrics
+from ..client.offline.metrics import SECONDS, TOKENS, Bins, counters_of, gauges_of
+from ..client.offline.outputs import RequestMetrics
 from ..proto.messages import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from ..client.prompts import Input
+from ..client.offline.prompts import Input
 from ..client.stream import Pooled, RequestError
+from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.params import ParamError
-from ..proto.pooler_config import PoolerConfig
 from ..proto.pooling import PoolingParams
 from .auth import OWNER
 from .calls import json_body, together

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..client.prompts import Input
-from ..client.scoring import check_pairs
+from ..client.offline.prompts import Input
+from ..client.offline.scoring import check_pairs
 from ..proto.params import ParamError
 from ..proto.pooling import PoolingParams
 from .errors import ApiError

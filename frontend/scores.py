@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ..client.scoring import Pairs, Scored
+from ..client.offline.scoring import Pairs, Scored
 from ..client.stream import Pooled
 from .calls import json_body
 from .front import FRONT, request_id

@@ -10,16 +10,16 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from ..proto.checkpoint.model_config import config_of, model_folder
+from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
-from ..proto.model_config import config_of, model_folder
-from ..proto.pooler_config import pooler_of
 from ..proto.process import EXIT_CONFIG, die, ignore_signals, setup_logging, watch_parent
-from ..proto.sockets import load_keys, needs_curve, worker_endpoint
+from ..proto.wire.sockets import load_keys, needs_curve, worker_endpoint
 from .device import choose_device, choose_threads, describe, parameter_estimate, set_environment, usable_cores
 from .link import Dismissed, Link
 
 if TYPE_CHECKING:
-    from .group_link import Leader, Member
+    from .parallel.group_link import Leader, Member
     from .worker import Worker
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def _run(args: EngineArgs, links: Links, ending: Ending) -> int:
         if ending.asked:  # and so were the others, one of which has gone already
             farewell = ASKED
             return 0
-        from .group_link import PATIENCE_S, end
+        from .parallel.group_link import PATIENCE_S, end
 
         time.sleep(PATIENCE_S)  # where another process has died, the link to it ends this one meanwhile, and says so
         log.error("%s", error, exc_info=error)
@@ -148,11 +148,11 @@ def _load(args: EngineArgs, links: Links) -> Worker:
 
     import torch  # only now: OpenMP reads its environment when torch is imported
 
-    from .grammar import Grammars
     from .memory import out_of_memory
     from .models.loader import load_model, resolve_dtype
-    from .parallel import Group, shard_of
-    from .processors import load_functions
+    from .parallel.parallel import Group, shard_of
+    from .sampling.grammar import Grammars
+    from .sampling.processors import load_functions
     from .worker import Worker
 
     device = choose_device(args.device)
@@ -166,7 +166,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
     group, shared = Group.alone(), ""
     if count > 1:
-        from . import rendezvous
+        from .parallel import rendezvous
 
         rendezvous.check(config, pooler, args)
         shard, shared = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size), f", one of {count}"

@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..proto.checkpoint.model_config import ModelConfig
 from ..proto.config import ConfigError
-from ..proto.model_config import ModelConfig
 from ..proto.process import LOCAL_WORKERS
 
 if TYPE_CHECKING:

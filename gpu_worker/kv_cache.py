@@ -14,7 +14,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from .models.spec import DecoderSpec
+from .spec import DecoderSpec
 
 
 class KVCache:

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import zmq
 
 from ..proto.codec import encode
-from ..proto.messages import PROTOCOL, Beat, Bye, FromSchedulerWorkers, Hello
+from ..proto.messages import PROTOCOL, Bye, FromSchedulerWorkers, Heartbeat, Hello
 from ..proto.process import new_incarnation, pulse, resident_bytes
-from ..proto.sockets import DISCONNECTED, Dealer, Keys
+from ..proto.wire.sockets import DISCONNECTED, Dealer, Keys
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Link:
 
     def __init__(self, endpoint: str, device: str, keys: Keys | None = None):
         self.loaded = False  # told in the next Hello
-        self.last_step = 0  # told in each Beat
+        self.last_step = 0  # told in each Heartbeat
         self.bad_frames = 0
         self._endpoint, self._device, self._keys = endpoint, device, keys
         self._context = zmq.Context()
@@ -198,7 +198,7 @@ class Link:
                         if message.again and not dismissed:
                             return self._lose(message.reason), answered
                         dismissed = True
-                    if not isinstance(message, Beat):
+                    if not isinstance(message, Heartbeat):
                         self.post(message)
                 self.bad_frames = dropped_before + wire.bad_frames
                 ended = self._forward(wire)
@@ -217,7 +217,7 @@ class Link:
                         log.error("dismissed, and step %d still runs after %g s; ending", self.last_step + 1, HUNG_S)
                         os._exit(1)
                 if now >= next_beat:
-                    wire.send(Beat(self.last_step, resident_bytes(), self.bad_frames))
+                    wire.send(Heartbeat(self.last_step, resident_bytes(), self.bad_frames))
                     next_beat = now + BEAT_S
         finally:
             wire.socket.disable_monitor()

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from ..proto.checkpoint.model_config import AUTO_LENGTH
 from ..proto.config import ConfigError, EngineArgs
-from ..proto.model_config import AUTO_LENGTH
-from .models.spec import DecoderSpec
+from .spec import DecoderSpec
 
 log = logging.getLogger(__name__)
 

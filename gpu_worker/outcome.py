@@ -14,8 +14,8 @@ import torch
 
 from ..proto.codec import i32
 from ..proto.messages import Lease, Logprobs, PromptChunk, SlotFailed, StepResult
-from ..proto.sockets import MAX_FRAME
-from .sampler import LogprobGroup
+from ..proto.wire.sockets import MAX_FRAME
+from .sampling.sampler import LogprobGroup
 from .state import Failure, Span, logprob_bytes
 from .transfer import Arrival, Download
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.messages import Admit, Lease, SlotFailed, SlotPooled, StepResult
-from ..proto.pooler_config import PoolerConfig
 from ..proto.pooling import PoolingParams
 from .outcome import ROOM, Outcome
 from .state import Failure, PlanError, Run

@@ -18,8 +18,8 @@ from .batch import StepBatch
 from .graphs import CudaRecorder, DecodeGraphs, capture_sizes
 from .kv_cache import KVCache
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
-from .processors import SlotError
-from .sampler import Sampled, sample, token_logprobs
+from .sampling.processors import SlotError
+from .sampling.sampler import Sampled, sample, token_logprobs
 from .state import Failure, RowState, Run, Span
 from .transfer import Download
 

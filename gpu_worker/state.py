@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from ..proto.messages import Admit, StepPlan
-from .followers import Follower
 from .kv_cache import KVCache
-from .sampler import SamplingState
+from .sampling.followers import Follower
+from .sampling.sampler import SamplingState
 from .transfer import Upload
 
 if TYPE_CHECKING:
-    from .grammar import Grammars
-    from .processors import Processors
+    from .sampling.grammar import Grammars
+    from .sampling.processors import Processors
 
 
 class Failure(NamedTuple):

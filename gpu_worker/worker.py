@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..proto.checkpoint.model_config import AUTO_LENGTH, ModelConfig
+from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.codec import i32
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.messages import (
@@ -28,29 +30,27 @@ from ..proto.messages import (
     StepFailed,
     StepPlan,
 )  # fmt: skip
-from ..proto.model_config import AUTO_LENGTH, ModelConfig
 from ..proto.params import MAX_BEAMS, SamplingParams
-from ..proto.pooler_config import PoolerConfig
 from ..proto.pooling import PoolingParams
 from ..proto.process import tell_ready
-from .followers import Elsewhere, Follower
 from .graphs import capture_sizes
-from .group_runner import GroupRunner
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
 from .memory import Budget, available_memory, cpu_budget, cuda_budget, fit, out_of_memory, step_bytes
 from .outcome import ROOM, Outcome
-from .parallel import Group, Ranks
+from .parallel.group_runner import GroupRunner
+from .parallel.parallel import Group, Ranks
 from .pooling import Pooler
-from .processors import Function, Processors
 from .runner import PROMPT_SLICE, Runner
+from .sampling.followers import Elsewhere, Follower
+from .sampling.processors import Function, Processors
 from .state import PlanError, RowState, logprob_bytes
 from .transfer import RING
 
 if TYPE_CHECKING:
-    from . import group_link
-    from .grammar import Grammars
     from .models.model import Model
+    from .parallel import group_link
+    from .sampling.grammar import Grammars
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .model_config import ModelConfig
+from .checkpoint.model_config import ModelConfig
 from .params import ParamError, SamplingParams
 
 MAX_STOP_CHARACTERS = 4096

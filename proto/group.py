@@ -1,10 +1,10 @@
-"""What the processes of one replica tell each other (``gpu_worker/group_link.py``): beside what comes of the scheduler
-(Assign, Configure, StepPlan) and its answers (Loaded, Ready), how they meet. And how many there can be."""
+"""What the processes of one replica tell each other (``gpu_worker/parallel/group_link.py``): beside what comes of the
+scheduler (Assign, Configure, StepPlan) and its answers (Loaded, Ready), how they meet. And how many there can be."""
 
 from __future__ import annotations
 
 from .config import ConfigError
-from .messages import Assign, Beat, Bye, Configure, Drain, Loaded, Message, Ready, StepPlan
+from .messages import Assign, Bye, Configure, Drain, Heartbeat, Loaded, Message, Ready, StepPlan
 
 
 class Join(Message):
@@ -23,7 +23,7 @@ class Meet(Message):
     port: int
 
 
-FromLeader = Meet | Assign | Configure | StepPlan | Drain | Beat | Bye
+FromLeader = Meet | Assign | Configure | StepPlan | Drain | Heartbeat | Bye
 """leader -> another process. Drain: the replica is done, end with code 0."""
 
 ToLeader = Join | Loaded | Ready | Drain | Bye

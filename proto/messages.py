@@ -159,8 +159,8 @@ class BeamStopped(Message):
     stopped: bytes  # i32, indexes of candidates
 
 
-class Open(Message):
-    """Every 2 s downstream: what the sender believes is open. The receiver answers Gone for those it lacks."""
+class Reconcile(Message):
+    """Every 2 s downstream: what the sender believes is open. The receiver answers Unknown for those it lacks."""
 
     uids: bytes  # i64
     attempts: bytes  # i32
@@ -265,8 +265,8 @@ class Failed(Message):
     retry_after: float | None = None
 
 
-class Gone(Message):
-    """Answer to Open: the receiver does not have these."""
+class Unknown(Message):
+    """Answer to Reconcile: the receiver does not have these."""
 
     uids: bytes  # i64
     attempts: bytes  # i32
@@ -306,7 +306,7 @@ class Peers(Message):
     blamed: int | None = None  # the request whose submission ended the scheduler before this one: nobody else's fault
 
 
-class Beat(Message):
+class Heartbeat(Message):
     """Both ways, every second: alive. ``last_step`` is the last finished step of a worker."""
 
     last_step: int = 0
@@ -536,22 +536,22 @@ class StepFailed(Message):
 
 # ---------------------------------------------------------------- the closed unions, one a direction
 
-ToDetokenizer = Tokenize | Abort | Open | Beat | Bye
+ToDetokenizer = Tokenize | Abort | Reconcile | Heartbeat | Bye
 """Engine -> detokenizer."""
 
-FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Pooled | Failed | Gone | Beat | Bye
+FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Pooled | Failed | Unknown | Heartbeat | Bye
 """detokenizer -> Engine."""
 
-ToSchedulerFront = Hello | Submit | Abort | Stopped | BeamStopped | Open | GetStats | Manage | Beat | Bye
+ToSchedulerFront = Hello | Submit | Abort | Stopped | BeamStopped | Reconcile | GetStats | Manage | Heartbeat | Bye
 """detokenizer, Engine, operator -> the scheduler's front socket."""
 
 FromSchedulerFront = (
-    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Gone | Stats | Managed | Beat | Bye
+    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Unknown | Stats | Managed | Heartbeat | Bye
 )
 """the scheduler's front socket -> detokenizer, Engine, operator."""
 
-ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Drain | Beat | Bye
+ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Drain | Heartbeat | Bye
 """worker -> the scheduler's worker socket."""
 
-FromSchedulerWorkers = Assign | Configure | StepPlan | Drain | Beat | Bye
+FromSchedulerWorkers = Assign | Configure | StepPlan | Drain | Heartbeat | Bye
 """the scheduler's worker socket -> worker."""

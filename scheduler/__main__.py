@@ -10,7 +10,7 @@ import time
 
 from ..proto.config import ConfigError, EngineArgs, default_run_dir, parse_service_args
 from ..proto.process import die, ignore_signals, setup_logging, watch_parent
-from ..proto.sockets import front_endpoint, private_dir, worker_endpoint
+from ..proto.wire.sockets import front_endpoint, private_dir, worker_endpoint
 from .blame import Blame
 from .loop import serve
 

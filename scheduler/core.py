@@ -17,9 +17,8 @@ from ..proto.messages import (
     BeamStopped,
     Failed,
     Finish,
-    Gone,
-    Open,
     Pooled,
+    Reconcile,
     ReplicaStats,
     SlotPooled,
     Stats,
@@ -27,6 +26,7 @@ from ..proto.messages import (
     StepResult,
     Stopped,
     Submit,
+    Unknown,
 )
 from . import commit as committing
 from . import planner
@@ -189,13 +189,13 @@ class Scheduler:
 
     def drop_unanswered(self, owner: str) -> None:
         """The connection to ``owner`` broke, and with it perhaps an answer that a beam search waits for: should
-        ``owner`` come back, it is told Gone."""
+        ``owner`` come back, it is told Unknown."""
         for request in self.owned_by(owner):
             if any(isinstance(seq, BeamGroup) and seq.asked for seq in request.live):
                 self.drop(request)
 
-    def open(self, owner: str, message: Open) -> None:
-        """Answer Gone for what this detokenizer believes in and we lack; drop what it no longer believes in."""
+    def open(self, owner: str, message: Reconcile) -> None:
+        """Answer Unknown for what this detokenizer believes in and we lack; drop what it no longer believes in."""
         uids, attempts = from_i64(message.uids), from_i32(message.attempts)
         if len(uids) != len(attempts):
             raise BadFrame(f"{len(uids)} uids and {len(attempts)} attempts")
@@ -205,7 +205,7 @@ class Scheduler:
                 self.drop(request)
         gone = [(uid, attempt) for uid, attempt in believed.items() if not self._has(owner, uid, attempt)]
         if gone:
-            self.outbox.put(owner, Gone(i64([uid for uid, _ in gone]), i32([attempt for _, attempt in gone])))
+            self.outbox.put(owner, Unknown(i64([uid for uid, _ in gone]), i32([attempt for _, attempt in gone])))
 
     def _has(self, owner: str, uid: int, attempt: int) -> bool:
         request = self.requests.get(uid)

@@ -9,9 +9,9 @@ import socket
 import zmq
 
 from ..proto.config import ConfigError, EngineArgs
-from ..proto.messages import Beat, ToSchedulerFront, ToSchedulerWorkers
+from ..proto.messages import Heartbeat, ToSchedulerFront, ToSchedulerWorkers
 from ..proto.process import pulse, tell_ready
-from ..proto.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
+from ..proto.wire.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
 from .blame import Blame
 from .core import Scheduler
 from .membership import Membership
@@ -34,7 +34,7 @@ class Loop:
         self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
         self.core = Scheduler(config)
         self.membership = Membership(self.core, epoch, blame)
-        self.fleet = self.membership.fleet
+        self.registry = self.membership.registry
         self._wake, self._waker = socket.socketpair()
         self._poller = zmq.Poller()
         for readable in (self.front.socket, self.front.monitor(), self.workers.socket, self.workers.monitor()):
@@ -52,7 +52,7 @@ class Loop:
             self._ingest()
             self.membership.notice()  # it may have been stopped while it read
             self.membership.tick()
-            self.fleet.plans()
+            self.registry.plans()
             settled = self._send()
 
     def stop(self, *_: object) -> None:
@@ -71,8 +71,8 @@ class Loop:
 
     def _ingest(self) -> None:
         """Results first: whoever waits for a token has waited longest."""
-        membership, fleet = self.membership, self.fleet
-        for wire, handle in ((self.workers, fleet.on_worker), (self.front, membership.on_front)):
+        membership, registry = self.membership, self.registry
+        for wire, handle in ((self.workers, registry.on_worker), (self.front, membership.on_front)):
             for _ in range(DRAIN_LIMIT):
                 received = wire.recv()
                 if received is None:
@@ -80,21 +80,21 @@ class Loop:
                 handle(*received)
         membership.wire_bad_frames = self.front.bad_frames + self.workers.bad_frames
         if _connection_lost(self.workers):
-            for peer in list(fleet.workers):
-                if not self.workers.send(peer, Beat()):
-                    fleet.gone(peer, "is gone: its connection broke")
+            for peer in list(registry.workers):
+                if not self.workers.send(peer, Heartbeat()):
+                    registry.gone(peer, "is gone: its connection broke")
         if _connection_lost(self.front):
             for peer in list(membership.front):
-                if not self.front.send(peer, Beat()):
+                if not self.front.send(peer, Heartbeat()):
                     membership.front_gone(peer)
 
     def _send(self) -> bool:
         """Everything owed. False where something could not be delivered: others are owed something in turn."""
-        membership, fleet, settled = self.membership, self.fleet, True
-        messages, fleet.to_workers = fleet.to_workers, []
+        membership, registry, settled = self.membership, self.registry, True
+        messages, registry.to_workers = registry.to_workers, []
         for peer, message in messages:
             if not self.workers.send(peer, message):
-                fleet.gone(peer, "is gone: it cannot be reached")
+                registry.gone(peer, "is gone: it cannot be reached")
                 settled = False
         for peer, message in self.core.outbox.take():
             if not self.front.send(peer, message):

@@ -1,7 +1,7 @@
 """Who is there: detokenizers, frontends and operators on the front socket, from Hello to Bye. No IO.
 
 ``on_front`` takes what the socket received; ``peer`` is the sender's identity, which is its process's incarnation.
-What the front side is owed gathers in the scheduler's outbox. The workers are the ``fleet``'s.
+What the front side is owed gathers in the scheduler's outbox. The workers are the ``registry``'s.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ..proto.messages import (
     Abort,
     BeamStopped,
     BeamTokens,
-    Beat,
     Bye,
     Failed,
     GetStats,
-    Gone,
+    Heartbeat,
     Hello,
     Manage,
-    Open,
     Peer,
     Peers,
     PromptLogprobs,
+    Reconcile,
     Stopped,
     Submit,
     TokenBatch,
+    Unknown,
 )
 from .blame import Blame
 from .core import Scheduler
-from .fleet import Fleet, count, wrong_protocol
 from .request import MAX_LOSSES
+from .worker_registry import WorkerRegistry, count, wrong_protocol
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class FrontPeer:
     def __init__(self, hello: Hello):
         self.hello = hello
         self.lost_at: float | None = None
-        self.bad_frames = 0  # it has counted, by its last Beat
+        self.bad_frames = 0  # it has counted, by its last Heartbeat
 
 
 class Membership:
@@ -63,7 +63,7 @@ class Membership:
     def __init__(self, core: Scheduler, epoch: int, blame: Blame | None = None):
         self.blame = blame if blame is not None else Blame()
         self.core, self.epoch, self.config = core, epoch, core.config
-        self.fleet = Fleet(core, epoch, self.announce)
+        self.registry = WorkerRegistry(core, epoch, self.announce)
         self.front: dict[str, FrontPeer] = {}
         self.wire_bad_frames = 0  # of both sockets, kept up to date by the loop
         self._next_beat = 0.0
@@ -81,9 +81,9 @@ class Membership:
             self.core.abort(message.uid, message.attempt)
         elif isinstance(message, Stopped):
             self.core.stopped(message)
-        elif isinstance(message, BeamStopped | Open):
+        elif isinstance(message, BeamStopped | Reconcile):
             try:
-                if isinstance(message, Open):
+                if isinstance(message, Reconcile):
                     self.core.open(peer, message)
                 else:
                     self.core.beam_stopped(message)
@@ -91,13 +91,13 @@ class Membership:
                 self.core.bad(peer, error)
         elif isinstance(message, GetStats):
             self.core.outbox.put(peer, self.core.stats(message.token, self.bad_frames()))
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat):
             self.front[peer].bad_frames = count(message.bad_frames)
         elif isinstance(message, Bye):
             self.front_gone(peer)
         elif isinstance(message, Manage):
             if self.front[peer].hello.kind == "operator":
-                self.core.outbox.put(peer, self.fleet.manage(message))
+                self.core.outbox.put(peer, self.registry.manage(message))
             else:
                 self.core.bad(peer, f"Manage of a {self.front[peer].hello.kind}")
 
@@ -133,14 +133,14 @@ class Membership:
         """Meant for a scheduler before this one: what it asks for is not here, and what it tells is of no use."""
         if isinstance(message, Submit):
             try:
-                gone = Gone(i64([message.uid]), i32([message.attempt]))
+                gone = Unknown(i64([message.uid]), i32([message.attempt]))
             except OverflowError as error:
                 self.core.bad(peer, f"Submit of {message.uid}, attempt {message.attempt}: {error}")
             else:
                 self.core.outbox.put(peer, gone)
-        elif isinstance(message, Open):
-            self.core.outbox.put(peer, Gone(message.uids, message.attempts))
-        elif not isinstance(message, Abort | Stopped | BeamStopped | GetStats | Beat | Bye):
+        elif isinstance(message, Reconcile):
+            self.core.outbox.put(peer, Unknown(message.uids, message.attempts))
+        elif not isinstance(message, Abort | Stopped | BeamStopped | GetStats | Heartbeat | Bye):
             self.core.bad(peer, f"{type(message).__name__} before Hello")
 
     def front_gone(self, peer: str) -> None:
@@ -166,11 +166,11 @@ class Membership:
     def announce(self) -> None:
         """Tell detokenizers and frontends who is there."""
         there = {peer: p.hello for peer, p in self.front.items() if p.lost_at is None and p.hello.kind != "operator"}
-        listed = [*there.values(), *(w.hello for w in self.fleet.workers.values())]
+        listed = [*there.values(), *(w.hello for w in self.registry.workers.values())]
         peers = [Peer(hello.kind, hello.incarnation, hello.endpoint) for hello in listed]
         core = self.core
         message = Peers(
-            self.epoch, peers, self.config.block_size, self.fleet.ready, core.max_model_len, self.blame.last
+            self.epoch, peers, self.config.block_size, self.registry.ready, core.max_model_len, self.blame.last
         )
         for peer in there:
             core.outbox.put(peer, message)
@@ -184,7 +184,7 @@ class Membership:
         passed, self._noticed = now - self._noticed, now
         if passed > STOOD_STILL_S:
             log.warning("this process stood still for %.1f s; nobody is held to that time", passed)
-            self.fleet.forgive(passed)
+            self.registry.forgive(passed)
             for known in self.front.values():
                 if known.lost_at is not None:
                     known.lost_at = min(known.lost_at + passed, now)
@@ -197,20 +197,20 @@ class Membership:
         self._next_beat = now + BEAT_S
         for peer, known in list(self.front.items()):
             if known.lost_at is None:
-                self.core.outbox.put(peer, Beat(bad_frames=self.wire_bad_frames + self.core.bad_messages))
+                self.core.outbox.put(peer, Heartbeat(bad_frames=self.wire_bad_frames + self.core.bad_messages))
             elif now - known.lost_at >= LOST_FRONT_S:
                 for request in self.core.owned_by(peer):
                     self.core.drop(request)
                 self.core.outbox.forget(peer)
                 self.core.lost_owners.discard(peer)
                 del self.front[peer]
-        self.fleet.tick()
+        self.registry.tick()
         self.core.expire()
 
     def bad_frames(self) -> int:
         """Frames dropped here and, by their last Beats, by everyone else who is here."""
         elsewhere = sum(peer.bad_frames for peer in self.front.values())
-        elsewhere += sum(worker.bad_frames for worker in self.fleet.workers.values())
+        elsewhere += sum(worker.bad_frames for worker in self.registry.workers.values())
         return self.wire_bad_frames + elsewhere
 
     def timeout(self) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..batch import StepBatch
-from ..models.spec import DecoderSpec
-from ..parallel import Group
+from ..parallel.parallel import Group
+from ..spec import DecoderSpec
 from .attention_cpu import AttentionPlan
 from .attention_cpu import paged_attention as attention_cpu
 from .linear import Linear

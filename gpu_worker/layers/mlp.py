@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..models.spec import DecoderSpec, Shard
+from ..spec import DecoderSpec, Shard
 from .activation import activation, gated_activation
 from .linear import Linear
 from .moe import MoE

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..kernels import moe as kernels
 from ..kernels.moe import Experts
-from ..models.spec import MoESpec
+from ..spec import MoESpec
 from . import dispatch
 from .activation import gated_activation
 from .linear import LEAST_ROWS, SMALL, Linear, cpu_backend

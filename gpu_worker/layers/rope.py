@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...proto.config import ConfigError
-from ..models.spec import RopeSpec
+from ..spec import RopeSpec
 
 log = logging.getLogger(__name__)
 

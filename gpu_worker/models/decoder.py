@@ -12,9 +12,9 @@ from ..layers.linear import Linear
 from ..layers.mlp import MLP, MoEBlock
 from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rope import query_scales, rope_tables
-from ..parallel import Group
+from ..parallel.parallel import Group
+from ..spec import DecoderSpec, RopeSpec
 from .model import Cache, Model
-from .spec import DecoderSpec, RopeSpec
 
 # Prefill tokens that go through an MLP at a time on a CPU. Wider activations come fresh from the system each time,
 # and clearing their pages costs a tenth of the step; these the allocator keeps.

@@ -6,8 +6,8 @@ import logging
 
 import torch
 
+from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
-from ...proto.model_config import ModelConfig
 from ..layers.linear import cpu_has_bf16
 
 log = logging.getLogger(__name__)

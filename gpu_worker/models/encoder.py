@@ -12,15 +12,15 @@ from itertools import groupby, pairwise
 import torch
 import torch.nn.functional as F
 
+from ...proto.checkpoint.pooler_config import ENCODERS, position_offset
 from ...proto.config import ConfigError
-from ...proto.pooler_config import ENCODERS, position_offset
 from ..batch import StepBatch
 from ..layers.mlp import MLP
+from ..spec import DecoderSpec, WeightNames
 from .decoder import Weights
 from .families.common import Config, decoder, integer, positive, with_aliases
 from .families.common import activation as activation_of
 from .model import Cache, Model
-from .spec import DecoderSpec, WeightNames
 
 _BERT_LAYER = {
     "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),

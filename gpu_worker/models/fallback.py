@@ -21,18 +21,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
-from ...proto.model_config import ModelConfig
 from ..batch import StepBatch
 from ..layers import dispatch
 from ..layers.attention import StepContext, write_cache
 from ..layers.attention_cpu import paged_attention as attention_cpu
-from ..parallel import Group
+from ..parallel.parallel import Group
+from ..spec import DecoderSpec, Shard
 from .fallback_probe import PROBE, check_class, probe, register, run
 from .families import FAMILIES
 from .files import Tensors, some, weight_files
 from .model import Cache, Model
-from .spec import DecoderSpec, Shard
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
-from ...proto.model_config import ModelConfig
-from .spec import DecoderSpec
+from ..spec import DecoderSpec
 
 PROBE = "quire_probe"
 _TOKENS = 4

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...proto.checkpoint.model_config import unreadable
 from ...proto.config import ConfigError
-from ...proto.model_config import unreadable
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _INDEX = "model.safetensors.index.json"

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from ...proto.checkpoint.model_config import ModelConfig
+from ...proto.checkpoint.pooler_config import PoolerConfig
 from ...proto.config import ConfigError
-from ...proto.model_config import ModelConfig
-from ...proto.pooler_config import PoolerConfig
 from ..layers.linear import Linear
-from ..parallel import Group
+from ..parallel.parallel import Group
+from ..spec import DecoderSpec, Layout, Shard, WeightNames
 from .decoder import Decoder, Weights
 from .dtypes import resolve_dtype
 from .encoder import Encoder
@@ -33,7 +34,6 @@ from .files import Entry, Tensors, check_load_format, some, trim, weight_files
 from .model import Model
 from .parameters import Parameter, parameters
 from .pooled import find_pooled
-from .spec import DecoderSpec, Layout, Shard, WeightNames
 
 __all__ = ["load_model", "resolve_dtype"]
 

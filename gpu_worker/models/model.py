@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from ..batch import StepBatch
-from ..parallel import Group
-from .spec import DecoderSpec
+from ..parallel.parallel import Group
+from ..spec import DecoderSpec
 
 
 class Cache(Protocol):

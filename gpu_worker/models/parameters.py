@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .spec import WHOLE, DecoderSpec, MoESpec, Shard
+from ..spec import WHOLE, DecoderSpec, MoESpec, Shard
 
 
 @dataclass(frozen=True)

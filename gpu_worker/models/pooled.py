@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from ...proto.checkpoint.pooler_config import PoolerConfig
 from ...proto.config import ConfigError
-from ...proto.pooler_config import PoolerConfig
+from ..spec import DecoderSpec, WeightNames
 from .encoder import find_encoder
 from .families import FAMILIES, find_family
 from .families.common import Config
-from .spec import DecoderSpec, WeightNames
 
 _HEAD = "score"
 

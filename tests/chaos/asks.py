@@ -17,7 +17,7 @@ from quire.client.stream import Child, TokenLogprobs
 from quire.proto.messages import Finish
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
-from quire.scheduler.fake_model import expected_tokens
+from quire.scheduler.fake.fake_model import expected_tokens
 
 TOLERANCE = 2e-3
 """Of a log-probability."""

@@ -23,7 +23,7 @@ from stack import free_port
 
 from chaos.proxy import Proxy
 from quire.proto.process import PARENT_FD
-from quire.proto.sockets import Keys
+from quire.proto.wire.sockets import Keys
 
 POLL_S = 0.03
 RESTART_S = (0.05, 0.5)

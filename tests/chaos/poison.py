@@ -26,7 +26,7 @@ def _is_poison(ids: bytes) -> bool:
 
 def worker() -> None:
     """Dies in the first step that runs the prompt."""
-    from quire.scheduler import fake_worker
+    from quire.scheduler.fake import fake_worker
 
     admit = fake_worker.PageStore._admit
 

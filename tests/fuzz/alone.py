@@ -16,8 +16,8 @@ from quire.proto import messages as m
 from quire.proto.codec import from_i32, from_i64, i8, i32, i64, u64
 from quire.proto.params import SamplingParams
 from quire.proto.process import new_incarnation
-from quire.proto.sockets import Dealer, Router, front_endpoint, worker_endpoint
 from quire.proto.structured import StructuredOutputsParams
+from quire.proto.wire.sockets import Dealer, Router, front_endpoint, worker_endpoint
 
 EPOCH = 2**64 - 1
 """No epoch that is made up is later than this one, so a sound message is never out of date."""
@@ -76,7 +76,7 @@ class LoneWorker(Alone):
         self.member: Member = self.add_worker()
 
     def _received(self, peer: str, message: Any) -> None:
-        if not isinstance(message, m.Beat):
+        if not isinstance(message, m.Heartbeat):
             self._inbox.put_nowait((peer, message))
 
     async def open(self) -> None:
@@ -258,7 +258,7 @@ class LoneDetokenizer(Alone):
     async def check(self) -> None:
         """A sound request comes to its Submit, and its tokens to their text, as at first."""
         assert self.engine is not None
-        self.engine.send(m.Beat())
+        self.engine.send(m.Heartbeat())
         self.restore()
         await self.ping()
         uid = await self.submit(SamplingParams(temperature=0.0, max_tokens=40))
@@ -278,11 +278,11 @@ class LoneDetokenizer(Alone):
         self._forget()
 
     def _forget(self) -> None:
-        """All requests but the one that answers pings; Open makes the detokenizer do so too."""
+        """All requests but the one that answers pings; Reconcile makes the detokenizer do so too."""
         assert self.engine is not None
         for kept in (self._submits, self._accepted, self._rows):
             kept.clear()
-        self.engine.send(m.Open(i64([self._ping]), i32([0])))
+        self.engine.send(m.Reconcile(i64([self._ping]), i32([0])))
 
     async def victims(self) -> None:
         """Fresh requests to lie about."""
@@ -300,9 +300,9 @@ class LoneDetokenizer(Alone):
         beams = m.BeamTokens(self._other, 0, 1, i32([0, 0]), i32([rng.randrange(VOCAB), 4]))
         return [plain(x) for x in (
             batch, batch, told, token_batch(uid, 0, 0, [5, 6], m.Finish.STOP, 1), beams, beams,
-            m.PromptLogprobs(uid, 0, 1, one), m.Gone(i64([uid]), i32([0])), m.Failed(uid, 0, 500, "no"),
+            m.PromptLogprobs(uid, 0, 1, one), m.Unknown(i64([uid]), i32([0])), m.Failed(uid, 0, 500, "no"),
             m.Pooled(uid, 0, 0, bytes(8)), m.Peers(5, [m.Peer("frontend", "f", "ipc:///x")], 16, True, 2048),
-            m.Stats(1, *[0] * 11, []), m.Managed(1, []), m.Beat(),
+            m.Stats(1, *[0] * 11, []), m.Managed(1, []), m.Heartbeat(),
         )]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from fuzz.targets import FakePeers, Stranger, Valid, hello
 from quire.proto import messages as m
 from quire.proto.params import SamplingParams
 from quire.proto.process import resident_bytes
-from quire.proto.sockets import front_endpoint, worker_endpoint
+from quire.proto.wire.sockets import front_endpoint, worker_endpoint
 
 BATCH = 200
 MEMORY = 128 * 2**20
@@ -120,7 +120,7 @@ async def scheduler_workers(cluster: Cluster, valid: Valid, count: int, rng: ran
             stranger.send_frame(frame)
         if said:  # that it is gone is known before the next sound request is placed
             stranger.send(plain(m.Bye()))
-            stranger.send(plain(m.Beat()))
+            stranger.send(plain(m.Heartbeat()))
             await _receive(stranger, m.FromSchedulerWorkers, m.Bye)
         await _several_frames(stranger, rng)
 

@@ -25,7 +25,7 @@ from quire.proto.hashing import hash_blocks
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
 from quire.proto.process import new_incarnation
-from quire.proto.sockets import Router, front_endpoint
+from quire.proto.wire.sockets import Router, front_endpoint
 
 VOCAB = 2048
 
@@ -128,8 +128,8 @@ def to_scheduler(rng: random.Random) -> list[Any]:
     messages = [
         m.Submit(uid, rng.choice((0, 1, 2)), ids, hashes, params, [2], 7, time.time(), children,
                  pooling=rng.choice((None, None, PoolingParams(task="embed", pooling="LAST")))),
-        m.Abort(uid, 0), m.Stopped(uid, 0, 0, 3), m.BeamStopped(uid, 0, 1, i32([0])), m.Open(i64([uid]), i32([0])),
-        m.GetStats(3), m.Beat(), m.Manage(1, "list"),
+        m.Abort(uid, 0), m.Stopped(uid, 0, 0, 3), m.BeamStopped(uid, 0, 1, i32([0])), m.Reconcile(i64([uid]), i32([0])),
+        m.GetStats(3), m.Heartbeat(), m.Manage(1, "list"),
     ]  # fmt: skip
     return [plain(message) for message in [*messages, *messages[:1] * 6]]
 
@@ -138,8 +138,8 @@ def to_workers_socket(rng: random.Random) -> list[Any]:
     """What a worker sends."""
     lease = m.Lease(int(time.time() * 1000), rng.randrange(3), rng.randrange(9))
     result = m.StepResult(lease, rng.randrange(1, 5), i32([3, 4]))
-    return [plain(x) for x in (hello("gpu_worker"), m.Loaded(lease, 500, 2048, VOCAB), m.Ready(lease), result, m.Beat(),
-                               m.StepFailed(lease, 1, "no"), m.Drain("tired"))]  # fmt: skip
+    return [plain(x) for x in (hello("gpu_worker"), m.Loaded(lease, 500, 2048, VOCAB), m.Ready(lease), result,
+                               m.Heartbeat(), m.StepFailed(lease, 1, "no"), m.Drain("tired"))]  # fmt: skip
 
 
 def to_detokenizer(rng: random.Random) -> list[Any]:
@@ -153,7 +153,9 @@ def to_detokenizer(rng: random.Random) -> list[Any]:
         m.Tokenize(uid, 0, params, 7, time.time(), messages=chat, template={"add_generation_prompt": True}),
         m.Tokenize(uid, 0, params, 7, time.time(), prompt="once", pooling=PoolingParams(), pair="upon a time"),
     ]
-    return [plain(message) for message in [*asks * 3, m.Abort(uid, 0), m.Open(i64([uid]), i32([0])), m.Beat()]]
+    return [
+        plain(message) for message in [*asks * 3, m.Abort(uid, 0), m.Reconcile(i64([uid]), i32([0])), m.Heartbeat()]
+    ]
 
 
 def text_batch(uid: int, attempt: int, offset: int, tokens: list[int], text: str, finish: m.Finish) -> m.TextBatch:
@@ -168,9 +170,9 @@ def to_engine(uid: int) -> list[Any]:
     params = SamplingParams(max_tokens=5)
     return [plain(x) for x in (
         text_batch(uid, 0, 0, [1, 2], "ab", m.Finish.NONE), text_batch(uid, 0, 2, [3], "c", m.Finish.STOP),
-        m.Accepted(uid, 0, i32([5]), "x", params), m.Failed(uid, 0, 500, "no"), m.Gone(i64([uid]), i32([0])),
+        m.Accepted(uid, 0, i32([5]), "x", params), m.Failed(uid, 0, 500, "no"), m.Unknown(i64([uid]), i32([0])),
         m.Pooled(uid, 0, 0, bytes(8)),
-        m.PromptLogprobs(uid, 0, 1, m.Logprobs(i32([5, 6]), i32([0, 0]), i32([1]), ["a", "b"])), m.Beat(),
+        m.PromptLogprobs(uid, 0, 1, m.Logprobs(i32([5, 6]), i32([0, 0]), i32([1]), ["a", "b"])), m.Heartbeat(),
     )]  # fmt: skip
 
 
@@ -179,7 +181,7 @@ def from_scheduler(rng: random.Random) -> list[Any]:
     uid = rng.randrange(1, 9)
     batch = m.TokenBatch(i64([uid]), i32([0]), i32([0]), i32([0]), i32([1]), i32([7]), i8([0]), i32([-1]))
     return [plain(x) for x in (
-        batch, m.Failed(uid, 0, 500, "no"), m.Gone(i64([uid]), i32([0])), m.Stats(1, *[0] * 11, []), m.Beat(),
+        batch, m.Failed(uid, 0, 500, "no"), m.Unknown(i64([uid]), i32([0])), m.Stats(1, *[0] * 11, []), m.Heartbeat(),
         m.PromptLogprobs(uid, 0, 1, m.Logprobs(i32([5, 6]), i32([0, 0]), i32([1]))),
         m.BeamTokens(uid, 0, 1, i32([0]), i32([4])), m.Pooled(uid, 0, 0, bytes(8)),
     )]  # fmt: skip

@@ -19,11 +19,11 @@ from fuzz.targets import FakePeers
 from quire.client.stream import RequestError
 from quire.frontend.errors import error_body
 from quire.gpu_worker.worker import Worker
+from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import EngineArgs
-from quire.proto.messages import Assign, Beat, Configure, Drain, FromDetokenizer, Lease, Submit, ToDetokenizer
-from quire.proto.model_config import ModelConfig
+from quire.proto.messages import Assign, Configure, Drain, FromDetokenizer, Heartbeat, Lease, Submit, ToDetokenizer
 from quire.proto.params import SamplingParams
-from quire.proto.sockets import Dealer, Router
+from quire.proto.wire.sockets import Dealer, Router
 from quire.scheduler.core import Scheduler
 from quire.scheduler.membership import Membership
 
@@ -68,11 +68,11 @@ def test_a_send_to_nobody_while_another_peer_sends(tmp_path: Path) -> None:
         router: Router[Any] = Router(ToDetokenizer, f"ipc://{tmp_path}/r")
         peer: Dealer[Any] = Dealer(FromDetokenizer, router.endpoint, "engine")
         router.attach(lambda _, message: got.append(message))
-        peer.send(Beat(1))
+        peer.send(Heartbeat(1))
         assert await until(lambda: len(got) == 1, 60)
-        peer.send(Beat(2))
+        peer.send(Heartbeat(2))
         time.sleep(0.1)  # noqa: ASYNC251  # it is there, and the event loop has not had its turn
-        assert not router.send("nobody", Beat())
+        assert not router.send("nobody", Heartbeat())
         assert await until(lambda: len(got) == 2, 60)
         peer.close()
         router.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.proto.keys import Keys, generate_apart
+from quire.proto.wire.keys import Keys, generate_apart
 
 from . import net
 

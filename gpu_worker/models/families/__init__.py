@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ....proto.config import ConfigError
-from ..spec import DecoderSpec, WeightNames
+from ...spec import DecoderSpec, WeightNames
 from . import gpt, layernorm, llama, modern, moe, remote
 from .common import Config, Family, with_aliases
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from ....proto.checkpoint.model_config import OTHER_NAMES, rope_parameters, with_usual_names
 from ....proto.config import ConfigError
-from ....proto.model_config import OTHER_NAMES, rope_parameters, with_usual_names
-from ..spec import DecoderSpec, Layout, RopeSpec, WeightNames
+from ...spec import DecoderSpec, Layout, RopeSpec, WeightNames
 
 Config = dict[str, Any]
 Family = tuple[Callable[[Config], DecoderSpec], WeightNames | Callable[[Config], WeightNames]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..spec import DecoderSpec, RopeSpec, WeightNames
+from ...spec import DecoderSpec, RopeSpec, WeightNames
 from .common import (
     BY_KEY_HEAD,
     CONV1D,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..spec import DecoderSpec, WeightNames
+from ...spec import DecoderSpec, WeightNames
 from .common import BY_KEY_HEAD, LLAMA_LAYER, LLAMA_NAMES, Config, Family, activation, integer, positive, rope, windows
 from .gpt import gpt
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....proto.model_config import rope_parameters
-from ..spec import DecoderSpec, WeightNames
+from ....proto.checkpoint.model_config import rope_parameters
+from ...spec import DecoderSpec, WeightNames
 from .common import LLAMA_LAYER, LLAMA_NAMES, Config, Family, activation, decoder, integer, windows
 
 _QK_NORMS = {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....proto.config import ConfigError
-from ..spec import DecoderSpec, RopeSpec, WeightNames
+from ...spec import DecoderSpec, RopeSpec, WeightNames
 from .common import LLAMA_LAYER, Config, Family, activation, decoder, integer, positive, rope, windows
 from .llama import QWEN3_NAMES, gemma, mistral
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ....proto.config import ConfigError
-from ..spec import DecoderSpec, Layout, MoESpec, WeightNames
+from ...spec import DecoderSpec, Layout, MoESpec, WeightNames
 from .common import LLAMA_LAYER, Config, Family, activation, decoder, integer, positive, windows
 from .llama import QWEN3_NAMES, qwen2, qwen3
 from .modern import pattern

@@ -8,7 +8,7 @@ import numpy as np
 import torch.nn.functional as F
 
 from ....proto.config import ConfigError
-from ..spec import DecoderSpec, Layout, WeightNames
+from ...spec import DecoderSpec, Layout, WeightNames
 from .common import (
     BY_KEY_HEAD,
     CONV1D,

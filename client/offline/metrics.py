@@ -1,0 +1,152 @@
+"""LLM.get_metrics: the scheduler's counts and what LLM's own requests took, under the names of /metrics."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ...proto.messages import Stats
+from .outputs import PoolingRequestOutput, RequestOutput
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+            2560)  # fmt: skip
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
+@dataclass(slots=True)
+class Metric:
+    """One figure. ``labels`` tell figures of one name apart."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass(slots=True)
+class Counter(Metric):
+    """It only rises."""
+
+    value: int
+
+
+@dataclass(slots=True)
+class Vector(Metric):
+    """Several counters in order."""
+
+    values: list[int]
+
+
+@dataclass(slots=True)
+class Gauge(Metric):
+    """It goes up and down."""
+
+    value: float
+
+
+@dataclass(slots=True)
+class Histogram(Metric):
+    """Observations: ``buckets`` maps an upper bound ("+Inf" is the last) to how many were not above it."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+class Bins:
+    """Counts by bucket; cheap enough for every token."""
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Add ``value``, ``times`` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """Upper bounds, "+Inf" the last, and how many were not above each."""
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(names, accumulate(self.counts), strict=True))
+
+    def metric(self, name: str, labels: dict[str, str]) -> Histogram:
+        """What LLM shows of it."""
+        return Histogram(name, labels, sum(self.counts), self.sum, dict(self.buckets()))
+
+
+def gauges_of(stats: Stats) -> list[tuple[str, str, float]]:
+    """The scheduler's levels: (name, help, value)."""
+    usage = stats.blocks_used / stats.blocks if stats.blocks else 0.0
+    return [
+        ("quire:num_requests_running", "sequences in the present step", float(stats.running)),
+        ("quire:num_requests_waiting", "sequences that wait", float(stats.waiting)),
+        ("quire:kv_cache_usage_perc", "share of KV blocks in use; 1 is all", usage),
+        ("quire:kv_blocks", "KV blocks there are", float(stats.blocks)),
+        ("quire:kv_blocks_in_use", "KV blocks that running requests hold", float(stats.blocks_used)),
+        ("quire:replicas", "replicas of the model", float(len(stats.replicas))),
+    ]
+
+
+def counters_of(stats: Stats) -> list[tuple[str, str, int]]:
+    """What the scheduler has counted since it started: (name, help, count)."""
+    return [
+        ("quire:prompt_tokens", "prompt tokens of requests taken", stats.prompt_tokens),
+        ("quire:generation_tokens", "tokens generated", stats.generation_tokens),
+        ("quire:num_preemptions", "sequences put back for want of blocks", stats.preemptions),
+        ("quire:prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
+        ("quire:prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hits),
+        ("quire:scheduler_steps", "steps run", stats.steps),
+        ("quire:bad_frames", "messages dropped because they did not decode", stats.bad_frames),
+    ]
+
+
+class Recorder:
+    """What finished requests took. Not thread-safe: it belongs to the engine's loop."""
+
+    def __init__(self, model: str):
+        self._labels = {"model_name": model}
+        self._finished = {"stop": 0, "length": 0, "abort": 0}
+        self._bins = {
+            "time_to_first_token_seconds": Bins(SECONDS),
+            "request_time_per_output_token_seconds": Bins(SECONDS),
+            "e2e_request_latency_seconds": Bins(SECONDS),
+            "request_queue_time_seconds": Bins(SECONDS),
+            "request_prompt_tokens": Bins(TOKENS),
+            "request_generation_tokens": Bins(TOKENS),
+        }
+
+    def add(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
+        """A request has ended."""
+        bins = self._bins
+        if isinstance(output, PoolingRequestOutput):
+            bins["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+            self._finished["stop"] += 1
+            return
+        times = output.metrics
+        lengths = [len(each.token_ids) for each in output.outputs]
+        bins["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        bins["request_generation_tokens"].observe(sum(lengths))
+        for each in output.outputs:
+            if each.finish_reason is not None:
+                self._finished[each.finish_reason] = self._finished.get(each.finish_reason, 0) + 1
+        if times is None:
+            return
+        if times.finished_time is not None:
+            bins["e2e_request_latency_seconds"].observe(times.finished_time - times.arrival_time)
+        if times.time_in_queue is not None:
+            bins["request_queue_time_seconds"].observe(times.time_in_queue)
+        if times.first_token_time is not None and times.last_token_time is not None:
+            bins["time_to_first_token_seconds"].observe(times.first_token_time - times.arrival_time)
+            if (steps := max(lengths) - 1) > 0:
+                took = times.last_token_time - times.first_token_time
+                bins["request_time_per_output_token_seconds"].observe(took / steps)
+
+    def metrics(self, stats: Stats) -> list[Metric]:
+        """All there is, the scheduler's first."""
+        found: list[Metric] = [Gauge(name, self._labels, level) for name, _, level in gauges_of(stats)]
+        found += [Counter(name, self._labels, count) for name, _, count in counters_of(stats)]
+        for reason, count in self._finished.items():
+            found.append(Counter("quire:request_success", {**self._labels, "finished_reason": reason}, count))
+        found += [bins.metric("quire:" + name, self._labels) for name, bins in self._bins.items()]
+        return found

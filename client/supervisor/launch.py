@@ -1,0 +1,516 @@
+"""Start quire's processes, restart those that die, and end them all.
+
+Everything is a plain subprocess in a session of its own, so a Ctrl-C at the terminal reaches only the parent, which
+ends the rest in order. Each child watches a pipe that breaks when the parent is gone, however it went; the folder of
+socket files goes after the last of them (``rundir.py``).
+
+What dies is started again, but for a worker that ends with code 0: it was drained, by a signal or an operator. Of the
+workers that hold one copy of the model together none can go on without the rest: they are started again together.
+While the server starts, what fails by itself ends the start, and only what was killed is started again. What stands
+still is gone around by its peers; where it has served and shows no sign of life for SILENCE_S it is killed, and so
+started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import glob
+import http.client
+import itertools
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from ...proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
+from ...proto.checkpoint.pooler_config import pooler_of
+from ...proto.config import ConfigError, EngineArgs
+from ...proto.group import check_split
+from ...proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
+from ...proto.wire.sockets import load_keys
+from ..offline.background import EngineThread
+from ..offline.processors import import_path
+from .child import Child, say, without_errors
+from .rundir import make_run_dir, remove_after
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+QUICK_S = 10.0
+"""A child has died quickly that lived shorter than this, or ended before it had begun to serve, however long it loaded;
+after QUICK_DEATHS of these in a row it is given up."""
+QUICK_DEATHS = 5
+SERVED_DEATHS = 30
+"""The same for one that had begun to serve. A request that ends whatever works on it takes three processes with it, and
+whoever sent it may try again: the server must outlive that."""
+MAX_BACKOFF_S = 10.0
+GRACE_S = {"frontend": 5.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 5.0}
+"""How long each has between SIGTERM and SIGKILL, in the order in which they are ended; a frontend after the
+``shutdown_timeout`` in which it finishes what is open."""
+HURRY_S = 2.0
+"""How long each has after a second signal."""
+REPLICA_S = 3.0
+"""How long the rest of a replica has to end by itself when one of its processes has died."""
+SILENCE_S = 60.0
+"""What serves and has not pulsed for so long is killed and started again; its requests go on from where they were."""
+STOOD_STILL_S = 5.0
+"""Where so much passes between two looks it was this process that was stopped, and perhaps the machine with it."""
+
+
+class LaunchError(RuntimeError):
+    """A process cannot be started or kept running. One line; ``code`` is its exit code."""
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
+
+
+class Supervisor:
+    """The processes of one quire. ``address`` is the scheduler's; ``args`` are as the children see them; ``config``
+    is the model's.
+
+    Raises ConfigError where the model, the tokenizer or the key file cannot be had; nothing runs before ``start``.
+    """
+
+    def __init__(self, args: EngineArgs, http: bool = False):
+        load_keys(args.keys)
+        served = args.served_model_name or [args.model or DEMO_MODEL]
+        model = model_folder(args, weights=True)
+        self.config = config_of(args, model)
+        pooler, budget = pooler_of(self.config, args), args.max_num_batched_tokens
+        if pooler is not None and pooler.whole:  # the longest prompt must fit one step
+            budget = max(budget, self.config.max_model_len)
+        hf = self.config.hf
+        check_split(
+            hf.get("num_attention_heads"), hf.get("num_hidden_layers"),
+            args.tensor_parallel_size, args.pipeline_parallel_size,
+        )  # fmt: skip
+        folder = tokenizer_folder(args, model)
+        tokenizer = None if folder == model else os.path.abspath(folder)
+        self.http, self._keys = http, args.keys
+        self.run_dir: str | None = None
+        self.args = dataclasses.replace(
+            args, model=os.path.abspath(model), tokenizer=tokenizer, revision=None, tokenizer_revision=None,
+            served_model_name=served, api_key=None, max_num_batched_tokens=budget,
+        )  # fmt: skip
+        self._api_key = args.api_key  # travels in the environment: a command line can be read by every user
+        self._children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._alive_fd = self._read_end = self._lock_fd = self._held_fd = -1
+        self._remover: subprocess.Popen[bytes] | None = None
+        self._looked = time.monotonic()
+        self.hurry = threading.Event()  # set: end without patience
+        self._lock = threading.RLock()
+        self._closed = False
+        self._pid = os.getpid()
+        _stacks.add(self)
+
+    @property
+    def address(self) -> str:
+        """The scheduler's address."""
+        return self.args.scheduler or ""
+
+    @property
+    def pids(self) -> dict[int, str]:
+        """Process ids and services of the children that run now."""
+        return {c.process.pid: c.service for c in self._children if c.process and c.process.returncode is None}
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ start
+
+    def start(self) -> None:
+        """Start every process at once; ``wait_ready`` says when they are of use. Raises LaunchError, ConfigError."""
+        try:
+            if self.http:
+                self.args.port = _free_port(self.args.host, self.args.port)
+            if self.args.scheduler is None:
+                self.args.scheduler = "ipc://" + self.make_run_dir()
+            self._read_end, self._alive_fd = os.pipe()
+            self._children = self._plan()
+            for child in self._children:
+                self._spawn(child)
+            threading.Thread(target=self._pump, name="quire-stderr", daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
+
+    def make_run_dir(self) -> str:
+        """The folder that lives as long as this stack."""
+        if self.run_dir is None:
+            self.run_dir, self._lock_fd = make_run_dir()
+            self._remover, self._held_fd = remove_after(self.run_dir)
+        return self.run_dir
+
+    def _plan(self) -> list[Child]:
+        args = self.args
+        environment = dict(os.environ, **{PARENT_FD: str(self._read_end)})
+        if sys.stderr is not None and sys.stderr.isatty():
+            size = shutil.get_terminal_size()  # for progress bars: the children write to a pipe
+            environment.update(COLUMNS=str(size.columns), LINES=str(size.lines))
+        counts = {
+            "scheduler": 1, "gpu_worker": args.data_parallel_size * self._ranks, "detokenizer": args.detokenizer_count,
+            "frontend": args.api_server_count if self.http else 0,
+        }  # fmt: skip
+        devices = _devices(counts["gpu_worker"], args.device)
+        children = []
+        for service, count in counts.items():
+            command = _command(service, args)
+            for number in range(count):
+                own = dict(environment)
+                if service == "gpu_worker" and count > 1:
+                    if devices:
+                        own["CUDA_VISIBLE_DEVICES"] = devices[number]
+                    own[LOCAL_WORKERS] = str(count)
+                if service == "gpu_worker" and args.logits_processor:
+                    own["PYTHONPATH"] = import_path()
+                if service == "frontend" and self._api_key is not None:
+                    own["QUIRE_API_KEY"] = self._api_key
+                if service == "gpu_worker" and self._ranks > 1:
+                    replica, rank = divmod(number, self._ranks)
+                    place = [f"--rank={rank}", f"--master-addr=ipc://{self.make_run_dir()}/replica{replica}"]
+                    children.append(Child(service, command + place, own, replica))
+                else:
+                    children.append(Child(service, command, own))
+        return children
+
+    @property
+    def _ranks(self) -> int:
+        """Workers of one copy of the model."""
+        return self.args.tensor_parallel_size * self.args.pipeline_parallel_size
+
+    def _spawn(self, child: Child) -> None:
+        if child.stream is not None:
+            with contextlib.suppress(KeyError, ValueError):  # not read to its end: someone else holds it open
+                self._selector.unregister(child.stream)
+        held = [self._held_fd] if self._held_fd >= 0 else []
+        stream = child.start(self._read_end, *held)
+        self._selector.register(stream, selectors.EVENT_READ, (child, child.drained))
+
+    def wait_ready(self, timeout: float | None = None, is_ready: Callable[[], bool] | None = None) -> None:
+        """Return once a request would run: ``is_ready`` says so, or by default /health or an Engine of its own.
+
+        Raises LaunchError as soon as a child fails, with the line in which it says why, and TimeoutError.
+        """
+        with contextlib.ExitStack() as stack:
+            if is_ready is None and self.http:
+                is_ready = self._healthy
+            elif is_ready is None:
+                thread = EngineThread(self.address, load_keys(self._keys))
+                stack.callback(thread.close)
+                is_ready = lambda: thread.engine.ready  # noqa: E731
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while not is_ready():
+                self._check_start()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"not ready within {timeout:g} s; the log above says how far it came.")
+                time.sleep(POLL_S)
+
+    def _check_start(self) -> None:
+        """One round of ``wait_ready``. Raises LaunchError where a child has failed; being killed is no failure."""
+        if any(child.fallen() for child in self._children):
+            self._raise_failed_start()
+        self.check()
+
+    def _raise_failed_start(self) -> None:
+        """Raise what the child says that failed, or return where all that have ended were killed."""
+        time.sleep(0.2)  # one failure may have ended several; the one that says why is wanted
+        places = {child.replica for child in self._children if child.fallen()} - {None}
+        deadline = time.monotonic() + REPLICA_S
+        while time.monotonic() < deadline and any(c.replica in places and not c.dead() for c in self._children):
+            time.sleep(POLL_S)
+        dead = [child for child in self._children if child.fallen()]
+        killed = {c.replica for c in dead if _code(c) == -signal.SIGKILL} - {None}  # the rest ended because of that
+        failed = [
+            c for c in dead if _code(c) == EXIT_CONFIG or (_code(c) != -signal.SIGKILL and c.replica not in killed)
+        ]
+        if not failed:
+            return
+        for child in failed:
+            child.drained.wait(1.0)
+        child = max(failed, key=lambda child: (_code(child) == EXIT_CONFIG, child.error is not None))
+        raise LaunchError(child.obituary(), _code(child))
+
+    def _healthy(self) -> bool:
+        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.args.host, self.args.host)
+        connection = http.client.HTTPConnection(host, self.args.port, timeout=2)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    # ------------------------------------------------------------ watch
+
+    def supervise(self, stop: threading.Event) -> None:
+        """Restart what dies until ``stop`` is set. Raises LaunchError when a child cannot be kept running."""
+        while not stop.wait(POLL_S) and not self._closed:
+            self.check()
+
+    def check(self) -> None:
+        """One round of ``supervise``."""
+        with self._lock:
+            if not self._closed:
+                self._look_after(self._children)
+
+    def _look_after(self, children: list[Child]) -> None:
+        before, self._looked = self._looked, time.monotonic()
+        if self._looked - before > STOOD_STILL_S:
+            for child in self._children:
+                child.forgive()
+        for child in children:
+            self._check_silence(child)
+            if child.fallen():
+                self._bury(child)
+            if child.due is not None and time.monotonic() >= child.due:
+                try:
+                    self._spawn(child)
+                except OSError as error:
+                    raise LaunchError(f"quire.{child.service} cannot be started: {error}.") from error
+
+    def _check_silence(self, child: Child) -> None:
+        if child.silence() > SILENCE_S and not child.dead() and child.process is not None:
+            log.error(
+                "quire.%s (pid %d) has shown no sign of life for %g s; killing it.",
+                child.service, child.process.pid, SILENCE_S,
+            )  # fmt: skip
+            os.killpg(child.process.pid, signal.SIGKILL)
+            child.forgive()  # said again only where it does not die of that
+
+    def set_tokenizer(self, folder: str) -> None:
+        """Replace the detokenizers by ones with the tokenizer in ``folder``; the old ones have ended on return.
+
+        The workers keep theirs. Raises LaunchError.
+        """
+        with self._lock:
+            self.args.tokenizer = folder
+            self._end(["detokenizer"])
+            for child in self._children:
+                if child.service == "detokenizer" and not self._closed:
+                    child.drained.wait(1.0)
+                    child.command, child.proven = _command("detokenizer", self.args), False
+                    try:
+                        self._spawn(child)
+                    except OSError as error:
+                        raise LaunchError(f"quire.detokenizer cannot be started: {error}.") from error
+
+    def _bury(self, child: Child) -> None:
+        together = [child]
+        if child.replica is not None:
+            together = [each for each in self._children if each.replica == child.replica]
+            if not self._all_ended(together):
+                return
+        for each in together:
+            each.drained.wait(1.0)
+        child = max(together, key=_says_why)
+        code, served = _code(child), any(each.has_served() for each in together)
+        if code == EXIT_CONFIG and not any(each.proven for each in together):
+            raise LaunchError(child.obituary(), code)
+        if code == 0 and child.service == "gpu_worker":
+            for each in together:
+                each.left = True
+            rest = sum(each.service == "gpu_worker" and not each.left for each in self._children)
+            log.warning("a gpu_worker has left on purpose and is not started again; %d of this server's stay.", rest)
+            return
+        lived = time.monotonic() - child.started
+        deaths = child.deaths + 1 if lived < QUICK_S or not served else 0
+        if deaths >= (SERVED_DEATHS if served and code != EXIT_CONFIG else QUICK_DEATHS):
+            when = f"within {QUICK_S:g} s of its start" if lived < QUICK_S else "before it had begun to serve"
+            raise LaunchError(f"quire.{child.service} ended {deaths} times {when}: {child.obituary()}", code)
+        delay = min(MAX_BACKOFF_S, 0.25 * 2 ** (deaths - 1)) if deaths else 0.0
+        others = f", with the {len(together) - 1} that work with it," if len(together) > 1 else ""
+        log.warning("%s Starting another%s in %.2f s.", child.obituary(), others, delay)
+        for each in together:
+            each.deaths, each.due = deaths, time.monotonic() + delay
+
+    def _all_ended(self, together: list[Child]) -> bool:
+        """Whether all processes of a replica have ended after one of them did; those that take long are killed."""
+        now, alive = time.monotonic(), [child for child in together if not child.dead()]
+        if not alive:
+            return True
+        for child in together:
+            child.alone_since = child.alone_since or now
+        for child in alive:
+            if now - (child.alone_since or now) > REPLICA_S and child.process is not None:
+                os.killpg(child.process.pid, signal.SIGKILL)
+        return False
+
+    def _pump(self) -> None:
+        """Pass on what the children print, byte for byte, but for the lines in which they say why they end."""
+        while True:
+            try:
+                ready = self._selector.select(timeout=1.0)
+            except (OSError, ValueError, RuntimeError):
+                return
+            for key, _ in ready:
+                child, drained = key.data
+                try:
+                    data = os.read(key.fd, 65536)
+                except BlockingIOError:
+                    continue
+                if data:
+                    say(without_errors(child, data))
+                else:
+                    self._selector.unregister(key.fileobj)
+                    say(child.carry)
+                    child.carry = b""
+                    drained.set()
+            if self._closed and not self._selector.get_map():
+                return
+
+    # ------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """End every process in order, remove the run folder. Idempotent; does nothing in a forked copy."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._end(["frontend"], others_live=True)
+            self._end(["gpu_worker", "detokenizer"])
+            self._end(["scheduler"])
+            _close_fd(self._alive_fd)
+            _close_fd(self._read_end)
+            for child in self._children:
+                child.drained.wait(1.0)
+                if child.stream is not None:
+                    child.stream.close()
+                child.close_ready()
+            if self._remover is not None:
+                self._remover.kill()
+                self._remover.wait()
+            if self.run_dir is not None:
+                shutil.rmtree(self.run_dir, ignore_errors=True)
+            _close_fd(self._lock_fd)
+            _close_fd(self._held_fd)
+
+    def _end(self, services: list[str], others_live: bool = False) -> None:
+        """SIGTERM in the order given, then SIGKILL for what has not gone within its grace.
+
+        ``others_live``: what dies of the rest meanwhile is started again, for those that end still need it.
+        """
+        children = [child for service in services for child in self._children if child.service == service]
+        others = [child for child in self._children if others_live and child not in children]
+        _terminate(children)
+        began, hurried, killed = time.monotonic(), False, set[int]()
+        while left := [child for child in children if not child.dead()]:
+            try:
+                if self.hurry.is_set():
+                    if not hurried:
+                        began, hurried, others = time.monotonic(), True, []
+                    _terminate(left)  # again and again: two signals close together may arrive as one
+                for child in left:
+                    grace = HURRY_S if hurried else self._grace(child.service)
+                    if child.process is None or child.process.pid in killed or time.monotonic() - began <= grace:
+                        continue
+                    log.warning("quire.%s did not end within %g s; killing it.", child.service, grace)
+                    killed.add(child.process.pid)
+                    os.killpg(child.process.pid, signal.SIGKILL)
+                self._look_after(others)
+                time.sleep(0.05 if hurried else 0.01)
+            except LaunchError as error:
+                log.error("%s", error)
+                others = []
+            except KeyboardInterrupt:  # a second Ctrl-C: no more patience
+                self.hurry.set()
+
+    def _grace(self, service: str) -> float:
+        return GRACE_S[service] + (self.args.shutdown_timeout if service == "frontend" else 0.0)
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _command(service: str, args: EngineArgs) -> list[str]:
+    return [sys.executable, "-P", "-m", f"quire.{service}", *args.argv_for(service)]
+
+
+def _free_port(host: str, port: int) -> int:
+    """``port``, or a free one for 0. Raises ConfigError where it is taken, before anything is started."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            return probe.getsockname()[1]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} is no address to listen on: {error}; choose another with --host.") from error
+    except OSError as error:
+        flag = "--port" if error.errno == errno.EADDRINUSE else "--host or --port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}.") from error
+
+
+def _terminate(children: list[Child]) -> None:
+    for child in children:
+        if not child.dead() and child.process is not None:
+            child.process.terminate()
+
+
+def _code(child: Child) -> int:
+    return child.process.returncode if child.process is not None else 1
+
+
+def _says_why(child: Child) -> tuple[bool, bool, bool, bool]:
+    """Of the processes of a replica, the one that did not end because another had sorts last."""
+    code = _code(child)
+    return code == EXIT_CONFIG, code == 0, code < 0, child.error is not None
+
+
+def _devices(count: int, device: str) -> list[str]:
+    """The CUDA device of each of ``count`` workers, in order; none where there are none, or none are wanted.
+
+    Raises ConfigError where there are too few: the rest would find none, and compute on the CPU.
+    """
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told is None:
+        devices = [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")) or count)]
+    else:
+        devices = list(itertools.takewhile(lambda name: name not in ("", "-1"), map(str.strip, told.split(","))))
+    if device == "cpu" or not devices:
+        return []
+    if len(devices) < count:
+        raise ConfigError(
+            f"{count} workers need a GPU each, and there are {len(devices)}; lower data_parallel_size, "
+            "tensor_parallel_size or pipeline_parallel_size, or give --device=cpu."
+        )
+    return devices[:count]
+
+
+def _close_fd(fd: int) -> None:
+    if fd >= 0:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+_stacks: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A forked copy of the parent must not keep the children alive when the parent dies."""
+    for stack in _stacks:
+        _close_fd(stack._alive_fd)
+        _close_fd(stack._held_fd)
+        stack._alive_fd = stack._held_fd = -1
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,132 @@
+"""State of rows that lives on the host and follows their tokens: grammars' matchers, histories for users' functions.
+
+The device draws a step's tokens before the host has seen the last step's. So what happens to these rows waits here, in
+the order of the plans, behind tokens that have not arrived, until a step needs it: by then the forward pass is running,
+and waiting costs the device nothing. Rows that no follower follows cost nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from ...proto.messages import Admit
+from ..transfer import Arrival
+
+
+class Histories(Protocol):
+    """What follows: ``grammar.Grammars`` and ``processors.Processors``."""
+
+    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
+        """``row`` begins; ``ids`` are its prompt and the outputs it resumes from."""
+
+    def copy(self, src: list[int], dst: list[int]) -> None:
+        """Rows ``dst`` become what rows ``src`` are; all are read before any is written."""
+
+    def drop(self, rows: list[int]) -> None:
+        """Release what ``rows`` hold."""
+
+    def advance(self, rows: list[int], tokens: list[int]) -> None:
+        """One more token for each of ``rows``."""
+
+    def reset(self) -> None:
+        """Release everything."""
+
+
+class Elsewhere:
+    """Histories that another process keeps: here it is only known of which rows there are any."""
+
+    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
+        """Nothing."""
+
+    def copy(self, src: list[int], dst: list[int]) -> None:
+        """Nothing."""
+
+    def drop(self, rows: list[int]) -> None:
+        """Nothing."""
+
+    def advance(self, rows: list[int], tokens: list[int]) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+
+H = TypeVar("H", bound=Histories)
+
+
+class Follower(Generic[H]):
+    """Defers one ``Histories``. ``rows`` are the rows it follows as of the last plan; used by the compute
+    thread alone. ``histories`` is up to date after ``settle``.
+    """
+
+    def __init__(self, histories: H):
+        self.rows: set[int] = set()
+        self.histories = histories
+        self._waiting: deque[tuple[Arrival | None, Callable[[], None]]] = deque()
+
+    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
+        """Follow ``row`` from now on."""
+        self.rows.add(row)
+        self._in_turn(lambda: self.histories.admit(row, admit, ids))
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Follow ``rows`` no more."""
+        gone = [row for row in rows if row in self.rows]
+        if gone:
+            self.rows.difference_update(gone)
+            self._in_turn(lambda: self.histories.drop(gone))
+
+    def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Fork: ``dst`` are followed where ``src`` are."""
+        pairs = [(a, b) for a, b in zip(src, dst, strict=True) if a in self.rows]
+        lost = [b for a, b in zip(src, dst, strict=True) if a not in self.rows]
+        if pairs:
+            sources, copies = [a for a, _ in pairs], [b for _, b in pairs]
+            self.rows.update(copies)
+            # Never at once: what is copied may still be in the making.
+            self._waiting.append((None, lambda: self.histories.copy(sources, copies)))
+        self.drop(lost)
+
+    def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tokens that the scheduler chose."""
+        pairs = [pair for pair in zip(rows, tokens, strict=True) if pair[0] in self.rows]
+        if pairs:
+            self._in_turn(lambda: self.histories.advance([row for row, _ in pairs], [token for _, token in pairs]))
+
+    def drawn(self, rows: Sequence[int], arrival: Arrival) -> None:
+        """Tokens on their way from the device; ``rows`` has the row of each, -1 where it is not kept."""
+        slots = [slot for slot, row in enumerate(rows) if row in self.rows]
+        if not slots:
+            return
+        kept = [rows[slot] for slot in slots]
+
+        def advance() -> None:
+            tokens = np.frombuffer(arrival.wait(), np.int32)
+            self.histories.advance(kept, tokens[slots].tolist())
+
+        self._waiting.append((arrival, advance))
+
+    def settle(self, wait: bool) -> None:
+        """Do what waits; without ``wait``, as far as it can be done without sleeping."""
+        while self._waiting:
+            arrival, act = self._waiting[0]
+            if not wait and arrival is not None and not arrival.landed:
+                return
+            self._waiting.popleft()
+            act()
+
+    def reset(self) -> None:
+        """Follow nothing."""
+        self.rows.clear()
+        self._waiting.clear()
+        self.histories.reset()
+
+    def _in_turn(self, act: Callable[[], None]) -> None:
+        if self._waiting:
+            self._waiting.append((None, act))
+        else:
+            act()

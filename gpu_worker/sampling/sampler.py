@@ -1,0 +1,181 @@
+"""From logits to tokens: one pipeline, each stage a function with its twin. This is the order of operations:
+
+1. ``kernels.masks.mask_bits``: a grammar's bit mask.
+2. Here raw logprobs and raw logits are taken (``logprobs_mode`` raw_logprobs, raw_logits).
+3. ``allowed_token_ids`` (``mask_bits``); then in one addition to single logits (``add``) ``logit_bias``, the bans of
+   bad words of one token, and ``min_tokens``' bans of every EOS and stop id while the row has fewer outputs; then bad
+   words of several tokens (``kernels.masks.ban_words``). A ban is -inf, whatever the bias.
+4. The user's logits processors (``edit``).
+5. ``kernels.penalties.penalise``: repetition, frequency, presence.
+6. ``greedy``: rows of temperature 0 take the largest logit. Beams stop here: nothing is drawn.
+7. ``kernels.sampling.cut``: logits / temperature; then min_p, top_k, top_p give the lowest value that may be drawn.
+8. Here processed logprobs and logits are taken: of logits / temperature, -inf below the cut (of the logits themselves
+   in greedy rows). Beams' logprobs are always processed_logprobs.
+9. ``kernels.sampling.draw``: argmax of logits / temperature + Gumbel noise of (seed, position, token id) at or above
+   the cut; then the drawn token is counted for the penalties.
+
+A stage that no row needs costs nothing (``SamplingNeeds``), and one that some row needs leaves the others' logits as
+they are: the result of a row depends on its own logits, parameters, history, seed and position alone. Masks that leave
+nothing (a bad word that is the only allowed token) give token 0, NaN some token of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..kernels import masks, penalties, sampling
+from ..kernels.logprobs import Source
+from .logprobs import LogprobGroup, grouped, token_logprobs
+from .sampling_state import SamplingNeeds, SamplingState
+from .sampling_tables import to_device
+
+__all__ = ["LogprobGroup", "Sampled", "SamplingNeeds", "SamplingState", "greedy", "sample", "token_logprobs"]
+
+
+class Sampled(NamedTuple):
+    """What a step draws: int64 [S], and logprobs where any row wants them, by how many."""
+
+    tokens: torch.Tensor
+    logprobs: list[LogprobGroup] | None
+
+
+def sample(
+    logits: torch.Tensor,
+    state: SamplingState,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    needs: SamplingNeeds,
+    host_rows: np.ndarray,
+    host_positions: np.ndarray,
+    history: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    edit: Callable[[torch.Tensor], None] | None = None,
+) -> Sampled:
+    """Draw one token for each row of ``logits``, which may be changed in place.
+
+    Args:
+        logits: float32 [S, V], each row contiguous.
+        state: parameters of the persistent rows, on the same device.
+        rows: int64 [S], the persistent row of each row of logits, all different.
+        positions: int64 [S], absolute positions of the tokens being drawn (the prompt's first token is 0).
+        needs: ``state.needs`` of the same rows and positions.
+        host_rows: ``rows`` on the host.
+        host_positions: ``positions`` on the host.
+        history: int32 [max_rows, L] on the device: the token ids of each persistent row, up to ``positions``.
+        mask: int32 [S, ceil(V / 32)] on the device: bit i of word w is set where token 32 * w + i is allowed.
+        edit: called with the logits at the place of the user's logits processors; changes them in place.
+
+    The token of a beam's slot is its most likely one, and is not counted.
+    """
+    if not len(logits):
+        return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device), None)
+    if mask is not None:
+        (masks.mask_bits if logits.is_cuda else masks.mask_bits_torch)(logits, mask)
+    params = state.of(rows) if needs.random or needs.changes else None
+    wants = _Wants(state, host_rows, logits) if needs.logprobs else None
+    if wants and (needs.changes or edit is not None):
+        wants.keep_raw(logits)
+    if params is not None and needs.changes:
+        _mask(logits, state, rows, positions, params, needs, host_rows, host_positions, history)
+    if edit is not None:
+        edit(logits)
+    if params is not None and needs.penalties:
+        table = state.counts.tensor
+        (penalties.penalise if logits.is_cuda else penalties.penalise_torch)(logits, table, rows, params)
+    tokens, cuts = _choose(logits, params, positions, needs)
+    if params is not None and needs.penalties:
+        state.counts.count(rows, tokens, params)
+    found = list(wants.logprobs(logits, tokens, params if needs.random else None, cuts)) if wants else None
+    return Sampled(tokens, found)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The most likely token of each row, the lowest id of equals; int64 [S]."""
+    if logits.is_cuda or not len(logits):
+        return logits.argmax(-1)
+    # numpy's argmax is vectorised and stays on this thread: faster than torch's at every size measured.
+    return torch.from_numpy(logits.numpy().argmax(-1))
+
+
+def add(logits: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
+    """Add to single logits in place: int64 [N], int64 [N], float32 [N]; each (slot, id) is named once."""
+    if logits.is_cuda:
+        logits[slots, ids] = logits[slots, ids] + values
+    else:
+        logits.numpy()[slots.numpy(), ids.numpy()] += values.numpy()
+
+
+def _mask(
+    logits: torch.Tensor,
+    state: SamplingState,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    params: torch.Tensor,
+    needs: SamplingNeeds,
+    host_rows: np.ndarray,
+    host_positions: np.ndarray,
+    history: torch.Tensor,
+) -> None:
+    """Stage 3, in place."""
+    if needs.allowed:
+        table = state.allowed.tensor
+        (masks.mask_bits if logits.is_cuda else masks.mask_bits_torch)(logits, table, rows, params)
+    if needs.edits:
+        add(logits, *state.step_bias(host_rows, host_positions))
+    if needs.words:
+        ban = masks.ban_words if logits.is_cuda else masks.ban_words_torch
+        ban(logits, state.step_words(host_rows), history, rows, positions, params)
+
+
+def _choose(
+    logits: torch.Tensor, params: torch.Tensor | None, positions: torch.Tensor, needs: SamplingNeeds
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens int64 [S], and the cuts float32 [S] where some row has one."""
+    if params is None or not needs.random:
+        return greedy(logits), None
+    if logits.is_cuda:
+        cut, draw = sampling.cut, sampling.draw
+    else:
+        cut, draw = sampling.cut_torch, sampling.draw_torch
+    cuts = cut(logits, params, needs.min_p, needs.top_k, needs.top_p) if needs.cut else None
+    return draw(logits, params, positions, cuts), cuts
+
+
+class _Wants:
+    """The slots of a step that want logprobs: beams, which are always processed, and the others."""
+
+    def __init__(self, state: SamplingState, rows: np.ndarray, logits: torch.Tensor):
+        self._state = state
+        slots, ks, beams = state.step_logprobs(rows)
+        self._raw = state.logprobs_mode.startswith("raw")
+        self._softmax = state.logprobs_mode.endswith("logprobs")
+        self._others, self._other_ks = slots[~beams], ks[~beams]
+        self._beams, self._beam_ks = slots[beams], ks[beams]
+        self._slots = to_device(self._others, logits.device)
+        self._kept: torch.Tensor | None = None
+
+    def keep_raw(self, logits: torch.Tensor) -> None:
+        """Called before the logits are changed."""
+        if self._raw and len(self._others):
+            self._kept = self._state.spare(len(self._others)) if not logits.is_cuda else None
+            self._kept = torch.index_select(logits, 0, self._slots, out=self._kept)
+
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, params: torch.Tensor | None, cuts: torch.Tensor | None
+    ) -> Iterator[LogprobGroup]:
+        """``params`` where some row draws, ``cuts`` where some row has a filter."""
+        if len(self._others):
+            if self._kept is not None:
+                source = Source(self._kept, torch.arange(len(self._kept), device=logits.device))
+            elif self._raw:
+                source = Source(logits, self._slots)
+            else:
+                source = Source(logits, self._slots, params, cuts)
+            yield from grouped(source, tokens[self._slots], self._others, self._other_ks, self._softmax)
+        if len(self._beams):
+            at = to_device(self._beams, logits.device)
+            yield from grouped(Source(logits, at), tokens[at], self._beams, self._beam_ks, True)

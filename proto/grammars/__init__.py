@@ -1,0 +1,1 @@
+"""Structured outputs as grammars: what the detokenizer checks and the worker matches."""

@@ -1,0 +1,1 @@
+"""How messages cross: sockets, bounds for peers that do not read, keys, addresses."""

@@ -1,0 +1,361 @@
+"""The workers: from Hello to Bye, leases, drains, and the timers that find the dead. No IO.
+
+``on_worker`` takes what the workers' socket received; ``peer`` is the sender's identity, which is its process's
+incarnation. What workers are owed gathers in ``to_workers``.
+
+A worker's phases::
+
+    loading       Assign sent; it loads weights, and measures how many blocks fit
+    configuring   Configure sent; it allocates them, compiles kernels and captures graphs
+    ready         it has a Replica and gets plans
+    draining      it, or an operator, asked that it leaves: what runs there goes on for a while, nothing new comes
+    leaving       Drain sent; nothing runs there any more, and its Bye is on the way
+
+Five things find a worker that has failed: its connection breaks (killed); nothing is heard of it for
+``worker_timeout`` (stopped, or its machine hangs; the beats do not wait for a step); a step does not end in
+``step_timeout`` (a hung kernel; counted from the end of the step before it, and long enough for a first step that
+still compiles); loading and configuring, which may take minutes, take longer than ``LOADING_LIMIT_S`` each; or it says
+what cannot be. In any case what ran there goes back in line.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ..proto.codec import BadFrame
+from ..proto.messages import (
+    PROTOCOL,
+    Assign,
+    Bye,
+    Configure,
+    Drain,
+    Heartbeat,
+    Hello,
+    Lease,
+    Loaded,
+    Manage,
+    Managed,
+    Ready,
+    StepFailed,
+    StepResult,
+    WorkerInfo,
+)
+from .core import Scheduler
+from .replica import Replica
+
+log = logging.getLogger(__name__)
+
+LOADING_LIMIT_S, LOADED_LIMIT_S = 3600.0, 600.0
+"""The second is for a worker that said in its Hello that its weights are there."""
+LEAST_TIMEOUT_S = 2.0
+"""``worker_timeout`` and ``step_timeout`` are no shorter: a worker beats once a second, and as often it is looked."""
+STOPPED_S = 15.0
+"""After this process itself stood still, connections that break for so long say nothing about what ran there."""
+LEAST_NAME = 4
+"""What is shorter is a replica's number, and of one that has left, it must not be taken for the beginning of a name."""
+MAX_BLOCKS, INT32_MAX = 2**22, 2**31 - 1
+"""The most blocks of a worker that are used: 64 million tokens in blocks of 16 is plenty, and books cost memory."""
+
+
+class Worker:
+    """One worker under one lease. ``since`` is when its phase began, ``leave_by`` when a drain's patience ends."""
+
+    __slots__ = (
+        "bad_frames", "beat_at", "drained", "hello", "lease", "leave_by", "loaded", "phase", "reason", "replica",
+        "since",
+    )  # fmt: skip
+
+    def __init__(self, hello: Hello, lease: Lease, now: float):
+        self.hello, self.lease, self.beat_at, self.since = hello, lease, now, now
+        self.phase = "loading"
+        self.bad_frames = 0  # it has counted, by its last Heartbeat
+        self.loaded: Loaded | None = None
+        self.replica: Replica | None = None
+        self.leave_by, self.reason, self.drained = math.inf, "", 0
+
+    def running(self) -> int:
+        """Sequences there."""
+        return len(self.replica.sequences()) if self.replica is not None else 0
+
+
+class WorkerRegistry:
+    """All workers. ``changed`` is called where the front side must be told."""
+
+    def __init__(self, core: Scheduler, epoch: int, changed: Callable[[], None]):
+        self.core, self.epoch, self.config, self.changed = core, epoch, core.config, changed
+        self.workers: dict[str, Worker] = {}
+        self.to_workers: list[tuple[str, Any]] = []
+        self._leases = 0
+        self._stood_still = -math.inf  # when this process last did
+
+    @property
+    def ready(self) -> bool:
+        """Some replica takes requests."""
+        return any(not replica.draining for replica in self.core.replicas.values())
+
+    def on_worker(self, peer: str, message: Any) -> None:
+        """One message of a worker. What belongs to another lease than its current one is dropped."""
+        worker = self.workers.get(peer)
+        if isinstance(message, Hello):
+            self._hello(peer, message)
+        elif worker is None:
+            # Of a lease that ended, or of a scheduler before this one. A Heartbeat says that it does not know.
+            if isinstance(message, Heartbeat):
+                self.to_workers.append((peer, Bye("it has no lease here", again=True)))
+        elif isinstance(message, Heartbeat):
+            worker.beat_at = self.core.clock()
+            worker.bad_frames = count(message.bad_frames)
+        elif isinstance(message, Bye):
+            # One that drains first has nothing to answer for; any other may have been made to go by what it ran.
+            self.gone(
+                peer, f"left ({message.reason or 'no reason given'})", worker.phase not in ("draining", "leaving")
+            )
+        elif isinstance(message, Drain):
+            self.drain(peer, message.reason or "it asked to leave", self.config.drain_timeout)
+        elif message.lease != worker.lease:
+            return
+        elif isinstance(message, Loaded):
+            self._loaded(peer, worker, message)
+        elif isinstance(message, Ready):
+            self._ready(peer, worker)
+        elif isinstance(message, StepResult):
+            self._result(peer, worker, message)
+        elif isinstance(message, StepFailed):
+            self.gone(peer, f"failed in step {message.step}: {message.error}")
+
+    # -- from Hello to Ready
+
+    def _hello(self, peer: str, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            self.to_workers.append((peer, wrong_protocol(hello)))
+            return
+        if hello.kind != "gpu_worker" or hello.incarnation != peer:
+            self.core.bad(peer, f"Hello of {hello.kind!r} as {hello.incarnation!r}")
+            return
+        if peer in self.workers:
+            self.gone(peer, "said Hello again")
+        taken = {w.lease.replica for w in self.workers.values()}
+        number = next(i for i in range(len(taken) + 1) if i not in taken)
+        self._leases += 1
+        lease = Lease(self.epoch, number, self._leases)
+        self.workers[peer] = Worker(hello, lease, self.core.clock())
+        self.core.loading += 1
+        config = self.config
+        log.info("worker %s (%s) joins as replica %d%s", peer, hello.device, number,
+                 ", its weights still loaded" if hello.loaded else "")  # fmt: skip
+        assign = Assign(lease, config.block_size, config.max_num_seqs, config.max_num_batched_tokens)
+        self.to_workers.append((peer, assign))
+        self.changed()
+
+    def _loaded(self, peer: str, worker: Worker, message: Loaded) -> None:
+        if worker.replica is None and worker.phase in ("draining", "leaving"):
+            return
+        sizes = (message.num_blocks, message.max_model_len, message.vocab_size)
+        if worker.phase != "loading" or not all(1 <= size <= INT32_MAX for size in sizes):
+            self._expel(peer, f"it said Loaded{sizes} while {worker.phase}")
+            return
+        if message.num_blocks > MAX_BLOCKS:  # a tiny model has room for more than anybody could use
+            log.info("worker %s has room for %d blocks; %d are used", peer, message.num_blocks, MAX_BLOCKS)
+            message.num_blocks = MAX_BLOCKS
+        worker.loaded, worker.phase, worker.since = message, "configuring", self.core.clock()
+        self.to_workers.append((peer, Configure(worker.lease, message.num_blocks)))
+
+    def _ready(self, peer: str, worker: Worker) -> None:
+        loaded = worker.loaded
+        if worker.replica is None and worker.phase in ("draining", "leaving"):
+            return
+        if worker.phase != "configuring" or loaded is None:
+            self._expel(peer, f"it said Ready while {worker.phase}")
+            return
+        config, now = self.config, self.core.clock()
+        worker.phase, worker.since, worker.beat_at = "ready", now, now
+        worker.replica = Replica(
+            worker.lease.replica, worker.lease, peer, config.max_num_seqs, loaded.num_blocks, config.block_size,
+            loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
+            loaded.whole,
+        )  # fmt: skip
+        self.core.loading -= 1
+        self.core.add_replica(worker.replica)
+        log.info(
+            "replica %d is ready: %d blocks of %d tokens; %d replicas, %d sequences wait",
+            worker.lease.replica, loaded.num_blocks, config.block_size, len(self.core.replicas), len(self.core.queue),
+        )  # fmt: skip
+        self.changed()
+
+    # -- results
+
+    def _result(self, peer: str, worker: Worker, message: StepResult) -> None:
+        if worker.replica is None:
+            self._expel(peer, f"it sent the result of step {message.step} while {worker.phase}")
+            return
+        worker.beat_at = self.core.clock()
+        try:
+            self.core.commit(worker.replica, message)
+        except BadFrame as error:
+            self._expel(peer, str(error))
+            return
+        if worker.phase == "draining":
+            self._let_go(peer, worker)
+
+    def plans(self) -> None:
+        """Plan for every replica until it has enough in flight."""
+        for replica in self.core.replicas.values():
+            while (plan := self.core.plan(replica)) is not None:
+                self.to_workers.append((replica.peer, plan))
+
+    # -- leaving
+
+    def gone(self, peer: str, why: str, blame: bool = True) -> None:
+        """The lease ends; what ran there goes back in line. ``blame``: what was in flight may be the cause."""
+        worker = self.workers.pop(peer, None)
+        if worker is None:
+            return
+        running = worker.running()
+        if worker.phase in ("loading", "configuring"):
+            self.core.loading -= 1
+            self.core.shrunk = True
+        if worker.replica is not None:
+            blame = blame and self.core.clock() - self._stood_still > STOPPED_S
+            self.core.end_lease(worker.replica, blame)
+        log.log(
+            logging.INFO if worker.phase == "leaving" else logging.WARNING,
+            "worker %s (replica %d, %s) %s; %d sequences ran there and go back in line, %d replicas are left",
+            peer, worker.lease.replica, worker.phase, why, running, len(self.core.replicas),
+        )  # fmt: skip
+        self.changed()
+
+    def _expel(self, peer: str, why: str) -> None:
+        """A worker that breaks the protocol is out of its mind: it must go, and start again from nothing."""
+        self.core.bad(peer, why)
+        self._end(peer, why)
+
+    def _end(self, peer: str, why: str, again: bool = False) -> None:
+        self.to_workers.append((peer, Bye(f"the scheduler ended this worker's lease: {why}", again)))
+        self.gone(peer, f"loses its lease: {why}")
+
+    def drain(self, peer: str, reason: str, patience: float) -> None:
+        """Place nothing new on this worker, and let it go when what runs there has ended, at most ``patience`` seconds
+        from now; the rest goes back in line then. Asked again, the shorter patience counts."""
+        worker, now = self.workers.get(peer), self.core.clock()
+        if worker is None or worker.phase == "leaving":
+            return
+        if worker.phase in ("loading", "configuring"):
+            self.core.loading -= 1
+            self.core.shrunk = True
+        elif worker.replica is not None:
+            worker.replica.draining = True
+        worker.leave_by = min(worker.leave_by, now + patience)
+        if worker.phase != "draining":
+            worker.phase, worker.since, worker.reason, worker.drained = "draining", now, reason, worker.running()
+            log.info("worker %s (replica %d) drains (%s): %d sequences may run there for at most %g s more",
+                     peer, worker.lease.replica, reason, worker.drained, patience)  # fmt: skip
+            self.changed()
+        self._let_go(peer, worker)
+
+    def _let_go(self, peer: str, worker: Worker) -> None:
+        """Send Drain if nothing runs there any more that somebody is there to read, or time is up."""
+        left, now = worker.replica.sequences() if worker.replica is not None else [], self.core.clock()
+        if now < worker.leave_by and any(seq.request.owner not in self.core.lost_owners for seq in left):
+            return
+        for seq in left:
+            self.core.requeue(seq)
+        log.info("worker %s (replica %d) is drained after %.1f s: %d of %d sequences go back in line",
+                 peer, worker.lease.replica, now - worker.since, len(left), worker.drained)  # fmt: skip
+        worker.phase, worker.since = "leaving", now
+        self.to_workers.append((peer, Drain(worker.reason)))
+
+    # -- time
+
+    def tick(self) -> None:
+        """Once a second: beat to every worker, and look for those that have failed."""
+        now = self.core.clock()
+        for peer, worker in list(self.workers.items()):
+            self.to_workers.append((peer, Heartbeat()))
+            self._check(peer, worker, now)
+
+    def _check(self, peer: str, worker: Worker, now: float) -> None:
+        replica = worker.replica
+        if replica is None:
+            limit = LOADED_LIMIT_S if worker.hello.loaded else LOADING_LIMIT_S
+            if now - worker.since > limit:
+                self._end(peer, f"it was {worker.phase} for {limit:g} s")
+            return
+        silent, hung = (max(LEAST_TIMEOUT_S, t) for t in (self.config.worker_timeout, self.config.step_timeout))
+        if now - worker.beat_at > silent:
+            self._end(peer, f"it was silent for {silent:g} s", again=True)
+        elif replica.in_flight and now - max(replica.in_flight[0].sent_at, replica.progress_at) > hung:
+            self._end(peer, f"step {replica.in_flight[0].number} did not end in {hung:g} s")
+        elif worker.phase == "draining":
+            self._let_go(peer, worker)
+
+    def forgive(self, seconds: float) -> None:
+        """This process stood still for so long: what workers did meanwhile could not be seen, and is not held against
+        them. Of what happened since it began no more time is given than has passed."""
+        now = self._stood_still = self.core.clock()
+        for worker in self.workers.values():
+            worker.beat_at = min(worker.beat_at + seconds, now)
+            worker.since = min(worker.since + seconds, now)
+            worker.leave_by += seconds
+            if worker.replica is not None:
+                worker.replica.progress_at = min(worker.replica.progress_at + seconds, now)
+                for step in worker.replica.in_flight:
+                    step.sent_at = min(step.sent_at + seconds, now)
+
+    # -- operators
+
+    def manage(self, message: Manage) -> Managed:
+        """What an operator asks for: list, drain, remove."""
+        error = ""
+        if message.action in ("drain", "remove"):
+            patience = message.timeout if 0 <= message.timeout < math.inf else self.config.drain_timeout
+            try:
+                self.drain(
+                    self._find(message.worker), f"an operator's {message.action}",
+                    0.0 if message.action == "remove" else patience,
+                )  # fmt: skip
+            except LookupError as no:
+                error = str(no)
+        elif message.action != "list":
+            error = f"unknown action {message.action!r}; it must be list, drain or remove."
+        return Managed(message.token, [_info(peer, worker) for peer, worker in self.workers.items()], error)
+
+    def _find(self, name: str) -> str:
+        """The worker of a replica's number, an incarnation, or a beginning of one. Raises LookupError."""
+        for peer, worker in self.workers.items():
+            if name in (peer, _short(peer), str(worker.lease.replica)):
+                return peer
+        found = []
+        if len(name) >= LEAST_NAME:
+            found = [peer for peer in self.workers if peer.startswith(name) or _short(peer).startswith(name)]
+        if len(found) == 1:
+            return found[0]
+        many = f"{len(found)} workers begin with {name!r}" if found else f"no worker {name!r} is here"
+        names = ", ".join(f"{w.lease.replica} ({_short(peer)[:8]})" for peer, w in self.workers.items())
+        raise LookupError(f"{many}; name one of: {names}." if names else f"{many}: there are no workers.")
+
+
+def _short(peer: str) -> str:
+    return peer.rpartition("-")[2]
+
+
+def _info(peer: str, worker: Worker) -> WorkerInfo:
+    state = "draining" if worker.phase == "leaving" else worker.phase
+    replica, pid = worker.replica, count(worker.hello.pid)
+    blocks = (replica.pool.num_blocks, replica.pool.used, replica.last_step) if replica is not None else (0, 0, 0)
+    return WorkerInfo(peer, worker.lease.replica, state, worker.hello.device, pid, worker.running(), *blocks)
+
+
+def count(claimed: int) -> int:
+    """A peer's own count, kept where sums of it still fit a message."""
+    return max(0, min(claimed, INT32_MAX))
+
+
+def wrong_protocol(hello: Hello) -> Bye:
+    """The answer to a Hello of another version."""
+    return Bye(
+        f"this {hello.kind} speaks protocol {hello.protocol} and the scheduler {PROTOCOL}; install the same version of "
+        "quire for both."
+    )

@@ -1,0 +1,194 @@
+"""What the launcher makes of children that die: while the server starts, while they load, and once they had served."""
+
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from stack import wait_until
+
+from quire.client.supervisor import launch
+from quire.client.supervisor.child import OPEN_FILES, START_S, Child
+from quire.client.supervisor.launch import LaunchError, Supervisor
+from quire.proto.config import EngineArgs
+from quire.proto.process import EXIT_CONFIG, PARENT_FD
+
+SLEEP = "import time; time.sleep(600)"
+SERVES = "from quire.proto.process import tell_ready; tell_ready();"
+
+
+@pytest.fixture
+def make_stack(monkeypatch):
+    """A started Supervisor of small programs: make_stack(("scheduler", code), ("gpu_worker", code, 0))."""
+    monkeypatch.setattr(launch, "MAX_BACKOFF_S", 0.01)
+    stacks = []
+
+    def make(*programs):
+        def plan(self):
+            environment = dict(os.environ, **{PARENT_FD: str(self._read_end)})
+            return [Child(service, [sys.executable, "-c", code], environment, *replica)
+                    for service, code, *replica in programs]  # fmt: skip
+
+        monkeypatch.setattr(Supervisor, "_plan", plan)
+        stacks.append(stack := Supervisor(EngineArgs()))
+        stack.start()
+        return stack
+
+    yield make
+    for stack in stacks:
+        stack.close()
+
+
+def pid_of(stack, service):
+    return next(pid for pid, name in stack.pids.items() if name == service)
+
+
+def test_what_is_killed_while_the_server_starts_is_started_again(make_stack):
+    stack = make_stack(("scheduler", SLEEP), ("gpu_worker", SLEEP), ("detokenizer", SLEEP))
+    before = set(stack.pids)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    stack.wait_ready(60, lambda: len(stack.pids) == 3 and not before & set(stack.pids))
+
+
+def test_the_rest_of_a_replica_that_was_killed_is_no_reason_either(make_stack):
+    """One of two that work together is killed, the other ends because of that."""
+    ends = "import sys, time; time.sleep(0.3); print('quire.gpu_worker: error: link broke', file=sys.stderr); exit(1)"
+    stack = make_stack(("gpu_worker", SLEEP, 0), ("gpu_worker", ends, 0))
+    killed = next(iter(stack.pids))
+    os.kill(killed, signal.SIGKILL)
+    stack.wait_ready(60, lambda: killed not in stack.pids and len(stack.pids) == 2)
+
+
+def test_what_is_killed_again_and_again_ends_the_start(make_stack):
+    stack = make_stack(("gpu_worker", "import os; os.kill(os.getpid(), 9)"))
+    with pytest.raises(LaunchError, match=r"ended 5 times within 10 s .* killed by signal 9"):
+        stack.wait_ready(60, lambda: False)
+
+
+def test_what_fails_beside_one_that_is_killed_ends_the_start(make_stack):
+    stack = make_stack(("scheduler", "import os; os.kill(os.getpid(), 9)"), ("gpu_worker", "import sys; sys.exit(3)"))
+    with pytest.raises(LaunchError, match=r"quire\.gpu_worker ended with code 3"):
+        stack.wait_ready(60, lambda: False)
+
+
+def test_what_never_serves_is_given_up_however_long_it_loads(make_stack, monkeypatch):
+    monkeypatch.setattr(launch, "QUICK_S", 0.0)
+    stack = make_stack(("gpu_worker", "import sys; sys.exit(3)"))
+    with pytest.raises(LaunchError, match="ended 5 times before it had begun to serve: "):
+        stack.supervise(threading.Event())
+
+
+def test_what_has_served_may_fail_as_if_it_could_never_work(make_stack, tmp_path):
+    """Its device's memory may not be free again yet: that is not the end of a server that has worked."""
+    mark = tmp_path / "mark"
+    code = f"""if True:
+        import os, sys, time
+        {SERVES}
+        if not os.path.exists({str(mark)!r}):
+            open({str(mark)!r}, "w").close()
+            os.kill(os.getpid(), 9)
+        time.sleep(600)
+    """
+    refused = f"import os, sys; sys.exit({EXIT_CONFIG}) if os.path.exists({str(mark)!r}) else None\n"
+    stack = make_stack(("gpu_worker", code))
+    (child,) = stack._children
+    wait_until(child.fallen, "it dies, having served")
+    child.command[-1] = refused  # what comes after it
+    stack.check()
+    assert child.proven and child.due is not None
+    with pytest.raises(LaunchError, match="ended 5 times ") as caught:
+        stack.supervise(threading.Event())
+    assert caught.value.code == EXIT_CONFIG
+
+
+def turn(stack, seconds):
+    """So much more passes since its children were last heard, while the supervisor looks as often as it should."""
+    for child in stack._children:
+        child._heard -= seconds
+    stack._looked = math.inf
+    stack.check()
+
+
+def test_what_has_served_and_then_stands_still_is_killed_and_started_again(make_stack, caplog):
+    stack = make_stack(("detokenizer", SERVES + SLEEP), ("gpu_worker", SLEEP))
+    (child, loads) = stack._children
+    silent, other = child.process.pid, loads.process.pid
+    wait_until(child.has_served, "it serves")
+    turn(stack, launch.SILENCE_S / 2)
+    assert not child.dead() and "no sign of life" not in caplog.text
+    turn(stack, launch.SILENCE_S)
+    assert f"quire.detokenizer (pid {silent}) has shown no sign of life for 60 s; killing it." in caplog.text
+    wait_until(lambda: stack.check() or (silent not in stack.pids and len(stack.pids) == 2), "another is in its place")
+    assert pid_of(stack, "gpu_worker") == other  # what loads is waited for
+
+
+def test_a_pulse_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_itself(make_stack, tmp_path, caplog):
+    code = f"""if True:
+        {SERVES}
+        import os, time
+        from quire.proto.process import pulse
+        while not os.path.exists({str(tmp_path / "mark")!r}):
+            time.sleep(0.02)
+        pulse()
+        time.sleep(600)
+    """
+    stack = make_stack(("frontend", code))
+    (child,) = stack._children
+    wait_until(child.has_served, "it serves")
+    child._heard -= 1000
+    stack._looked -= 1000
+    stack.check()
+    assert child.silence() < 1000
+    child._heard = before = time.monotonic() - 1000
+    (tmp_path / "mark").touch()
+    wait_until(lambda: child.silence() is not None and child._heard > before, "it is heard again")
+    stack.check()
+    assert not child.dead() and not caplog.text
+
+
+def test_children_may_hold_more_connections_than_a_shell_allows(make_stack):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, most - 1), hard))
+    try:
+        stack = make_stack(("frontend", SLEEP))
+        (pid,) = stack.pids
+        assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_scheduler_has_less_time_to_begin(make_stack, caplog):
+    stack = make_stack(("scheduler", SLEEP))
+    (pid,) = stack.pids
+    turn(stack, launch.SILENCE_S)
+    assert not caplog.text
+    turn(stack, START_S)
+    assert f"quire.scheduler (pid {pid}) has shown no sign of life" in caplog.text
+    wait_until(lambda: stack.check() or pid not in stack.pids, "it is killed")
+
+
+@pytest.mark.parametrize("service", ["scheduler", "detokenizer", "frontend"])
+def test_each_service_says_that_it_serves(service, monkeypatch):
+    """So that requests which end it do not end the server."""
+    commands = Supervisor(EngineArgs(host="127.0.0.1", port=0), http=True)
+    folder = commands.make_run_dir()
+    commands.args.scheduler = f"ipc://{folder}"
+    read_end, alive = os.pipe()
+    child = Child(service, launch._command(service, commands.args), dict(os.environ, **{PARENT_FD: str(read_end)}))
+    try:
+        child.start(read_end)
+        wait_until(child.has_served, "it says that it serves", 60)
+        assert child.proven
+    finally:
+        os.close(alive)
+        os.close(read_end)
+        wait_until(child.dead, "it ends with its parent")
+        child.close_ready()
+        child.stream.close()
+        commands.close()

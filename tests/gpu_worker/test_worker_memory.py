@@ -1,0 +1,256 @@
+"""Memory, threads, graphs' padding: what surrounds the step."""
+
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from worker_toys import CPU, GREEDY, Hand, ToyModel, oracle, prompts, told, toy_logits, unpack
+
+from quire.gpu_worker import device, memory
+from quire.gpu_worker.graphs import DecodeGraphs, capture_sizes
+from quire.gpu_worker.kv_cache import KVCache
+from quire.gpu_worker.memory import GIB, Budget, cpu_budget, fit
+from quire.gpu_worker.state import RowState
+from quire.gpu_worker.worker import worst_case
+from quire.proto.checkpoint.model_config import ModelConfig
+from quire.proto.config import ConfigError, EngineArgs
+from quire.proto.params import SamplingParams
+from quire.proto.process import resident_bytes
+
+torch.set_num_threads(1)
+MODEL = ToyModel()
+MIB = 2**20
+
+# ---------------------------------------------------------------- how many blocks
+
+
+def test_blocks_are_what_the_share_leaves():
+    budget = Budget(total=10 * GIB, used=4 * GIB, block_bytes=MIB, block_size=16)
+    assert fit(EngineArgs(gpu_memory_utilization=0.5), budget, 1024) == 1024
+    assert fit(EngineArgs(gpu_memory_utilization=0.5, num_gpu_blocks_override=70), budget, 1024) == 70
+    assert fit(EngineArgs(kv_cache_memory_bytes=100 * MIB), budget, 1024) == 100
+
+
+def test_too_long_a_model_names_the_length_that_fits_and_the_share_needed():
+    budget = Budget(total=10 * GIB, used=4 * GIB, block_bytes=MIB, block_size=16)
+    with pytest.raises(ConfigError) as error:
+        fit(EngineArgs(gpu_memory_utilization=0.45), budget, 16384)
+    assert str(error.value) == (
+        "The model's max seq len (16384) is larger than the maximum number of tokens that can be stored in KV cache "
+        "(8192). Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine. "
+        "(The largest max_model_len that fits is 8192; 16384 needs gpu_memory_utilization of at least 0.5.)"
+    )
+    assert fit(EngineArgs(gpu_memory_utilization=0.5), budget, 16384) == 1024
+    assert fit(EngineArgs(gpu_memory_utilization=0.45), budget, 8192) == 512
+
+
+def test_no_room_at_all_names_the_share_needed():
+    budget = Budget(total=10 * GIB, used=4 * GIB, block_bytes=MIB, block_size=16)
+    with pytest.raises(ConfigError) as error:
+        fit(EngineArgs(gpu_memory_utilization=0.4), budget, 16384)
+    assert str(error.value).startswith(
+        "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
+        "engine."
+    )
+    assert "at least 0.5" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "remedy"),
+    [
+        ({"num_gpu_blocks_override": 2}, "num_gpu_blocks_override of at least 1024"),
+        ({"kv_cache_memory_bytes": 3 * MIB}, "kv_cache_memory_bytes of at least 1073741824"),
+        ({"gpu_memory_utilization": 0.9}, "5.00 GiB of memory where there are 4.50 GiB"),
+    ],
+)
+def test_the_remedy_is_one_that_helps(args, remedy):
+    budget = Budget(total=int(4.5 * GIB), used=4 * GIB, block_bytes=MIB, block_size=16)
+    with pytest.raises(ConfigError, match=remedy):
+        fit(EngineArgs(**args), budget, 16384)
+
+
+def test_a_cpu_is_not_filled_unless_asked():
+    def blocks(longest_use, max_model_len, **args):
+        budget = cpu_budget(GIB, MIB, 16, longest_use, available=100 * GIB)
+        return fit(EngineArgs(**args), budget, max_model_len)
+
+    assert blocks(10**6, 1024) == 4096
+    assert blocks(10**6, 2**20) == 65536  # one request of max_model_len always counts as asked for
+    assert blocks(100, 1024) == 100  # more than every row at full length is of no use
+    assert blocks(10**6, 1024, kv_cache_memory_bytes=8 * GIB) == 8192
+
+
+def test_available_memory_is_plausible(tmp_path, monkeypatch):
+    assert 0 < memory.available_memory() < 2**50
+
+
+def test_cache_memory_is_taken_when_touched():
+    spec = types.SimpleNamespace(num_layers=2, kv_heads=(2, 2), head_dim=64)
+    before = resident_bytes()
+    cache = KVCache(spec, 2**16, 16, torch.float32, CPU)  # 2 GiB of address space
+    assert len(cache.k) == len(cache.v) == 2 and cache.k[1].shape == (2**16, 16, 2, 64)
+    cache.k[1][2**16 - 1] = 1.0
+    assert cache.k[1][2**16 - 1].sum() == 16 * 2 * 64 and cache.v[1][2**16 - 1].sum() == 0
+    assert resident_bytes() - before < GIB
+    assert KVCache.block_bytes(spec, 16, torch.bfloat16) == 2 * 4 * 16 * 64 * 2
+
+
+def test_layers_may_differ_in_heads():
+    spec = types.SimpleNamespace(num_layers=3, kv_heads=(2, 1, 2), head_dim=4)
+    cache = KVCache(spec, 3, 8, torch.float32, CPU)
+    assert [k.shape[2] for k in cache.k] == [2, 1, 2]
+    for tensor in (*cache.k, *cache.v):
+        tensor[1] = torch.rand_like(tensor[1])
+    cache.copy_blocks(torch.tensor([1]), torch.tensor([2]))
+    assert all(torch.equal(t[2], t[1]) and not t[0].any() for t in (*cache.k, *cache.v))
+
+
+# ---------------------------------------------------------------- device and threads
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "parameters", "threads"),
+    [(None, 1, 10**9, 1), (None, 2, 10**9, 2), (None, 8, 10**9, 7), (None, 8, 10**6, 1), (3, 2, 10**6, 3)],
+)
+def test_threads(asked, cores, parameters, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert device.choose_threads(asked, cores, parameters) == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert device.choose_threads(asked, cores, parameters) == (asked or 5)
+
+
+def test_parameter_estimate():
+    hf = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+          "num_hidden_layers": 24}  # fmt: skip
+    config = ModelConfig(path="", hf=hf, max_model_len=1, vocab_size=151936)
+    assert 480e6 < device.parameter_estimate(config) < 500e6
+    assert device.usable_cores() >= 1
+
+
+def test_the_environment_is_set_before_torch_and_the_users_stays():
+    """In a process of its own: the main module alone must not import torch."""
+    code = (
+        "import sys, os; import quire.gpu_worker.__main__ as m; assert 'torch' not in sys.modules;"
+        "m.set_environment(3); print(os.environ['OMP_NUM_THREADS'], os.environ['GOMP_SPINCOUNT'])"
+    )
+    env = {**os.environ, "GOMP_SPINCOUNT": "5"}
+    env.pop("OMP_NUM_THREADS", None)
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["3", "5"]
+
+
+def test_cuda_where_there_is_none():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert device.choose_device("auto") == CPU
+    with pytest.raises(ConfigError, match="--device=cpu"):
+        device.choose_device("cuda")
+
+
+# ---------------------------------------------------------------- graphs
+
+
+def test_capture_sizes():
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(3) == [1, 2, 4]
+    assert capture_sizes(20) == [1, 2, 4, 8, 16, 24]
+    assert capture_sizes(256)[-2:] == capture_sizes(1000)[-2:] == [248, 256]
+
+
+class FakeRecorder:
+    """A graph that runs its step again on the same tensors, into the same output, as a real one does."""
+
+    def __init__(self):
+        self.replayed = []
+
+    def __call__(self, step):
+        hidden = step()
+
+        def replay():
+            self.replayed.append(len(hidden))
+            hidden.copy_(step())
+
+        return replay, hidden
+
+
+def graphed(hand, sizes, max_context):
+    recorder = FakeRecorder()
+    graphs = DecodeGraphs(sizes, max_context, hand.block_size, CPU)
+    with torch.inference_mode():
+        graphs.capture(lambda batch: MODEL.forward(batch, hand.kv), recorder, progress=False)
+    hand.runner.graphs = graphs
+    return recorder
+
+
+def test_replayed_decodes_equal_eager_ones():
+    """Batches shrink and grow between replays, so stale padding would show."""
+    asked = prompts(7, 3, 20)
+    hand = Hand(MODEL, rows=8, blocks=64)
+    recorder = graphed(hand, [1, 2, 4, 8], 64)
+    got = [[] for _ in asked]
+    for row, ids in enumerate(asked):
+        hand.admit(row, ids)
+    for row, token in hand.run(*[(row, len(ids)) for row, ids in enumerate(asked[:4])]).items():
+        got[row].append(token)
+    for row, token in hand.run(*[(row + 4, len(ids)) for row, ids in enumerate(asked[4:])]).items():
+        got[row].append(token)
+    assert recorder.replayed == []  # prefill is eager
+    for rows in (range(7), range(5, 7), range(1), range(3), range(7), range(6, 7)):
+        for row, token in hand.run(*[(row, 1) for row in rows]).items():
+            got[row].append(token)
+    assert recorder.replayed == [8, 2, 1, 4, 8, 1]
+    for row, ids in enumerate(asked):
+        assert got[row] == oracle(MODEL, ids, len(got[row]))
+
+
+def test_prompts_of_single_tokens_tell_their_logprobs_from_a_replay():
+    """A chunk of one token is a decode to the graph; its hidden state is both drawn from and told of."""
+    ids, params = prompts(1, 6, 7)[0], SamplingParams(temperature=0.0, prompt_logprobs=1)
+    hand = Hand(MODEL, rows=8, blocks=64)
+    recorder = graphed(hand, [1, 2, 4, 8], 64)
+    hand.admit(0, [4, 5])
+    hand.run((0, 2))
+    hand.admit(3, ids, params=params, prompt_logprobs_from=0)
+    logits = toy_logits(MODEL, ids)
+    for at in range(1, 6):
+        hand.run((3, 1), (0, 1))
+        (chunk,) = hand.result.prompts
+        assert (chunk.at, chunk.start) == (0, at)
+        (entry,) = unpack(chunk.logprobs, 1)
+        assert entry[0] == told(logits[at - 1], ids[at], 1)[0] and entry[2] == told(logits[at - 1], ids[at], 1)[2]
+    assert hand.run((3, 1)) == {3: oracle(MODEL, ids, 1)[0]}
+    assert recorder.replayed == [2] * 5 + [1]
+
+
+def test_long_contexts_and_large_batches_run_eager():
+    hand = Hand(MODEL, rows=8, blocks=64)
+    recorder = graphed(hand, [1, 2], 12)
+    asked = prompts(3, 10, 11)
+    for row, ids in enumerate(asked):
+        hand.admit(row, ids)
+    got = [[token] for token in hand.run(*[(row, 10) for row in range(3)]).values()]
+    for rows in (range(3), range(2), range(2), range(2)):
+        for row, token in hand.run(*[(row, 1) for row in rows]).items():
+            got[row].append(token)
+    assert recorder.replayed == [2]  # three rows are too many; contexts of 13 and more are too long
+    for row, ids in enumerate(asked):
+        assert got[row] == oracle(MODEL, ids, len(got[row]))
+
+
+def test_the_worst_case_is_a_valid_plan_that_fills_the_budget():
+    hand = Hand(MODEL, rows=4, length=64, max_tokens=64, blocks=1)
+    worst = worst_case(hand.state, 64, 5)
+    result = hand.runner.launch(worst).result(worst.lease, 0)
+    assert MODEL.batches[-1].token_ids.numel() == 64
+    assert [len(each.ids) for each in result.logprobs] == [4 * 6] * 4 and not result.failed
+    assert [(each.at, len(each.logprobs.ids)) for each in result.prompts] == [(row, 15 * 4 * 6) for row in range(4)]
+    needs = hand.state.sampling.needs(np.arange(4), np.full(4, 16))
+    assert all(getattr(needs, name) for name in needs.__slots__ if name != "words")
+    hand.state.reset()
+    assert not hand.state.known.any()
+    assert RowState.device_bytes(4, 64, 8, 100) == 4 * 4 * (65 + 8 + 100)
+    assert hand.generate(0, [1, 2, 3], 1, params=GREEDY) == oracle(MODEL, [1, 2, 3], 1)

@@ -1,0 +1,368 @@
+"""What is deployed: images have what their services import, and compose file, manifests and units say what they must.
+
+No engine, cluster or systemd is needed. tests/compose/ runs the containers.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from stack import free_port
+
+from quire.proto.config import SERVICES, ConfigError, parse_service_args
+from quire.proto.wire.keys import Keys
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+DISTRIBUTIONS = {"zmq": "pyzmq"}
+"""Where a distribution is not named as the module it holds."""
+OPTIONAL = {"modelscope"}
+"""Imported where a user asks for it; pyproject.toml has an extra for it."""
+
+
+def script(name: str) -> Any:
+    """A script of deploy/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"deploy_{name}", DEPLOY / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------- images
+
+
+def source(module: str) -> tuple[Path, bool] | None:
+    """The file of a module of ours, and whether it is a package."""
+    base = ROOT.joinpath(*module.split(".")[1:])
+    if (base / "__init__.py").is_file():
+        return base / "__init__.py", True
+    return (base.with_suffix(".py"), False) if base.with_suffix(".py").is_file() else None
+
+
+def imports(module: str, path: Path, package: bool) -> Iterator[str]:
+    """Full names of what a module imports, at its top or within a function; not what only a type checker sees."""
+    todo: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + package], *([base] if base else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names if base.startswith("quire"))
+
+
+def third_party(module: str) -> set[str]:
+    """Distributions that a module and all it can import of ours import."""
+    seen: set[str] = set()
+    found: set[str] = set()
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        if not name or name in seen:
+            continue
+        seen.add(name)
+        top = name.partition(".")[0]
+        if top != "quire":
+            if top not in sys.stdlib_module_names:
+                found.add(DISTRIBUTIONS.get(top, top))
+        elif place := source(name):
+            todo += imports(name, *place)
+            todo.append(name.rpartition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_has_what_its_service_imports_and_nothing_else(service):
+    assert set(script("requirements").NEEDS[service]) == third_party(f"quire.{service}.__main__") - OPTIONAL
+
+
+@pytest.mark.parametrize("command", ["keygen", "workers"])
+def test_the_scheduler_s_image_has_what_operators_need(command):
+    assert third_party(f"quire.cli.{command}") <= set(script("requirements").NEEDS["scheduler"])
+
+
+def test_versions_are_those_of_pyproject():
+    requirements = script("requirements")
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for service in SERVICES:
+        assert set(requirements.requirements(service, ROOT / "pyproject.toml")) <= set(lines)
+
+
+def test_the_context_holds_what_the_wheel_is_made_of():
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {name.split(".")[1] for name in packages if "." in name}
+    taken = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert folders <= taken
+    copied = re.findall(r"deploy/\w+\.py", (ROOT / "Dockerfile").read_text())
+    assert copied
+    assert all((ROOT / name).is_file() for name in copied)
+
+
+def test_a_gpu_is_claimed_until_its_process_ends(tmp_path):
+    claims = script("claim_gpu")
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert claims.devices(tmp_path) == [0, 1]
+    code = (
+        f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import claim_gpu, os, pathlib\n"
+        f"print(claim_gpu.claim(2, pathlib.Path({str(tmp_path)!r})), flush=True)\n"
+        "os.execvp('cat', ['cat'])"  # the lock goes on in what the process becomes
+    )
+
+    def start() -> tuple[subprocess.Popen[str], str]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )  # fmt: skip
+        assert child.stdout is not None
+        return child, child.stdout.readline().strip()
+
+    children = []
+    try:
+        for expected in ("0", "1", "None"):
+            child, got = start()
+            children.append(child)
+            assert got == expected
+        children[0].kill()
+        children[0].wait()
+        child, got = start()
+        children.append(child)
+        assert got == "0"
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+# ---------------------------------------------------------------- health
+
+
+def test_link_reads_the_kernel_s_table(tmp_path):
+    health = script("healthcheck")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(health.Unwell, match=str(port)):
+            health.link(str(port))
+        with socket.create_connection(("127.0.0.1", port)):
+            health.link(str(port))
+
+
+def test_a_scheduler_answers_who_has_its_key(tmp_path, monkeypatch):
+    health = script("healthcheck")
+    monkeypatch.setattr(health, "TIMEOUT_S", 60.0)
+    key = tmp_path / "quire.key"
+    Keys.generate().save(str(key))
+    port = free_port(2)
+    command = [sys.executable, "-m", "quire.scheduler", f"--scheduler=tcp://127.0.0.1:{port}", f"--keys={key}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        while "listening" not in process.stderr.readline():
+            assert process.poll() is None
+        monkeypatch.setenv("QUIRE_KEYS", str(key))
+        health.answers(str(port))
+        other = tmp_path / "other.key"
+        Keys.generate().save(str(other))
+        monkeypatch.setenv("QUIRE_KEYS", str(other))
+        monkeypatch.setattr(health, "TIMEOUT_S", 0.5)
+        with pytest.raises(health.Unwell):
+            health.answers(str(port))
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+# ---------------------------------------------------------------- what each process is told
+
+
+def check_flags(service: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service's own parser takes these flags."""
+    try:
+        parse_service_args(service, argv)
+    except (SystemExit, ConfigError) as error:
+        pytest.fail(f"quire.{service} does not take {argv}: {error}")
+
+
+def compose(*args: str, **env: str) -> dict[str, Any]:
+    """compose.yaml without an engine: anchors and merges resolved, and variables as compose would fill them."""
+    text = (ROOT / "compose.yaml").read_text()
+
+    def fill(found: re.Match[str]) -> str:
+        name, mark, value = found[1], found[2], found[3]
+        if mark == ":+":
+            return re.sub(r"\$\{(\w+)(:-)([^${}]*)\}", fill, value) if env.get(name) else ""
+        return env.get(name) or value
+
+    text = re.sub(r"\$\{(\w+)(:-|:\+)((?:[^${}]|\$\{[^{}]*\})*)\}", fill, text)
+    assert "${" not in text
+    return yaml.safe_load(text)
+
+
+def command_of(service: dict[str, Any]) -> list[str]:
+    """Flags in a service's command and entrypoint, variables of the container replaced."""
+    words = str(service.get("command", "")).split()
+    if "--advertise" in str(service.get("entrypoint")):
+        words += ["--advertise", "tcp://0a1b2c3d4e5f:5610"]
+    return words
+
+
+@pytest.mark.parametrize("model", ["", "some/model"])
+def test_compose_gives_flags_that_services_take(model, monkeypatch):
+    services = compose(QUIRE_MODEL=model)["services"]
+    assert set(services) == {"keys", *SERVICES, "gpu_worker_cuda"}
+    for name, service in services.items():
+        if name != "keys":
+            check_flags(name.removesuffix("_cuda"), command_of(service), monkeypatch)
+            assert ("--model=some/model" in command_of(service)) == (bool(model) and name != "scheduler")
+
+
+def test_compose_publishes_http_alone_and_gives_each_service_time_to_drain():
+    found = compose()
+    for name, service in found["services"].items():
+        assert bool(service.get("ports")) == (name == "frontend")
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        if name != "keys":
+            assert service["init"]
+            assert service["restart"] == "unless-stopped"
+            assert service["healthcheck"]["test"][:2] == ["CMD", "python"]
+    args = parse_service_args("scheduler", [])
+    for name, limit in (("frontend", args.shutdown_timeout), ("gpu_worker", args.drain_timeout)):
+        assert int(found["services"][name]["stop_grace_period"].removesuffix("s")) >= limit + 10
+    assert found["services"]["gpu_worker"]["profiles"] == ["cpu"]
+    assert found["services"]["gpu_worker_cuda"]["profiles"] == ["gpu"]
+    assert (ROOT / ".env").read_text().split() == ["COMPOSE_PROFILES=cpu"]
+
+
+# ---------------------------------------------------------------- Kubernetes
+
+
+def manifests() -> list[tuple[str, dict[str, Any]]]:
+    """Every document of deploy/k8s that a cluster takes, with its file's name."""
+    found = []
+    for path in sorted((DEPLOY / "k8s").glob("*.yaml")):
+        if path.name not in ("kustomization.yaml", "adapter-values.yaml"):
+            found += [(path.name, document) for document in yaml.safe_load_all(path.read_text()) if document]
+    return found
+
+
+def pods() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Service, workload and pod of each workload."""
+    kinds = ("Deployment", "StatefulSet")
+    found = [document for _, document in manifests() if document["kind"] in kinds]
+    return [(d["metadata"]["name"].replace("-", "_"), d, d["spec"]["template"]["spec"]) for d in found]
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.33"])
+def test_manifests_have_the_shape_that_kubernetes_takes(version):
+    checker = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for _, document in manifests():
+        checker.validate(document, version, strict=True)
+
+
+def test_kustomization_lists_every_manifest():
+    listed = yaml.safe_load((DEPLOY / "k8s/kustomization.yaml").read_text())["resources"]
+    assert sorted(listed) == sorted({name for name, _ in manifests()})
+
+
+def test_pods_are_told_what_their_services_take(monkeypatch):
+    assert sorted(name for name, _, _ in pods()) == sorted(SERVICES)
+    for name, _, pod in pods():
+        container = pod["containers"][0]
+        names = {entry["name"] for entry in container.get("env", [])}
+        used = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
+        assert used <= names
+        check_flags(name, [re.sub(r"\$\(\w+\)", "x", word) for word in container["args"]], monkeypatch)
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"]
+        assert not security["allowPrivilegeEscalation"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["runAsUser"] == 10001
+        assert container["readinessProbe"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert mounted <= volumes | {"cache"}
+
+
+def test_selectors_find_their_pods():
+    labels = {name: d["spec"]["template"]["metadata"]["labels"] for name, d, _ in pods()}
+    for _, document in manifests():
+        spec = document.get("spec", {})
+        selector = spec.get("podSelector") or spec.get("selector") or {}
+        wanted = selector.get("matchLabels", selector) if document["kind"] != "HorizontalPodAutoscaler" else {}
+        if wanted:
+            assert any(wanted.items() <= have.items() for have in labels.values()), document["metadata"]["name"]
+    names = {document["metadata"]["name"]: document for _, document in manifests()}
+    for document in names.values():
+        if document["kind"] == "HorizontalPodAutoscaler":
+            assert document["spec"]["scaleTargetRef"]["name"] in names
+
+
+def test_pods_have_time_to_drain():
+    args = parse_service_args("scheduler", [])
+    grace = {name: pod["terminationGracePeriodSeconds"] for name, _, pod in pods()}
+    assert grace["frontend"] >= args.shutdown_timeout + 15  # preStop, and the notice that /health/ready gives
+    assert grace["gpu_worker"] >= args.drain_timeout + 10
+
+
+# ---------------------------------------------------------------- systemd
+
+
+def units() -> dict[str, dict[str, list[str]]]:
+    """Each unit's settings; a name may have several values."""
+    found = {}
+    for path in sorted((DEPLOY / "systemd").glob("*.service")):
+        settings: dict[str, list[str]] = {}
+        for line in path.read_text().replace("\\\n", " ").splitlines():
+            if "=" in line and not line.startswith("#"):
+                name, _, value = line.partition("=")
+                settings.setdefault(name, []).append(value)
+        found[path.name] = settings
+    return found
+
+
+def test_units_start_what_services_take_and_wait_for_drains(monkeypatch):
+    found = units()
+    args = parse_service_args("scheduler", [])
+    for service in SERVICES:
+        name = next(n for n in found if re.fullmatch(rf"quire-{service.replace('_', '-')}@?\.service", n))
+        (start,) = found[name]["ExecStart"]
+        words = [word for word in start.split() if not word.startswith("$")]
+        words = [word.replace("%i", "0") for word in words]
+        assert words[1:4] == ["-P", "-m", f"quire.{service}"]
+        check_flags(service, words[4:], monkeypatch)
+        assert found[name]["Restart"] == ["always"]
+        assert found[name]["RestartPreventExitStatus"] == ["78"]
+        limit = {"frontend": args.shutdown_timeout, "gpu_worker": args.drain_timeout}.get(service, 0)
+        assert int(found[name]["TimeoutStopSec"][0]) >= limit + 10
+
+
+@pytest.mark.skipif(not os.path.exists("/usr/bin/systemd-analyze"), reason="no systemd-analyze here")
+def test_systemd_accepts_the_units(tmp_path):
+    for path in [*(DEPLOY / "systemd").glob("*.service"), DEPLOY / "systemd/quire.target"]:
+        text = re.sub(r"^(ExecStart=)\S+", rf"\1{sys.executable}", path.read_text(), flags=re.MULTILINE)
+        (tmp_path / path.name).write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", *(str(p) for p in sorted(tmp_path.iterdir()))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    ours = [line for line in done.stderr.splitlines() if "quire" in line]
+    assert not ours
