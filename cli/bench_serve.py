@@ -19,7 +19,7 @@ import msgspec
 
 from ..proto.checkpoint.model_config import DEMO_MODEL, load_model_config, resolve_model
 from ..proto.config import ConfigError
-from .bench import percentile, positive, random_ids, save, spread
+from .bench_results import percentile, positive, random_ids, save, spread
 
 SMALL_VOCAB = 1000
 """Ids below this are used where the model's vocabulary is not known here."""

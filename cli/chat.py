@@ -11,7 +11,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
-from .main import CommandError
+from .errors import CommandError
 
 DEFAULT_URL = "http://localhost:8000/v1"
 CONNECT_S = 10.0

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ..proto.config import ConfigError
-from .main import CommandError
+from .errors import CommandError
 
 
 def add_parser(subparsers: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..proto.config import ConfigError
 from ..proto.process import EXIT_CONFIG, complain
+from .errors import CommandError
 
 COMMANDS = {
     "serve": (".serve", "start a server: the OpenAI API on http://localhost:8000"),
@@ -19,14 +20,6 @@ COMMANDS = {
     "workers": (".workers", "list the workers of a running server, drain one, remove one"),
     "keygen": (".keygen", "make the key file that processes on several machines share"),
 }
-
-
-class CommandError(Exception):
-    """What went wrong, in one line, and the exit code."""
-
-    def __init__(self, message: str, code: int = 1):
-        super().__init__(message)
-        self.code = code
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

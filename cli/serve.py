@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
 from ..proto.process import ignore_signals, setup_logging
-from .main import CommandError
+from .errors import CommandError
 
 if TYPE_CHECKING:
     from ..client.supervisor.launch import Supervisor

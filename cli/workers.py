@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..proto.config import default_run_dir
-from .main import CommandError
+from .errors import CommandError
 
 if TYPE_CHECKING:
     from ..proto.messages import Managed, WorkerInfo

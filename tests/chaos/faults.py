@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from chaos.cluster import Cluster, Member, until
-from quire.cli.main import CommandError
+from quire.cli.errors import CommandError
 from quire.cli.workers import Operator
 
 KILLS = ("kill worker", "kill detokenizer", "kill scheduler", "kill frontend")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from quire.cli import bench, bench_serve
+from quire.cli import bench_results, bench_serve
 from quire.cli.main import run
 
 
@@ -237,11 +237,13 @@ def test_control_plane(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_numbers() -> None:
-    assert bench.percentile([], 99) == 0 and bench.percentile([3.0], 10) == 3
-    assert bench.percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and bench.percentile([4.0, 1.0], 100) == 4
+    assert bench_results.percentile([], 99) == 0 and bench_results.percentile([3.0], 10) == 3
+    assert bench_results.percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and bench_results.percentile([4.0, 1.0], 100) == 4
     draw = random.Random(0)
-    assert {bench.spread(draw, 10, 0.0) for _ in range(9)} == {10} and bench.spread(draw, 1, 0.9) >= 1
-    assert all(100 <= i < 500 for i in bench.random_ids(draw, 200, 500)) and bench.random_ids(draw, 3, 1) == [0, 0, 0]
+    assert {bench_results.spread(draw, 10, 0.0) for _ in range(9)} == {10} and bench_results.spread(draw, 1, 0.9) >= 1
+    assert all(100 <= i < 500 for i in bench_results.random_ids(draw, 200, 500)) and bench_results.random_ids(
+        draw, 3, 1
+    ) == [0, 0, 0]
     one = bench_serve.Outcome(ok=True, output_tokens=5, ttft=0.1, e2el=0.5)
     assert one.tpot == pytest.approx(0.1) and bench_serve.Outcome(output_tokens=1).tpot == 0
     slow = bench_serve.summary([one, bench_serve.Outcome()], 2.0, {"ttft": 50.0})
