@@ -43,6 +43,7 @@ from ..proto.messages import (
     Unknown,
 )
 from ..proto.process import pulse, resident_bytes
+from ..proto.standstill import Standstill
 from ..proto.wire.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
 from .beams import LostBeams
 from .columns import Outbox, check_tokenize, pairs_of
@@ -60,8 +61,8 @@ BEAT_S = 1.0
 OPEN_S = 2.0
 SILENCE_S = 20.0
 """An Engine not heard for so long, though it beats each second, is hung; on its return it submits again."""
-JUMP_S = 2.0
-"""Where a beat comes so much too late it was this process that stood still: Engines get the time it missed."""
+STOOD_STILL_S = 3.0
+"""Where so long lies between two beats it was this process that stood still: Engines get the time it missed."""
 MAX_QUEUED = 8192
 MAX_QUEUED_BYTES = 256 * 2**20
 THREADS = 2
@@ -88,7 +89,7 @@ class Detokenizer:
         self.incarnation = incarnation
         self.requests: dict[int, Request] = {}
         self.engines: dict[str, float] = {}  # when each was last heard
-        self._beaten = time.monotonic()
+        self._standstill = Standstill(STOOD_STILL_S, time.monotonic())
         self.bad_frames = 0  # well-formed messages with columns that make no sense; sockets count the rest
         self.epoch = -1
         self.block_size = 0
@@ -154,10 +155,8 @@ class Detokenizer:
         if self._online:  # a socket keeps what it cannot send; old beats are of no use to anyone
             self.dealer.send(Heartbeat(memory=resident_bytes(), bad_frames=bad))
         now = time.monotonic()
-        if now - self._beaten > BEAT_S + JUMP_S:
-            log.warning("this process stood still for %.1f s", now - self._beaten - BEAT_S)
-            self.engines = dict.fromkeys(self.engines, now)
-        self._beaten = now
+        if self._standstill.notice(now):
+            self.engines = {engine: self._standstill.since(heard) for engine, heard in self.engines.items()}
         for engine in [engine for engine, heard in self.engines.items() if now - heard > SILENCE_S]:
             self._lose_engine(engine, f"has been silent for {SILENCE_S:g} s")
         self._find_lost_engines()

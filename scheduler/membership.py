@@ -30,6 +30,7 @@ from ..proto.messages import (
     TokenBatch,
     Unknown,
 )
+from ..proto.standstill import Standstill
 from .blame import Blame
 from .core import Scheduler
 from .request import MAX_LOSSES
@@ -67,7 +68,7 @@ class Membership:
         self.front: dict[str, FrontPeer] = {}
         self.wire_bad_frames = 0  # of both sockets, kept up to date by the loop
         self._next_beat = 0.0
-        self._noticed = core.clock()
+        self._standstill = Standstill(STOOD_STILL_S, core.clock())
 
     def on_front(self, peer: str, message: Any) -> None:
         """One message of a detokenizer, frontend or operator."""
@@ -180,14 +181,11 @@ class Membership:
     def notice(self) -> None:
         """In every turn of the loop, before anything is read and before anybody is judged: where this process itself
         stood still, everybody gets that time again."""
-        now = self.core.clock()
-        passed, self._noticed = now - self._noticed, now
-        if passed > STOOD_STILL_S:
-            log.warning("this process stood still for %.1f s; nobody is held to that time", passed)
-            self.registry.forgive(passed)
+        if self._standstill.notice(self.core.clock()):
+            self.registry.forgive(self._standstill)
             for known in self.front.values():
                 if known.lost_at is not None:
-                    known.lost_at = min(known.lost_at + passed, now)
+                    known.lost_at = self._standstill.since(known.lost_at)
 
     def tick(self) -> None:
         """Beats that are due, and those whose time is up."""

@@ -43,6 +43,7 @@ from ..proto.messages import (
     StepResult,
     WorkerInfo,
 )
+from ..proto.standstill import Standstill
 from .core import Scheduler
 from .replica import Replica
 
@@ -291,18 +292,17 @@ class WorkerRegistry:
         elif worker.phase == "draining":
             self._let_go(peer, worker)
 
-    def forgive(self, seconds: float) -> None:
-        """This process stood still for so long: what workers did meanwhile could not be seen, and is not held against
-        them. Of what happened since it began no more time is given than has passed."""
-        now = self._stood_still = self.core.clock()
+    def forgive(self, standstill: Standstill) -> None:
+        """This process stood still: what workers did meanwhile could not be seen, and is not held against them."""
+        since = standstill.since
+        self._stood_still = standstill.noticed_at
         for worker in self.workers.values():
-            worker.beat_at = min(worker.beat_at + seconds, now)
-            worker.since = min(worker.since + seconds, now)
-            worker.leave_by += seconds
+            worker.beat_at, worker.since = since(worker.beat_at), since(worker.since)
+            worker.leave_by = standstill.until(worker.leave_by)
             if worker.replica is not None:
-                worker.replica.progress_at = min(worker.replica.progress_at + seconds, now)
+                worker.replica.progress_at = since(worker.replica.progress_at)
                 for step in worker.replica.in_flight:
-                    step.sent_at = min(step.sent_at + seconds, now)
+                    step.sent_at = since(step.sent_at)
 
     # -- operators
 
