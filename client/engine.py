@@ -316,7 +316,7 @@ class Engine:
             self._place(request, besides)
             self._place_waiting()  # for one on trial, there is one less beside it
         else:
-            message = f"the processes serving this request failed {request.losses} times at the same point of it."
+            message = f"the processes serving this request failed {request.losses.count} times at the same point of it."
             self._finish(request, RequestError(500, message), tell=True)
 
     # ------------------------------------------------------------ the scheduler

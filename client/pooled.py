@@ -25,7 +25,7 @@ class PoolRequest(OpenRequest):
 
     def again(self) -> Tokenize:
         """The message of the present attempt."""
-        return msgspec.structs.replace(self.message, attempt=self.attempt, losses=self.losses)
+        return msgspec.structs.replace(self.message, attempt=self.attempt, losses=self.losses.count)
 
     def settle(self, rows: int, data: bytes) -> None:
         """Take the answer; ValueError where it is not what it says."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..proto.codec import from_i32, i32
+from ..proto.losses import Losses
 from ..proto.messages import Accepted, Finish, Resume, Tokenize
 from ..proto.params import SamplingParams
 from .best import choose, from_wire, is_held
@@ -26,9 +27,6 @@ from .offline.outputs import RequestMetrics
 
 if TYPE_CHECKING:
     import numpy
-
-MAX_LOSSES = 3
-"""A request lost this often at one point is at fault itself and fails."""
 
 
 class RequestError(Exception):
@@ -132,8 +130,7 @@ class OpenRequest:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if asked.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # the first token has none
-        self.losses = 0
-        self.mark = -1  # most output tokens there were at a loss that counted
+        self.losses = Losses()  # at points counted in output tokens
         self.link: Any = None  # the detokenizer it sticks to
         self.since = time.monotonic()  # when it was last sent, or began to wait for a detokenizer
         self.metrics = RequestMetrics(arrival_time=self.since)
@@ -153,12 +150,12 @@ class OpenRequest:
     @property
     def on_trial(self) -> bool:
         """One more loss before it is accepted, and it is taken for the cause of them all."""
-        return self.accepted is None and self.losses == MAX_LOSSES - 1
+        return self.accepted is None and self.losses.in_quarantine()
 
     def again(self) -> Tokenize:
         """The message of the present attempt: the prompt's ids once they are known, and what has been received."""
         message = self.message
-        changes: dict[str, Any] = {"attempt": self.attempt, "losses": self.losses}
+        changes: dict[str, Any] = {"attempt": self.attempt, "losses": self.losses.count}
         if self.accepted is not None:
             resume = [
                 Resume(index=index, ids=i32(child.tokens), text_sent=child.chars)
@@ -176,27 +173,21 @@ class OpenRequest:
         return msgspec.structs.replace(message, **changes)
 
     def lost(self, counts: bool) -> bool:
-        """Note a loss on the path and raise the attempt; False when the request has used up its chances.
-
-        A loss counts only where no token has come since the furthest point of the one before, so a long stream
-        survives any number of them and a request that kills what serves it is found.
-        """
+        """Note a loss on the path and raise the attempt; False when the request has used up its chances."""
         if counts:
-            reached = sum(len(child.tokens) for child in self.children)
-            self.losses = 1 if reached > self.mark else self.losses + 1
-            self.mark = max(self.mark, reached)
+            self.losses.lost(sum(len(child.tokens) for child in self.children))
         self.attempt += 1
         self.started = False
         if self.asked.use_beam_search:  # a group is made again whole: parts of two searches do not mix
             self._begin()
-        return self.losses < MAX_LOSSES
+        return not self.losses.exhausted
 
     # -- from the model
 
     def accept(self, message: Accepted) -> None:
         """The prompt's ids are known; the first acceptance is kept, later ones repeat it without its text."""
         if self.accepted is None:
-            self.losses = 0  # those were of reading it, which is done
+            self.losses = Losses()  # those before were of reading it, which is done
             self._resolved = message.params
             self.accepted = Prompt(from_i32(message.ids), message.prompt, from_wire(message.params, self.asked))
             self._changed.set()

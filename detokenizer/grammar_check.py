@@ -20,12 +20,13 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from ..proto.checkpoint.model_config import ModelConfig
 from ..proto.grammars.grammar import GrammarError, spec_key
+from ..proto.losses import Losses
 from ..proto.structured import StructuredOutputsParams
 from .errors import Refused
 from .grammar_helper import LATE, READY, STARVED, Check, Verdict, frame, wall
@@ -49,6 +50,8 @@ START_S = 60.0
 SILENCE_S = 5.0
 MEMORY = 512 * 2**20
 MAX_QUEUED, MAX_SLOW = 64, 2
+MAX_HELPER_LOSSES = 2
+"""A grammar is given up once so many processes were lost over it."""
 MAX_KEPT = 4096
 SLOW_KEPT_S = 60.0
 MAX_ANSWER = 64 * 1024
@@ -63,14 +66,14 @@ class _Lost(Exception):
 
 @dataclass(eq=False)
 class _Pending:
-    """A grammar without a verdict. ``losses``: processes that were lost over it. ``since``: in its queue (seconds)."""
+    """A grammar without a verdict. ``losses``: of processes that compiled it. ``since``: in its queue (seconds)."""
 
     key: bytes
     spec: msgspec.Raw
     future: asyncio.Future[str]
     since: float
     slow: bool = False
-    losses: int = 0
+    losses: Losses = field(default_factory=lambda: Losses(limit=MAX_HELPER_LOSSES))
 
 
 class GrammarChecker:
@@ -161,10 +164,10 @@ class GrammarChecker:
 
     def _again(self, pending: _Pending) -> bool:
         """Put what was lost in the middle back in front; False if that has happened before."""
-        pending.losses += 1
-        if pending.losses == 1:
+        pending.losses.lost()
+        if not pending.losses.exhausted:
             (self._slow if pending.slow else self._queue).appendleft(pending)
-        return pending.losses == 1
+        return not pending.losses.exhausted
 
     def _settle(self, verdict: Verdict) -> None:
         """What ``verdict`` means for who waits for it. Raises _Lost."""

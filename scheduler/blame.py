@@ -11,6 +11,8 @@ import mmap
 import os
 import struct
 
+from ..proto.losses import Losses
+
 log = logging.getLogger(__name__)
 
 START, SLOTS = 64, 32
@@ -24,19 +26,20 @@ class Blame:
     """``lock`` is the lock file's descriptor; without one nothing outlives the process."""
 
     def __init__(self, lock: int | None = None):
-        self._deaths: dict[int, int] = {}
+        self._losses: dict[int, Losses] = {}
         self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
         if lock is not None and _has_room(lock):
             self._memory = mmap.mmap(lock, _SIZE)
         for slot in range(SLOTS):
             uid, deaths = _ENTRY.unpack_from(self._memory, START + _NOW.size + slot * _ENTRY.size)
             if deaths > 0:
-                self._deaths[uid] = deaths
+                self._losses[uid] = Losses(deaths, 0)
         busy, uid = _NOW.unpack_from(self._memory, START)
         self.last: int | None = uid if busy else None
         """The request that ended the scheduler before this one."""
         if busy:
-            self._deaths[uid] = self._deaths.pop(uid, 0) + 1
+            self._losses[uid] = losses = self._losses.pop(uid, Losses())  # the latest stands last
+            losses.lost()
             self._keep()
         self.end()
 
@@ -45,17 +48,17 @@ class Blame:
         _NOW.pack_into(self._memory, START, 1, uid)
 
     def end(self) -> None:
-        """It has been."""
+        """Nothing is being submitted any more."""
         _NOW.pack_into(self._memory, START, 0, 0)
 
-    def deaths(self, uid: int) -> int:
+    def losses(self, uid: int) -> Losses:
         """Schedulers that ended while they handled the submission of ``uid``."""
-        return self._deaths.get(uid, 0)
+        return self._losses.get(uid, Losses())
 
     def _keep(self) -> None:
-        last = list(self._deaths.items())[-SLOTS:]
-        for slot, (uid, deaths) in enumerate(last):
-            _ENTRY.pack_into(self._memory, START + _NOW.size + slot * _ENTRY.size, uid, deaths)
+        last = list(self._losses.items())[-SLOTS:]
+        for slot, (uid, losses) in enumerate(last):
+            _ENTRY.pack_into(self._memory, START + _NOW.size + slot * _ENTRY.size, uid, losses.count)
 
 
 def _has_room(lock: int) -> bool:

@@ -33,7 +33,6 @@ from ..proto.messages import (
 from ..proto.standstill import Standstill
 from .blame import Blame
 from .core import Scheduler
-from .request import MAX_LOSSES
 from .worker_registry import WorkerRegistry, count, wrong_protocol
 
 log = logging.getLogger(__name__)
@@ -104,9 +103,10 @@ class Membership:
 
     def _submit(self, peer: str, message: Submit) -> None:
         """Write down what is being taken in, so that one that ends this process is known to the next."""
-        if self.blame.deaths(message.uid) >= MAX_LOSSES:
+        losses = self.blame.losses(message.uid)
+        if losses.exhausted:
             text = (
-                f"The scheduler died {MAX_LOSSES} times while taking in this request ({message.uid}); it is given up."
+                f"The scheduler died {losses.count} times while taking in this request ({message.uid}); it is given up."
             )
             self.core.outbox.put(peer, Failed(message.uid, message.attempt, 500, text))
         elif -(2**63) <= message.uid < 2**63:

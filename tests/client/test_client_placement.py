@@ -3,9 +3,10 @@
 import pytest
 
 from quire.client.placement import Link, Placement
-from quire.client.stream import MAX_LOSSES, OpenRequest
+from quire.client.stream import OpenRequest
 from quire.proto import messages as m
 from quire.proto.codec import i32
+from quire.proto.losses import MAX_LOSSES, Losses
 from quire.proto.params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -14,7 +15,7 @@ PARAMS = SamplingParams(max_tokens=4)
 def request(uid, losses=0, accepted=False):
     message = m.Tokenize(uid=uid, attempt=0, params=PARAMS, seed=0, arrival=0.0, prompt="hi")
     made = OpenRequest(message, PARAMS)
-    made.losses = losses
+    made.losses = Losses(losses, 0)
     if accepted:
         accept(made)
     return made

@@ -622,12 +622,12 @@ def test_a_request_that_ends_schedulers_while_it_is_taken_in_is_known_to_the_nex
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     for deaths in range(3):
         blame = Blame(lock)
-        assert (blame.deaths(7), blame.deaths(8)) == (deaths, 0)
+        assert (blame.losses(7).count, blame.losses(8).count) == (deaths, 0)
         assert blame.last == (7 if deaths else None)
         blame.begin(8)
         blame.end()
         blame.begin(7)  # and the process is killed here
-    assert Blame(lock).deaths(7) == 3
+    assert Blame(lock).losses(7).count == 3
     last = Blame(lock)
-    assert last.last is None and last.deaths(7) == 3  # the one before ended in peace
+    assert last.last is None and last.losses(7).count == 3  # the one before ended in peace
     os.close(lock)
