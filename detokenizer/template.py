@@ -1,25 +1,22 @@
-"""Chat templates: jinja in an immutable sandbox, with limits on size and time, rendered as transformers renders.
+"""Chat templates, rendered as transformers renders them, in the sandbox of ``sandbox.py``.
 
-A template comes with the model, so its author is trusted to mean well but not to be careful; the messages come from
-anybody. Attribute and item access, calls and products pass through the sandbox, which is where the limits are kept.
+Some templates read a message's content as a text, some as a list of parts, some each in another place. The template's
+source gives the first guess. A template that then uses a content in the other form is run again with that message in
+it, so that parts for a template of texts are joined, and a text for a template of parts becomes one part.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-from datetime import datetime
 from typing import Any, NamedTuple
 
 from ..proto.config import ConfigError
+from . import sandbox
 from .errors import Refused
+from .sandbox import Limits, Parts, Text, WrongForm
 
-MAX_RENDERED = 16 * 2**20
-"""Characters a rendered chat may have."""
-
-MAX_SECONDS = 5.0
-"""Processor time one rendering may take."""
+MAX_TRIES = 8
+"""Messages that change their form one by one; after so many all of a role change it together."""
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _OPTIONS = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "add_special_tokens"}
@@ -66,18 +63,31 @@ class ChatTemplate:
         tools = _tools(options.get("tools"))
         compiled = self._choose(tools)
         chat = [_message(n, message, compiled) for n, message in enumerate(messages)]
-        extra = _kwargs(options.get("chat_template_kwargs"))
-        final = _mark_final(chat) if resume else ""
         context = {
             **self._special,
-            **extra,
-            "messages": chat,
+            **_kwargs(options.get("chat_template_kwargs")),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
         }
-        text = self._run(compiled.template, context)
+        final = _mark_final(chat) if resume else ""
+        text = self._run_in_form(compiled.template, context, chat)
         return _cut_final(text, final) if resume else text
+
+    def _run_in_form(self, template: Any, context: dict[str, Any], chat: list[dict[str, Any]]) -> str:
+        """Render, and again with a message in the other form where the template used its content so. A message that
+        is used in both forms keeps the second, and is shown as jinja shows it."""
+        changed: set[int] = set()
+        while True:
+            context["messages"] = [_in_form(n, message, n not in changed) for n, message in enumerate(chat)]
+            try:
+                return self._run(template, context)
+            except WrongForm as wrong:
+                role = chat[wrong.n]["role"]
+                alike = [n for n, message in enumerate(chat) if n not in changed and message["role"] == role]
+                for n in [wrong.n] if len(changed) < MAX_TRIES else alike:
+                    chat[n]["content"] = _other_form(chat[n]["content"])
+                    changed.add(n)
 
     def _choose(self, tools: list[Any] | None) -> Compiled:
         """The compiled template for this request."""
@@ -105,20 +115,19 @@ class ChatTemplate:
 
         parts: list[str] = []
         size = 0
-        _limits.until = time.thread_time() + MAX_SECONDS
         try:
-            for part in template.generate(context):
-                size += len(part)
-                if size > MAX_RENDERED:
-                    raise Refused(
-                        f"the rendered chat is longer than {MAX_RENDERED} characters; shorten it.", "messages"
-                    )
-                parts.append(part)
+            with Limits():
+                for part in template.generate(context):
+                    size += len(part)
+                    if size > sandbox.MAX_RENDERED:
+                        text = f"the rendered chat is longer than {sandbox.MAX_RENDERED} characters; shorten it."
+                        raise Refused(text, "messages")
+                    parts.append(part)
+        except WrongForm:
+            raise
         except (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
                 ValueError) as error:  # fmt: skip
             raise Refused(f"the chat template cannot render these messages: {error}"[:500], "messages") from error
-        finally:
-            _limits.until = None
         return "".join(parts)
 
 
@@ -133,14 +142,30 @@ def _message(n: int, message: Any, compiled: Compiled) -> dict[str, Any]:
     content = message.get("content", "")  # null or left out beside tool calls; templates want a string
     if isinstance(content, list):
         parts = [_part(n, part) for part in content]
-        message["content"] = parts if compiled.takes_parts else "\n".join(part["text"] for part in parts)
+        message["content"] = parts if compiled.takes_parts else _other_form(parts)
     elif isinstance(content, str):
-        message["content"] = content if compiled.takes_text else [{"type": "text", "text": content}]
+        message["content"] = content if compiled.takes_text else _other_form(content)
     else:
         raise Refused(f"messages[{n}].content must be a string or a list of parts, got {content!r}"[:300], "messages")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(n, message["tool_calls"])
     return message
+
+
+def _in_form(n: int, message: dict[str, Any], first: bool) -> dict[str, Any]:
+    """The message as a template is given it; while its form is a ``first`` guess, it tells when it is the wrong one."""
+    if not first:
+        return message
+    content = message.get("content", "")
+    shown: Text | Parts = Text(content) if isinstance(content, str) else Parts(content)
+    shown.n = n
+    return {**message, "content": shown}
+
+
+def _other_form(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return "\n".join(part["text"] for part in content)
 
 
 def _part(n: int, part: Any) -> dict[str, Any]:
@@ -219,22 +244,7 @@ def _cut_final(text: str, final: str) -> str:
     return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()
 
 
-# ---------------------------------------------------------------- the sandbox
-
-
-class _Limits(threading.local):
-    until: float | None = None
-    calls: int = 0
-
-
-_limits = _Limits()
-
-
-def _tick() -> None:
-    """Called by everything a template does; ends one that runs too long."""
-    _limits.calls += 1
-    if _limits.calls & 63 == 0 and _limits.until is not None and time.thread_time() > _limits.until:
-        raise Refused(f"the chat template took longer than {MAX_SECONDS:g} s; shorten the messages.", "messages")
+# ---------------------------------------------------------------- which form a template takes
 
 
 _sandbox: Any = None
@@ -246,7 +256,7 @@ def _compile(source: str) -> Compiled:
     from jinja2 import TemplateError, nodes
 
     if _sandbox is None:
-        _sandbox = _environment()
+        _sandbox = sandbox.make_sandbox()
     try:
         tree = _sandbox.parse(source)
         loops = any(_is_content(each.iter) for each in tree.find_all(nodes.For))
@@ -267,61 +277,3 @@ def _is_content(of: Any) -> bool:
     if isinstance(of, nodes.Getattr):
         return of.attr == "content"
     return isinstance(of, nodes.Name) and of.name == "content"
-
-
-def _environment() -> Any:
-    """jinja is imported here, so that a server of completions alone never loads it."""
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
-
-        def getattr(self, obj: Any, attribute: str) -> Any:
-            _tick()
-            return super().getattr(obj, attribute)
-
-        def getitem(self, obj: Any, argument: Any) -> Any:
-            _tick()
-            return super().getitem(obj, argument)
-
-        def call(self, *args: Any, **kwargs: Any) -> Any:  # jinja's own: (context, callable, ...)
-            _tick()
-            return super().call(*args, **kwargs)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            _tick()
-            if operator == "**" and (abs(left) > 2**32 or abs(right) > 64):
-                raise SecurityError("the power is too large")
-            if operator == "*":
-                for many, times in ((left, right), (right, left)):
-                    is_repeat = isinstance(many, (str, list, tuple)) and isinstance(times, int)
-                    if is_repeat and len(many) * times > MAX_RENDERED:
-                        raise SecurityError("the repetition is too long")
-            return super().call_binop(context, operator, left, right)
-
-    class Generation(Extension):
-        """`{% generation %}` marks what an assistant wrote, for training; here its body is simply shown."""
-
-        tags = {"generation"}  # noqa: RUF012 - as jinja declares it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
-    environment.globals.pop("lipsum", None)
-    return environment

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from ..config import ConfigError
 from .model_config import read_json
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -72,5 +73,20 @@ def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         )
     files = {"default": folder / "chat_template.jinja"}
     files.update((p.stem, p) for p in sorted((folder / "additional_chat_templates").glob("*.jinja")))
-    found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    found = {name: _own_text(folder, file) for name, file in files.items() if file.is_file()}
     return found or templates
+
+
+def _own_text(folder: Path, file: Path) -> str:
+    """A file's text. What a template says can be had by asking the model, so a link must not lead out of the folder;
+    those of the hub's cache lead from snapshots/REVISION to blobs/ beside it. Raises ConfigError."""
+    home, target = folder.resolve(), file.resolve()
+    roots = [home]
+    if home.parent.name == "snapshots":
+        roots.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(root) for root in roots):
+        raise ConfigError(f"{file} leads out of its folder, to {target}; put the template itself there.")
+    try:
+        return file.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}; download it again.") from error

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from quire.detokenizer import template as template_module
+from quire.detokenizer import sandbox
 from quire.detokenizer.errors import Refused
 from quire.detokenizer.template import ChatTemplate
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import load_tokenizer
-from quire.proto.checkpoint.model_config import ModelConfig
+from quire.proto.checkpoint.model_config import ModelConfig, demo_model_path
 from quire.proto.codec import i32
 from quire.proto.config import ConfigError
 from quire.proto.hashing import hash_blocks
@@ -52,6 +52,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "é", "pa
 
 def make(folder: Path, config: dict[str, Any], special_map: dict[str, Any] | None = None, bos: bool = False) -> Path:
     """A byte-level tokenizer's folder with this tokenizer_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -252,11 +253,29 @@ def test_bad_chats_name_the_field(messages: Any, options: Any, param: str) -> No
         "{{ undefined_thing.attribute }}",
         "{% if %}",
         "{{ 1 // 0 }}",
+        "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s|length }}",
+        "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s|length }}",
+        "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s|length }}",
+        "{{ ([[1] * 1000] * 90000)|sum(start=[])|length }}",
+        "{{ ([[1] * 1000] * 90000)|sum(None, [])|length }}",
+        "{{ 'a'.ljust(10**12)|length }}",
+        "{{ 'a'|center(10**12)|length }}",
+        "{{ ('a\n' * 40000)|indent(90000)|length }}",
+        "{{ '%99999999d'|format(1)|length }}",
+        "{{ ('%99999999d' % 1)|length }}",
+        "{{ ('%*d' % (99999999, 1))|length }}",
+        "{{ '{:>99999999}'.format('x')|length }}",
+        "{{ ('a' * 50000).replace('a', 'b' * 50000)|length }}",
+        "{{ ('a' * 50000)|replace('a', 'b' * 50000)|length }}",
+        "{{ ('a' * 50000).join('b' * 50000)|length }}",
+        "{{ range(50000)|join('b' * 50000)|length }}",
+        "{{ range(90000)|map('center', 50000)|list|length }}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
     ],
 )
 def test_bad_templates_are_refused_in_bounded_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "MAX_SECONDS", 0.1)
-    monkeypatch.setattr(template_module, "MAX_RENDERED", 100_000)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(sandbox, "MAX_RENDERED", 100_000)
     with pytest.raises(Refused) as refused:
         ChatTemplate({"default": source}, {}).render([{"role": "user", "content": "x"}], None)
     assert refused.value.param == "messages"
@@ -289,6 +308,57 @@ def test_content_takes_the_form_that_the_template_reads(tmp_path: Path) -> None:
     for content in ([], [{"type": "text", "text": ""}], None):
         with pytest.raises(Refused, match="needs a last message with content"):
             only.render([{"role": "user", "content": content}], go_on)
+
+
+def test_every_message_has_the_form_that_its_place_in_the_template_reads() -> None:
+    """Templates that treat messages differently: the form is found for each by trying."""
+    demo = ChatTemplate(load_tokenizer(demo_model_path()).templates, {})
+    parts = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Always."}]
+    chat = [{"role": "system", "content": parts}, {"role": "user", "content": [{"type": "text", "text": "Hi."}]}]
+    plain = [{"role": "system", "content": "Be brief.\nAlways."}, {"role": "user", "content": "Hi."}]
+    assert demo.render(chat, None) == demo.render(plain, None)
+    assert demo.render(chat, {"tools": TOOLS}) == demo.render(plain, {"tools": TOOLS})
+    shown = "{{ messages[0].content }}|{% for part in messages[1].content %}[{{ part.text }}]{% endfor %}"
+    for system in ("{{ messages[0].content }}", "{{ 'x' ~ messages[0].content }}", "{{ messages[0].content|trim }}",
+                   "{{ 'x' + messages[0].content }}", "{{ messages[0].content.strip() }}",
+                   "{{ '%s' % messages[0].content }}",
+                   "{% if 'x' in messages[0].content %}{% endif %}{{ messages[0].content }}"):  # fmt: skip
+        mixed = ChatTemplate({"default": shown.replace("{{ messages[0].content }}", system)}, {})
+        for content in (parts, "Be brief.\nAlways."):
+            for said in ("Hi.", [{"type": "text", "text": "Hi."}]):
+                chat = [{"role": "system", "content": content}, {"role": "user", "content": said}]
+                assert mixed.render(chat, None).removeprefix("x") == "Be brief.\nAlways.|[Hi.]", system
+    many = [{"role": role, "content": parts} for _ in range(40) for role in ("user", "assistant")]
+    source = "{% for m in messages %}{{ m.content + '.' }}{% endfor %}{% for p in [] %}{{ p.content }}{% endfor %}"
+    source += "{% if false %}{% for x in messages[0].content %}{% endfor %}{% endif %}"
+    told = ChatTemplate({"default": source}, {})
+    assert told.render(many, None) == "Be brief.\nAlways.." * 80
+
+
+def test_a_template_outside_its_folder_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a key")
+    folder = make(tmp_path / "model", {})
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja leads out of its folder"):
+        load_tokenizer(str(folder))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "additional_chat_templates").symlink_to(tmp_path)
+    (tmp_path / "tool_use.jinja").write_text("a key")
+    with pytest.raises(ConfigError, match="leads out of its folder"):
+        load_tokenizer(str(folder))
+    (folder / "additional_chat_templates").unlink()
+    (folder / "own").write_text("fine")
+    (folder / "chat_template.jinja").symlink_to("own")
+    assert load_tokenizer(str(folder)).templates == {"default": "fine"}
+
+
+def test_the_links_of_the_hubs_cache_are_good(tmp_path: Path) -> None:
+    repository = tmp_path / "models--some--model"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "blobs" / "abc").write_text("J")
+    folder = make(repository / "snapshots" / "main", {})
+    (folder / "chat_template.jinja").symlink_to("../../blobs/abc")
+    assert load_tokenizer(str(folder)).templates == {"default": "J"}
 
 
 def test_no_template_names_the_remedy() -> None:
