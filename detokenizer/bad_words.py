@@ -7,10 +7,10 @@ as far as the limits go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
-from .errors import Refused
+from ..proto.errors import Refused
 from .tokenizer import TextTokenizer
 
 MAX_SPELLINGS = 128
@@ -38,7 +38,7 @@ class BadWords:
         tokens, or a token that the model lacks.
         """
         texts = [_forms(word) for word in words]
-        most = min(MAX_SPELLINGS, MAX_LISTED // max(1, sum(map(len, texts))))
+        most = min(MAX_SPELLINGS, MAX_LISTED // max(1, sum(len(forms) for forms in texts)))
         found: dict[tuple[int, ...], None] = {}
         for word, forms in zip(words, texts, strict=True):
             for text in forms:
@@ -93,9 +93,9 @@ class BadWords:
         return self._ids
 
 
-def _forms(word: str) -> Iterable[str]:
+def _forms(word: str) -> list[str]:
     bare = word.lstrip()
-    return dict.fromkeys([word, bare, " " + bare]) if bare else (word,)
+    return list(dict.fromkeys([word, bare, " " + bare])) if bare else [word]
 
 
 def _reach(steps: list[list[tuple[int, int]]]) -> list[set[int]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..proto.codec import i32
+from ..proto.errors import Refused
 from ..proto.params import SamplingParams
-from .errors import Refused
 
 
 def masked_ids(params: SamplingParams, eos: Iterable[int]) -> bytes:

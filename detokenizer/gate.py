@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from ..proto.errors import Refused
 from ..proto.structured import StructuredOutputsParams
-from .errors import Refused
 
 RETRY_S = 0.25
 

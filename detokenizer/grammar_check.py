@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..proto.checkpoint.model_config import ModelConfig
+from ..proto.errors import Refused
 from ..proto.grammars.grammar import GrammarError, spec_key
 from ..proto.losses import Losses
 from ..proto.structured import StructuredOutputsParams
-from .errors import Refused
 from .grammar_helper import LATE, READY, STARVED, Check, Verdict, frame, wall
 
 log = logging.getLogger(__name__)

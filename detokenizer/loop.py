@@ -20,6 +20,7 @@ from typing import Any
 
 from ..proto.codec import BadFrame, from_i32, i32, i64
 from ..proto.config import ConfigError
+from ..proto.errors import Refused
 from ..proto.messages import (
     PROTOCOL,
     Abort,
@@ -47,7 +48,6 @@ from ..proto.standstill import Standstill
 from ..proto.wire.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
 from .beams import LostBeams
 from .columns import Outbox, check_tokenize, pairs_of
-from .errors import Refused
 from .gate import Checker, Gate
 from .logprobs import check_logprobs
 from .pool import Pool

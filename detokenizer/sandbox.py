@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from .errors import Refused
+from ..proto.errors import Refused
 
 MAX_RENDERED = 16 * 2**20
 """Characters a rendered chat may have, and characters or items that one operation may make."""

@@ -11,8 +11,8 @@ import json
 from typing import Any, NamedTuple
 
 from ..proto.config import ConfigError
+from ..proto.errors import Refused
 from . import sandbox
-from .errors import Refused
 from .sandbox import Limits, Parts, Text, WrongForm
 
 MAX_TRIES = 8

@@ -12,6 +12,7 @@ from ..proto.checkpoint.model_config import ModelConfig
 from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.checks import check_params, check_prompt, check_text, tokens_kept
 from ..proto.codec import BadFrame, from_i32
+from ..proto.errors import Refused
 from ..proto.hashing import hash_blocks
 from ..proto.messages import Child, Finish, Tokenize
 from ..proto.params import ParamError, SamplingParams
@@ -21,7 +22,6 @@ from .bad_words import BadWords
 from .beams import BeamTexts
 from .checks import masked_ids
 from .detokenize import Stream, Streams
-from .errors import Refused
 from .logprobs import TokenTexts
 from .sequence import News, TextSequence, first_finish
 from .stops import StopSet

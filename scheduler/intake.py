@@ -7,20 +7,13 @@ from array import array
 from collections.abc import Collection
 
 from ..proto.codec import BadFrame, from_i32
+from ..proto.errors import Refused
 from ..proto.hashing import HASH_SIZE, hash_blocks
 from ..proto.messages import Submit
 from .beams import BeamGroup
 from .request import Request, Sequence
 
 INT32, INT64 = 2**31, 2**63
-
-
-class Refused(Exception):
-    """The request ends here: HTTP status, message, and the field at fault."""
-
-    def __init__(self, message: str, status: int = 400, param: str | None = None):
-        super().__init__(message)
-        self.status, self.param = status, param
 
 
 def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, by_priority: bool) -> Request:

@@ -11,9 +11,9 @@ from quire import SamplingParams
 from quire.detokenizer import bad_words
 from quire.detokenizer.bad_words import BadWords
 from quire.detokenizer.detokenize import Streams
-from quire.detokenizer.errors import Refused
 from quire.detokenizer.tokenizer import TextTokenizer, load_tokenizer
 from quire.proto.checkpoint.model_config import demo_model_path
+from quire.proto.errors import Refused
 from quire.proto.params import ParamError
 
 DEMO = load_tokenizer(demo_model_path())

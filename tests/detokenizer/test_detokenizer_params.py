@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from quire.detokenizer.errors import Refused
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import TextTokenizer, load_tokenizer
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.checks import MAX_BAD_CHARACTERS
 from quire.proto.codec import from_i32, i32
+from quire.proto.errors import Refused
 from quire.proto.messages import Finish, Resume, Tokenize
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams

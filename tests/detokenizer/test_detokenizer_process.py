@@ -19,12 +19,12 @@ import pytest
 import zmq
 
 from quire.detokenizer import loop
-from quire.detokenizer.errors import Refused
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import load_tokenizer
 from quire.proto import messages as m
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.codec import f32, from_i8, from_i32, from_i64, i8, i32, i64
+from quire.proto.errors import Refused
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
 from quire.proto.wire.sockets import Dealer, Router, front_endpoint

@@ -11,13 +11,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from quire.detokenizer import sandbox
-from quire.detokenizer.errors import Refused
 from quire.detokenizer.template import ChatTemplate
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import load_tokenizer
 from quire.proto.checkpoint.model_config import ModelConfig, demo_model_path
 from quire.proto.codec import i32
 from quire.proto.config import ConfigError
+from quire.proto.errors import Refused
 from quire.proto.hashing import hash_blocks
 from quire.proto.messages import Finish, Resume, Tokenize
 from quire.proto.params import SamplingParams

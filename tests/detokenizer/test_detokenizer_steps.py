@@ -13,7 +13,6 @@ from quire.detokenizer import gate
 from quire.detokenizer.beams import BeamTexts, LostBeams
 from quire.detokenizer.columns import Outbox
 from quire.detokenizer.detokenize import Streams
-from quire.detokenizer.errors import Refused
 from quire.detokenizer.gate import Gate
 from quire.detokenizer.logprobs import TokenTexts, cut
 from quire.detokenizer.request import Request
@@ -21,6 +20,7 @@ from quire.detokenizer.sequence import TextSequence
 from quire.detokenizer.step import Step
 from quire.detokenizer.stops import StopSet
 from quire.proto.codec import BadFrame, f32, from_f32, from_i32, i8, i32, i64
+from quire.proto.errors import Refused
 from quire.proto.messages import Finish, Logprobs, TokenBatch
 from quire.proto.structured import StructuredOutputsParams
 

@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from quire.detokenizer import grammar_check
-from quire.detokenizer.errors import Refused
 from quire.detokenizer.grammar_check import GrammarChecker
 from quire.detokenizer.grammar_helper import READY, Check, Verdict, frame
 from quire.proto.checkpoint.model_config import demo_model_path, load_model_config
+from quire.proto.errors import Refused
 from quire.proto.structured import StructuredOutputsParams
 
 MODEL = load_model_config(demo_model_path())

@@ -5,7 +5,6 @@ import json
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from quire.detokenizer.errors import Refused
 from quire.detokenizer.pooling import encode
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import TextTokenizer
@@ -13,6 +12,7 @@ from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.checkpoint.pooler_config import pooler_of
 from quire.proto.codec import from_i32, i32
 from quire.proto.config import ConfigError, EngineArgs
+from quire.proto.errors import Refused
 from quire.proto.messages import Tokenize
 from quire.proto.params import ParamError, SamplingParams
 from quire.proto.pooling import PoolingParams
