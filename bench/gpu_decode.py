@@ -19,6 +19,7 @@ from quire.gpu_worker.graphs import CudaRecorder, DecodeGraphs
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.runner import Runner
+from quire.gpu_worker.sampling.sample_batch import SampleBatch
 from quire.gpu_worker.sampling.sampler import SamplingState, sample
 from quire.gpu_worker.state import RowState
 from quire.proto.checkpoint.model_config import load_model_config
@@ -76,11 +77,12 @@ def graph_step(model: Any, batch: int, context: int, dtype: torch.dtype, device:
         static.host_context_lens = [context] * batch
     state = SamplingState(batch, model.spec.vocab_size, device)
     rows, host = torch.arange(batch, device=device), np.arange(batch)
-    needs, history = state.needs(host, host), torch.zeros((batch, 1), dtype=torch.int32, device=device)
+    history = torch.zeros((batch, 1), dtype=torch.int32, device=device)
+    slots = SampleBatch(rows, static.positions, host, host, history, state.needs(host, host))
 
     def step() -> torch.Tensor:
         logits = model.logits(model.forward(static, kv))
-        return sample(logits, state, rows, static.positions, needs, host, host, history).tokens
+        return sample(logits, state, slots).tokens
 
     return seconds_each([step], device, 1.0)
 

@@ -12,6 +12,7 @@ from gpu_timing import seconds_each
 
 from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import activation, attention, norm, rope
+from quire.gpu_worker.sampling.sample_batch import SampleBatch
 from quire.gpu_worker.sampling.sampler import SamplingState, sample
 from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
@@ -182,7 +183,8 @@ class Bench:
         host, at = np.arange(rows), torch.arange(rows, device=self.device)
         state.of(at)  # parameters are uploaded before anything is captured
         needs, history = state.needs(host, host), torch.zeros((rows, 1), dtype=torch.int32, device=self.device)
-        return seconds_each([lambda: sample(logits, state, at, at, needs, host, host, history)], self.device)
+        batch = SampleBatch(at, at, host, host, history, needs)
+        return seconds_each([lambda: sample(logits, state, batch)], self.device)
 
     def sweep(self) -> Iterator[Row]:
         """Other tiles for attention than the ones chosen: what a change of ``decode_tiles`` would bring."""

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.gpu_worker.sampling.sample_batch import SampleBatch
 from quire.gpu_worker.sampling.sampler import SamplingState, sample
 from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
@@ -81,8 +82,9 @@ class Step:
     def run(self, logits: torch.Tensor, mask: torch.Tensor | None) -> Any:
         """As the runner does it each step."""
         needs = self.state.needs(self.rows, self.positions)
-        return sample(logits, self.state, self.device_rows, self.device_positions, needs, self.rows, self.positions,
-                      self.history, mask)  # fmt: skip
+        rows, positions = self.device_rows, self.device_positions
+        batch = SampleBatch(rows, positions, self.rows, self.positions, self.history, needs, mask)
+        return sample(logits, self.state, batch)
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""The worker's connection to the scheduler: one thread that receives, sends and beats, whatever a step is doing.
+"""The worker's connection to the scheduler: one thread that receives, sends and tells that it lives, whatever a step is doing.
 
 A *session* is one connection under one identity. It ends when the connection breaks or the worker ends its lease;
 the next one has a fresh identity and says Hello again. Everything handed over carries its session's number, so that
@@ -27,7 +27,7 @@ from ..proto.wire.sockets import DISCONNECTED, Dealer, Keys
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 RETRY_S = (0.05, 2.0)
 """First and longest wait before a new session after one that the scheduler did not answer."""
 
@@ -188,10 +188,10 @@ class Link:
         hung_at: float | None = None
         try:
             wire.send(self._hello(wire))
-            next_beat = time.monotonic() + BEAT_S
+            next_heartbeat = time.monotonic() + HEARTBEAT_S
             while True:
                 pulse()
-                poller.poll(max(0, int(1000 * (next_beat - time.monotonic())) + 1))
+                poller.poll(max(0, int(1000 * (next_heartbeat - time.monotonic())) + 1))
                 while self._inbox.qsize() <= MAX_QUEUED and (message := wire.recv()) is not None:
                     answered = True
                     if isinstance(message, Bye):
@@ -216,9 +216,9 @@ class Link:
                     if now > hung_at:
                         log.error("dismissed, and step %d still runs after %g s; ending", self.last_step + 1, HUNG_S)
                         os._exit(1)
-                if now >= next_beat:
+                if now >= next_heartbeat:
                     wire.send(Heartbeat(self.last_step, resident_bytes(), self.bad_frames))
-                    next_beat = now + BEAT_S
+                    next_heartbeat = now + HEARTBEAT_S
         finally:
             wire.socket.disable_monitor()
             monitor.close(0)

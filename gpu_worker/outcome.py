@@ -15,8 +15,9 @@ import torch
 from ..proto.codec import i32
 from ..proto.messages import Lease, Logprobs, PromptChunk, SlotFailed, StepResult
 from ..proto.wire.sockets import MAX_FRAME
-from .sampling.sampler import LogprobGroup
-from .state import Failure, Span, logprob_bytes
+from .sampling.logprobs import LogprobGroup
+from .sampling.sample_batch import Failure
+from .state import Span, logprob_bytes
 from .transfer import Arrival, Download
 
 ROOM = MAX_FRAME // 8 * 3

@@ -17,7 +17,8 @@ from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.messages import Admit, Lease, SlotFailed, SlotPooled, StepResult
 from ..proto.pooling import PoolingParams
 from .outcome import ROOM, Outcome
-from .state import Failure, PlanError, Run
+from .sampling.sample_batch import Failure
+from .state import PlanError, Run
 
 if TYPE_CHECKING:
     from .models.model import Model

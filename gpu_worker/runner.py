@@ -2,11 +2,18 @@
 
 ``launch`` applies a plan to the rows, runs the model and the sampler, and writes each token into its row on the
 device, so that the next plan can be launched before anybody has seen the tokens. ``Outcome`` hands them over.
+
+A process that is one of several (``parallel/parallel.py``) applies the same plan to the same rows as the others, and
+exchanges with them through its ``group``. Hidden states go from stage to stage; the last stage has logits, each tensor
+rank those of its share of the vocabulary. Where every row of a step takes the most likely token, or draws by
+temperature alone, a rank finds the winner of its share and only (value, token) pairs are exchanged: noise depends on
+the token's number in the whole vocabulary, so the best of them is the token that a single process draws. For anything
+more the leader gathers the logits and samples. One step is done after another: while a stage computes, the others wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -18,9 +25,12 @@ from .batch import StepBatch
 from .graphs import CudaRecorder, DecodeGraphs, capture_sizes
 from .kv_cache import KVCache
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
-from .sampling.processors import SlotError
-from .sampling.sampler import Sampled, sample, token_logprobs
-from .state import Failure, RowState, Run, Span
+from .parallel.parallel import Group
+from .sampling.followers import Follower
+from .sampling.processors import Processors, SlotError
+from .sampling.sample_batch import Failure, SampleBatch
+from .sampling.sampler import Sampled, sample, sample_share, token_logprobs
+from .state import RowState, Run, Span
 from .transfer import Download
 
 if TYPE_CHECKING:
@@ -34,8 +44,12 @@ PROMPT_SLICE = 128
 class Runner:
     """Owns the step of one device. Not thread-safe: one compute thread, one compute stream."""
 
-    def __init__(self, model: Model, state: RowState, kv: KVCache, max_tokens: int, pooler: Pooler | None = None):
-        """With a ``pooler`` nothing is generated."""
+    def __init__(
+        self, model: Model, state: RowState, kv: KVCache, max_tokens: int, pooler: Pooler | None = None,
+        group: Group | None = None,
+    ):  # fmt: skip
+        """With a ``pooler`` nothing is generated. ``group``: the processes this one shares the model with."""
+        self.group = group or Group.alone()
         self.model, self.state, self.kv = model, state, kv
         self.max_tokens = max_tokens
         self.graphs: DecodeGraphs | None = None
@@ -62,26 +76,37 @@ class Runner:
         run = state.checked_run(plan, self.max_tokens)
         outcome = self._run(run) if len(run.rows) else Outcome(self._download, self._nothing)
         for follower in state.followers:
-            follower.settle(wait=False)
+            follower.catch_up(wait=False)
         return outcome
 
     def _run(self, run: Run) -> Outcome:
+        if not self.group.shard.last:
+            return self._hand_on(run)
         if self.pooler is not None:
             return self._pool(self.pooler, run)
-        state, drawn = self.state, len(run.sample_src)
+        state = self.state
         spans = state.prompt_spans(run, ROOM) if state.asking else []
-        batch, outputs, rows, positions, prompt_tokens = self._batch(run, spans)
-        hidden = self._hidden(batch, outputs)
-        prompts = self._prompts(hidden[drawn:], prompt_tokens, spans) if spans else []
-        if not drawn:
+        batch, slots = self._batch(run, spans)
+        hidden = self._hidden(batch)
+        prompts = self._prompts(hidden[len(slots) :], run, spans) if spans else []
+        if not len(slots):
             return Outcome(self._download, self._nothing, prompts=prompts)
-        failed: dict[int, Failure] = {}
-        sampled = self._sample(hidden[:drawn] if spans else hidden, run, rows, positions, failed)
+        sampled = self._sample(hidden[: len(slots)] if spans else hidden, slots)
         tokens = sampled.tokens.to(torch.int32)
-        self._write(run, rows, positions, tokens)
-        outcome = Outcome(self._download, tokens, sampled.logprobs or (), prompts, failed)
-        self._follow(run, outcome, failed)
+        self._write(slots, tokens)
+        outcome = Outcome(self._download, tokens, sampled.logprobs or (), prompts, slots.failed)
+        if self.group.leader:  # which alone answers, and keeps what follows the tokens
+            self._follow(slots, outcome)
         return outcome
+
+    def _hand_on(self, run: Run) -> Outcome:
+        """A step of a stage that others come after: hidden states go to the next, tokens come back from the last."""
+        batch, slots = self._batch(run, [])
+        self.group.send_hidden(self._hidden(batch))
+        if len(slots) and self.pooler is None:
+            tokens = torch.empty(len(slots), dtype=torch.int32, device=self.state.device)
+            self._write(slots, self.group.share_tokens(tokens))
+        return Outcome(self._download, self._nothing)
 
     def _pool(self, pooler: Pooler, run: Run) -> Outcome:
         """A step of prompts that are pooled: hidden states in place of tokens."""
@@ -95,119 +120,105 @@ class Runner:
             at = np.arange(run.counts.sum()) - np.repeat(run.counts.cumsum() - run.counts - run.starts, run.counts)
             first = np.repeat(np.where(seconds < 0, state.max_model_len, seconds), run.counts)
             (batch.types,) = state.upload((at >= first).astype(np.int64))
-        (outputs,) = state.upload(np.concatenate([*wanted, np.empty(0, np.int64)]))
-        return pooler.outcome(self._download, pieces, self._hidden(batch, outputs), len(run.sample_src))
+        (batch.outputs,) = state.upload(np.concatenate([*wanted, np.empty(0, np.int64)]))
+        return pooler.outcome(self._download, pieces, self._hidden(batch), len(run.sample_src))
 
-    def _hidden(self, batch: StepBatch, outputs: torch.Tensor) -> torch.Tensor:
-        """The forward pass: hidden states of the tokens ``outputs``."""
+    def _hidden(self, batch: StepBatch) -> torch.Tensor:
+        """The forward pass: hidden states of the tokens ``batch.outputs``; of every token where a stage follows."""
         if self.graphs is not None and self.graphs.covers(batch):
-            return self.graphs.run(batch).index_select(0, outputs)
-        batch.outputs = outputs
-        return self.model.forward(batch, self.kv)
+            hidden = self.graphs.run(batch)
+            return hidden if batch.outputs is None else hidden.index_select(0, batch.outputs)
+        if self.group.shard.first:
+            return self.model.forward(batch, self.kv)
+        model = self.model
+        before = self.group.receive_hidden(len(batch.token_ids), model.spec.hidden_size, model.dtype)
+        return model.forward(batch, self.kv, before)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Logits of the whole vocabulary; None where another process draws."""
-        return self.model.logits(hidden)
-
-    def _write(self, run: Run, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+    def _write(self, slots: SampleBatch, tokens: torch.Tensor) -> None:
         """Tokens that were drawn, to their rows."""
         # A beam's token lands beyond those its row has, where nothing reads it before an append replaces it.
-        self.state.tokens.index_put_((rows, positions), tokens)
-        self.state.known[run.sample_rows] = run.positions + self.state.grows[run.sample_rows]
+        self.state.tokens.index_put_((slots.rows, slots.positions), tokens)
+        self.state.known[slots.host_rows] = slots.host_positions + self.state.grows[slots.host_rows]
 
-    def _sample(
-        self,
-        hidden: torch.Tensor,
-        run: Run,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        failed: dict[int, Failure],
-    ) -> Sampled:
-        """Draw; slots that cannot are added to ``failed``, and their tokens mean nothing."""
-        return self._draw(self.model.logits(hidden), run, rows, positions, failed)
+    def _sample(self, hidden: torch.Tensor, slots: SampleBatch) -> Sampled:
+        """Draw from ``hidden`` [S, hidden]; in a group every process learns the tokens."""
+        group, logits = self.group, self.model.logits(hidden)
+        if group.shard.size > 1 and slots.needs.shareable and not self._guided(slots):
+            found = group.best(*sample_share(logits, self.state.sampling, slots, self.model.vocabulary.start))
+            if self._on_host:
+                refuse(found[0].numpy(), slots.failed)
+            sampled = Sampled(found[1], None)
+            if group.shard.stages == 1:
+                return sampled  # every process has seen all shares
+        elif (whole := group.gather_logits(logits, self.state.vocab_size)) is not None:
+            sampled = self._draw(whole, slots)
+        else:
+            sampled = Sampled(torch.empty(len(slots), dtype=torch.int64, device=self.state.device), None)
+        return Sampled(group.share_tokens(sampled.tokens.to(torch.int32)), sampled.logprobs)
 
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        run: Run,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        failed: dict[int, Failure],
-    ) -> Sampled:
-        state, mask, edit = self.state, None, None
-        if state.doomed or any(follower.rows for follower in state.followers):
-            drawing = run.sample_rows.tolist()
-            failed.update((slot, state.doomed[row]) for slot, row in enumerate(drawing) if row in state.doomed)
-            mask, edit = self._mask(drawing, failed), self._edit(drawing, failed)
-        needs = state.sampling.needs(run.sample_rows, run.positions)
-        sampled = sample(
-            logits, state.sampling, rows, positions, needs, run.sample_rows, run.positions, state.tokens, mask, edit
-        )
+    def _guided(self, slots: SampleBatch) -> bool:
+        """Whether a grammar or a user's function has a say in these slots."""
+        rows = slots.host_rows.tolist()
+        return any(not follower.rows.isdisjoint(rows) for follower in self.state.followers)
+
+    def _draw(self, logits: torch.Tensor, slots: SampleBatch) -> Sampled:
+        """Draw from logits [S, V] of the whole vocabulary; slots that cannot are added to ``slots.failed``."""
+        if any(follower.rows for follower in self.state.followers):
+            self._guide(slots)
+        sampled = sample(logits, self.state.sampling, slots)
         if self._on_host:  # on a GPU the look would cost each step; there NaN shows where logprobs are asked for
-            refuse(logits.numpy()[np.arange(len(logits)), sampled.tokens.numpy()], failed)
+            refuse(logits.numpy()[np.arange(len(logits)), sampled.tokens.numpy()], slots.failed)
         return sampled
 
-    def _mask(self, drawing: list[int], failed: dict[int, Failure]) -> torch.Tensor | None:
-        """The grammars' mask of the rows that draw; waits for the last step's tokens while this one's run."""
-        grammars = self.state.grammars
-        if grammars is None or grammars.rows.isdisjoint(drawing):
-            return None
-        grammars.settle(wait=True)
-        mask, bad = grammars.histories.fill(drawing)
-        for slot, status, message in bad:
-            failed.setdefault(slot, Failure(status, message, "structured_outputs"))
-        return self.state.upload(mask)[0]
+    def _guide(self, slots: SampleBatch) -> None:
+        """Add the grammars' mask and the users' functions of the rows that draw; waits for the last step's tokens
+        while this one's are computed."""
+        drawing, grammars, processors = slots.host_rows.tolist(), self.state.grammars, self.state.processors
+        if grammars is not None and not grammars.rows.isdisjoint(drawing):
+            grammars.catch_up(wait=True)
+            mask, bad = grammars.histories.fill(drawing)
+            for slot, status, message in bad:
+                slots.failed.setdefault(slot, Failure(status, message, "structured_outputs"))
+            (slots.mask,) = self.state.upload(mask)
+        if processors is not None and not processors.rows.isdisjoint(drawing):
+            processors.catch_up(wait=True)
+            slots.edit = partial(_edit, processors, drawing, slots.failed)
 
-    def _edit(self, drawing: list[int], failed: dict[int, Failure]) -> Callable[[torch.Tensor], None] | None:
-        """What calls the users' functions for the rows that draw."""
-        processors = self.state.processors
-        if processors is None or processors.rows.isdisjoint(drawing):
-            return None
-        processors.settle(wait=True)
-
-        def edit(logits: torch.Tensor) -> None:
-            for slot, row in enumerate(drawing):
-                if row in processors.rows and slot not in failed:
-                    try:
-                        processors.histories.apply(row, logits[slot])
-                    except SlotError as error:
-                        failed[slot] = Failure(error.status, str(error), "logits_processors")
-
-        return edit
-
-    def _follow(self, run: Run, outcome: Outcome, failed: dict[int, Failure]) -> None:
-        """Doom the rows that failed; the others' followers take their tokens when these arrive."""
+    def _follow(self, slots: SampleBatch, outcome: Outcome) -> None:
+        """Mark the rows that failed; the others' followers take their tokens when these arrive."""
         state = self.state
-        for slot, why in failed.items():
-            state.doomed[int(run.sample_rows[slot])] = why
+        for slot, why in slots.failed.items():
+            state.failed[int(slots.host_rows[slot])] = why
         if any(follower.rows for follower in state.followers):
-            kept = [row if state.grows[row] and row not in state.doomed else -1 for row in run.sample_rows.tolist()]
+            rows = slots.host_rows.tolist()
+            kept = [row if state.grows[row] and row not in state.failed else -1 for row in rows]
             for follower in state.followers:
                 follower.drawn(kept, outcome.arrival)
 
-    def _prompts(self, hidden: torch.Tensor, tokens: torch.Tensor, spans: list[Span]) -> list[PromptGroup]:
-        """Logprobs of prompt tokens [N] from the hidden states [N, hidden] before them, a slice at a time."""
-        raw = "raw_logits" if self.state.sampling.logprobs_mode.endswith("logits") else "raw_logprobs"
+    def _prompts(self, hidden: torch.Tensor, run: Run, spans: list[Span]) -> list[PromptGroup]:
+        """Logprobs of the prompt tokens ``spans`` from the hidden states before them, a slice at a time."""
+        state = self.state
+        raw = "raw_logits" if state.sampling.logprobs_mode.endswith("logits") else "raw_logprobs"
+        at, positions = _places(spans)
+        tokens = state.tokens[tuple(state.upload(run.rows[at], positions))].long()
         groups, start = [], 0
         for k, same in groupby(spans, key=lambda span: span.k):
             members = list(same)
             end = start + sum(span.count for span in members)
             parts = []
             for low in range(start, end, PROMPT_SLICE):
-                at = slice(low, min(low + PROMPT_SLICE, end))
-                if (logits := self._logits(hidden[at])) is not None:
-                    parts.append(token_logprobs(logits, tokens[at], k, raw))
+                part = slice(low, min(low + PROMPT_SLICE, end))
+                logits = self.group.gather_logits(self.model.logits(hidden[part]), state.vocab_size)
+                if logits is not None:
+                    parts.append(token_logprobs(logits, tokens[part], k, raw))
             if parts:
                 groups.append(PromptGroup(members, *(torch.cat(column) for column in zip(*parts, strict=True))))
             start = end
         return groups
 
-    def _batch(
-        self, run: Run, spans: list[Span]
-    ) -> tuple[StepBatch, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The batch; the tokens whose hidden states are wanted: of each sample slot, then of ``spans``; for each slot
-        the destination row and the position to write; and the prompt tokens that ``spans`` describe.
-        """
+    def _batch(self, run: Run, spans: list[Span]) -> tuple[StepBatch, SampleBatch]:
+        """What the model computes and what is drawn from it. Its outputs are of each sample slot, then of the tokens
+        before those of ``spans``."""
         state, size = self.state, self.state.block_size
         ends = run.starts + run.counts
         query_starts = np.zeros(len(run.rows) + 1, np.int64)
@@ -222,19 +233,15 @@ class Runner:
         slots = state.tables_host[token_rows, positions // size].astype(np.int64) * size + positions % size
         outputs = query_starts[1:][run.sample_src] - 1
         longest_context = int(ends.max())
-        prompt_tokens = self._nothing
         if spans:
-            at = np.repeat([span.at for span in spans], [span.count for span in spans])
-            told = np.concatenate([np.arange(span.first, span.first + span.count) for span in spans])
+            at, told = _places(spans)
             outputs = np.concatenate([outputs, query_starts[at] + told - 1 - run.starts[at]])
-            prompt_tokens = state.tokens[tuple(state.upload(run.rows[at], told))].long()
-        uploaded = state.upload(
-            run.rows, token_rows, positions, slots, outputs, run.sample_rows, run.positions,
-            query_starts.astype(np.int32), ends.astype(np.int32),
-        )  # fmt: skip
         rows_d, token_rows_d, positions_d, slots_d, outputs_d, sample_rows_d, sample_positions_d, starts_d, ends_d = (
-            uploaded
-        )
+            state.upload(
+                run.rows, token_rows, positions, slots, outputs, run.sample_rows, run.positions,
+                query_starts.astype(np.int32), ends.astype(np.int32),
+            )
+        )  # fmt: skip
         batch = StepBatch(
             token_ids=state.tokens[token_rows_d, positions_d].long(),
             positions=positions_d,
@@ -246,10 +253,30 @@ class Runner:
             max_query_len=longest,
             max_context_len=longest_context,
             block_size=size,
+            outputs=outputs_d,
             host_query_starts=query_starts.tolist() if self._on_host else [],
             host_context_lens=ends.tolist() if self._on_host else [],
         )
-        return batch, outputs_d, sample_rows_d, sample_positions_d, prompt_tokens
+        return batch, state.sample_batch(run, sample_rows_d, sample_positions_d)
+
+
+def _places(spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+    """The compute row and the position of every prompt token of ``spans``, one span after another."""
+    counts = [span.count for span in spans]
+    told = np.concatenate([np.arange(span.first, span.first + span.count) for span in spans])
+    return np.repeat([span.at for span in spans], counts), told
+
+
+def _edit(
+    processors: Follower[Processors], drawing: list[int], failed: dict[int, Failure], logits: torch.Tensor
+) -> None:
+    """Call the users' functions for the rows that draw, each with its row of ``logits`` [S, V]."""
+    for slot, row in enumerate(drawing):
+        if row in processors.rows and slot not in failed:
+            try:
+                processors.histories.apply(row, logits[slot])
+            except SlotError as error:
+                failed[slot] = Failure(error.status, str(error), "logits_processors")
 
 
 def refuse(chosen: np.ndarray, failed: dict[int, Failure]) -> None:

@@ -12,7 +12,7 @@ CPU device both are the same memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,20 +20,13 @@ import torch
 from ..proto.messages import Admit, StepPlan
 from .kv_cache import KVCache
 from .sampling.followers import Follower
-from .sampling.sampler import SamplingState
+from .sampling.sample_batch import Failure, SampleBatch
+from .sampling.sampling_state import SamplingState
 from .transfer import Upload
 
 if TYPE_CHECKING:
     from .sampling.grammar import Grammars
     from .sampling.processors import Processors
-
-
-class Failure(NamedTuple):
-    """Why no token can be drawn for a row: the HTTP status and message for its request, and the field at fault."""
-
-    status: int
-    message: str
-    param: str | None = None
 
 
 class PlanError(ValueError):
@@ -100,7 +93,7 @@ class RowState:
 
     ``tokens`` [max_rows, max_model_len + 1] int32 (one more for the token sampled past the end) and ``tables``
     [max_rows, max_blocks] int32 are on the device; ``tables_host`` and ``known`` (tokens of each row) on the host.
-    ``doomed`` rows cannot draw any more: their slots answer with the status and message given here. ``draws`` is
+    ``failed`` rows cannot draw any more: their slots answer with the status and message given here. ``draws`` is
     False in a process of a replica whose tokens another one draws.
     """
 
@@ -125,7 +118,7 @@ class RowState:
         self.prompt_len = np.zeros(max_rows, np.int64)
         self.grows = np.ones(max_rows, np.int64)  # tokens a draw adds: none to a beam, which waits for an append
         self.asking: dict[int, tuple[int, int]] = {}  # rows that want prompt logprobs: from which position, how many
-        self.doomed: dict[int, Failure] = {}
+        self.failed: dict[int, Failure] = {}
         self.pooling: dict[int, Admit] = {}  # rows that are pooled
         self.grammars, self.processors = grammars, processors
         self.followers: list[Follower[Any]] = [each for each in (grammars, processors) if each is not None]
@@ -172,7 +165,7 @@ class RowState:
         gone = rows.tolist()
         for row in gone:
             self.asking.pop(row, None)
-            self.doomed.pop(row, None)
+            self.failed.pop(row, None)
             self.pooling.pop(row, None)
         self.sampling.drop(gone)
         for follower in self.followers:
@@ -198,12 +191,12 @@ class RowState:
             self.tables.index_copy_(0, to_rows, self.tables.index_select(0, from_rows))
         sources, copies = src.tolist(), dst.tolist()
         self.sampling.copy(sources, copies, seeds.tolist())
-        doomed = [self.doomed.get(row) for row in sources]
-        for row, doom in zip(copies, doomed, strict=True):
+        failures = [self.failed.get(row) for row in sources]
+        for row, failure in zip(copies, failures, strict=True):
             self.asking.pop(row, None)  # one child of a request tells its prompt's logprobs
-            self.doomed.pop(row, None)
-            if doom is not None:
-                self.doomed[row] = doom
+            self.failed.pop(row, None)
+            if failure is not None:
+                self.failed[row] = failure
         for follower in self.followers:
             follower.copy(sources, copies)
 
@@ -328,11 +321,20 @@ class RowState:
             raise PlanError(f"sample_rows draws position {position} of row {row}, which has {self.known[row]} tokens")
         return Run(rows, starts, counts, src, dst, positions)
 
+    def sample_batch(self, run: Run, rows: torch.Tensor, positions: torch.Tensor) -> SampleBatch:
+        """The sample slots of ``run``; ``rows`` and ``positions`` are theirs on the device."""
+        needs = self.sampling.needs(run.sample_rows, run.positions)
+        slots = SampleBatch(rows, positions, run.sample_rows, run.positions, self.tokens, needs)
+        if self.failed:
+            failed = ((slot, self.failed.get(row)) for slot, row in enumerate(run.sample_rows.tolist()))
+            slots.failed.update((slot, why) for slot, why in failed if why is not None)
+        return slots
+
     def prompt_spans(self, run: Run, room: int) -> list[Span]:
         """The prompt tokens that this run can tell the logprobs of, those with as many others each side by side.
 
         A token's logprob comes of the logits at the position before it. Rows whose logprobs would take more than
-        ``room`` bytes of the answer are doomed: they fail when they first draw.
+        ``room`` bytes of the answer are marked as failed: they fail when they first draw.
         """
         spans = []
         for at, row in enumerate(run.rows.tolist()):
@@ -345,7 +347,7 @@ class RowState:
                 continue
             size = logprob_bytes(count, k)
             if size > room:
-                self.doomed[row] = Failure(400, _TOO_MUCH.format(count=count, k=k), "prompt_logprobs")
+                self.failed[row] = Failure(400, _TOO_MUCH.format(count=count, k=k), "prompt_logprobs")
                 del self.asking[row]
                 continue
             room -= size

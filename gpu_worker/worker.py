@@ -38,7 +38,6 @@ from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
 from .memory import Budget, available_memory, cpu_budget, cuda_budget, fit, out_of_memory, step_bytes
 from .outcome import ROOM, Outcome
-from .parallel.group_runner import GroupRunner
 from .parallel.parallel import Group, Ranks
 from .pooling import Pooler
 from .runner import PROMPT_SLICE, Runner
@@ -259,9 +258,7 @@ class Worker:
 
     def _runner_of(self, kv: KVCache, state: RowState, max_tokens: int) -> Runner:
         pooler = None if self._pooler is None else Pooler(self._pooler, self._model)
-        if isinstance(self._group, Ranks):
-            return GroupRunner(self._model, state, kv, max_tokens, self._group, pooler)
-        return Runner(self._model, state, kv, max_tokens, pooler)
+        return Runner(self._model, state, kv, max_tokens, pooler, self._group)
 
     def _pass_on(self, message: Assign | Configure | StepPlan) -> None:
         """To the other processes of this replica, before it is done here."""

@@ -1,7 +1,8 @@
 """Logprobs: a row's log-sum-exp, one token's value and strict rank, and its k best tokens.
 
-Rows are taken as they are, or *processed*: divided by the temperature, -inf below the cut (greedy rows as they are).
-Equal values are ordered by id, the lowest first; nothing depends on other rows. NaN counts as less than every number.
+Rows are taken as they are, or *processed*: divided by the temperature, -inf below the threshold (greedy rows as they
+are). Equal values are ordered by id, the lowest first; nothing depends on other rows. NaN counts as less than every
+number.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Source(NamedTuple):
     logits: torch.Tensor  # float32 [S, V], each row contiguous
     slots: torch.Tensor  # int64 [n] on their device
     params: torch.Tensor | None = None  # int32 [S, COLUMNS]: processed
-    cuts: torch.Tensor | None = None  # float32 [S], with params
+    thresholds: torch.Tensor | None = None  # float32 [S], with params
 
 
 def stats(source: Source, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,8 +41,8 @@ def stats(source: Source, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     ranks = torch.empty(count, dtype=torch.int32, device=tokens.device)
     logprobs_jit.stats_kernel[(count,)](
         *_arguments(source), tokens, values, sums, ranks, vocab,
-        PROCESSED=source.params is not None, HAS_CUT=source.cuts is not None, COLUMNS=COLUMNS, BLOCK=STATS_BLOCK,
-        num_warps=16, enable_fp_fusion=False,
+        PROCESSED=source.params is not None, HAS_THRESHOLD=source.thresholds is not None, COLUMNS=COLUMNS,
+        BLOCK=STATS_BLOCK, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return values, sums, ranks
 
@@ -71,23 +72,24 @@ def _keys(source: Source) -> torch.Tensor:
     keys = torch.empty((count, vocab), dtype=torch.int64, device=source.logits.device)
     logprobs_jit.keys_kernel[(count, -(-vocab // KEYS_BLOCK))](
         *_arguments(source), keys, vocab,
-        PROCESSED=source.params is not None, HAS_CUT=source.cuts is not None, COLUMNS=COLUMNS, BLOCK=KEYS_BLOCK,
-        num_warps=4, enable_fp_fusion=False,
+        PROCESSED=source.params is not None, HAS_THRESHOLD=source.thresholds is not None, COLUMNS=COLUMNS,
+        BLOCK=KEYS_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return keys
 
 
 def _arguments(source: Source) -> tuple[object, ...]:
-    logits, slots, params, cuts = source
+    logits, slots, params, thresholds = source
     return (
-        logits, logits.stride(0), slots, slots if params is None else params, logits if cuts is None else cuts
+        logits, logits.stride(0), slots, slots if params is None else params,
+        logits if thresholds is None else thresholds,
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------- the twins, on the host
 
 
-def stats_torch(source: Source, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def stats_numpy(source: Source, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The twin of ``stats``; tensors of the host."""
     count, shifted = len(source.slots), np.empty(source.logits.shape[1], np.float32)
     values, sums, ranks = np.empty(count, np.float32), np.empty(count, np.float32), np.empty(count, np.int32)
@@ -107,7 +109,7 @@ def stats_torch(source: Source, tokens: torch.Tensor) -> tuple[torch.Tensor, tor
     return torch.from_numpy(values), torch.from_numpy(sums), torch.from_numpy(ranks)
 
 
-def best_torch(source: Source, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def best_numpy(source: Source, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The twin of ``best``; tensors of the host."""
     count = len(source.slots)
     ids, values = np.empty((count, k), np.int32), np.empty((count, k), np.float32)
@@ -130,8 +132,8 @@ def _row(source: Source, i: int) -> np.ndarray:
     if not inv_t:
         return row
     row = row * inv_t
-    if source.cuts is not None:
-        row = np.where(row >= source.cuts[slot].numpy(), row, np.float32(-np.inf))
+    if source.thresholds is not None:
+        row = np.where(row >= source.thresholds[slot].numpy(), row, np.float32(-np.inf))
     return row
 
 

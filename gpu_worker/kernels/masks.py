@@ -78,7 +78,7 @@ _CEILINGS = np.where(
 fifteen times as long where bits look random."""
 
 
-def mask_bits_torch(
+def mask_bits_numpy(
     logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None = None, params: torch.Tensor | None = None
 ) -> None:
     """The twin of ``mask_bits``; tensors of the host."""
@@ -93,7 +93,7 @@ def mask_bits_torch(
         np.minimum(values[slot], ceiling, out=values[slot])
 
 
-def ban_words_torch(
+def ban_words_numpy(
     logits: torch.Tensor,
     words: Words,
     history: torch.Tensor,

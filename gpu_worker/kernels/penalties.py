@@ -33,7 +33,7 @@ def penalise(logits: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, par
     )  # fmt: skip
 
 
-def penalise_torch(logits: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> None:
+def penalise_numpy(logits: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> None:
     """The twin of ``penalise``; tensors of the host. Looks at the tokens that the row has alone."""
     values, table, ints = logits.numpy(), counts.numpy(), params.numpy()
     floats = ints.view(np.float32)

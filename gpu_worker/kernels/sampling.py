@@ -1,7 +1,8 @@
-"""Drawing tokens: the cut (min_p, top_k, top_p) and the draw (argmax of scaled logits + Gumbel noise).
+"""Drawing tokens: the threshold (min_p, top_k, top_p) and the draw (argmax of scaled logits + Gumbel noise).
 
 Everything works on *scaled logits* ``s = logits * (1 / temperature)`` in float32. All three filters keep the tokens
-above some value, so together they are one number a row, the **cut**: a token may be drawn if and only if s >= cut.
+above some value, so together they are one number a row, the **threshold**: a token may be drawn if and only if
+s >= threshold.
 
 - min_p: s >= max(s) + log(min_p).
 - top_k: s >= the k-th largest s (tokens tied with the k-th are kept).
@@ -33,7 +34,7 @@ MAX_NOISE = 22.9
 """No noise is larger: v >= 2^-33."""
 
 DRAW_BLOCK = 2048
-CUT_BLOCK = 4096
+THRESHOLD_BLOCK = 4096
 
 _MASK = 0xFFFFFFFF
 _LOW, _HALF = np.uint64(_MASK), np.uint64(32)
@@ -46,7 +47,7 @@ _BUCKETS, _DEPTH = 4096, 32.0  # of the mass by depth below the maximum; deeper 
 _COARSE = 64  # one logit in so many is looked at to guess where the k-th largest lies
 
 
-def cut(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, top_p: bool) -> torch.Tensor:
+def threshold(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, top_p: bool) -> torch.Tensor:
     """The lowest scaled logit that may be drawn, float32 [S]; -inf in rows without a filter.
 
     ``logits`` float32 [S, V] with contiguous rows; ``params`` int32 [S, COLUMNS]; the flags say which filters any row
@@ -56,23 +57,23 @@ def cut(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, to
 
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    sampling_jit.cut_kernel[(rows,)](
+    sampling_jit.threshold_kernel[(rows,)](
         logits, logits.stride(0), params, out, vocab,
-        MIN_P=min_p, HAS_TOP_K=top_k, HAS_TOP_P=top_p, COLUMNS=COLUMNS, BLOCK=CUT_BLOCK,
+        MIN_P=min_p, HAS_TOP_K=top_k, HAS_TOP_P=top_p, COLUMNS=COLUMNS, BLOCK=THRESHOLD_BLOCK,
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 def draw(
-    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, cuts: torch.Tensor | None
+    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, thresholds: torch.Tensor | None
 ) -> torch.Tensor:
-    """One token for each row, int64 [S]: the largest s + noise among s >= cut; the largest logit in greedy rows.
+    """One token for each row, int64 [S]: the largest s + noise among s >= threshold; the largest logit in greedy rows.
 
     ``logits`` float32 [S, V] with contiguous rows; ``params`` int32 [S, COLUMNS]; ``positions`` int64 [S] of the tokens
-    being drawn; ``cuts`` float32 [S] or None. Ties go to the lowest id.
+    being drawn; ``thresholds`` float32 [S] or None. Ties go to the lowest id.
     """
-    return _winners(logits, params, positions, cuts, 0)[1]
+    return _winners(logits, params, positions, thresholds, 0)[1]
 
 
 def draw_part(
@@ -89,7 +90,7 @@ def draw_part(
 
 
 def _winners(
-    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, cuts: torch.Tensor | None, first: int
+    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, thresholds: torch.Tensor | None, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best value of each block of each row, float32 [S, blocks], and each row's winner among ``logits``."""
     from . import sampling_jit
@@ -102,9 +103,9 @@ def _winners(
     ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     sampling_jit.draw_kernel[(rows, splits)](
-        logits, logits.stride(0), params, positions, cuts if cuts is not None else best, best, ids, vocab, splits,
-        first // 4, skip,
-        HAS_CUT=cuts is not None, COLUMNS=COLUMNS, BLOCK=DRAW_BLOCK, num_warps=4, enable_fp_fusion=False,
+        logits, logits.stride(0), params, positions, best if thresholds is None else thresholds, best, ids,
+        vocab, splits, first // 4, skip,
+        HAS_THRESHOLD=thresholds is not None, COLUMNS=COLUMNS, BLOCK=DRAW_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     sampling_jit.reduce_kernel[(rows,)](
         best, ids, tokens, splits, vocab, SPLITS=max(16, 1 << (splits - 1).bit_length()), num_warps=1
@@ -118,8 +119,8 @@ def _winners(
 # (a barrier between OpenMP threads costs more than a pass) and round alike whatever the batch.
 
 
-def cut_torch(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, top_p: bool) -> torch.Tensor:
-    """The twin of ``cut``; any device."""
+def threshold_numpy(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, top_p: bool) -> torch.Tensor:
+    """The twin of ``threshold``; any device."""
     rows = _Rows(logits, params)
     out = np.full(len(logits), -np.inf, dtype=np.float32)
 
@@ -135,17 +136,17 @@ def cut_torch(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bo
     return torch.from_numpy(out).to(logits.device)
 
 
-def draw_torch(
-    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, cuts: torch.Tensor | None
+def draw_numpy(
+    logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, thresholds: torch.Tensor | None
 ) -> torch.Tensor:
     """The twin of ``draw``; any device."""
     rows = _Rows(logits, params)
     keys, places = rows.keys(), positions.cpu().numpy()
-    out = _draw_rows(rows, keys, places, None if cuts is None else cuts.cpu().numpy(), 0)
+    out = _draw_rows(rows, keys, places, None if thresholds is None else thresholds.cpu().numpy(), 0)
     return torch.from_numpy(out.astype(np.int64, copy=False)).to(logits.device)
 
 
-def draw_part_torch(
+def draw_part_numpy(
     logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The twin of ``draw_part``; any device."""
@@ -160,14 +161,16 @@ def draw_part_torch(
     return torch.from_numpy(values).to(logits.device), tokens.to(logits.device)
 
 
-def _draw_rows(rows: _Rows, keys: np.ndarray, places: np.ndarray, cuts: np.ndarray | None, first: int) -> np.ndarray:
+def _draw_rows(
+    rows: _Rows, keys: np.ndarray, places: np.ndarray, thresholds: np.ndarray | None, first: int
+) -> np.ndarray:
     """The winner's place in each row of logits, which are of tokens ``first``, ...
 
     Noise is bounded and the most likely token's sum is a floor of the winner's, so tokens that cannot reach that floor
     get no noise computed.
     """
     out = rows.values.argmax(-1)
-    lowest = np.full(len(out), -np.inf, dtype=np.float32) if cuts is None else cuts
+    lowest = np.full(len(out), -np.inf, dtype=np.float32) if thresholds is None else thresholds
     floors = _noise_of(keys, places, out + first)
     few: list[tuple[int, np.ndarray, np.ndarray]] = []
     every = _Every(rows.values.shape[1], first)
@@ -278,7 +281,7 @@ def _first_at(pool: np.ndarray, top: np.float32, above: float, need: float) -> n
     ordered = np.sort(pool)[::-1]
     mass = np.exp(ordered - top).cumsum(dtype=np.float64)
     mass += above
-    # Those tied with the first that reaches the target lie at or above the same cut.
+    # Those tied with the first that reaches the target lie at or above the same threshold.
     return ordered[int(np.searchsorted(mass, need))] if len(mass) and mass[-1] >= need else None
 
 

@@ -50,8 +50,8 @@ def gumbel(position, blocks, k0, k1):
 
 @triton.jit(do_not_specialize_on_alignment=["params", "positions"])
 def draw_kernel(
-    logits, stride, params, positions, cuts, best, best_ids, vocab, splits, first_block, skip,
-    HAS_CUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, params, positions, thresholds, best, best_ids, vocab, splits, first_block, skip,
+    HAS_THRESHOLD: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The winner of one row within BLOCK tokens; the logits are of tokens 4 * first_block + skip, ..."""
     row = tl.program_id(0)
@@ -67,8 +67,8 @@ def draw_kernel(
         k1 = tl.load(params + SEED_HIGH).to(tl.uint32, bitcast=True)
         blocks = (first_block + split * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
         total = s + gumbel(position, blocks, k0, k1)
-        if HAS_CUT:
-            total = tl.where(s >= tl.load(cuts + row), total, NOT_A_LOGIT)
+        if HAS_THRESHOLD:
+            total = tl.where(s >= tl.load(thresholds + row), total, NOT_A_LOGIT)
         s = total
     value, at = tl.max(s, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * splits + split, value)
@@ -150,11 +150,11 @@ def _search(logits, vocab, inv_t, top, lowest, target, MASS: tl.constexpr, BLOCK
 
 
 @triton.jit(do_not_specialize_on_alignment=["params"])
-def cut_kernel(
+def threshold_kernel(
     logits, stride, params, out, vocab,
     MIN_P: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: the cut of min_p, then top_k, then top_p."""
+    """One program a row: the threshold of min_p, then top_k, then top_p."""
     row = tl.program_id(0)
     params += row * COLUMNS
     logits += row.to(tl.int64) * stride

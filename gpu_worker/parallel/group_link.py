@@ -34,7 +34,7 @@ from ..link import LINGER_MS, MAX_QUEUED, Leave, take
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 PATIENCE_S = 0.5
 """A broken link is noticed sooner than this."""
 MISSING_S = 15.0
@@ -108,9 +108,9 @@ class _GroupLink:
         for socket in (wire.socket, wire.monitor(), self._in):
             poller.register(socket, zmq.POLLIN)
         try:
-            next_beat = time.monotonic()
+            next_heartbeat = time.monotonic()
             while True:
-                poller.poll(max(0, int(1000 * (next_beat - time.monotonic())) + 1))
+                poller.poll(max(0, int(1000 * (next_heartbeat - time.monotonic())) + 1))
                 while (item := wire.recv()) is not None:
                     self._received(item)
                 if not self._pass_on():
@@ -121,9 +121,9 @@ class _GroupLink:
                             self._received(item)
                         if not self._closing:
                             self._disconnected()
-                if time.monotonic() >= next_beat:
-                    self._beat()
-                    next_beat = time.monotonic() + BEAT_S
+                if time.monotonic() >= next_heartbeat:
+                    self._heartbeat()
+                    next_heartbeat = time.monotonic() + HEARTBEAT_S
         except Exception as error:  # noqa: BLE001  # without its links a process must end
             if not self._closing:
                 end(f"the links of this replica failed: {type(error).__name__}: {error}")
@@ -153,7 +153,7 @@ class _GroupLink:
     def _disconnected(self) -> None:
         raise NotImplementedError
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         """Once a second."""
 
 
@@ -238,9 +238,9 @@ class Leader(_GroupLink):
                 end(f"process {number} of this replica is gone")
 
     def _disconnected(self) -> None:
-        self._beat()  # the monitor does not say who went
+        self._heartbeat()  # the monitor does not say who went
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         self._put(encode(Heartbeat()))
 
 
@@ -294,5 +294,5 @@ class Member(_GroupLink):
     def _disconnected(self) -> None:
         end(f"process {self._number}: its leader is gone")
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         pulse()  # the leader shows by its link to the scheduler that it lives

@@ -45,6 +45,27 @@ class Group:
         """The sum of ``x`` over the tensor ranks of this stage, in place."""
         return x
 
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        """To the same tensor rank of the next stage; for all stages but the last."""
+        raise NotImplementedError
+
+    def receive_hidden(self, tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """[tokens, width] of the same tensor rank of the stage before; for all stages but the first."""
+        raise NotImplementedError
+
+    def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The leader's ``tokens`` in all processes of all stages: written over what the others give, of one shape."""
+        return tokens
+
+    def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor | None:
+        """[S, vocab_size] on the leader, of each tensor rank's share of the vocabulary; None on the others."""
+        return logits
+
+    def best(self, values: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each tensor rank's best (value float32 [S], token int64 [S]) the largest, the lowest token of equals;
+        NaN is larger than any. The same in all tensor ranks of the stage."""
+        return values, tokens
+
 
 class Ranks(Group):
     """One of several processes. Every method that exchanges is called by all whom it concerns, in one order."""
@@ -73,22 +94,18 @@ class Ranks(Group):
         return x
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
-        """To the same tensor rank of the next stage."""
         dist.send(hidden.contiguous(), number_of(self.shard) + self.shard.size)
 
     def receive_hidden(self, tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[tokens, width] of the same tensor rank of the stage before."""
         hidden = torch.empty((tokens, width), dtype=dtype, device=self.device)
         dist.recv(hidden, number_of(self.shard) - self.shard.size)
         return hidden
 
     def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The leader's ``tokens`` in all processes of all stages: written over what the others give, of one shape."""
         dist.broadcast(tokens, self._leader)
         return tokens
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor | None:
-        """[S, vocab_size] on the leader, of each tensor rank's share of the vocabulary; None on the others."""
         shard = self.shard
         if shard.size == 1:
             return logits
@@ -102,8 +119,6 @@ class Ranks(Group):
         return torch.cat([part[:, :width] for part, width in zip(parts, shares, strict=True)], dim=1)
 
     def best(self, values: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each tensor rank's best (value float32 [S], token int64 [S]) the largest, the lowest token of equals;
-        NaN is larger than any. The same in all tensor ranks of the stage."""
         mine = torch.stack((values.view(torch.int32), tokens.to(torch.int32)))
         pairs = [torch.empty_like(mine) for _ in range(self.shard.size)]
         dist.all_gather(pairs, mine, group=self._tensor)

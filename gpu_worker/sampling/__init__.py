@@ -1,1 +1,1 @@
-"""From logits to tokens: the sampler, its rows' state, and what follows the tokens on the host."""
+"""From logits to tokens: the sampler, its rows' state, and the followers, which need them on the host."""

@@ -1,8 +1,10 @@
-"""State of rows that lives on the host and follows their tokens: grammars' matchers, histories for users' functions.
+"""Followers: state of rows that lives on the host and needs each row's tokens in order. There are two kinds, grammars'
+matchers and the token histories that users' logits processors are given.
 
-The device draws a step's tokens before the host has seen the last step's. So what happens to these rows waits here, in
-the order of the plans, behind tokens that have not arrived, until a step needs it: by then the forward pass is running,
-and waiting costs the device nothing. Rows that no follower follows cost nothing at all.
+The device draws a step's tokens before the host has seen those of the step before. So a follower queues what a plan
+does to its rows (admit, fork, append, drop) behind tokens that have not arrived. A step that needs the state calls
+``catch_up``, which works off the queue; the forward pass is running by then, so waiting costs the device nothing. Rows
+that no follower follows cost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ..transfer import Arrival
 
 
 class Histories(Protocol):
-    """What follows: ``grammar.Grammars`` and ``processors.Processors``."""
+    """The state of rows that a ``Follower`` keeps up to date: ``grammar.Grammars`` or ``processors.Processors``."""
 
     def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
         """``row`` begins; ``ids`` are its prompt and the outputs it resumes from."""
@@ -59,8 +61,10 @@ H = TypeVar("H", bound=Histories)
 
 
 class Follower(Generic[H]):
-    """Defers one ``Histories``. ``rows`` are the rows it follows as of the last plan; used by the compute
-    thread alone. ``histories`` is up to date after ``settle``.
+    """Applies to one ``Histories`` what happens to its rows, each thing once its tokens are there.
+
+    ``rows`` are the rows it follows as of the last plan. ``histories`` is up to date after ``catch_up``. The compute
+    thread alone uses it.
     """
 
     def __init__(self, histories: H):
@@ -71,14 +75,14 @@ class Follower(Generic[H]):
     def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
         """Follow ``row`` from now on."""
         self.rows.add(row)
-        self._in_turn(lambda: self.histories.admit(row, admit, ids))
+        self._in_order(lambda: self.histories.admit(row, admit, ids))
 
     def drop(self, rows: Sequence[int]) -> None:
         """Follow ``rows`` no more."""
         gone = [row for row in rows if row in self.rows]
         if gone:
             self.rows.difference_update(gone)
-            self._in_turn(lambda: self.histories.drop(gone))
+            self._in_order(lambda: self.histories.drop(gone))
 
     def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Fork: ``dst`` are followed where ``src`` are."""
@@ -95,7 +99,7 @@ class Follower(Generic[H]):
         """Tokens that the scheduler chose."""
         pairs = [pair for pair in zip(rows, tokens, strict=True) if pair[0] in self.rows]
         if pairs:
-            self._in_turn(lambda: self.histories.advance([row for row, _ in pairs], [token for _, token in pairs]))
+            self._in_order(lambda: self.histories.advance([row for row, _ in pairs], [token for _, token in pairs]))
 
     def drawn(self, rows: Sequence[int], arrival: Arrival) -> None:
         """Tokens on their way from the device; ``rows`` has the row of each, -1 where it is not kept."""
@@ -110,8 +114,8 @@ class Follower(Generic[H]):
 
         self._waiting.append((arrival, advance))
 
-    def settle(self, wait: bool) -> None:
-        """Do what waits; without ``wait``, as far as it can be done without sleeping."""
+    def catch_up(self, wait: bool) -> None:
+        """Apply what is queued, all of it with ``wait``, else what needs no sleep for tokens to arrive."""
         while self._waiting:
             arrival, act = self._waiting[0]
             if not wait and arrival is not None and not arrival.landed:
@@ -125,7 +129,7 @@ class Follower(Generic[H]):
         self._waiting.clear()
         self.histories.reset()
 
-    def _in_turn(self, act: Callable[[], None]) -> None:
+    def _in_order(self, act: Callable[[], None]) -> None:
         if self._waiting:
             self._waiting.append((None, act))
         else:

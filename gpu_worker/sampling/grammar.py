@@ -1,4 +1,5 @@
-"""Grammars in the worker that samples: one matcher a row, advanced by what was drawn, asked for a mask each step.
+"""Grammars of structured outputs: for each row that has one a matcher, which is advanced by every token drawn and says
+before each draw which tokens may come next (a bit mask). Kept by the process that samples.
 
 The token table is built in a thread while the weights load; a request's grammar is compiled and its earlier output
 replayed in a thread while its prompt runs, outside the interpreter's lock. Whoever needs the matcher first waits for

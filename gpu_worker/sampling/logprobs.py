@@ -102,10 +102,10 @@ def _look(source: Source, tokens: torch.Tensor, k: int) -> _Look:
 def _look_on_host(source: Source, tokens: torch.Tensor, k: int) -> _Look:
     """The same by the twins: both of one row while it is in the cache, then the next row."""
     if not k or len(tokens) < 2:
-        best = kernels.best_torch(source, k) if k and len(tokens) else None
-        return *kernels.stats_torch(source, tokens), best
+        best = kernels.best_numpy(source, k) if k and len(tokens) else None
+        return *kernels.stats_numpy(source, tokens), best
     ones = [source._replace(slots=source.slots[i : i + 1]) for i in range(len(tokens))]
-    found = [(kernels.stats_torch(one, tokens[i : i + 1]), kernels.best_torch(one, k)) for i, one in enumerate(ones)]
+    found = [(kernels.stats_numpy(one, tokens[i : i + 1]), kernels.best_numpy(one, k)) for i, one in enumerate(ones)]
     stats, best = zip(*found, strict=True)
     values, sums, ranks = map(torch.cat, zip(*stats, strict=True))
     ids, tops = map(torch.cat, zip(*best, strict=True))

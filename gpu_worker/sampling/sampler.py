@@ -8,11 +8,12 @@
 4. The user's logits processors (``edit``).
 5. ``kernels.penalties.penalise``: repetition, frequency, presence.
 6. ``greedy``: rows of temperature 0 take the largest logit. Beams stop here: nothing is drawn.
-7. ``kernels.sampling.cut``: logits / temperature; then min_p, top_k, top_p give the lowest value that may be drawn.
-8. Here processed logprobs and logits are taken: of logits / temperature, -inf below the cut (of the logits themselves
-   in greedy rows). Beams' logprobs are always processed_logprobs.
+7. ``kernels.sampling.threshold``: logits / temperature; then min_p, top_k, top_p give the lowest value that may be
+   drawn.
+8. Here processed logprobs and logits are taken: of logits / temperature, -inf below the threshold (of the logits
+   themselves in greedy rows). Beams' logprobs are always processed_logprobs.
 9. ``kernels.sampling.draw``: argmax of logits / temperature + Gumbel noise of (seed, position, token id) at or above
-   the cut; then the drawn token is counted for the penalties.
+   the threshold; then the drawn token is counted for the penalties.
 
 A stage that no row needs costs nothing (``SamplingNeeds``), and one that some row needs leaves the others' logits as
 they are: the result of a row depends on its own logits, parameters, history, seed and position alone. Masks that leave
@@ -21,7 +22,7 @@ nothing (a bad word that is the only allowed token) give token 0, NaN some token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -30,10 +31,20 @@ import torch
 from ..kernels import masks, penalties, sampling
 from ..kernels.logprobs import Source
 from .logprobs import LogprobGroup, grouped, token_logprobs
+from .sample_batch import SampleBatch
 from .sampling_state import SamplingNeeds, SamplingState
 from .sampling_tables import to_device
 
-__all__ = ["LogprobGroup", "Sampled", "SamplingNeeds", "SamplingState", "greedy", "sample", "token_logprobs"]
+__all__ = [
+    "LogprobGroup",
+    "Sampled",
+    "SamplingNeeds",
+    "SamplingState",
+    "greedy",
+    "sample",
+    "sample_share",
+    "token_logprobs",
+]
 
 
 class Sampled(NamedTuple):
@@ -43,54 +54,47 @@ class Sampled(NamedTuple):
     logprobs: list[LogprobGroup] | None
 
 
-def sample(
-    logits: torch.Tensor,
-    state: SamplingState,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    needs: SamplingNeeds,
-    host_rows: np.ndarray,
-    host_positions: np.ndarray,
-    history: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    edit: Callable[[torch.Tensor], None] | None = None,
-) -> Sampled:
-    """Draw one token for each row of ``logits``, which may be changed in place.
+def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sampled:
+    """Draw one token for each slot of ``batch``.
 
-    Args:
-        logits: float32 [S, V], each row contiguous.
-        state: parameters of the persistent rows, on the same device.
-        rows: int64 [S], the persistent row of each row of logits, all different.
-        positions: int64 [S], absolute positions of the tokens being drawn (the prompt's first token is 0).
-        needs: ``state.needs`` of the same rows and positions.
-        host_rows: ``rows`` on the host.
-        host_positions: ``positions`` on the host.
-        history: int32 [max_rows, L] on the device: the token ids of each persistent row, up to ``positions``.
-        mask: int32 [S, ceil(V / 32)] on the device: bit i of word w is set where token 32 * w + i is allowed.
-        edit: called with the logits at the place of the user's logits processors; changes them in place.
-
-    The token of a beam's slot is its most likely one, and is not counted.
+    ``logits`` float32 [S, V], each row contiguous, may be changed in place. ``state`` has the parameters of the
+    persistent rows, on the same device. The token of a beam's slot is its most likely one, and is not counted.
     """
     if not len(logits):
         return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device), None)
-    if mask is not None:
-        (masks.mask_bits if logits.is_cuda else masks.mask_bits_torch)(logits, mask)
-    params = state.of(rows) if needs.random or needs.changes else None
-    wants = _Wants(state, host_rows, logits) if needs.logprobs else None
+    needs, edit = batch.needs, batch.edit
+    if batch.mask is not None:
+        (masks.mask_bits if logits.is_cuda else masks.mask_bits_numpy)(logits, batch.mask)
+    params = state.of(batch.rows) if needs.random or needs.changes else None
+    wants = _Wants(state, batch.host_rows, logits) if needs.logprobs else None
     if wants and (needs.changes or edit is not None):
         wants.keep_raw(logits)
     if params is not None and needs.changes:
-        _mask(logits, state, rows, positions, params, needs, host_rows, host_positions, history)
+        _restrict(logits, state, batch, params)
     if edit is not None:
         edit(logits)
     if params is not None and needs.penalties:
         table = state.counts.tensor
-        (penalties.penalise if logits.is_cuda else penalties.penalise_torch)(logits, table, rows, params)
-    tokens, cuts = _choose(logits, params, positions, needs)
+        (penalties.penalise if logits.is_cuda else penalties.penalise_numpy)(logits, table, batch.rows, params)
+    tokens, thresholds = _choose(logits, params, batch.positions, needs)
     if params is not None and needs.penalties:
-        state.counts.count(rows, tokens, params)
-    found = list(wants.logprobs(logits, tokens, params if needs.random else None, cuts)) if wants else None
+        state.counts.count(batch.rows, tokens, params)
+    found = list(wants.logprobs(logits, tokens, params if needs.random else None, thresholds)) if wants else None
     return Sampled(tokens, found)
+
+
+def sample_share(
+    logits: torch.Tensor, state: SamplingState, batch: SampleBatch, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The winner of each slot within a share of the vocabulary, tokens ``first`` and on; ``needs.shareable`` holds.
+
+    Returns values float32 [S] and tokens int64 [S]; of all shares' winners the one of the largest value is drawn.
+    """
+    if batch.needs.random:
+        draw = sampling.draw_part if logits.is_cuda else sampling.draw_part_numpy
+        return draw(logits, state.of(batch.rows), batch.positions, first)
+    tokens = greedy(logits)
+    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1), tokens + first
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -109,40 +113,31 @@ def add(logits: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, values: to
         logits.numpy()[slots.numpy(), ids.numpy()] += values.numpy()
 
 
-def _mask(
-    logits: torch.Tensor,
-    state: SamplingState,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    params: torch.Tensor,
-    needs: SamplingNeeds,
-    host_rows: np.ndarray,
-    host_positions: np.ndarray,
-    history: torch.Tensor,
-) -> None:
-    """Stage 3, in place."""
+def _restrict(logits: torch.Tensor, state: SamplingState, batch: SampleBatch, params: torch.Tensor) -> None:
+    """Stage 3, in place. ``params`` int32 [S, COLUMNS] are those of the batch's rows."""
+    needs, rows = batch.needs, batch.rows
     if needs.allowed:
         table = state.allowed.tensor
-        (masks.mask_bits if logits.is_cuda else masks.mask_bits_torch)(logits, table, rows, params)
+        (masks.mask_bits if logits.is_cuda else masks.mask_bits_numpy)(logits, table, rows, params)
     if needs.edits:
-        add(logits, *state.step_bias(host_rows, host_positions))
+        add(logits, *state.step_bias(batch.host_rows, batch.host_positions))
     if needs.words:
-        ban = masks.ban_words if logits.is_cuda else masks.ban_words_torch
-        ban(logits, state.step_words(host_rows), history, rows, positions, params)
+        ban = masks.ban_words if logits.is_cuda else masks.ban_words_numpy
+        ban(logits, state.step_words(batch.host_rows), batch.history, rows, batch.positions, params)
 
 
 def _choose(
     logits: torch.Tensor, params: torch.Tensor | None, positions: torch.Tensor, needs: SamplingNeeds
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens int64 [S], and the cuts float32 [S] where some row has one."""
+    """Tokens int64 [S], and the thresholds float32 [S] where some row has one."""
     if params is None or not needs.random:
         return greedy(logits), None
     if logits.is_cuda:
-        cut, draw = sampling.cut, sampling.draw
+        threshold, draw = sampling.threshold, sampling.draw
     else:
-        cut, draw = sampling.cut_torch, sampling.draw_torch
-    cuts = cut(logits, params, needs.min_p, needs.top_k, needs.top_p) if needs.cut else None
-    return draw(logits, params, positions, cuts), cuts
+        threshold, draw = sampling.threshold_numpy, sampling.draw_numpy
+    thresholds = threshold(logits, params, needs.min_p, needs.top_k, needs.top_p) if needs.threshold else None
+    return draw(logits, params, positions, thresholds), thresholds
 
 
 class _Wants:
@@ -165,16 +160,16 @@ class _Wants:
             self._kept = torch.index_select(logits, 0, self._slots, out=self._kept)
 
     def logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, params: torch.Tensor | None, cuts: torch.Tensor | None
+        self, logits: torch.Tensor, tokens: torch.Tensor, params: torch.Tensor | None, thresholds: torch.Tensor | None
     ) -> Iterator[LogprobGroup]:
-        """``params`` where some row draws, ``cuts`` where some row has a filter."""
+        """``params`` where some row draws, ``thresholds`` where some row has a filter."""
         if len(self._others):
             if self._kept is not None:
                 source = Source(self._kept, torch.arange(len(self._kept), device=logits.device))
             elif self._raw:
                 source = Source(logits, self._slots)
             else:
-                source = Source(logits, self._slots, params, cuts)
+                source = Source(logits, self._slots, params, thresholds)
             yield from grouped(source, tokens[self._slots], self._others, self._other_ks, self._softmax)
         if len(self._beams):
             at = to_device(self._beams, logits.device)

@@ -1,4 +1,5 @@
-"""Sampling parameters of the persistent rows, and what a step's rows need of the pipeline."""
+"""SamplingState: the sampling parameters of every persistent row, on the host and on the device; and SamplingNeeds:
+which stages of the pipeline the rows of one step use."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class SamplingNeeds:
     logprobs: bool = False
 
     @property
-    def cut(self) -> bool:
+    def threshold(self) -> bool:
         """Some row may not draw every token."""
         return self.top_k or self.top_p or self.min_p
 
@@ -42,6 +43,12 @@ class SamplingNeeds:
     def changes(self) -> bool:
         """Some row's logits are changed."""
         return self.allowed or self.edits or self.words or self.penalties
+
+    @property
+    def shareable(self) -> bool:
+        """Every row takes its most likely token or draws by temperature alone, so a share of the logits has its own
+        winner, and the best of all shares' winners is the token."""
+        return not (self.changes or self.threshold or self.logprobs)
 
 
 PLAIN = SamplingNeeds()

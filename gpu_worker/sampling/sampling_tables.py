@@ -1,4 +1,5 @@
-"""What a row's sampling needs beyond its packed parameters: token counts, allowed tokens, bans, biases and bad words.
+"""What a row's sampling needs beyond the fixed-size parameters of ``SamplingState``: token counts for penalties, the
+tokens it may draw, and its lists of banned tokens, biases and bad words.
 
 Counts and allowed tokens are tables of the device, ``[max_rows, ...]``, allocated when a row first needs them. The rest
 is short lists, kept on the host by row and put together for the rows of a step; as steps mostly have the rows of the

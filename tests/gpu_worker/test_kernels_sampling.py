@@ -1,4 +1,4 @@
-"""The cut and the draw: Triton against the twins. Compiled where there is a GPU, else interpreted."""
+"""The threshold and the draw: Triton against the twins. Compiled where there is a GPU, else interpreted."""
 
 import pytest
 import torch
@@ -37,11 +37,11 @@ def test_draw(vocab, ties):
     params = packed(MIXED)
     positions = (torch.arange(len(MIXED)) * 1000).to(DEVICE)
     assert torch.equal(
-        sampling.draw(logits, params, positions, None), sampling.draw_torch(logits, params, positions, None)
+        sampling.draw(logits, params, positions, None), sampling.draw_numpy(logits, params, positions, None)
     )
-    cuts = sampling.cut_torch(logits, params, True, True, True)
+    thresholds = sampling.threshold_numpy(logits, params, True, True, True)
     assert torch.equal(
-        sampling.draw(logits, params, positions, cuts), sampling.draw_torch(logits, params, positions, cuts)
+        sampling.draw(logits, params, positions, thresholds), sampling.draw_numpy(logits, params, positions, thresholds)
     )
 
 
@@ -52,8 +52,8 @@ def test_cut(vocab, spread, ties):
     logits = torch.randn(len(MIXED), vocab, generator=torch.Generator().manual_seed(vocab)) * spread
     logits = (logits.round() if ties else logits).to(DEVICE)
     params = packed(MIXED)
-    got = sampling.cut(logits, params, True, True, True)
-    assert torch.equal(got, sampling.cut_torch(logits, params, True, True, True))
+    got = sampling.threshold(logits, params, True, True, True)
+    assert torch.equal(got, sampling.threshold_numpy(logits, params, True, True, True))
 
 
 def test_stages_may_be_left_out():
@@ -61,7 +61,7 @@ def test_stages_may_be_left_out():
     logits = torch.randn(len(MIXED), 300, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     params = packed(MIXED)
     for flags in ((True, False, False), (False, True, False), (False, False, True)):
-        assert torch.equal(sampling.cut(logits, params, *flags), sampling.cut_torch(logits, params, *flags))
+        assert torch.equal(sampling.threshold(logits, params, *flags), sampling.threshold_numpy(logits, params, *flags))
 
 
 def test_extreme_logits():
@@ -76,10 +76,10 @@ def test_extreme_logits():
     logits = logits.to(DEVICE)
     params = packed([SamplingParams(top_k=3, top_p=0.5, min_p=0.1)] * 6)
     positions = torch.zeros(6, dtype=torch.int64, device=DEVICE)
-    cuts = sampling.cut(logits, params, True, True, True)
-    tokens = sampling.draw(logits, params, positions, cuts)
+    thresholds = sampling.threshold(logits, params, True, True, True)
+    tokens = sampling.draw(logits, params, positions, thresholds)
     assert ((tokens >= 0) & (tokens < 70)).all()
-    want = sampling.draw_torch(logits, params, positions, sampling.cut_torch(logits, params, True, True, True))
+    want = sampling.draw_numpy(logits, params, positions, sampling.threshold_numpy(logits, params, True, True, True))
     assert tokens[[1, 2, 3, 5]].tolist() == want[[1, 2, 3, 5]].tolist()
     assert tokens[2] == 69 and tokens[5] % 2 == 1
 
@@ -91,4 +91,4 @@ def test_padded_rows_of_logits():
     logits, params = wide[:, :600], packed(MIXED[:3])
     positions = torch.arange(3, device=DEVICE)
     got = sampling.draw(logits, params, positions, None)
-    assert torch.equal(got, sampling.draw_torch(logits, params, positions, None))
+    assert torch.equal(got, sampling.draw_numpy(logits, params, positions, None))

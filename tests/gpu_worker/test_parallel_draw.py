@@ -47,12 +47,12 @@ def test_parts_draw_as_the_whole(monkeypatch, vocab, count, flat, kernel):
     state = state_of([Request(p, 2**63 + row * 0x123456789) for row, p in enumerate(PLAIN)], 6, device=DEVICE)
     params = state.of(torch.arange(len(PLAIN), device=DEVICE))
     positions = (torch.arange(len(PLAIN)) * 1000).to(DEVICE)
-    draw = sampling.draw_part if kernel else sampling.draw_part_torch
+    draw = sampling.draw_part if kernel else sampling.draw_part_numpy
     shares = [Shard(rank, count).share(vocab) for rank in range(count)]
     pairs = [draw(logits[:, share.start : share.stop].contiguous(), params, positions, share.start)
              for share in shares]  # fmt: skip
     values, tokens = best(monkeypatch, pairs)
-    assert torch.equal(tokens, sampling.draw_torch(logits, params, positions, None))
+    assert torch.equal(tokens, sampling.draw_numpy(logits, params, positions, None))
     assert values.isfinite().all()
 
 

@@ -108,9 +108,9 @@ def test_needs():
     params = [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
     state = state_of([Request(SamplingParams(**p)) for p in params], 9, max_rows=8)
     assert needs_of(state, 0) is needs_of(state) is PLAIN
-    assert needs_of(state, 0, 1) == SamplingNeeds(random=True) and not needs_of(state, 0, 1).cut
+    assert needs_of(state, 0, 1) == SamplingNeeds(random=True) and not needs_of(state, 0, 1).threshold
     assert needs_of(state, 2) == SamplingNeeds(random=True, top_k=True)
-    assert needs_of(state, 3).top_p and needs_of(state, 4, 0).min_p and needs_of(state, 4, 0).cut
+    assert needs_of(state, 3).top_p and needs_of(state, 4, 0).min_p and needs_of(state, 4, 0).threshold
 
 
 MIXED = [
@@ -161,7 +161,7 @@ def test_fork_copies_parameters_with_new_seeds():
 
 
 def keep_by_sorting(logits, p):
-    """Which tokens may be drawn, by plain float64 sorting: the oracle of the cut."""
+    """Which tokens may be drawn, by plain float64 sorting: the oracle of the threshold."""
     scaled = logits.double() / p.temperature
     keep = torch.ones(len(scaled), dtype=torch.bool)
     if p.min_p:
@@ -190,8 +190,8 @@ def test_cut_keeps_what_sorting_keeps(spread, ties):
     for fields in grid:
         p = SamplingParams(**fields)
         state = state_of([Request(p)] * 6, 401, device="cpu")
-        cuts = sampling.cut_torch(logits, state.packed, p.min_p > 0, p.top_k > 0, p.top_p < 1)
-        for row, lowest in zip(logits, cuts, strict=True):
+        thresholds = sampling.threshold_numpy(logits, state.packed, p.min_p > 0, p.top_k > 0, p.top_p < 1)
+        for row, lowest in zip(logits, thresholds, strict=True):
             kept = row * torch.tensor(1 / p.temperature, dtype=torch.float32) >= lowest
             assert torch.equal(kept, keep_by_sorting(row, p)), fields
 
@@ -203,8 +203,8 @@ def test_cut_of_a_large_vocabulary(spread):
     for fields in ({"top_k": 1}, {"top_k": 50}, {"top_k": 40_000}, {"top_p": 0.5}, {"top_p": 0.95}):
         p = SamplingParams(**fields)
         state = state_of([Request(p)] * 2, 50_000, device="cpu")
-        cuts = sampling.cut_torch(logits, state.packed, False, p.top_k > 0, p.top_p < 1)
-        for row, lowest in zip(logits, cuts.tolist(), strict=True):
+        thresholds = sampling.threshold_numpy(logits, state.packed, False, p.top_k > 0, p.top_p < 1)
+        for row, lowest in zip(logits, thresholds.tolist(), strict=True):
             ordered = row.sort(descending=True).values
             if p.top_k:
                 want = ordered[p.top_k - 1]

@@ -63,7 +63,7 @@ def test_mask_bits_by_slot(vocab):
     case = Case(vocab)
     words = np.random.default_rng(1).integers(-(2**31), 2**31, (len(ROWS), -(-vocab // 32) + 1)).astype(np.int32)
     words[2] = -1
-    masks.mask_bits_torch(case.logits[0], torch.from_numpy(words))
+    masks.mask_bits_numpy(case.logits[0], torch.from_numpy(words))
     masks.mask_bits(case.logits[1], torch.from_numpy(words).to(DEVICE))
     case.check()
     assert torch.equal(case.logits[0][2], case.wide[2, :vocab])
@@ -73,7 +73,7 @@ def test_mask_bits_by_slot(vocab):
 def test_mask_bits_by_row(vocab):
     case = Case(vocab)
     host, device = (state.allowed.tensor for state in case.states)
-    masks.mask_bits_torch(case.logits[0], host, case.rows[0], case.params[0])
+    masks.mask_bits_numpy(case.logits[0], host, case.rows[0], case.params[0])
     masks.mask_bits(case.logits[1], device, case.rows[1], case.params[1])
     case.check()
     assert torch.equal(case.logits[0][1], case.wide[1, :vocab])
@@ -86,7 +86,7 @@ def test_ban_words(vocab):
     history = torch.full((max(ROWS) + 1, 60), -1, dtype=torch.int32)
     for row, request in zip(ROWS, case.requests, strict=True):
         history[row, : len(request.ids)] = torch.tensor(request.ids)
-    for side, ban in enumerate((masks.ban_words_torch, masks.ban_words)):
+    for side, ban in enumerate((masks.ban_words_numpy, masks.ban_words)):
         device = case.rows[side].device
         words = case.states[side].step_words(np.array(ROWS))
         # Of growing outputs, so that some words do not fit in yet.
@@ -100,7 +100,7 @@ def test_penalise(vocab):
     case = Case(vocab)
     host, device = (state.counts.tensor for state in case.states)
     assert torch.equal(host, device.cpu())
-    penalties.penalise_torch(case.logits[0], host, case.rows[0], case.params[0])
+    penalties.penalise_numpy(case.logits[0], host, case.rows[0], case.params[0])
     penalties.penalise(case.logits[1], device, case.rows[1], case.params[1])
     case.check()
     assert torch.equal(case.logits[0][[2, 4]], case.wide[[2, 4], :vocab])
@@ -124,18 +124,18 @@ def test_stats_and_best(vocab, processed):
     case.logits[0][4, :3] = math.nan
     case.logits[1].copy_(case.logits[0])
     slots, tokens = torch.tensor([2, 0, 3, 4, 1]), torch.tensor([1, vocab - 1, 2, 0, 4])
-    cuts = sampling.cut_torch(case.logits[0][:3], case.params[0][:3], True, True, True)
-    cuts = torch.cat([cuts, torch.full((2,), -math.inf)])
+    thresholds = sampling.threshold_numpy(case.logits[0][:3], case.params[0][:3], True, True, True)
+    thresholds = torch.cat([thresholds, torch.full((2,), -math.inf)])
     sources = [
-        Source(logits, slots.to(params.device), *((params, cuts.to(params.device)) if processed else ()))
+        Source(logits, slots.to(params.device), *((params, thresholds.to(params.device)) if processed else ()))
         for logits, params in zip(case.logits, case.params, strict=True)
     ]
-    host = logprobs.stats_torch(sources[0], tokens)
+    host = logprobs.stats_numpy(sources[0], tokens)
     device = logprobs.stats(sources[1], tokens.to(DEVICE))
     assert torch.equal(host[0], device[0].cpu()) and torch.equal(host[2], device[2].cpu())
     torch.testing.assert_close(host[1], device[1].cpu(), rtol=1e-6, atol=1e-6)
     for k in sorted({1, 4, vocab}):
-        ids, values = logprobs.best_torch(sources[0], k)
+        ids, values = logprobs.best_numpy(sources[0], k)
         got_ids, got_values = logprobs.best(sources[1], k)
         assert torch.equal(ids, got_ids.cpu()) and torch.equal(values, got_values.cpu())
 
@@ -144,7 +144,7 @@ def test_best_in_slices(monkeypatch):
     monkeypatch.setattr(logprobs, "_KEYS_AT_ONCE", 200)
     case = Case(64)
     host, device = (Source(x, torch.arange(5, device=x.device)) for x in case.logits)
-    for a, b in zip(logprobs.best_torch(host, 7), logprobs.best(device, 7), strict=True):
+    for a, b in zip(logprobs.best_numpy(host, 7), logprobs.best(device, 7), strict=True):
         assert torch.equal(a, b.cpu())
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sampler_rows import DEVICE, Request, bits_of, plain_penalties, real_logits, state_of, step
 
+from quire.gpu_worker.sampling.sample_batch import SampleBatch
 from quire.gpu_worker.sampling.sampler import SamplingNeeds, sample
 from quire.gpu_worker.sampling.sampling_state import PLAIN
 from quire.proto.params import SamplingParams
@@ -201,10 +202,10 @@ def step_at(state, logits, request, positions):
     history = ids[-1].repeat(1, int(positions[-1]) + 1).to(DEVICE)
     early = np.full(len(positions), len(request.ids))
     needs = state.needs(rows, early)
-    return sample(
-        logits.to(DEVICE), state, torch.tensor(rows, device=DEVICE), torch.tensor(positions, device=DEVICE),
-        needs, rows, early, history,
-    ).tokens  # fmt: skip
+    batch = SampleBatch(
+        torch.tensor(rows, device=DEVICE), torch.tensor(positions, device=DEVICE), rows, early, history, needs
+    )
+    return sample(logits.to(DEVICE), state, batch).tokens
 
 
 def reference(row, request):

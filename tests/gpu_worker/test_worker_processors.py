@@ -284,10 +284,10 @@ def test_what_happens_to_a_row_waits_in_order_until_it_is_needed():
     follower.copy([3, 0], [5, 3])  # 5 goes on from what 3 has yet to draw, and 3 is nobody's
     follower.append([5, 1], [3, 8])
     assert follower.rows == {5}
-    follower.settle(wait=False)
+    follower.catch_up(wait=False)
     assert ladder.last == {3: 1} and event.sleepers == 0
     event.gate.set()
-    follower.settle(wait=True)
+    follower.catch_up(wait=True)
     assert ladder.last == {5: 3} and event.sleepers == 1
 
 
@@ -298,7 +298,7 @@ def test_rows_that_nothing_follows_leave_nothing_behind():
     follower.drop([0])
     follower.copy([0], [1])
     follower.append([0], [1])
-    follower.settle(wait=True)
+    follower.catch_up(wait=True)
     assert event.sleepers == 0 and not follower.rows
 
 

@@ -71,14 +71,14 @@ def attend(heads, kv_heads, dim, rows, tokens, dtype=torch.bfloat16, **options):
     )
 
 
-def edit_and_look(logits, params, positions, cuts):
+def edit_and_look(logits, params, positions, thresholds):
     """The sampler's other stages."""
     ints = torch.zeros((4, 151_936), dtype=torch.int32)
     masks.mask_bits(logits, ints[:, :4748])
     masks.mask_bits(logits, ints[:, :4748].contiguous(), positions, params)
     masks.ban_words(logits, masks.Words(ints[0], ints[1], ints[2], ints[3]), ints, positions, positions, params)
     penalties.penalise(logits, ints, positions, params)
-    for source in (logprobs.Source(logits, positions), logprobs.Source(logits, positions, params, cuts)):
+    for source in (logprobs.Source(logits, positions), logprobs.Source(logits, positions, params, thresholds)):
         logprobs.stats(source, positions)
         logprobs._keys(source)
 
@@ -99,9 +99,9 @@ def main():
     attend(64, 8, 64, 4, 2048, window=128, slopes=heads, sinks=heads)
     logits, state = torch.empty(4, 151_936), SamplingState(4, 151_936)
     positions = torch.zeros(4, dtype=torch.int64)
-    cuts = sampling.cut(logits, state.packed, True, True, True)
-    sampling.draw(logits, state.packed, positions, cuts)
-    edit_and_look(logits, state.packed, positions, cuts)
+    thresholds = sampling.threshold(logits, state.packed, True, True, True)
+    sampling.draw(logits, state.packed, positions, thresholds)
+    edit_and_look(logits, state.packed, positions, thresholds)
     x = torch.empty(8, 4096, dtype=torch.bfloat16)
     norm.rms_norm(x, x[0], 1e-5, x)
     norm.rms_norm(x.view(8, 32, 128)[:, :4], x[0, :128], 1e-5, plus_one=True)

@@ -70,9 +70,9 @@ def drawn(hand, row, asked):
 def main(folder, number):
     import torch.distributed as dist
 
-    from quire.gpu_worker.parallel.group_runner import GroupRunner
     from quire.gpu_worker.parallel.parallel import Ranks, shard_of
     from quire.gpu_worker.parallel.rendezvous import _stay_on_loopback
+    from quire.gpu_worker.runner import Runner
     from quire.gpu_worker.state import RowState
 
     _stay_on_loopback()
@@ -88,7 +88,7 @@ def main(folder, number):
             hand = hand_of(model, vocab)
             hand.state = RowState(8, LENGTH, 8, vocab, CPU, draws=group.leader, grammars=hand.state.grammars,
                                   processors=hand.state.processors)  # fmt: skip
-            hand.runner = GroupRunner(model, hand.state, hand.kv, 64, group)
+            hand.runner = Runner(model, hand.state, hand.kv, 64, group=group)
             hand.drawn_elsewhere = not shard.last
             seen[f"{layout} {row}"] = script(hand)
         dist.barrier()

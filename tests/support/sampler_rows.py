@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from quire.gpu_worker.sampling.sample_batch import SampleBatch
 from quire.gpu_worker.sampling.sampler import SamplingState, sample
 from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
@@ -54,10 +55,11 @@ def step(state, logits, requests, rows=None, mask=None, edit=None, positions=Non
     for row, request in zip(rows, requests, strict=True):
         history[row, : len(request.ids)] = request.ids
     device = state.device
-    return sample(
-        logits, state, torch.tensor(rows, device=device), torch.tensor(places, device=device),
-        state.needs(rows, places), rows, places, torch.tensor(history, device=device), mask, edit,
+    batch = SampleBatch(
+        torch.tensor(rows, device=device), torch.tensor(places, device=device), rows, places,
+        torch.tensor(history, device=device), state.needs(rows, places), mask, edit,
     )  # fmt: skip
+    return sample(logits, state, batch)
 
 
 def real_logits(rows, vocab, seed=0):
