@@ -1,4 +1,5 @@
-"""The worker's connection to the scheduler: one thread that receives, sends and tells that it lives, whatever a step is doing.
+"""The worker's connection to the scheduler: one thread that receives, sends and shows that this process lives, whatever
+a step is doing.
 
 A *session* is one connection under one identity. It ends when the connection breaks or the worker ends its lease;
 the next one has a fresh identity and says Hello again. Everything handed over carries its session's number, so that

@@ -1,1 +1,1 @@
-"""From logits to tokens: the sampler, its rows' state, and the followers, which need them on the host."""
+"""From logits to tokens: the sampler, its rows' state, and what has to see the tokens on the host."""
