@@ -46,27 +46,27 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
     from ..client.supervisor.launch import LaunchError, Supervisor
 
     setup_logging("serve", engine_args.log_level)
-    stack = Supervisor(engine_args, http=True)
-    stack.hurry = ending.hurry
+    supervisor = Supervisor(engine_args, http=True)
+    supervisor.hurry = ending.hurry
     ending.interrupts = False  # what a signal raises could come between a process's start and its being written down
     try:
-        stack.start()
-        if _is_ready(stack, ending.stop):
-            say(ready_line(stack.args, time.monotonic() - began))
-        stack.supervise(ending.stop)
+        supervisor.start()
+        if _is_ready(supervisor, ending.stop):
+            say(ready_line(supervisor.args, time.monotonic() - began))
+        supervisor.supervise(ending.stop)
         log.info("ending: open requests may take %g s more; a second signal ends them", engine_args.shutdown_timeout)
     except LaunchError as error:
         ending.hurry.set()  # what is open cannot be finished, only told so
         raise CommandError(str(error), error.code if error.code > 0 else 1) from error
     finally:
-        stack.close()
+        supervisor.close()
 
 
-def _is_ready(stack: Supervisor, stop: threading.Event) -> bool:
+def _is_ready(supervisor: Supervisor, stop: threading.Event) -> bool:
     """Wait for it. False where the server is to end first. Raises LaunchError."""
     while not stop.wait(POLL_S):
         with suppress(TimeoutError):
-            stack.wait_ready(0.0)
+            supervisor.wait_ready(0.0)
             return True
     return False
 

@@ -69,14 +69,14 @@ class Offline:
     """The processes and the Engine behind an LLM; holds no reference to it, so that it can be collected."""
 
     def __init__(self, args: EngineArgs, tokenizer: Any):
-        self.stack = Supervisor(args)
-        config = self.stack.config
-        self.pooler = pooler_of(config, self.stack.args)
+        self.supervisor = Supervisor(args)
+        config = self.supervisor.config
+        self.pooler = pooler_of(config, self.supervisor.args)
         self.defaults = default_sampling(config.generation, args.generation_config, args.override_generation_config)
         if "max_tokens" in self.defaults:
             self.defaults["max_tokens"] = min(self.defaults["max_tokens"], config.max_model_len)
         self.limits = Limits(config, args.max_logprobs, args.logits_processor or [], not args.skip_tokenizer_init)
-        self._recorder = Recorder((self.stack.args.served_model_name or [""])[0])
+        self._recorder = Recorder((self.supervisor.args.served_model_name or [""])[0])
         self._gate = threading.Lock()  # held throughout a change of the tokenizer
         self._busy = self._tokenizers = 0
         self._stop = threading.Event()
@@ -85,10 +85,10 @@ class Offline:
         self.window = min(2 * args.max_num_seqs * args.data_parallel_size, args.max_num_queued_reqs)
         try:
             if tokenizer is not None:
-                self.stack.args.tokenizer = self._save(tokenizer)
-            self.stack.start()
-            thread = self._thread = EngineThread(self.stack.address, load_keys(args.keys))
-            self.stack.wait_ready(is_ready=lambda: thread.engine.ready)
+                self.supervisor.args.tokenizer = self._save(tokenizer)
+            self.supervisor.start()
+            thread = self._thread = EngineThread(self.supervisor.address, load_keys(args.keys))
+            self.supervisor.wait_ready(is_ready=lambda: thread.engine.ready)
         except BaseException:
             self.close()
             raise
@@ -96,13 +96,13 @@ class Offline:
 
     def _save(self, tokenizer: Any) -> str:
         self._tokenizers += 1
-        folder = f"{self.stack.make_run_dir()}/tokenizer-{self._tokenizers}"
+        folder = f"{self.supervisor.make_run_dir()}/tokenizer-{self._tokenizers}"
         tokenizer.save_pretrained(folder)
         return folder
 
     def _supervise(self) -> None:
         try:
-            self.stack.supervise(self._stop)
+            self.supervisor.supervise(self._stop)
         except LaunchError as error:
             log.error("%s", error)
             self._dead = str(error)
@@ -115,7 +115,7 @@ class Offline:
         self._dead = self._dead or _CLOSED
         if self._thread is not None:
             self._thread.close()
-        self.stack.close()
+        self.supervisor.close()
 
     def _alive(self) -> EngineThread:
         if self._dead is not None or self._thread is None:
@@ -145,7 +145,7 @@ class Offline:
             if self._busy:
                 raise RuntimeError("the tokenizer cannot be changed while generate, chat or beam_search is running.")
             old = thread.engine.detokenizers
-            self.stack.set_tokenizer(self._save(tokenizer))
+            self.supervisor.set_tokenizer(self._save(tokenizer))
             ready = thread.run(thread.engine.wait_ready(None, without=old))
             while True:
                 try:

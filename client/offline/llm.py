@@ -250,7 +250,7 @@ class LLM(PoolingMethods):
         if not self._running.limits.has_tokenizer:
             raise ValueError("Unable to get tokenizer because `skip_tokenizer_init=True`")
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._running.stack.args)
+            self._tokenizer = load_tokenizer(self._running.supervisor.args)
         return self._tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""One process of the stack: started, read from, found dead, restarted."""
+"""One process of the server: started, heard, read from, found to have ended, started again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from enum import Enum
 from typing import IO, cast
 
-from ...proto.process import READY_FD
+from ...proto.process import EXIT_CONFIG, READY_FD
+from .decision import QUICK_EXITS, Exit
 
 START_S = 60.0
 """A scheduler that does not serve after so long counts as silent from then on; what others load may take hours."""
@@ -29,25 +32,54 @@ OPEN_FILES = 65536
 _ERROR = re.compile(rb"(?:python -m )?quire\.\w+: error: (.*)")
 
 
+class State(Enum):
+    """What the process in a child's place is doing."""
+
+    NEW = "new"
+    LOADING = "loading"
+    SERVING = "serving"
+    ENDED = "ended"
+    WAITING = "waiting"
+    LEFT = "left"
+
+
+TRANSITIONS = {
+    (State.NEW, State.LOADING): "its first process is started",
+    (State.LOADING, State.SERVING): "the process says that it serves",
+    (State.LOADING, State.ENDED): "the process has ended, whatever ended it",
+    (State.SERVING, State.ENDED): "the process has ended, whatever ended it",
+    (State.ENDED, State.WAITING): "it was decided to start another, after a pause",
+    (State.ENDED, State.LEFT): "it was decided to start no other: the process has left on purpose",
+    (State.ENDED, State.LOADING): "another is started at once, by another command",
+    (State.WAITING, State.LOADING): "the pause is over, or another is started at once, by another command",
+}
+"""All changes of a child's state, and what causes them."""
+
+
 class Child:
-    """One place in the stack, and the process that fills it now."""
+    """One place among the server's processes, and the process that fills it now."""
 
     def __init__(self, service: str, command: list[str], environment: dict[str, str], replica: int | None = None):
         self.service, self.command, self.environment = service, command, environment
         self.replica = replica  # of several processes, which live and die together
         self.process: subprocess.Popen[bytes] | None = None
-        self.started = 0.0
-        self.due: float | None = None  # when it is to be started again
-        self.deaths = 0  # quick ones in a row
-        self.left = False  # on purpose: it is not started again
-        self.proven = False  # a process has served here with this very command: it can work as configured
+        self.state = State.NEW
+        self.history: list[Exit] = []  # of the processes with this very command, the last of them
+        self.started = self.ended = 0.0
+        self.due = math.inf  # when to start the next process, in WAITING
         self.alone_since: float | None = None  # when another process of its replica was first found dead
         self.served = False  # the process has said that it does
-        self._heard = math.inf  # when it last gave the sign of life that it owes each second; inf: it owes none yet
-        self._ready_fd = -1  # on which it says that it serves, and pulses
+        self.killed = False  # by ``kill``
+        self._heard = math.inf  # when its last heartbeat came; inf: it owes none yet
+        self._ready_fd = -1  # on which it says that it serves, and its heartbeats come
         self.carry = b""
         self.error: str | None = None  # its last `quire.X: error:` line
         self.drained = threading.Event()  # all it printed has been read
+
+    def _become(self, state: State) -> None:
+        if (self.state, state) not in TRANSITIONS:
+            raise RuntimeError(f"quire.{self.service} is {self.state.value} and cannot become {state.value}")
+        self.state = state
 
     @property
     def stream(self) -> IO[bytes] | None:
@@ -59,8 +91,8 @@ class Child:
 
         The descriptors ``held`` stay open as long as it runs.
         """
-        self.carry, self.error, self.due, self.drained = b"", None, None, threading.Event()
-        self.started, self.alone_since, self.served = time.monotonic(), None, False
+        self.carry, self.error, self.drained = b"", None, threading.Event()
+        self.started, self.alone_since, self.served, self.killed = time.monotonic(), None, False, False
         self._heard = self.started + START_S if self.service == "scheduler" else math.inf
         self.close_ready()
         self._ready_fd, told = os.pipe()
@@ -73,6 +105,7 @@ class Child:
             )  # fmt: skip
         finally:
             os.close(told)
+        self._become(State.LOADING)
         _allow_files(self.process.pid)
         stream = cast(IO[bytes], self.process.stdout)
         with contextlib.suppress(OSError, AttributeError):
@@ -81,37 +114,63 @@ class Child:
         return stream
 
     def dead(self) -> bool:
-        """True when the process has ended; it is then reaped, and whatever it had started is killed."""
+        """True when no process runs here. One that has ended is then reaped, and whatever it had started is killed."""
         process = self.process
-        if process is None or process.returncode is not None:
+        if process is None or self.state not in (State.LOADING, State.SERVING):
             return True
         if not _ended(process):
             return False
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
         process.wait()
+        self.ended = time.monotonic()
+        self._listen()
+        self._become(State.ENDED)
         return True
 
     def fallen(self) -> bool:
-        """Whether it has ended and nothing was done about it yet."""
-        return self.due is None and not self.left and self.dead()
+        """Whether its process has ended and nothing was decided about that yet."""
+        return self.dead() and self.state is State.ENDED
 
-    def silence(self) -> float:
-        """Seconds since it last showed that it lives (``proto.process.pulse``), 0 or less where that is not owed."""
-        now = time.monotonic()
+    def kill(self) -> None:
+        """End the process and all that it has started, without a chance to say anything."""
+        if not self.dead() and self.process is not None:
+            self.killed = True
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def restart_at(self, due: float) -> None:
+        """Decided: another process is started here then (``time.monotonic``)."""
+        self._become(State.WAITING)
+        self.due = due
+
+    def leave(self) -> None:
+        """Decided: no other process is started here."""
+        self._become(State.LEFT)
+
+    def is_due(self) -> bool:
+        """Whether the next process is to be started now."""
+        return self.state is State.WAITING and time.monotonic() >= self.due
+
+    def _listen(self) -> None:
+        """Take in what it has said on the descriptor of ``proto.process.tell_ready``."""
         with contextlib.suppress(BlockingIOError):
             if self._ready_fd >= 0 and os.read(self._ready_fd, 65536):
-                self.served = self.proven = True
-                self._heard = now
-        return now - self._heard
+                self.served, self._heard = True, time.monotonic()
+                if self.state is State.LOADING:
+                    self._become(State.SERVING)
+
+    def silence(self) -> float:
+        """Seconds since its last heartbeat (``proto.process.pulse``), 0 or less where none is owed."""
+        self._listen()
+        return time.monotonic() - self._heard
 
     def forgive(self) -> None:
         """Begin to count its silence again, where it is counted."""
         self._heard = max(self._heard, time.monotonic())
 
     def has_served(self) -> bool:
-        """Whether it said so (``proto.process.tell_ready``), of one that has ended too."""
-        self.silence()
+        """Whether its process said so (``proto.process.tell_ready``), or had before it ended."""
+        self._listen()
         return self.served
 
     def close_ready(self) -> None:
@@ -120,11 +179,38 @@ class Child:
             os.close(self._ready_fd)
             self._ready_fd = -1
 
-    def obituary(self) -> str:
-        """How it ended, in one line."""
-        code = self.process.returncode if self.process is not None else 0
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    @property
+    def code(self) -> int:
+        """The exit code of the process that has ended, or minus the signal that ended it."""
+        return self.process.returncode if self.process is not None else 1
+
+    def how_it_ended(self) -> str:
+        """One line: what the process said itself, or what is known of its end."""
+        how = f"was killed by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
+        if self.code == -signal.SIGKILL and not self.killed:
+            how += ", probably out of memory"
         return self.error or f"quire.{self.service} {how}; what it said is above."
+
+
+def spokesman(children: Sequence[Child]) -> Child:
+    """Of processes that ended together, the one that says why: not one that ended because another had."""
+    return max(
+        children,
+        key=lambda child: (
+            child.code == EXIT_CONFIG, child.code == 0, child.code < 0 and not child.killed, not child.killed,
+            child.error is not None,
+        ),
+    )  # fmt: skip
+
+
+def record_exit(together: Sequence[Child], starting: bool) -> Child:
+    """Write down, for each process of one place, how that place ended. Returns the one that says why."""
+    child = spokesman(together)
+    served = any(each.served for each in together)
+    last = Exit(child.code, child.ended - child.started, served, starting)
+    for each in together:
+        each.history = [*each.history[1 - QUICK_EXITS :], last]
+    return child
 
 
 def _allow_files(pid: int) -> None:

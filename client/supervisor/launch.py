@@ -4,10 +4,9 @@ Everything is a plain subprocess in a session of its own, so a Ctrl-C at the ter
 ends the rest in order. Each child watches a pipe that breaks when the parent is gone, however it went; the folder of
 socket files goes after the last of them (``rundir.py``).
 
-What dies is started again, but for a worker that ends with code 0: it was drained, by a signal or an operator. Of the
-workers that hold one copy of the model together none can go on without the rest: they are started again together.
-While the server starts, what fails by itself ends the start, and only what was killed is started again. What stands
-still is gone around by its peers; where it has served and shows no sign of life for SILENCE_S it is killed, and so
+What becomes of a child that ends is decided in ``decision.py``; a child's states are in ``child.py``. Of the workers
+that hold one copy of the model together none can go on without the rest: they are started again together. The peers of
+a process that stands still go around it; where it has served and sends no heartbeat for SILENCE_S it is killed, and so
 started again.
 """
 
@@ -15,16 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import glob
 import http.client
-import itertools
 import logging
 import os
 import selectors
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -34,26 +28,20 @@ from collections.abc import Callable
 
 from ...proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
 from ...proto.checkpoint.pooler_config import pooler_of
-from ...proto.config import ConfigError, EngineArgs
+from ...proto.config import EngineArgs
 from ...proto.group import check_split
 from ...proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ...proto.wire.sockets import load_keys
 from ..offline.background import EngineThread
 from ..offline.processors import import_path
-from .child import Child, say, without_errors
+from .child import Child, State, record_exit, say, without_errors
+from .commands import command_of, devices_of, free_port
+from .decision import GiveUp, Leave, decide
 from .rundir import make_run_dir, remove_after
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-QUICK_S = 10.0
-"""A child has died quickly that lived shorter than this, or ended before it had begun to serve, however long it loaded;
-after QUICK_DEATHS of these in a row it is given up."""
-QUICK_DEATHS = 5
-SERVED_DEATHS = 30
-"""The same for one that had begun to serve. A request that ends whatever works on it takes three processes with it, and
-whoever sent it may try again: the server must outlive that."""
-MAX_BACKOFF_S = 10.0
 GRACE_S = {"frontend": 5.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 5.0}
 """How long each has between SIGTERM and SIGKILL, in the order in which they are ended; a frontend after the
 ``shutdown_timeout`` in which it finishes what is open."""
@@ -62,7 +50,9 @@ HURRY_S = 2.0
 REPLICA_S = 3.0
 """How long the rest of a replica has to end by itself when one of its processes has died."""
 SILENCE_S = 60.0
-"""What serves and has not pulsed for so long is killed and started again; its requests go on from where they were."""
+"""What serves and sends no heartbeat for so long is killed and started again; its requests go on elsewhere."""
+SETTLE_S = 0.2
+"""While the server starts, one failure may end several processes, and the one that says why is wanted."""
 STOOD_STILL_S = 5.0
 """Where so much passes between two looks it was this process that was stopped, and perhaps the machine with it."""
 
@@ -111,9 +101,9 @@ class Supervisor:
         self._looked = time.monotonic()
         self.hurry = threading.Event()  # set: end without patience
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = self._was_ready = False
         self._pid = os.getpid()
-        _stacks.add(self)
+        _supervisors.add(self)
 
     @property
     def address(self) -> str:
@@ -137,7 +127,7 @@ class Supervisor:
         """Start every process at once; ``wait_ready`` says when they are of use. Raises LaunchError, ConfigError."""
         try:
             if self.http:
-                self.args.port = _free_port(self.args.host, self.args.port)
+                self.args.port = free_port(self.args.host, self.args.port)
             if self.args.scheduler is None:
                 self.args.scheduler = "ipc://" + self.make_run_dir()
             self._read_end, self._alive_fd = os.pipe()
@@ -150,7 +140,7 @@ class Supervisor:
             raise
 
     def make_run_dir(self) -> str:
-        """The folder that lives as long as this stack."""
+        """The folder that lives as long as this supervisor."""
         if self.run_dir is None:
             self.run_dir, self._lock_fd = make_run_dir()
             self._remover, self._held_fd = remove_after(self.run_dir)
@@ -166,10 +156,10 @@ class Supervisor:
             "scheduler": 1, "gpu_worker": args.data_parallel_size * self._ranks, "detokenizer": args.detokenizer_count,
             "frontend": args.api_server_count if self.http else 0,
         }  # fmt: skip
-        devices = _devices(counts["gpu_worker"], args.device)
+        devices = devices_of(counts["gpu_worker"], args.device)
         children = []
         for service, count in counts.items():
-            command = _command(service, args)
+            command = command_of(service, args)
             for number in range(count):
                 own = dict(environment)
                 if service == "gpu_worker" and count > 1:
@@ -198,7 +188,10 @@ class Supervisor:
             with contextlib.suppress(KeyError, ValueError):  # not read to its end: someone else holds it open
                 self._selector.unregister(child.stream)
         held = [self._held_fd] if self._held_fd >= 0 else []
-        stream = child.start(self._read_end, *held)
+        try:
+            stream = child.start(self._read_end, *held)
+        except OSError as error:
+            raise LaunchError(f"quire.{child.service} cannot be started: {error}.") from error
         self._selector.register(stream, selectors.EVENT_READ, (child, child.drained))
 
     def wait_ready(self, timeout: float | None = None, is_ready: Callable[[], bool] | None = None) -> None:
@@ -206,12 +199,12 @@ class Supervisor:
 
         Raises LaunchError as soon as a child fails, with the line in which it says why, and TimeoutError.
         """
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as after:
             if is_ready is None and self.http:
                 is_ready = self._healthy
             elif is_ready is None:
                 thread = EngineThread(self.address, load_keys(self._keys))
-                stack.callback(thread.close)
+                after.callback(thread.close)
                 is_ready = lambda: thread.engine.ready  # noqa: E731
             deadline = None if timeout is None else time.monotonic() + timeout
             while not is_ready():
@@ -219,31 +212,14 @@ class Supervisor:
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"not ready within {timeout:g} s; the log above says how far it came.")
                 time.sleep(POLL_S)
+            self._was_ready = True
 
     def _check_start(self) -> None:
         """One round of ``wait_ready``. Raises LaunchError where a child has failed; being killed is no failure."""
-        if any(child.fallen() for child in self._children):
-            self._raise_failed_start()
-        self.check()
-
-    def _raise_failed_start(self) -> None:
-        """Raise what the child says that failed, or return where all that have ended were killed."""
-        time.sleep(0.2)  # one failure may have ended several; the one that says why is wanted
-        places = {child.replica for child in self._children if child.fallen()} - {None}
-        deadline = time.monotonic() + REPLICA_S
-        while time.monotonic() < deadline and any(c.replica in places and not c.dead() for c in self._children):
-            time.sleep(POLL_S)
-        dead = [child for child in self._children if child.fallen()]
-        killed = {c.replica for c in dead if _code(c) == -signal.SIGKILL} - {None}  # the rest ended because of that
-        failed = [
-            c for c in dead if _code(c) == EXIT_CONFIG or (_code(c) != -signal.SIGKILL and c.replica not in killed)
-        ]
-        if not failed:
-            return
-        for child in failed:
-            child.drained.wait(1.0)
-        child = max(failed, key=lambda child: (_code(child) == EXIT_CONFIG, child.error is not None))
-        raise LaunchError(child.obituary(), _code(child))
+        with self._lock:
+            if any(child.fallen() for child in self._children):
+                time.sleep(SETTLE_S)
+            self.check(starting=not self._was_ready)
 
     def _healthy(self) -> bool:
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.args.host, self.args.host)
@@ -263,26 +239,23 @@ class Supervisor:
         while not stop.wait(POLL_S) and not self._closed:
             self.check()
 
-    def check(self) -> None:
-        """One round of ``supervise``."""
+    def check(self, starting: bool = False) -> None:
+        """One round of ``supervise``. ``starting``: the server has not been ready yet."""
         with self._lock:
             if not self._closed:
-                self._look_after(self._children)
+                self._look_after(self._children, starting)
 
-    def _look_after(self, children: list[Child]) -> None:
+    def _look_after(self, children: list[Child], starting: bool = False) -> None:
         before, self._looked = self._looked, time.monotonic()
         if self._looked - before > STOOD_STILL_S:
             for child in self._children:
                 child.forgive()
         for child in children:
             self._check_silence(child)
-            if child.fallen():
-                self._bury(child)
-            if child.due is not None and time.monotonic() >= child.due:
-                try:
-                    self._spawn(child)
-                except OSError as error:
-                    raise LaunchError(f"quire.{child.service} cannot be started: {error}.") from error
+        self._handle_exits(children, starting)
+        for child in children:
+            if child.is_due():
+                self._spawn(child)
 
     def _check_silence(self, child: Child) -> None:
         if child.silence() > SILENCE_S and not child.dead() and child.process is not None:
@@ -290,8 +263,42 @@ class Supervisor:
                 "quire.%s (pid %d) has shown no sign of life for %g s; killing it.",
                 child.service, child.process.pid, SILENCE_S,
             )  # fmt: skip
-            os.killpg(child.process.pid, signal.SIGKILL)
+            child.kill()
             child.forgive()  # said again only where it does not die of that
+
+    def _handle_exits(self, children: list[Child], starting: bool) -> None:
+        """Restart what has ended, leave it, or raise LaunchError with the line of the one that says most."""
+        given_up: list[tuple[Child, GiveUp]] = []
+        for fallen in children:
+            if not fallen.fallen() or not self._all_ended(together := self._together(fallen)):
+                continue
+            for each in together:
+                each.drained.wait(1.0)
+            child = record_exit(together, starting)
+            decision = decide(child.service, child.history)
+            if isinstance(decision, GiveUp):
+                given_up.append((child, decision))
+            elif isinstance(decision, Leave):
+                self._leave(together)
+            else:
+                others = f", with the {len(together) - 1} that work with it," if len(together) > 1 else ""
+                log.warning("%s Starting another%s in %.2f s.", child.how_it_ended(), others, decision.pause)
+                for each in together:
+                    each.restart_at(time.monotonic() + decision.pause)
+        if given_up:
+            child, decision = max(given_up, key=lambda one: (one[0].code == EXIT_CONFIG, one[0].error is not None))
+            often = f"quire.{child.service} {decision.why}: " if decision.why else ""
+            raise LaunchError(often + child.how_it_ended(), child.code)
+
+    def _leave(self, together: list[Child]) -> None:
+        for each in together:
+            each.leave()
+        rest = sum(each.service == "gpu_worker" and each.state is not State.LEFT for each in self._children)
+        log.warning("a gpu_worker has left on purpose and is not started again; %d of this server's stay.", rest)
+
+    def _together(self, child: Child) -> list[Child]:
+        """The child, or all those of its replica."""
+        return [each for each in self._children if each is child or each.replica == child.replica is not None]
 
     def set_tokenizer(self, folder: str) -> None:
         """Replace the detokenizers by ones with the tokenizer in ``folder``; the old ones have ended on return.
@@ -304,40 +311,8 @@ class Supervisor:
             for child in self._children:
                 if child.service == "detokenizer" and not self._closed:
                     child.drained.wait(1.0)
-                    child.command, child.proven = _command("detokenizer", self.args), False
-                    try:
-                        self._spawn(child)
-                    except OSError as error:
-                        raise LaunchError(f"quire.detokenizer cannot be started: {error}.") from error
-
-    def _bury(self, child: Child) -> None:
-        together = [child]
-        if child.replica is not None:
-            together = [each for each in self._children if each.replica == child.replica]
-            if not self._all_ended(together):
-                return
-        for each in together:
-            each.drained.wait(1.0)
-        child = max(together, key=_says_why)
-        code, served = _code(child), any(each.has_served() for each in together)
-        if code == EXIT_CONFIG and not any(each.proven for each in together):
-            raise LaunchError(child.obituary(), code)
-        if code == 0 and child.service == "gpu_worker":
-            for each in together:
-                each.left = True
-            rest = sum(each.service == "gpu_worker" and not each.left for each in self._children)
-            log.warning("a gpu_worker has left on purpose and is not started again; %d of this server's stay.", rest)
-            return
-        lived = time.monotonic() - child.started
-        deaths = child.deaths + 1 if lived < QUICK_S or not served else 0
-        if deaths >= (SERVED_DEATHS if served and code != EXIT_CONFIG else QUICK_DEATHS):
-            when = f"within {QUICK_S:g} s of its start" if lived < QUICK_S else "before it had begun to serve"
-            raise LaunchError(f"quire.{child.service} ended {deaths} times {when}: {child.obituary()}", code)
-        delay = min(MAX_BACKOFF_S, 0.25 * 2 ** (deaths - 1)) if deaths else 0.0
-        others = f", with the {len(together) - 1} that work with it," if len(together) > 1 else ""
-        log.warning("%s Starting another%s in %.2f s.", child.obituary(), others, delay)
-        for each in together:
-            each.deaths, each.due = deaths, time.monotonic() + delay
+                    child.command, child.history = command_of("detokenizer", self.args), []
+                    self._spawn(child)
 
     def _all_ended(self, together: list[Child]) -> bool:
         """Whether all processes of a replica have ended after one of them did; those that take long are killed."""
@@ -347,8 +322,8 @@ class Supervisor:
         for child in together:
             child.alone_since = child.alone_since or now
         for child in alive:
-            if now - (child.alone_since or now) > REPLICA_S and child.process is not None:
-                os.killpg(child.process.pid, signal.SIGKILL)
+            if now - (child.alone_since or now) > REPLICA_S:
+                child.kill()
         return False
 
     def _pump(self) -> None:
@@ -423,7 +398,7 @@ class Supervisor:
                         continue
                     log.warning("quire.%s did not end within %g s; killing it.", child.service, grace)
                     killed.add(child.process.pid)
-                    os.killpg(child.process.pid, signal.SIGKILL)
+                    child.kill()
                 self._look_after(others)
                 time.sleep(0.05 if hurried else 0.01)
             except LaunchError as error:
@@ -439,61 +414,10 @@ class Supervisor:
 # ---------------------------------------------------------------- helpers
 
 
-def _command(service: str, args: EngineArgs) -> list[str]:
-    return [sys.executable, "-P", "-m", f"quire.{service}", *args.argv_for(service)]
-
-
-def _free_port(host: str, port: int) -> int:
-    """``port``, or a free one for 0. Raises ConfigError where it is taken, before anything is started."""
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-            return probe.getsockname()[1]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"host {host!r} is no address to listen on: {error}; choose another with --host.") from error
-    except OSError as error:
-        flag = "--port" if error.errno == errno.EADDRINUSE else "--host or --port"
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}.") from error
-
-
 def _terminate(children: list[Child]) -> None:
     for child in children:
         if not child.dead() and child.process is not None:
             child.process.terminate()
-
-
-def _code(child: Child) -> int:
-    return child.process.returncode if child.process is not None else 1
-
-
-def _says_why(child: Child) -> tuple[bool, bool, bool, bool]:
-    """Of the processes of a replica, the one that did not end because another had sorts last."""
-    code = _code(child)
-    return code == EXIT_CONFIG, code == 0, code < 0, child.error is not None
-
-
-def _devices(count: int, device: str) -> list[str]:
-    """The CUDA device of each of ``count`` workers, in order; none where there are none, or none are wanted.
-
-    Raises ConfigError where there are too few: the rest would find none, and compute on the CPU.
-    """
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if told is None:
-        devices = [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")) or count)]
-    else:
-        devices = list(itertools.takewhile(lambda name: name not in ("", "-1"), map(str.strip, told.split(","))))
-    if device == "cpu" or not devices:
-        return []
-    if len(devices) < count:
-        raise ConfigError(
-            f"{count} workers need a GPU each, and there are {len(devices)}; lower data_parallel_size, "
-            "tensor_parallel_size or pipeline_parallel_size, or give --device=cpu."
-        )
-    return devices[:count]
 
 
 def _close_fd(fd: int) -> None:
@@ -502,15 +426,15 @@ def _close_fd(fd: int) -> None:
             os.close(fd)
 
 
-_stacks: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+_supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     """A forked copy of the parent must not keep the children alive when the parent dies."""
-    for stack in _stacks:
-        _close_fd(stack._alive_fd)
-        _close_fd(stack._held_fd)
-        stack._alive_fd = stack._held_fd = -1
+    for supervisor in _supervisors:
+        _close_fd(supervisor._alive_fd)
+        _close_fd(supervisor._held_fd)
+        supervisor._alive_fd = supervisor._held_fd = -1
 
 
 os.register_at_fork(after_in_child=_after_fork)

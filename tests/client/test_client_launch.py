@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire.client.supervisor import launch, rundir
-from quire.client.supervisor.child import Child, without_errors
+from quire.client.supervisor import commands, decision, launch, rundir
+from quire.client.supervisor.child import Child, State, without_errors
 from quire.client.supervisor.launch import LaunchError, Supervisor
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.process import EXIT_CONFIG, PARENT_FD
@@ -111,7 +111,7 @@ def test_a_killed_child_is_started_again(make_stack):
 
 
 def test_a_new_tokenizer_replaces_the_detokenizers_alone(make_stack, monkeypatch):
-    monkeypatch.setattr(launch, "_command", lambda service, args: program(SLEEP) + args.argv_for(service))
+    monkeypatch.setattr(launch, "command_of", lambda service, args: program(SLEEP) + args.argv_for(service))
     stack = make_stack(scheduler=SLEEP, detokenizer=SLEEP, gpu_worker=SLEEP)
     (child,) = [child for child in stack._children if child.service == "detokenizer"]
     before = {service: pid for pid, service in stack.pids.items()}
@@ -122,13 +122,13 @@ def test_a_new_tokenizer_replaces_the_detokenizers_alone(make_stack, monkeypatch
     after = {service: pid for pid, service in stack.pids.items()}
     assert gone(before["detokenizer"]) and after["detokenizer"] != before["detokenizer"]
     assert (after["scheduler"], after["gpu_worker"]) == (before["scheduler"], before["gpu_worker"])
-    assert "--tokenizer=/some/folder" in child.command and child.deaths == 0
+    assert "--tokenizer=/some/folder" in child.command and child.history == []
     stop.set()
     watcher.join()
 
 
 def test_what_dies_again_and_again_is_given_up(make_stack, monkeypatch):
-    monkeypatch.setattr(launch, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(decision, "MAX_PAUSE_S", 0.01)
     stack = make_stack(detokenizer="import sys; sys.exit(3)")
     with pytest.raises(LaunchError, match="ended 5 times within 10 s") as caught:
         stack.supervise(threading.Event())
@@ -137,8 +137,8 @@ def test_what_dies_again_and_again_is_given_up(make_stack, monkeypatch):
 
 def test_what_had_begun_to_serve_is_given_up_later(make_stack, monkeypatch):
     """Requests that end workers, sent again and again, end the server only after many."""
-    monkeypatch.setattr(launch, "MAX_BACKOFF_S", 0.01)
-    monkeypatch.setattr(launch, "SERVED_DEATHS", 8)
+    monkeypatch.setattr(decision, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(decision, "QUICK_EXITS", 8)
     stack = make_stack(gpu_worker="import sys; from quire.proto.process import tell_ready; tell_ready(); sys.exit(3)")
     with pytest.raises(LaunchError, match="ended 8 times within 10 s"):
         stack.supervise(threading.Event())
@@ -160,7 +160,7 @@ def test_a_worker_that_left_on_purpose_is_not_started_again(make_stack, caplog):
     wait_for(worker.dead)
     for _ in range(3):
         stack.check()
-    assert worker.left and worker.process.pid == before and list(stack.pids.values()) == ["scheduler"]
+    assert worker.state is State.LEFT and worker.process.pid == before and list(stack.pids.values()) == ["scheduler"]
     assert "left on purpose and is not started again; 0 of" in caplog.text
     stack.close()
 
@@ -260,7 +260,7 @@ def test_a_taken_port_is_refused_before_anything_starts():
 def test_a_bad_host_is_named():
     for host in ("999.1.1.1", "x" * 70):
         with pytest.raises(ConfigError, match=r"choose another with --host\."):
-            launch._free_port(host, 8000)
+            commands.free_port(host, 8000)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +270,15 @@ def test_a_bad_host_is_named():
      ("2,-1,3", 8, "auto", 1)],
 )  # fmt: skip
 def test_each_worker_has_a_gpu_of_its_own(monkeypatch, told, there, device, given):
-    monkeypatch.setattr(launch.glob, "glob", lambda pattern: [pattern] * there)
+    monkeypatch.setattr(commands.glob, "glob", lambda pattern: [pattern] * there)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if told is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
     if isinstance(given, int):
         with pytest.raises(ConfigError, match=f"2 workers need a GPU each, and there are {given}; lower data_parallel"):
-            launch._devices(2, device)
+            commands.devices_of(2, device)
     else:
-        assert launch._devices(2, device) == given
+        assert commands.devices_of(2, device) == given
 
 
 def test_commands(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import time
 import pytest
 from stack import wait_until
 
-from quire.client.supervisor import launch
-from quire.client.supervisor.child import OPEN_FILES, START_S, Child
+from quire.client.supervisor import commands, decision, launch
+from quire.client.supervisor.child import OPEN_FILES, START_S, Child, State
 from quire.client.supervisor.launch import LaunchError, Supervisor
 from quire.proto.config import EngineArgs
 from quire.proto.process import EXIT_CONFIG, PARENT_FD
@@ -24,7 +24,7 @@ SERVES = "from quire.proto.process import tell_ready; tell_ready();"
 @pytest.fixture
 def make_stack(monkeypatch):
     """A started Supervisor of small programs: make_stack(("scheduler", code), ("gpu_worker", code, 0))."""
-    monkeypatch.setattr(launch, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(decision, "MAX_PAUSE_S", 0.01)
     stacks = []
 
     def make(*programs):
@@ -70,6 +70,57 @@ def test_what_is_killed_again_and_again_ends_the_start(make_stack):
         stack.wait_ready(60, lambda: False)
 
 
+def killed_in_turn(tmp_path, *lives):
+    """A program that is killed once for each of ``lives``, "serves" or "loads", and then goes on, loading."""
+    code = f"""if True:
+        import os, time
+        number = len(os.listdir({str(tmp_path)!r}))
+        open(os.path.join({str(tmp_path)!r}, str(number)), "w").close()
+        life = {lives!r}[number:number + 1]
+        if life == ("serves",):
+            {SERVES}
+        if life:
+            os.kill(os.getpid(), 9)
+        time.sleep(600)
+    """
+    return code, lambda: len(os.listdir(tmp_path))
+
+
+def test_one_that_is_killed_while_it_loads_may_have_been_killed_often_after_it_served(make_stack, tmp_path):
+    """Quick deaths of workers that had served are counted apart from those of workers that had not."""
+    code, starts = killed_in_turn(tmp_path, *["serves"] * 7, "loads", "loads")
+    stack = make_stack(("gpu_worker", code))
+    stack._was_ready = True
+    wait_until(lambda: stack.check() or starts() == 10, "it was started after each of nine deaths", 60)
+    (child,) = stack._children
+    assert [exit.served for exit in child.history] == [True] * 7 + [False] * 2
+
+
+def test_what_is_killed_before_the_server_was_ready_ends_the_start_however_long_it_served(make_stack, monkeypatch):
+    """Such a server would begin anew for ever: what serves at once, as a frontend, is no exception."""
+    monkeypatch.setattr(decision, "QUICK_S", 0.0)
+    stack = make_stack(("frontend", f"import os; {SERVES} os.kill(os.getpid(), 9)"))
+    with pytest.raises(LaunchError, match="ended 5 times before it had begun to serve: "):
+        stack.wait_ready(60, lambda: False)
+
+
+def test_who_was_killed_by_nobody_here_was_probably_out_of_memory(make_stack, caplog):
+    stack = make_stack(("scheduler", SLEEP), ("gpu_worker", SLEEP))
+    scheduler, worker = stack._children
+    scheduler.kill()
+    os.kill(worker.process.pid, signal.SIGKILL)
+    wait_until(lambda: stack.check() or caplog.text.count("Starting another") == 2, "both are started again")
+    assert "quire.scheduler was killed by signal 9; what it said" in caplog.text
+    assert "quire.gpu_worker was killed by signal 9, probably out of memory; what it said" in caplog.text
+
+
+def test_of_a_replica_the_one_that_failed_is_named_and_not_the_rest_that_was_killed_for_it(make_stack, monkeypatch):
+    monkeypatch.setattr(launch, "REPLICA_S", 0.1)
+    stack = make_stack(("gpu_worker", SLEEP, 0), ("gpu_worker", "import sys; sys.exit(3)", 0))
+    with pytest.raises(LaunchError, match=r"quire\.gpu_worker ended with code 3"):
+        stack.wait_ready(60, lambda: False)
+
+
 def test_what_fails_beside_one_that_is_killed_ends_the_start(make_stack):
     stack = make_stack(("scheduler", "import os; os.kill(os.getpid(), 9)"), ("gpu_worker", "import sys; sys.exit(3)"))
     with pytest.raises(LaunchError, match=r"quire\.gpu_worker ended with code 3"):
@@ -77,7 +128,7 @@ def test_what_fails_beside_one_that_is_killed_ends_the_start(make_stack):
 
 
 def test_what_never_serves_is_given_up_however_long_it_loads(make_stack, monkeypatch):
-    monkeypatch.setattr(launch, "QUICK_S", 0.0)
+    monkeypatch.setattr(decision, "QUICK_S", 0.0)
     stack = make_stack(("gpu_worker", "import sys; sys.exit(3)"))
     with pytest.raises(LaunchError, match="ended 5 times before it had begun to serve: "):
         stack.supervise(threading.Event())
@@ -100,7 +151,7 @@ def test_what_has_served_may_fail_as_if_it_could_never_work(make_stack, tmp_path
     wait_until(child.fallen, "it dies, having served")
     child.command[-1] = refused  # what comes after it
     stack.check()
-    assert child.proven and child.due is not None
+    assert child.history[-1].served and child.state is State.WAITING
     with pytest.raises(LaunchError, match="ended 5 times ") as caught:
         stack.supervise(threading.Event())
     assert caught.value.code == EXIT_CONFIG
@@ -176,19 +227,21 @@ def test_a_scheduler_has_less_time_to_begin(make_stack, caplog):
 @pytest.mark.parametrize("service", ["scheduler", "detokenizer", "frontend"])
 def test_each_service_says_that_it_serves(service, monkeypatch):
     """So that requests which end it do not end the server."""
-    commands = Supervisor(EngineArgs(host="127.0.0.1", port=0), http=True)
-    folder = commands.make_run_dir()
-    commands.args.scheduler = f"ipc://{folder}"
+    supervisor = Supervisor(EngineArgs(host="127.0.0.1", port=0), http=True)
+    folder = supervisor.make_run_dir()
+    supervisor.args.scheduler = f"ipc://{folder}"
     read_end, alive = os.pipe()
-    child = Child(service, launch._command(service, commands.args), dict(os.environ, **{PARENT_FD: str(read_end)}))
+    child = Child(
+        service, commands.command_of(service, supervisor.args), dict(os.environ, **{PARENT_FD: str(read_end)})
+    )
     try:
         child.start(read_end)
         wait_until(child.has_served, "it says that it serves", 60)
-        assert child.proven
+        assert child.state is State.SERVING
     finally:
         os.close(alive)
         os.close(read_end)
         wait_until(child.dead, "it ends with its parent")
         child.close_ready()
         child.stream.close()
-        commands.close()
+        supervisor.close()

@@ -111,7 +111,7 @@ def test_a_killed_process_takes_its_replica_along_and_no_stream_notices(tmp_path
         str(folder), dtype="float32", max_model_len=256, num_gpu_blocks_override=200, max_num_seqs=16,
         data_parallel_size=2, tensor_parallel_size=2,
     ) as llm:  # fmt: skip
-        stack = llm._running.stack
+        stack = llm._running.supervisor
 
         def generate():
             outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)

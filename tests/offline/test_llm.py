@@ -350,7 +350,7 @@ def test_another_tokenizer(llm, tmp_path):
     assert texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     with pytest.raises(TypeError, match="must be a transformers tokenizer"):
         llm.set_tokenizer("x")
-    (worker,) = (psutil.Process(pid) for pid, name in llm._running.stack.pids.items() if name == "gpu_worker")
+    (worker,) = (psutil.Process(pid) for pid, name in llm._running.supervisor.pids.items() if name == "gpu_worker")
     busy = threading.Thread(target=llm.generate, args=("x", GREEDY), kwargs={"use_tqdm": False})
     worker.suspend()  # so that it stays busy
     try:
@@ -532,7 +532,7 @@ def test_a_tokenizer_object_close_and_collection(llm):
     made = LLM(tokenizer=llm.get_tokenizer(), dtype="float32", disable_log_stats=True)
     assert made.get_tokenizer() is llm.get_tokenizer()
     assert texts(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-    stack = made._running.stack
+    stack = made._running.supervisor
     pids, folder = list(stack.pids), stack.run_dir
     assert len(pids) == 3 and os.path.isdir(folder)
     del made
@@ -543,7 +543,7 @@ def test_a_tokenizer_object_close_and_collection(llm):
 SCRIPT = """
 from quire import LLM, SamplingParams
 llm = LLM(dtype="float32")
-print(*llm._running.stack.pids, llm._running.stack.run_dir, flush=True)
+print(*llm._running.supervisor.pids, llm._running.supervisor.run_dir, flush=True)
 for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0), use_tqdm=False):
     print(output.outputs[0].text, flush=True)
 {}
@@ -613,7 +613,7 @@ def test_a_killed_process_is_not_noticed(llm, stories, service):
         while not any(r.children[0].tokens for r in list(engine._open.values())):
             if over.wait(0.005):
                 return
-        for pid, name in llm._running.stack.pids.items():
+        for pid, name in llm._running.supervisor.pids.items():
             if name == service:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)

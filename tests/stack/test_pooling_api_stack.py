@@ -29,7 +29,7 @@ class Running:
         self.llm = LLM(reference.folder, dtype="float32", max_num_seqs=8, **flags)
         command = [
             sys.executable, "-P", "-m", "quire.frontend", "--host=127.0.0.1", "--port=0", f"--model={reference.folder}",
-            f"--scheduler={self.llm._running.stack.address}", "--served-model-name=tiny",
+            f"--scheduler={self.llm._running.supervisor.address}", "--served-model-name=tiny",
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.url = self.process.stdout.readline().split()[-1]
