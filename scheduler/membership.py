@@ -37,9 +37,9 @@ from .worker_registry import WorkerRegistry, count, wrong_protocol
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 STOOD_STILL_S = 2.0
-"""The loop turns at least once in BEAT_S. Where a turn took so long, this process was stopped or starved."""
+"""The loop turns at least once in HEARTBEAT_S. Where a turn took so long, this process was stopped or starved."""
 LOST_FRONT_S = 5.0
 """How long a lost detokenizer's requests wait for it to come back, or for a higher attempt."""
 KINDS = ("frontend", "detokenizer", "operator")
@@ -66,7 +66,7 @@ class Membership:
         self.registry = WorkerRegistry(core, epoch, self.announce)
         self.front: dict[str, FrontPeer] = {}
         self.wire_bad_frames = 0  # of both sockets, kept up to date by the loop
-        self._next_beat = 0.0
+        self._next_heartbeat = 0.0
         self._standstill = Standstill(STOOD_STILL_S, core.clock())
 
     def on_front(self, peer: str, message: Any) -> None:
@@ -188,11 +188,11 @@ class Membership:
                     known.lost_at = self._standstill.since(known.lost_at)
 
     def tick(self) -> None:
-        """Beats that are due, and those whose time is up."""
+        """Heartbeats that are due, and those whose time is up."""
         now = self.core.clock()
-        if now < self._next_beat:
+        if now < self._next_heartbeat:
             return
-        self._next_beat = now + BEAT_S
+        self._next_heartbeat = now + HEARTBEAT_S
         for peer, known in list(self.front.items()):
             if known.lost_at is None:
                 self.core.outbox.put(peer, Heartbeat(bad_frames=self.wire_bad_frames + self.core.bad_messages))
@@ -206,11 +206,11 @@ class Membership:
         self.core.expire()
 
     def bad_frames(self) -> int:
-        """Frames dropped here and, by their last Beats, by everyone else who is here."""
+        """Frames dropped here and, by their last Heartbeat, by everyone else who is here."""
         elsewhere = sum(peer.bad_frames for peer in self.front.values())
         elsewhere += sum(worker.bad_frames for worker in self.registry.workers.values())
         return self.wire_bad_frames + elsewhere
 
     def timeout(self) -> float:
         """Seconds until ``tick`` has something to do."""
-        return max(0.0, self._next_beat - self.core.clock())
+        return max(0.0, self._next_heartbeat - self.core.clock())

@@ -1,18 +1,11 @@
 """The workers: from Hello to Bye, leases, drains, and the timers that find the dead. No IO.
 
 ``on_worker`` takes what the workers' socket received; ``peer`` is the sender's identity, which is its process's
-incarnation. What workers are owed gathers in ``to_workers``.
-
-A worker's phases::
-
-    loading       Assign sent; it loads weights, and measures how many blocks fit
-    configuring   Configure sent; it allocates them, compiles kernels and captures graphs
-    ready         it has a Replica and gets plans
-    draining      it, or an operator, asked that it leaves: what runs there goes on for a while, nothing new comes
-    leaving       Drain sent; nothing runs there any more, and its Bye is on the way
+incarnation. What workers are owed gathers in ``to_workers``. The phases a worker goes through are a table in
+``worker_phase.py``.
 
 Five things find a worker that has failed: its connection breaks (killed); nothing is heard of it for
-``worker_timeout`` (stopped, or its machine hangs; the beats do not wait for a step); a step does not end in
+``worker_timeout`` (stopped, or its machine hangs; its heartbeats do not wait for a step); a step does not end in
 ``step_timeout`` (a hung kernel; counted from the end of the step before it, and long enough for a first step that
 still compiles); loading and configuring, which may take minutes, take longer than ``LOADING_LIMIT_S`` each; or it says
 what cannot be. In any case what ran there goes back in line.
@@ -46,13 +39,14 @@ from ..proto.messages import (
 from ..proto.standstill import Standstill
 from .core import Scheduler
 from .replica import Replica
+from .worker_phase import GOING, STARTING, TRANSITIONS, Event, Phase
 
 log = logging.getLogger(__name__)
 
 LOADING_LIMIT_S, LOADED_LIMIT_S = 3600.0, 600.0
 """The second is for a worker that said in its Hello that its weights are there."""
 LEAST_TIMEOUT_S = 2.0
-"""``worker_timeout`` and ``step_timeout`` are no shorter: a worker beats once a second, and as often it is looked."""
+"""``worker_timeout`` and ``step_timeout`` are no shorter: heartbeats come once a second, and are looked for as often."""
 STOPPED_S = 15.0
 """After this process itself stood still, connections that break for so long say nothing about what ran there."""
 LEAST_NAME = 4
@@ -65,17 +59,26 @@ class Worker:
     """One worker under one lease. ``since`` is when its phase began, ``leave_by`` when a drain's patience ends."""
 
     __slots__ = (
-        "bad_frames", "beat_at", "drained", "hello", "lease", "leave_by", "loaded", "phase", "reason", "replica",
+        "bad_frames", "drained", "heartbeat_at", "hello", "lease", "leave_by", "loaded", "phase", "reason", "replica",
         "since",
     )  # fmt: skip
 
     def __init__(self, hello: Hello, lease: Lease, now: float):
-        self.hello, self.lease, self.beat_at, self.since = hello, lease, now, now
-        self.phase = "loading"
+        self.hello, self.lease, self.heartbeat_at, self.since = hello, lease, now, now
+        self.phase = Phase.LOADING
         self.bad_frames = 0  # it has counted, by its last Heartbeat
         self.loaded: Loaded | None = None
         self.replica: Replica | None = None
         self.leave_by, self.reason, self.drained = math.inf, "", 0
+
+    def follow(self, event: Event, now: float) -> bool:
+        """Go where the table says; False, and nowhere, where it does not know the event in this phase."""
+        after = TRANSITIONS[self.phase].get(event)
+        if after is None:
+            return False
+        if after is not self.phase:
+            self.phase, self.since = after, now
+        return True
 
     def running(self) -> int:
         """Sequences there."""
@@ -107,13 +110,11 @@ class WorkerRegistry:
             if isinstance(message, Heartbeat):
                 self.to_workers.append((peer, Bye("it has no lease here", again=True)))
         elif isinstance(message, Heartbeat):
-            worker.beat_at = self.core.clock()
+            worker.heartbeat_at = self.core.clock()
             worker.bad_frames = count(message.bad_frames)
         elif isinstance(message, Bye):
             # One that drains first has nothing to answer for; any other may have been made to go by what it ran.
-            self.gone(
-                peer, f"left ({message.reason or 'no reason given'})", worker.phase not in ("draining", "leaving")
-            )
+            self.gone(peer, f"left ({message.reason or 'no reason given'})", worker.phase not in GOING)
         elif isinstance(message, Drain):
             self.drain(peer, message.reason or "it asked to leave", self.config.drain_timeout)
         elif message.lease != worker.lease:
@@ -143,7 +144,7 @@ class WorkerRegistry:
         self._leases += 1
         lease = Lease(self.epoch, number, self._leases)
         self.workers[peer] = Worker(hello, lease, self.core.clock())
-        self.core.loading += 1
+        self._count_starting()
         config = self.config
         log.info("worker %s (%s) joins as replica %d%s", peer, hello.device, number,
                  ", its weights still loaded" if hello.loaded else "")  # fmt: skip
@@ -152,33 +153,30 @@ class WorkerRegistry:
         self.changed()
 
     def _loaded(self, peer: str, worker: Worker, message: Loaded) -> None:
-        if worker.replica is None and worker.phase in ("draining", "leaving"):
+        if not self._follow(peer, worker, Event.LOADED) or worker.phase is Phase.RECALLED:
             return
         sizes = (message.num_blocks, message.max_model_len, message.vocab_size)
-        if worker.phase != "loading" or not all(1 <= size <= INT32_MAX for size in sizes):
-            self._expel(peer, f"it said Loaded{sizes} while {worker.phase}")
+        if not all(1 <= size <= INT32_MAX for size in sizes):
+            self._expel(peer, f"it sent Loaded{sizes}")
             return
         if message.num_blocks > MAX_BLOCKS:  # a tiny model has room for more than anybody could use
             log.info("worker %s has room for %d blocks; %d are used", peer, message.num_blocks, MAX_BLOCKS)
             message.num_blocks = MAX_BLOCKS
-        worker.loaded, worker.phase, worker.since = message, "configuring", self.core.clock()
+        worker.loaded = message
         self.to_workers.append((peer, Configure(worker.lease, message.num_blocks)))
 
     def _ready(self, peer: str, worker: Worker) -> None:
-        loaded = worker.loaded
-        if worker.replica is None and worker.phase in ("draining", "leaving"):
+        if not self._follow(peer, worker, Event.READY) or worker.phase is Phase.RECALLED:
             return
-        if worker.phase != "configuring" or loaded is None:
-            self._expel(peer, f"it said Ready while {worker.phase}")
-            return
-        config, now = self.config, self.core.clock()
-        worker.phase, worker.since, worker.beat_at = "ready", now, now
+        config, loaded = self.config, worker.loaded
+        assert loaded is not None  # it was configured
+        worker.heartbeat_at = worker.since
         worker.replica = Replica(
             worker.lease.replica, worker.lease, peer, config.max_num_seqs, loaded.num_blocks, config.block_size,
             loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
             loaded.whole,
         )  # fmt: skip
-        self.core.loading -= 1
+        self._count_starting()
         self.core.add_replica(worker.replica)
         log.info(
             "replica %d is ready: %d blocks of %d tokens; %d replicas, %d sequences wait",
@@ -186,19 +184,29 @@ class WorkerRegistry:
         )  # fmt: skip
         self.changed()
 
+    def _follow(self, peer: str, worker: Worker, event: Event) -> bool:
+        """Go where the table says; False where the worker is expelled, for something that cannot be in its phase."""
+        if not worker.follow(event, self.core.clock()):
+            self._expel(peer, f"it sent {event.value} while {worker.phase.value}")
+            return False
+        return True
+
+    def _count_starting(self) -> None:
+        self.core.loading = sum(worker.phase in STARTING for worker in self.workers.values())
+
     # -- results
 
     def _result(self, peer: str, worker: Worker, message: StepResult) -> None:
-        if worker.replica is None:
-            self._expel(peer, f"it sent the result of step {message.step} while {worker.phase}")
+        if not self._follow(peer, worker, Event.RESULT):
             return
-        worker.beat_at = self.core.clock()
+        assert worker.replica is not None  # it is ready, or was
+        worker.heartbeat_at = self.core.clock()
         try:
             self.core.commit(worker.replica, message)
         except BadFrame as error:
             self._expel(peer, str(error))
             return
-        if worker.phase == "draining":
+        if worker.phase is Phase.DRAINING:
             self._let_go(peer, worker)
 
     def plans(self) -> None:
@@ -215,16 +223,16 @@ class WorkerRegistry:
         if worker is None:
             return
         running = worker.running()
-        if worker.phase in ("loading", "configuring"):
-            self.core.loading -= 1
+        if worker.phase in STARTING:
+            self._count_starting()
             self.core.shrunk = True
         if worker.replica is not None:
             blame = blame and self.core.clock() - self._stood_still > STOPPED_S
             self.core.end_lease(worker.replica, blame)
         log.log(
-            logging.INFO if worker.phase == "leaving" else logging.WARNING,
+            logging.INFO if worker.phase in (Phase.LEAVING, Phase.RECALLED) else logging.WARNING,
             "worker %s (replica %d, %s) %s; %d sequences ran there and go back in line, %d replicas are left",
-            peer, worker.lease.replica, worker.phase, why, running, len(self.core.replicas),
+            peer, worker.lease.replica, worker.phase.value, why, running, len(self.core.replicas),
         )  # fmt: skip
         self.changed()
 
@@ -241,37 +249,42 @@ class WorkerRegistry:
         """Place nothing new on this worker, and let it go when what runs there has ended, at most ``patience`` seconds
         from now; the rest goes back in line then. Asked again, the shorter patience counts."""
         worker, now = self.workers.get(peer), self.core.clock()
-        if worker is None or worker.phase == "leaving":
+        if worker is None:
             return
-        if worker.phase in ("loading", "configuring"):
-            self.core.loading -= 1
-            self.core.shrunk = True
-        elif worker.replica is not None:
-            worker.replica.draining = True
+        before = worker.phase
+        worker.follow(Event.DRAIN, now)  # of one that leaves already it changes nothing
         worker.leave_by = min(worker.leave_by, now + patience)
-        if worker.phase != "draining":
-            worker.phase, worker.since, worker.reason, worker.drained = "draining", now, reason, worker.running()
+        if worker.phase is not before:
+            worker.reason, worker.drained = reason, worker.running()
             log.info("worker %s (replica %d) drains (%s): %d sequences may run there for at most %g s more",
                      peer, worker.lease.replica, reason, worker.drained, patience)  # fmt: skip
+            if worker.replica is not None:
+                worker.replica.draining = True
+            else:
+                self._count_starting()
+                self.core.shrunk = True
+                self.to_workers.append((peer, Drain(reason)))
             self.changed()
-        self._let_go(peer, worker)
+        if worker.phase is Phase.DRAINING:
+            self._let_go(peer, worker)
 
     def _let_go(self, peer: str, worker: Worker) -> None:
         """Send Drain if nothing runs there any more that somebody is there to read, or time is up."""
-        left, now = worker.replica.sequences() if worker.replica is not None else [], self.core.clock()
+        assert worker.replica is not None  # it was ready
+        left, now = worker.replica.sequences(), self.core.clock()
         if now < worker.leave_by and any(seq.request.owner not in self.core.lost_owners for seq in left):
             return
         for seq in left:
             self.core.requeue(seq)
         log.info("worker %s (replica %d) is drained after %.1f s: %d of %d sequences go back in line",
                  peer, worker.lease.replica, now - worker.since, len(left), worker.drained)  # fmt: skip
-        worker.phase, worker.since = "leaving", now
+        worker.follow(Event.EMPTY, now)
         self.to_workers.append((peer, Drain(worker.reason)))
 
     # -- time
 
     def tick(self) -> None:
-        """Once a second: beat to every worker, and look for those that have failed."""
+        """Once a second: a heartbeat to every worker, and a look for those that have failed."""
         now = self.core.clock()
         for peer, worker in list(self.workers.items()):
             self.to_workers.append((peer, Heartbeat()))
@@ -282,14 +295,14 @@ class WorkerRegistry:
         if replica is None:
             limit = LOADED_LIMIT_S if worker.hello.loaded else LOADING_LIMIT_S
             if now - worker.since > limit:
-                self._end(peer, f"it was {worker.phase} for {limit:g} s")
+                self._end(peer, f"it was {worker.phase.value} for {limit:g} s")
             return
         silent, hung = (max(LEAST_TIMEOUT_S, t) for t in (self.config.worker_timeout, self.config.step_timeout))
-        if now - worker.beat_at > silent:
+        if now - worker.heartbeat_at > silent:
             self._end(peer, f"it was silent for {silent:g} s", again=True)
         elif replica.in_flight and now - max(replica.in_flight[0].sent_at, replica.progress_at) > hung:
             self._end(peer, f"step {replica.in_flight[0].number} did not end in {hung:g} s")
-        elif worker.phase == "draining":
+        elif worker.phase is Phase.DRAINING:
             self._let_go(peer, worker)
 
     def forgive(self, standstill: Standstill) -> None:
@@ -297,7 +310,7 @@ class WorkerRegistry:
         since = standstill.since
         self._stood_still = standstill.noticed_at
         for worker in self.workers.values():
-            worker.beat_at, worker.since = since(worker.beat_at), since(worker.since)
+            worker.heartbeat_at, worker.since = since(worker.heartbeat_at), since(worker.since)
             worker.leave_by = standstill.until(worker.leave_by)
             if worker.replica is not None:
                 worker.replica.progress_at = since(worker.replica.progress_at)
@@ -342,7 +355,7 @@ def _short(peer: str) -> str:
 
 
 def _info(peer: str, worker: Worker) -> WorkerInfo:
-    state = "draining" if worker.phase == "leaving" else worker.phase
+    state = (Phase.DRAINING if worker.phase in GOING else worker.phase).value
     replica, pid = worker.replica, count(worker.hello.pid)
     blocks = (replica.pool.num_blocks, replica.pool.used, replica.last_step) if replica is not None else (0, 0, 0)
     return WorkerInfo(peer, worker.lease.replica, state, worker.hello.device, pid, worker.running(), *blocks)

@@ -43,7 +43,7 @@ from ...proto.process import die, new_incarnation, setup_logging, watch_parent
 from ...proto.wire.sockets import DISCONNECTED, Dealer, worker_endpoint
 from .fake_model import cell, distribution, draw, join, pooled, record
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 UNWRITTEN = -1
 PROMPT_SLICE = 16
 """Prompt logprobs in one piece, at most; a longer chunk's come in several."""
@@ -355,19 +355,19 @@ def _run_lease(worker: FakeWorker, wire: Dealer, delay_ms: tuple[float, float], 
     monitor, poller = wire.monitor(), zmq.Poller()
     poller.register(wire.socket, zmq.POLLIN)
     poller.register(monitor, zmq.POLLIN)
-    next_beat, asked = time.monotonic() + BEAT_S, False
+    next_heartbeat, asked = time.monotonic() + HEARTBEAT_S, False
     while True:
-        poller.poll(min(100, max(0, int((next_beat - time.monotonic()) * 1000))))
+        poller.poll(min(100, max(0, int((next_heartbeat - time.monotonic()) * 1000))))
         if _leaving and not asked:
             asked = True
             wire.send(Drain("it was asked to end"))
-        if time.monotonic() >= next_beat:
-            next_beat = time.monotonic() + BEAT_S
+        if time.monotonic() >= next_heartbeat:
+            next_heartbeat = time.monotonic() + HEARTBEAT_S
             wire.send(Heartbeat(worker.last_step))
         while (event := wire.next_event()) is not None:
             if event == DISCONNECTED:
                 return
-        # One at a time: behind a slow plan the next one always waits, and beats and signals must not wait for a gap.
+        # One at a time: behind a slow plan the next one always waits; heartbeats and signals cannot wait for a gap.
         if (message := wire.recv()) is not None:
             if isinstance(message, Bye):
                 if message.again:

@@ -49,6 +49,7 @@ from quire.scheduler.blame import Blame
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_worker import FakeWorker
 from quire.scheduler.membership import LOST_FRONT_S, Membership
+from quire.scheduler.worker_phase import STARTING, TRANSITIONS, Event, Phase
 from quire.scheduler.worker_registry import LOADING_LIMIT_S
 
 
@@ -396,6 +397,51 @@ def test_drain_ends_when_its_time_is_up(house: House) -> None:
     house.registry.on_worker("w1", bye)
     assert list(house.core.replicas) == [1]
     assert house.core.requests[1].live[0].losses == 0
+    house.core.check_integrity()
+
+
+def reach(house: House, phase: Phase) -> Lease:
+    """Bring ``w1`` into ``phase``; where it has a replica, a request runs there and two steps are in flight."""
+    house.hello("d1")
+    house.hello("w1", "gpu_worker")
+    (assign,) = house.sent("w1", Assign)
+    if phase not in (Phase.LOADING, Phase.RECALLED):
+        house.registry.on_worker("w1", Loaded(assign.lease, 64, 128, 1000))
+    if phase not in (Phase.LOADING, Phase.RECALLED, Phase.CONFIGURING):
+        house.registry.on_worker("w1", Ready(assign.lease))
+        house.submit("d1", 1)
+        assert len(house.plans("w1")) == 2
+    if phase in (Phase.RECALLED, Phase.DRAINING, Phase.LEAVING):
+        house.registry.drain("w1", "test", 0.0 if phase is Phase.LEAVING else 30.0)
+    assert house.registry.workers["w1"].phase is phase
+    return assign.lease
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("event", Event)
+def test_a_worker_goes_where_the_table_says_and_is_expelled_for_the_rest(
+    house: House, phase: Phase, event: Event
+) -> None:
+    lease = reach(house, phase)
+    house.sent("w1", Bye)
+    if event is Event.EMPTY:  # nothing that a worker says
+        house.members.on_front("d1", Abort(1, 1))
+        house.later(1.0)
+        assert house.registry.workers["w1"].phase is TRANSITIONS[phase].get(event, phase)
+        return
+    messages = {
+        Event.LOADED: Loaded(lease, 64, 128, 1000),
+        Event.READY: Ready(lease),
+        Event.RESULT: StepResult(lease, 1, i32([5])),
+        Event.DRAIN: Drain("enough"),
+    }
+    house.registry.on_worker("w1", messages[event])
+    after, worker = TRANSITIONS[phase].get(event), house.registry.workers.get("w1")
+    assert (worker.phase if worker is not None else None) is after
+    assert [bye.again for bye in house.sent("w1", Bye)] == ([False] if after is None else [])
+    assert house.core.bad_messages == (after is None)
+    assert house.core.loading == (after in STARTING)
+    assert bool(house.core.replicas) == (worker is not None and worker.replica is not None)
     house.core.check_integrity()
 
 
