@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 LOADING_LIMIT_S, LOADED_LIMIT_S = 3600.0, 600.0
 """The second is for a worker that said in its Hello that its weights are there."""
 LEAST_TIMEOUT_S = 2.0
-"""``worker_timeout`` and ``step_timeout`` are no shorter: heartbeats come once a second, and are looked for as often."""
+"""``worker_timeout`` and ``step_timeout`` are no shorter: heartbeats come, and are checked, once a second."""
 STOPPED_S = 15.0
 """After this process itself stood still, connections that break for so long say nothing about what ran there."""
 LEAST_NAME = 4

@@ -145,7 +145,7 @@ class Cluster:
 
     def add_worker(self, kept: bool = True) -> Member:
         """Start one more."""
-        command = self._command("worker", "scheduler.fake_worker" if self.shape.fake else "gpu_worker")
+        command = self._command("worker", "scheduler.fake.fake_worker" if self.shape.fake else "gpu_worker")
         own = [f"--seed={self._count}"] if self.shape.fake else []
         command += [f"--scheduler={self.address}", *own, *self.shape.worker_flags]
         if self.shape.ranks == 1:

@@ -100,7 +100,7 @@ class Stack:
     def worker(self, *flags: str, stops_at: int = 0) -> subprocess.Popen:
         if stops_at:
             return self._run("-c", STOPS_AT, str(stops_at), f"--scheduler={self.address}", *flags)
-        return self.start(".fake_worker", *flags)
+        return self.start(".fake.fake_worker", *flags)
 
     def stop(self, process: subprocess.Popen, how: int = signal.SIGTERM) -> str:
         """End it; what it wrote to standard error."""
