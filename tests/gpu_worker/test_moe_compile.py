@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch
 def test_experts_compile(tmp_path):
     pytest.importorskip("triton")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    support = str(Path(__file__).parents[1] / "support")
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": support}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=280, env=env, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     products = [line for line in done.stdout.splitlines() if line.startswith("grouped_kernel")]
