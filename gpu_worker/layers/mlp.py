@@ -16,12 +16,12 @@ from .moe import MoE
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))): ``prefix`` names the Linears among ``products``."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))): ``prefix`` names the Linears among ``linears``."""
 
-    def __init__(self, spec: DecoderSpec, products: Mapping[str, Linear], prefix: str) -> None:
-        self.gated = f"{prefix}gate_up" in products
-        self.up = products[f"{prefix}gate_up" if self.gated else f"{prefix}up"]
-        self.down = products[f"{prefix}down"]
+    def __init__(self, spec: DecoderSpec, linears: Mapping[str, Linear], prefix: str) -> None:
+        self.gated = f"{prefix}gate_up" in linears
+        self.up = linears[f"{prefix}gate_up" if self.gated else f"{prefix}up"]
+        self.down = linears[f"{prefix}down"]
         self.kind = spec.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class MoEBlock:
     """The experts of one layer that this rank holds, and its part of the MLP that every token goes through."""
 
     def __init__(
-        self, spec: DecoderSpec, products: Mapping[str, Linear], tensors: Mapping[str, torch.Tensor], prefix: str,
+        self, spec: DecoderSpec, linears: Mapping[str, Linear], tensors: Mapping[str, torch.Tensor], prefix: str,
         shard: Shard,
     ) -> None:  # fmt: skip
         moe = spec.moe
@@ -45,14 +45,14 @@ class MoEBlock:
         up_bias, down_bias = tensors.get(f"{prefix}experts_gate_up.bias"), tensors.get(f"{prefix}experts_down.bias")
         count, hidden = len(held), spec.hidden_size
         self.experts = MoE(
-            moe, products[f"{prefix}router"],
+            moe, linears[f"{prefix}router"],
             up.view(count, 2 * moe.width, hidden), down.view(count, hidden, moe.width),
             None if up_bias is None else up_bias.view(count, 2 * moe.width),
             None if down_bias is None else down_bias.view(count, hidden),
             held.start, tensors.get(f"{prefix}correction.bias"),
         )  # fmt: skip
-        self.shared = MLP(spec, products, f"{prefix}shared_") if moe.shared_width else None
-        self.shared_gate = products.get(f"{prefix}shared_gate")
+        self.shared = MLP(spec, linears, f"{prefix}shared_") if moe.shared_width else None
+        self.shared_gate = linears.get(f"{prefix}shared_gate")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""

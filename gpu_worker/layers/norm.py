@@ -13,15 +13,17 @@ import torch.nn.functional as F
 from . import dispatch
 
 
-class _Norm:
-    """What both kinds are called for."""
+class Norm:
+    """What every kind is called for."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of ``x`` [..., hidden]."""
         return self._kernel(x, None) if dispatch.use_kernels(x) else self._norm(x)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual). The CPU adds into ``residual`` itself."""
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual); None stands for zero. The CPU adds into ``residual`` itself."""
+        if residual is None:
+            return self(x), x
         if dispatch.use_kernels(x):
             return self._kernel(x, residual)
         residual += x
@@ -34,7 +36,7 @@ class _Norm:
         raise NotImplementedError
 
 
-class RMSNorm(_Norm):
+class RMSNorm(Norm):
     """x * rsqrt(mean(x^2) + eps) * w, in float32 inside; ``plus_one`` is Gemma's 1 + w."""
 
     def __init__(self, weight: torch.Tensor, eps: float, plus_one: bool = False) -> None:
@@ -55,7 +57,7 @@ class RMSNorm(_Norm):
         return (wide * scale).to(x.dtype).mul_(self._cpu_weight)
 
 
-class LayerNorm(_Norm):
+class LayerNorm(Norm):
     """(x - mean) * rsqrt(variance + eps) * w + b, in float32 inside and rounded once; w and b may be None."""
 
     def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
@@ -76,3 +78,25 @@ class LayerNorm(_Norm):
         if bias is not None:
             normed += bias
         return normed.to(x.dtype)
+
+
+class NoNorm(Norm):
+    """In the place of a norm that a model lacks: the sum with the residual alone."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x if residual is None else residual + x
+        return total, total
+
+
+class ResidualFromNorm(Norm):
+    """``norm`` where its result, and not the sum it was given, is the residual from there on (BLOOM, ChatGLM)."""
+
+    def __init__(self, norm: Norm) -> None:
+        self.norm = norm
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.norm.add(x, residual)[0]
+        return normed, normed

@@ -17,10 +17,10 @@ from ...proto.config import ConfigError
 from ..batch import StepBatch
 from ..layers.mlp import MLP
 from ..spec import DecoderSpec, WeightNames
-from .decoder import Weights
 from .families.common import Config, decoder, integer, positive, with_aliases
 from .families.common import activation as activation_of
 from .model import Cache, Model
+from .weights import Weights
 
 _BERT_LAYER = {
     "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -113,7 +113,7 @@ class Encoder(Model):
         self.types = weights.tensors.get("types.weight")
         self.enter_norm = weights.norm("embed_norm")
         self.stack = [_Layer(spec, weights, f"layers.{index}.") for index in range(spec.num_layers)]
-        self.head, self.classes = weights.products.get("head"), weights.products.get("lm_head")
+        self.head, self.classes = weights.linears.get("head"), weights.linears.get("lm_head")
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Cache, hidden: torch.Tensor | None = None) -> torch.Tensor:
@@ -139,8 +139,8 @@ class Encoder(Model):
 
 class _Layer:
     def __init__(self, spec: DecoderSpec, weights: Weights, prefix: str) -> None:
-        self.spec, self.mlp = spec, MLP(spec, weights.products, prefix)
-        self.qkv, self.o = weights.products[prefix + "qkv"], weights.products[prefix + "o"]
+        self.spec, self.mlp = spec, MLP(spec, weights.linears, prefix)
+        self.qkv, self.o = weights.linears[prefix + "qkv"], weights.linears[prefix + "o"]
         self.attn_norm, self.mlp_norm = weights.norm(prefix + "attn_norm"), weights.norm(prefix + "mlp_norm")
 
     def __call__(self, x: torch.Tensor, groups: list[torch.Tensor], outputs: torch.Tensor | None) -> torch.Tensor:

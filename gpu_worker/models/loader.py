@@ -25,7 +25,7 @@ from ...proto.config import ConfigError
 from ..layers.linear import Linear
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec, Layout, Shard, WeightNames
-from .decoder import Decoder, Weights
+from .decoder import Decoder
 from .dtypes import resolve_dtype
 from .encoder import Encoder
 from .fallback import load_fallback, uses_fallback
@@ -34,6 +34,7 @@ from .files import Entry, Tensors, check_load_format, some, trim, weight_files
 from .model import Model
 from .parameters import Parameter, parameters
 from .pooled import find_pooled
+from .weights import Weights
 
 __all__ = ["load_model", "resolve_dtype"]
 
@@ -133,7 +134,7 @@ class _Parts:
         self.spec, self.dtype, self.device = spec, dtype, device
         self.parameters = {parameter.name: parameter for parameter in parameters(spec, shard)}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._products: dict[str, Linear] = {}
+        self._linears: dict[str, Linear] = {}
         self._open: dict[str, torch.Tensor] = {}
         self._left = {
             name: {index for index, part in enumerate(p.parts) if len(part)} for name, p in self.parameters.items()
@@ -163,7 +164,7 @@ class _Parts:
         """Take ``tensor`` as the whole of ``parameter``, in the model's dtype, on its device."""
         self._left[parameter.name].clear()
         if parameter.kind == "product":
-            self._products[parameter.name.removesuffix(".weight")] = Linear(tensor)
+            self._linears[parameter.name.removesuffix(".weight")] = Linear(tensor)
         else:
             self._tensors[parameter.name] = tensor
 
@@ -174,11 +175,11 @@ class _Parts:
     def weights(self) -> Weights:
         """The finished parameters."""
         if self.spec.tied and "embed.weight" in self._tensors:
-            self._products["lm_head"] = Linear(self._tensors["embed.weight"])
+            self._linears["lm_head"] = Linear(self._tensors["embed.weight"])
         for name in list(self._tensors):
-            if name.endswith(".bias") and (product := self._products.get(name.removesuffix(".bias"))) is not None:
+            if name.endswith(".bias") and (product := self._linears.get(name.removesuffix(".bias"))) is not None:
                 product.bias = self._tensors.pop(name)
-        return Weights(self.spec, self._tensors, self._products, self.dtype, self.device)
+        return Weights(self.spec, self._tensors, self._linears, self.dtype, self.device)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from quire.gpu_worker.layers import linear
 from quire.gpu_worker.layers.rope import rope_tables
 from quire.gpu_worker.models import dtypes
+from quire.gpu_worker.models.blocks import Block, Parallel, PostNorm, PreNorm, Sandwich, block_of
 from quire.gpu_worker.models.families import FAMILIES as ALL_FAMILIES
 from quire.gpu_worker.models.families import find_family
 from quire.gpu_worker.models.families.llama import FAMILIES
@@ -183,6 +184,31 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **values: Any) -> dict[s
         "architectures": [architecture], "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, **values,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "block"),
+    [
+        ("LlamaForCausalLM", {}, PreNorm),
+        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, PreNorm),
+        ("Gemma2ForCausalLM", {}, Sandwich),
+        ("Olmo2ForCausalLM", {}, Sandwich),
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, PostNorm),
+        ("CohereForCausalLM", {}, Parallel),
+        ("GPTNeoXForCausalLM", {}, Parallel),
+    ],
+)
+def test_a_layer_is_one_of_four_shapes(architecture: str, values: dict[str, Any], block: type[Block]) -> None:
+    spec, _ = find_family(tiny_config(architecture, **values))
+    assert block_of(spec) is block
+
+
+def test_a_spec_of_two_shapes_is_refused() -> None:
+    spec, _ = find_family(tiny_config("CohereForCausalLM"))
+    with pytest.raises(ValueError, match="CohereForCausalLM cannot be Parallel and PostNorm at once"):
+        block_of(replace(spec, post_norm=True))
+    with pytest.raises(ValueError, match="no Parallel layer has this spec's residual"):
+        block_of(replace(spec, residual_from_norm=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,28 @@
+"""The loaded parameters of one process, as the decoder and the encoder take them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..layers.linear import Linear
+from ..layers.norm import LayerNorm, RMSNorm
+from ..spec import DecoderSpec
+
+
+class Weights:
+    """The loaded parameters of one process: ``tensors`` by parameter name, ``linears`` as Linears by theirs."""
+
+    def __init__(
+        self, spec: DecoderSpec, tensors: dict[str, torch.Tensor], linears: dict[str, Linear], dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.spec, self.tensors, self.linears, self.dtype, self.device = spec, tensors, linears, dtype, device
+
+    def norm(self, name: str, kind: str | None = None, affine: bool = True) -> RMSNorm | LayerNorm:
+        """The norm ``name``, of the model's kind unless another is given."""
+        spec, weight, bias = self.spec, self.tensors.get(f"{name}.weight"), self.tensors.get(f"{name}.bias")
+        if (kind or spec.norm) == "ln":
+            return LayerNorm(weight, bias, spec.norm_eps)
+        if weight is None:
+            raise KeyError(f"{name}.weight")
+        return RMSNorm(weight, spec.norm_eps, spec.norm_plus_one)
