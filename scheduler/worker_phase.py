@@ -31,10 +31,11 @@ class Event(Enum):
 
     LOADED = "Loaded"
     READY = "Ready"
-    RESULT = "a step's result"
-    DRAIN = "Drain"
+    RESULT = "result"
+    """Of a step."""
+    DRAIN = "drain"
     """It, or an operator, asks that it leaves."""
-    EMPTY = "nothing left"
+    EMPTY = "empty"
     """Nothing runs there any more that somebody waits for, or the time for that is up."""
 
 

@@ -153,11 +153,11 @@ class WorkerRegistry:
         self.changed()
 
     def _loaded(self, peer: str, worker: Worker, message: Loaded) -> None:
-        if not self._follow(peer, worker, Event.LOADED) or worker.phase is Phase.RECALLED:
+        if not self._starts(peer, worker, Event.LOADED):
             return
         sizes = (message.num_blocks, message.max_model_len, message.vocab_size)
         if not all(1 <= size <= INT32_MAX for size in sizes):
-            self._expel(peer, f"it sent Loaded{sizes}")
+            self._expel(peer, f"it said Loaded{sizes}")
             return
         if message.num_blocks > MAX_BLOCKS:  # a tiny model has room for more than anybody could use
             log.info("worker %s has room for %d blocks; %d are used", peer, message.num_blocks, MAX_BLOCKS)
@@ -166,7 +166,7 @@ class WorkerRegistry:
         self.to_workers.append((peer, Configure(worker.lease, message.num_blocks)))
 
     def _ready(self, peer: str, worker: Worker) -> None:
-        if not self._follow(peer, worker, Event.READY) or worker.phase is Phase.RECALLED:
+        if not self._starts(peer, worker, Event.READY):
             return
         config, loaded = self.config, worker.loaded
         assert loaded is not None  # it was configured
@@ -184,12 +184,12 @@ class WorkerRegistry:
         )  # fmt: skip
         self.changed()
 
-    def _follow(self, peer: str, worker: Worker, event: Event) -> bool:
-        """Go where the table says; False where the worker is expelled, for something that cannot be in its phase."""
+    def _starts(self, peer: str, worker: Worker, event: Event) -> bool:
+        """True where Loaded or Ready moves the worker on; it is expelled where neither can be in its phase."""
         if not worker.follow(event, self.core.clock()):
-            self._expel(peer, f"it sent {event.value} while {worker.phase.value}")
+            self._expel(peer, f"it said {event.value} while {worker.phase.value}")
             return False
-        return True
+        return worker.phase is not Phase.RECALLED
 
     def _count_starting(self) -> None:
         self.core.loading = sum(worker.phase in STARTING for worker in self.workers.values())
@@ -197,10 +197,12 @@ class WorkerRegistry:
     # -- results
 
     def _result(self, peer: str, worker: Worker, message: StepResult) -> None:
-        if not self._follow(peer, worker, Event.RESULT):
+        now = self.core.clock()
+        if not worker.follow(Event.RESULT, now):
+            self._expel(peer, f"it sent the result of step {message.step} while {worker.phase.value}")
             return
         assert worker.replica is not None  # it is ready, or was
-        worker.heartbeat_at = self.core.clock()
+        worker.heartbeat_at = now
         try:
             self.core.commit(worker.replica, message)
         except BadFrame as error:
