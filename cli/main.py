@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..proto.config import ConfigError
+from ..proto.config import ConfigError, FlagParser
 from ..proto.process import EXIT_CONFIG, complain
 from .errors import CommandError
 
@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
 
 def make_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser, with the flags of ``command`` only; None names the commands and no flags."""
-    parser = argparse.ArgumentParser(prog="quire", description="A server for large language models.")
+    parser = FlagParser(prog="quire", description="A server for large language models.")
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, (module, help) in COMMANDS.items():

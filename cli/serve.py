@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..proto.checkpoint.model_config import DEMO_MODEL
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
 from ..proto.process import ignore_signals, setup_logging
 from .errors import CommandError
@@ -27,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("serve")
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     add_flags(parser)
-    parser.set_defaults(run=serve)
+    parser.set_defaults(run=serve, several=[])
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -77,7 +78,20 @@ def engine_args_of(args: argparse.Namespace) -> EngineArgs:
         if args.model is not None and args.model != args.model_tag:
             raise ConfigError(f"two models are named, {args.model_tag!r} and {args.model!r}; name one.")
         args.model = args.model_tag
+    for flag, values in args.several if args.model is None else ():
+        _check_is_no_model(flag, values)
     return from_namespace(args)
+
+
+def _check_is_no_model(flag: str, values: list[str]) -> None:
+    """Raises ConfigError where the last of a flag's values may have been meant as the model."""
+    if ":" in values[-1]:  # a function's name; no folder or hub id looks so
+        return
+    given = f"{len(values)} values" if "key" in flag else " ".join(map(repr, values))
+    raise ConfigError(
+        f"no model is named, and {flag} takes all of what follows it: {given}. Where the last is the model, write "
+        f"`quire serve MODEL {flag} ...`; for the demo model write `quire serve {DEMO_MODEL} {flag} ...`."
+    )
 
 
 def ready_line(args: EngineArgs, seconds: float) -> str:

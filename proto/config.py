@@ -11,9 +11,11 @@ import dataclasses
 import json
 import numbers
 import os
+import sys
 import tempfile
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +28,13 @@ class ConfigError(ValueError):
 
 
 def _flag(
-    default: Any, services: tuple[str, ...], help: str, choices: tuple[str, ...] | None = None, short: str = ""
-) -> Any:
-    return field(default=default, metadata={"services": services, "help": help, "choices": choices, "short": short})
+    default: Any, services: tuple[str, ...], help: str, choices: tuple[str, ...] | None = None, also: str = "",
+    several: bool = False,
+) -> Any:  # fmt: skip
+    """``also``: another spelling; ``several``: the command line takes several values, as for a list."""
+    return field(default=default, metadata={
+        "services": services, "help": help, "choices": choices, "also": also, "several": several,
+    })  # fmt: skip
 
 
 _MODEL = ("frontend", "detokenizer", "gpu_worker")
@@ -101,8 +107,9 @@ class EngineArgs:
         ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
     )  # fmt: skip
     logits_processor: list[str] | None = _flag(
-        None, _WORK, "functions that requests may name in logits_processors, as package.module:function"
-    )
+        None, _WORK, "functions that requests may name in logits_processors, as package.module:function",
+        also="--logits-processors",
+    )  # fmt: skip
 
     # Device and memory
     device: str = _flag("auto", _WORK, "auto: cuda where there is one", ("auto", "cpu", "cuda"))
@@ -141,7 +148,9 @@ class EngineArgs:
     host: str = _flag("0.0.0.0", _HTTP, "address to listen on")
     port: int = _flag(8000, _HTTP, "port to listen on; 0 takes a free one")
     served_model_name: list[str] | None = _flag(None, _HTTP, "names the API answers to (default: the model's)")
-    api_key: str | None = _flag(None, _HTTP, "required as a bearer token; several with commas; also QUIRE_API_KEY")
+    api_key: str | None = _flag(
+        None, _HTTP, "required as a bearer token; several with spaces or commas; also QUIRE_API_KEY", several=True
+    )
     max_request_bytes: int = _flag(8 * 2**20, _HTTP, "largest request body in bytes; more gets 413")
 
     # Processes (read by `quire serve` and LLM alone)
@@ -152,9 +161,9 @@ class EngineArgs:
     swap_space: float = _flag(4, (), "accepted for vLLM's sake; preempted requests are recomputed, never swapped")
 
     # One copy of the model in several workers
-    tensor_parallel_size: int = _flag(1, _WORK, "workers among which each layer is shared out", short="-tp")
+    tensor_parallel_size: int = _flag(1, _WORK, "workers among which each layer is shared out", also="-tp")
     pipeline_parallel_size: int = _flag(1, _WORK, "parts, one after the other, into which the layers are split; each "
-                                        "has tensor_parallel_size workers", short="-pp")  # fmt: skip
+                                        "has tensor_parallel_size workers", also="-pp")  # fmt: skip
     rank: int = _flag(0, _WORK, "which of its copy's workers this one is; `quire serve` and LLM set it themselves")
     master_addr: str = _flag(
         "127.0.0.1", _WORK, "where a copy's workers meet: the machine of the one that speaks for them, rank "
@@ -192,6 +201,8 @@ class EngineArgs:
         for name in ("hf_overrides", "rope_scaling", "override_generation_config", "pooler_config"):
             if isinstance(value := getattr(self, name), dict):  # LLM's callers write it so
                 setattr(self, name, json.dumps(value))
+        if isinstance(self.api_key, list):  # the command line's values
+            self.api_key = ",".join(self.api_key)
         for name in ("num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
                      "kv_cache_memory_bytes", "max_requests_per_key"):  # fmt: skip
             value = getattr(self, name)
@@ -274,6 +285,31 @@ def human_length(text: str) -> int:
     return -1 if text == "auto" else human_int(text)
 
 
+class FlagParser(argparse.ArgumentParser):
+    """A parser that takes ``--max_num_seqs`` for ``--max-num-seqs``, as vLLM's does; so do its subcommands."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """The same as argparse's."""
+        given = list(sys.argv[1:] if args is None else args)
+        end = given.index("--") if "--" in given else len(given)
+        return super().parse_known_args([*map(_dashed, given[:end]), *given[end:]], namespace)
+
+
+def _dashed(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+
+
+class _Several(argparse.Action):
+    """A flag that takes one value or more, each time it is given. Where the namespace has a list ``several``, the flag
+    and its values are added to it when they are more than one: the last may have been meant for something else."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if len(values) > 1 and hasattr(namespace, "several"):
+            namespace.several = [*namespace.several, (option_string, values)]
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or []), *values])
+
+
 def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip: tuple[str, ...] = ()) -> None:
     """Add the flags of one service, or of all of them, to a parser."""
     hints = typing.get_type_hints(EngineArgs)
@@ -287,13 +323,13 @@ def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip:
         kwargs: dict[str, Any] = {"default": fld.default, "help": fld.metadata["help"] + shown}
         if kind is bool:
             kwargs["action"] = argparse.BooleanOptionalAction
-        elif typing.get_origin(kind) is list:
-            kwargs.update(nargs="+", action="extend", type=typing.get_args(kind)[0])
+        elif typing.get_origin(kind) is list or fld.metadata["several"]:
+            kwargs.update(nargs="+", action=_Several)
         else:
             parse = human_length if fld.name == "max_model_len" else human_int if kind is int else kind
             kwargs.update(type=parse, choices=fld.metadata["choices"])
-        short = [fld.metadata["short"]] if fld.metadata["short"] else []
-        parser.add_argument(*short, "--" + fld.name.replace("_", "-"), **kwargs)
+        names = ([fld.metadata["also"]] if fld.metadata["also"] else []) + ["--" + fld.name.replace("_", "-")]
+        parser.add_argument(*names, dest=fld.name, **kwargs)
 
 
 def from_namespace(namespace: argparse.Namespace) -> EngineArgs:
@@ -304,7 +340,7 @@ def from_namespace(namespace: argparse.Namespace) -> EngineArgs:
 
 def parse_service_args(service: str, argv: list[str] | None = None) -> EngineArgs:
     """Parse ``python -m quire.<service>``'s command line; a bad one ends the process with one line and code 2."""
-    parser = argparse.ArgumentParser(prog=f"python -m quire.{service}")
+    parser = FlagParser(prog=f"python -m quire.{service}")
     add_flags(parser, service)
     try:
         args = from_namespace(parser.parse_args(argv))

@@ -18,7 +18,7 @@ from quire.cli import serve
 from quire.cli.main import COMMANDS, make_parser, run
 from quire.client.stream import OpenRequest, RequestError
 from quire.frontend.fake import FakeServer, Say
-from quire.proto.config import ConfigError, EngineArgs
+from quire.proto.config import ConfigError, EngineArgs, parse_service_args
 from quire.proto.wire.sockets import Keys
 
 QUIRE = [sys.executable, "-P", "-m", "quire.cli"]
@@ -213,9 +213,49 @@ def test_serve_takes_vllms_flags() -> None:
     assert args.logits_processor == ["a.b:c", "d:e"]
 
 
+@pytest.mark.parametrize("flag", ["--served-model-name", "--served_model_name", "--api-key", "--logits-processor"])
+def test_serve_does_not_take_the_model_for_a_flags_last_value(flag: str) -> None:
+    for argv in (["one", "/path/to/model"], ["one", "org/model", "--port=0"], ["one", "two", "three"]):
+        with pytest.raises(ConfigError, match=r"no model is named, and --[a-z-]+ takes all .* `quire serve MODEL --"):
+            parsed(flag, *argv)
+    for argv in (
+        ["/path/to/model", flag, "one", "two"], [flag, "one", "two", "--", "/path/to/model"],
+        [f"{flag}=one", "/path/to/model", f"{flag}=two"], [flag, "one", "two", "--model", "/path/to/model"],
+        ["--model=/path/to/model", flag, "one", flag, "two"],
+    ):  # fmt: skip
+        args = parsed(*argv)
+        assert args.model == "/path/to/model"
+        values = {"one,two": ["one", "two"]}.get(str(args.api_key)) or args.served_model_name or args.logits_processor
+        assert values == ["one", "two"]
+    assert parsed(flag, "one").model is None  # nothing else can have been meant
+    with pytest.raises(ConfigError, match="no model is named"):
+        parsed("--served-model-name", "one", "/path/to/model", "--logits-processor", "a:f", "b:g")
+
+
+def test_a_refused_command_line_does_not_show_its_keys() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parsed("--api-key", "secret", "also-secret")
+    assert "secret" not in str(refused.value)
+
+
+def test_flags_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    args = parsed("--max_num_seqs", "8", "--max_model_len=1k", "--no_enable_prefix_caching", "--dtype", "float32")
+    assert (args.max_num_seqs, args.max_model_len, args.enable_prefix_caching) == (8, 1000, False)
+    assert parsed("--chat_template=a_b=c_d").chat_template == "a_b=c_d"
+    assert parsed("--logits-processors", "a:f").logits_processor == ["a:f"]
+    assert parsed("--max_num_seqs=8", "--", "--a_b").model == "--a_b"
+    bench = make_parser("bench").parse_args(["bench", "throughput", "--num_prompts=3", "--max_num_seqs", "8"])
+    assert (bench.num_prompts, bench.max_num_seqs) == (3, 8)
+    assert make_parser("bench").parse_args(["bench", "serve", "--num_prompts", "3"]).num_prompts == 3
+    assert make_parser("chat").parse_args(["chat", "--model_name=a_b", "--max_tokens", "3"]).model_name == "a_b"
+    args = parse_service_args("frontend", ["--served_model_name", "a_b", "--api_key", "k", "l", "--port=1"])
+    assert (args.served_model_name, args.api_key, args.port) == (["a_b"], "k,l", 1)
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--served-model-name", "a", "/nowhere/at/all"], "'a' '/nowhere/at/all'"),
         (["/nowhere/at/all"], "/nowhere/at/all"),
         (["--block-size", "7"], "block_size must be 8, 16 or 32"),
         (["--quantization", "awq"], "not supported yet"),
