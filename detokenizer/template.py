@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from ..proto.config import ConfigError
 from ..proto.errors import Refused
-from . import sandbox
-from .sandbox import Limits, Parts, Text, WrongForm
+from . import template_limits as limits
+from .template_limits import Limits, Parts, Text, WrongForm
 
 MAX_TRIES = 8
 """Messages that change their form one by one; after so many all of a role change it together."""
@@ -119,8 +119,8 @@ class ChatTemplate:
             with Limits():
                 for part in template.generate(context):
                     size += len(part)
-                    if size > sandbox.MAX_RENDERED:
-                        text = f"the rendered chat is longer than {sandbox.MAX_RENDERED} characters; shorten it."
+                    if size > limits.MAX_RENDERED:
+                        text = f"the rendered chat is longer than {limits.MAX_RENDERED} characters; shorten it."
                         raise Refused(text, "messages")
                     parts.append(part)
         except WrongForm:
@@ -256,7 +256,9 @@ def _compile(source: str) -> Compiled:
     from jinja2 import TemplateError, nodes
 
     if _sandbox is None:
-        _sandbox = sandbox.make_sandbox()
+        from .sandbox import make_sandbox  # jinja comes with the first chat
+
+        _sandbox = make_sandbox()
     try:
         tree = _sandbox.parse(source)
         loops = any(_is_content(each.iter) for each in tree.find_all(nodes.For))

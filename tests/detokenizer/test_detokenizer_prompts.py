@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from quire.detokenizer import sandbox
+from quire.detokenizer import template_limits
 from quire.detokenizer.template import ChatTemplate
 from quire.detokenizer.tokenize import Preparer
 from quire.detokenizer.tokenizer import load_tokenizer
@@ -274,8 +274,8 @@ def test_bad_chats_name_the_field(messages: Any, options: Any, param: str) -> No
     ],
 )
 def test_bad_templates_are_refused_in_bounded_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
-    monkeypatch.setattr(sandbox, "MAX_RENDERED", 100_000)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(template_limits, "MAX_RENDERED", 100_000)
     with pytest.raises(Refused) as refused:
         ChatTemplate({"default": source}, {}).render([{"role": "user", "content": "x"}], None)
     assert refused.value.param == "messages"
