@@ -14,6 +14,7 @@ from ..proto.process import pulse, tell_ready
 from ..proto.wire.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
 from .blame import Blame
 from .core import Scheduler
+from .inputs import Inputs
 from .membership import Membership
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Loop:
         self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
         self.core = Scheduler(config)
         self.membership = Membership(self.core, epoch, blame)
-        self.registry = self.membership.registry
+        self.inputs = Inputs(self.membership)
         self._wake, self._waker = socket.socketpair()
         self._poller = zmq.Poller()
         for readable in (self.front.socket, self.front.monitor(), self.workers.socket, self.workers.monitor()):
@@ -48,11 +49,11 @@ class Loop:
         while not self._stopping:
             pulse()
             self._poller.poll(int(self.membership.timeout() * 1000) + 1 if settled else 0)
-            self.membership.notice()
+            self.inputs.notice()
             self._ingest()
-            self.membership.notice()  # it may have been stopped while it read
-            self.membership.tick()
-            self.registry.plans()
+            self.inputs.notice()  # it may have been stopped while it read
+            self.inputs.tick()
+            self.inputs.plans()
             settled = self._send()
 
     def stop(self, *_: object) -> None:
@@ -71,34 +72,34 @@ class Loop:
 
     def _ingest(self) -> None:
         """Results first: whoever waits for a token has waited longest."""
-        membership, registry = self.membership, self.registry
-        for wire, handle in ((self.workers, registry.on_worker), (self.front, membership.on_front)):
+        inputs, membership = self.inputs, self.membership
+        for wire, handle in ((self.workers, inputs.worker), (self.front, inputs.front)):
             for _ in range(DRAIN_LIMIT):
                 received = wire.recv()
                 if received is None:
                     break
                 handle(*received)
-        membership.wire_bad_frames = self.front.bad_frames + self.workers.bad_frames
+        if (bad_frames := self.front.bad_frames + self.workers.bad_frames) != membership.wire_bad_frames:
+            inputs.bad_frames(bad_frames)
         if _connection_lost(self.workers):
-            for peer in list(registry.workers):
+            for peer in list(membership.registry.workers):
                 if not self.workers.send(peer, Heartbeat()):
-                    registry.gone(peer, "is gone: its connection broke")
+                    inputs.worker_gone(peer, "is gone: its connection broke")
         if _connection_lost(self.front):
             for peer in list(membership.front):
                 if not self.front.send(peer, Heartbeat()):
-                    membership.front_gone(peer)
+                    inputs.front_gone(peer)
 
     def _send(self) -> bool:
         """Everything owed. False where something could not be delivered: others are owed something in turn."""
-        membership, registry, settled = self.membership, self.registry, True
-        messages, registry.to_workers = registry.to_workers, []
-        for peer, message in messages:
+        inputs, settled = self.inputs, True
+        for peer, message in inputs.to_workers():
             if not self.workers.send(peer, message):
-                registry.gone(peer, "is gone: it cannot be reached")
+                inputs.worker_gone(peer, "is gone: it cannot be reached")
                 settled = False
-        for peer, message in self.core.outbox.take():
+        for peer, message in inputs.to_front():
             if not self.front.send(peer, message):
-                membership.undelivered(peer, message)
+                inputs.undelivered(peer, message)
                 settled = False
         return settled
 

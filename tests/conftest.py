@@ -31,3 +31,8 @@ def pytest_collection_finish() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What ``tests/scheduler/test_transcripts.py`` takes."""
+    parser.addoption("--rewrite-transcripts", action="store_true", help="write the scheduler's transcripts anew")

@@ -27,15 +27,15 @@ def test_a_stop_while_it_reads(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> N
     def read() -> None:
         """Each turn hears one worker's beat, and then takes its time."""
         nonlocal now
-        loop.registry.on_worker("heard", Heartbeat(0))
+        loop.membership.registry.on_worker("heard", Heartbeat(0))
         now += next(turns, 0.0)
-        left.append(set(loop.registry.workers))
+        left.append(set(loop.membership.registry.workers))
         if len(left) == 14:
             loop.stop()
 
     for name in ("heard", "hung"):
-        loop.registry.on_worker(name, FakeWorker(64, 128, 100).hello(name, loaded=True))
-        worker = loop.registry.workers[name]
+        loop.membership.registry.on_worker(name, FakeWorker(64, 128, 100).hello(name, loaded=True))
+        worker = loop.membership.registry.workers[name]
         worker.replica = Replica(worker.lease.replica, worker.lease, name, 4, 64, 16, 128, 100)  # judged by its beats
         loop.core.replicas[worker.replica.number] = worker.replica
     monkeypatch.setattr(loop, "_ingest", read)
