@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         Logprob,
         PoolingOutput,
         PoolingRequestOutput,
-        RequestMetrics,
         RequestOutput,
         ScoringOutput,
         ScoringRequestOutput,
     )
     from .client.offline.prompts import TextPrompt, TokensPrompt
+    from .client.results import RequestMetrics
     from .proto.config import EngineArgs
     from .proto.params import RequestOutputKind, SamplingParams
     from .proto.pooling import PoolingParams
@@ -46,7 +46,7 @@ _HOMES = {
     "Logprob": ".client.offline.outputs",
     "StructuredOutputsParams": ".proto.structured",
     "CompletionOutput": ".client.offline.outputs",
-    "RequestMetrics": ".client.offline.outputs",
+    "RequestMetrics": ".client.results",
     "RequestOutput": ".client.offline.outputs",
     "TextPrompt": ".client.offline.prompts",
     "TokensPrompt": ".client.offline.prompts",

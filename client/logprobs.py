@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..proto.codec import BadFrame, from_f32, from_i32
 from ..proto.messages import Logprobs, TextBatch
-from .stream import TokenLogprobs
+from .results import TokenLogprobs
 
 
 def by_row(batch: TextBatch, counts: list[int]) -> dict[int, Logprobs]:

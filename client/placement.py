@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
-from ..proto.messages import FromDetokenizer
-from ..proto.wire.sockets import Dealer
-from .stream import OpenRequest
+from .request import OpenRequest
 
 
 class Link:
-    """The connection to one detokenizer. ``listed`` is the scheduler epoch that last named it.
+    """The connection ``identity`` to the detokenizer ``incarnation``. ``listed`` is the scheduler epoch that last named
+    it.
 
     It takes requests once it is ``ready``: connected, and, where the one before it fell ``silent``, heard.
     """
 
-    def __init__(self, incarnation: str, wire: Dealer[FromDetokenizer], listed: int, silent: bool):
-        self.incarnation, self.wire, self.listed, self.silent = incarnation, wire, listed, silent
+    def __init__(self, identity: str, incarnation: str, endpoint: str, listed: int, silent: bool):
+        self.identity, self.incarnation, self.endpoint = identity, incarnation, endpoint
+        self.listed, self.silent = listed, silent
+        self.failed = self.retry = False  # connecting to it could not even be tried; it is to be tried again
         self.ready = False
         self.heard = 0.0
         self.open: dict[int, OpenRequest] = {}
-        self.trial: int | None = None  # the one request there that is on trial
+        self.quarantined: int | None = None  # the one request there that is in quarantine
 
     def add(self, request: OpenRequest) -> None:
         """``request`` is there from now on."""
         self.open[request.uid] = request
         request.link = self
-        if request.on_trial:
-            self.trial = request.uid
+        if request.in_quarantine:
+            self.quarantined = request.uid
 
     def remove(self, request: OpenRequest) -> None:
         """It is there no longer."""
@@ -37,26 +37,26 @@ class Link:
         self.release(request)
 
     def release(self, request: OpenRequest) -> None:
-        """Its trial, if it was on one, is over."""
-        if self.trial == request.uid:
-            self.trial = None
+        """Its quarantine, if it was in one, is over."""
+        if self.quarantined == request.uid:
+            self.quarantined = None
 
     def takes(self, request: OpenRequest) -> bool:
         """Whether ``request`` may go there now.
 
-        A detokenizer that dies may have died of any request that it had not accepted yet. One more such loss and a
-        request on trial fails: so that it fails by its own fault alone, nothing else is being looked at meanwhile. And
-        what dies during a trial has died of that.
+        A detokenizer that dies may have died of any request that it had not accepted yet. One more such loss fails a
+        request in quarantine: so that it fails by its own fault alone, nothing else is read there meanwhile. And a
+        detokenizer that dies meanwhile has died of that request.
         """
         if not self.ready:
             return False
-        if request.on_trial:
+        if request.in_quarantine:
             return all(other.accepted for other in self.open.values())
-        return self.trial is None or request.accepted is not None
+        return self.quarantined is None or request.accepted is not None
 
 
 class Placement:
-    """``links`` by incarnation, and the requests that wait for one of them, by uid in the order they came: ``new`` ones
+    """``links`` by identity, and the requests that wait for one of them, by uid in the order they came: ``new`` ones
     that nobody has accepted yet, and ``resumed`` ones, which overtake them."""
 
     def __init__(self) -> None:
@@ -84,12 +84,12 @@ class Placement:
         if link is not None:
             link.add(request)
         else:
-            request.since = time.monotonic()
             line[request.uid] = request
         return link
 
     def place_waiting(self) -> Iterator[tuple[OpenRequest, Link]]:
-        """Who need wait no longer, and where it goes. No new one overtakes another: it might be on trial for ever."""
+        """Who need wait no longer, and where it goes. No new one overtakes another: one in
+        quarantine might wait for ever."""
         for line in (self.resumed, self.new):
             while line:
                 request = next(iter(line.values()))

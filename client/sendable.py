@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -10,6 +11,7 @@ import msgspec
 
 from ..proto.codec import Decoder, encode
 from ..proto.messages import Tokenize
+from .results import RequestError
 
 _decoder: Any = cache(Decoder)
 _hints: Any = cache(get_type_hints)
@@ -53,6 +55,14 @@ def priority_of(value: Any) -> int:
     if not -(2**31) <= number < 2**31:
         raise ValueError(f"priority must be a 32-bit integer, got {value!r}.")
     return number
+
+
+def pack_ids(ids: list[int]) -> bytes:
+    """Token ids as an int32 column. Raises RequestError 400 where one does not fit."""
+    try:
+        return array("i", ids).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise RequestError(400, f"token ids must be integers of at most 31 bits ({error}).", "prompt") from error
 
 
 def size_of(message: Tokenize) -> int:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from ..client.engine import Engine
 from ..client.offline.defaults import default_sampling
-from ..client.stream import RequestError
+from ..client.results import RequestError
 from ..proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args

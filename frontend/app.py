@@ -8,7 +8,7 @@ from aiohttp import web
 
 from .. import __version__
 from ..client.engine import Engine
-from ..client.stream import RequestError
+from ..client.results import RequestError
 from .auth import auth_middleware, keys_of
 from .calls import json_body
 from .chat import chat_completions

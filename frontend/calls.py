@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from ..client.stream import RequestError, RequestStream, StreamEvent, TokenLogprobs
+from ..client.results import RequestError, StreamEvent, TokenLogprobs
+from ..client.stream import RequestStream
 from ..proto.messages import Finish
 from ..proto.params import SamplingParams
 from .errors import ApiError, error_body, internal_error
@@ -238,8 +239,7 @@ class Call:
         for stream in self._streams:
             prompt = len(stream.accepted.prompt_ids) if stream.accepted else 0
             self._metrics.request(stream.metrics, prompt, [len(c.tokens) for c in stream.children], streamed)
-            resolved = stream.accepted.params if stream.accepted else self._params
-            self._metrics.parameters(self._params.n, self._params.width, resolved.max_tokens or 0)
+            self._metrics.parameters(self._params.n, self._params.width, stream.params.max_tokens or 0)
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

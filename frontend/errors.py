@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from ..client.stream import RequestError
+from ..client.results import RequestError
 
 log = logging.getLogger(__name__)
 

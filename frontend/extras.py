@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..client.offline.outputs import to_dict
-from ..client.stream import TokenLogprobs
+from ..client.results import TokenLogprobs
 
 FLOOR = -9999.0
 """What stands for a log-probability of minus infinity, which JSON cannot hold."""

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from ..client.core import SCHEDULER, Connect
 from ..client.engine import Engine
-from ..client.pooled import PoolRequest
-from ..client.stream import OpenRequest, RequestError, TokenLogprobs
+from ..client.generation import OpenGeneration
+from ..client.pooled import OpenPooling
+from ..client.request import OpenRequest
+from ..client.results import RequestError, TokenLogprobs
 from ..proto.codec import from_i32, i32
-from ..proto.messages import Accepted, Finish, ReplicaStats, Stats
+from ..proto.messages import Accepted, Finish, Peer, Peers, ReplicaStats, Stats, Tokenize
 from .__main__ import app_runner, listen, new_loop, url_of
 from .app import make_app
 from .front import Settings
@@ -41,15 +44,15 @@ class Say:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # made up where they are asked for and not given
 
 
-Script = Callable[[OpenRequest], Iterator[Say | RequestError | float]]
+Script = Callable[[OpenGeneration], Iterator[Say | RequestError | float]]
 """What happens to an accepted request: things said, an error that ends it, or seconds of silence."""
 
 
-PoolScript = Callable[[PoolRequest], Iterator[Any]]
+PoolScript = Callable[[OpenPooling], Iterator[Any]]
 """The same for one that is pooled: the array it is answered with, an error, or seconds of silence."""
 
 
-def count_words(request: OpenRequest) -> Iterator[Say | RequestError | float]:
+def count_words(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
     """Children take turns to say " <child>.<step>" until max_tokens."""
     params = request.message.params
     limit = params.max_tokens or 5
@@ -60,7 +63,7 @@ def count_words(request: OpenRequest) -> Iterator[Say | RequestError | float]:
         yield 0.0
 
 
-def compare_words(request: PoolRequest) -> Iterator[numpy.ndarray | RequestError | float]:
+def compare_words(request: OpenPooling) -> Iterator[numpy.ndarray | RequestError | float]:
     """An embedding is of three numbers that tell texts apart; a score is the share of the first text's words that are
     in the second; of two classes the second is the longer a text the likelier."""
     import numpy
@@ -97,6 +100,9 @@ class FakeEngine(Engine):
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        peers = [Peer("detokenizer", "fake", "nowhere")]
+        self.core.received(SCHEDULER, Peers(1, peers, block_size=16, ready=True, max_model_len=MAX_MODEL_LEN))
+        self._flush()
 
     async def close(self) -> None:
         self.fail_all(RequestError(503, "the engine has been closed."))
@@ -107,10 +113,6 @@ class FakeEngine(Engine):
     def ready(self) -> bool:
         return self.is_ready
 
-    @property
-    def max_model_len(self) -> int:
-        return MAX_MODEL_LEN
-
     async def stats(self, timeout: float = 2.0) -> Stats:
         if not self.is_ready:
             raise TimeoutError
@@ -120,28 +122,40 @@ class FakeEngine(Engine):
             replicas=[ReplicaStats(0, "ready", "cpu", 0, 100, 7, 17)],
         )  # fmt: skip
 
-    def _place(self, request: OpenRequest, besides: Any = None) -> None:
+    def _flush(self) -> None:
+        while todo := self.core.take():
+            for peer, what in todo:
+                if isinstance(what, Connect):
+                    self.core.connected(peer)
+                elif isinstance(what, Tokenize):
+                    self._begin(self.core.open[what.uid])
+
+    def _begin(self, request: OpenRequest) -> None:
         self.requests.append(request)
         player = asyncio.get_running_loop().create_task(self._play(request))
         self._players.add(player)
         player.add_done_callback(self._players.discard)
 
     def _abort(self, uid: int) -> None:
-        if uid in self._open:
+        if uid in self.core.open:
             self.aborted.append(uid)
         super()._abort(uid)
 
     async def _play(self, request: OpenRequest) -> None:
         await asyncio.sleep(0)
         if (error := self.refuse(request)) is not None:
-            self._finish(request, error)
+            self.core.finish(request, error)
             return
         message = request.message
         ids = from_i32(message.ids) if message.ids is not None else list(range(len(_words(request))))
         request.accept(Accepted(uid=request.uid, attempt=0, ids=i32(ids), prompt=message.prompt, params=message.params))
-        if isinstance(request, PoolRequest):
+        if isinstance(request, OpenPooling):
             await self._play_pooling(request)
-            return
+        elif isinstance(request, OpenGeneration):
+            await self._play_generation(request, ids)
+
+    async def _play_generation(self, request: OpenGeneration, ids: list[int]) -> None:
+        message = request.message
         if (k := message.params.prompt_logprobs) is not None and len(ids) > 1:
             texts = [" " + word for word in _words(request)] if message.ids is None else [f" {i}" for i in ids]
             request.take_prompt(1, [likely(i, text, k, 0) for i, text in zip(ids[1:], texts[1:], strict=True)])
@@ -153,7 +167,7 @@ class FakeEngine(Engine):
             if isinstance(said, float):
                 await asyncio.sleep(said)
             elif isinstance(said, RequestError):
-                self._finish(request, said)
+                self.core.finish(request, said)
             else:
                 have = len(request.children[said.index].tokens)
                 tokens = list(range(have, have + said.tokens))
@@ -165,19 +179,19 @@ class FakeEngine(Engine):
                 if not request.take(
                     said.index, have, tokens, said.text, said.finish, said.stop_reason, end, now, found
                 ):
-                    self._finish(request, RequestError(500, f"the script makes no sense: {said}"))
+                    self.core.finish(request, RequestError(500, f"the script makes no sense: {said}"))
         if request.done:
-            self._finish(request, request.error)
+            self.core.finish(request, request.error)
 
-    async def _play_pooling(self, request: PoolRequest) -> None:
+    async def _play_pooling(self, request: OpenPooling) -> None:
         for said in self.pooling(request):
             if isinstance(said, float):
                 await asyncio.sleep(said)
             elif isinstance(said, RequestError):
-                self._finish(request, said)
+                self.core.finish(request, said)
             elif not request.done:
-                request.settle(len(said) if said.ndim > 1 else 0, said.tobytes())
-                self._finish(request, None)
+                request.take(len(said) if said.ndim > 1 else 0, said.tobytes())
+                self.core.finish(request, None)
 
 
 def likely(token: int, text: str, k: int, index: int) -> TokenLogprobs:

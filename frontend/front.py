@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from ..client.engine import Engine
-from ..client.stream import RequestError, RequestStream
+from ..client.results import RequestError
+from ..client.stream import RequestStream
 from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.params import SamplingParams
 from .auth import OWNER
@@ -179,7 +180,7 @@ class Front:
         **options: Any,
     ) -> list[RequestStream]:  # fmt: skip
         """Submit all prompts, or none: a refusal of one aborts those before it. Raises RequestError."""
-        options |= {"key": request.get(OWNER, ""), "priority": body.priority or 0}
+        options |= {"api_key": request.get(OWNER, ""), "priority": body.priority or 0}
         streams: list[RequestStream] = []
         blank: dict[str, Any] = {"prompt": None, "ids": None, "messages": None}
         try:

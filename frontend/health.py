@@ -13,7 +13,7 @@ import time
 from aiohttp import web
 
 from ..client.engine import Engine
-from ..client.stream import RequestError
+from ..client.results import RequestError
 from ..proto.params import SamplingParams
 from ..proto.pooling import PoolingParams
 from .errors import ApiError

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ..client.offline.metrics import SECONDS, TOKENS, Bins, counters_of, gauges_of
-from ..client.offline.outputs import RequestMetrics
+from ..client.results import RequestMetrics
 from ..proto.messages import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

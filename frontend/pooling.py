@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from ..client.offline.prompts import Input
-from ..client.stream import Pooled, RequestError
+from ..client.results import Pooled, RequestError
 from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.params import ParamError
 from ..proto.pooling import PoolingParams
@@ -89,7 +89,7 @@ async def pool_all(
         raise ApiError(400, str(error), error.param) from error
     front.check_room(len(inputs), _param(places[0]))
     await front.wait_ready()
-    options = {"params": params, "key": request.get(OWNER, ""), "priority": body.priority or 0}
+    options = {"params": params, "api_key": request.get(OWNER, ""), "priority": body.priority or 0}
     began, numbers = time.monotonic(), 0
     answers: list[asyncio.Future[Pooled]] = []
 

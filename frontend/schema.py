@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..client.stream import RequestError
+from ..client.results import RequestError
 from ..proto.params import ParamError, SamplingParams
 from ..proto.structured import StructuredOutputsParams
 from .errors import ApiError

@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from ..client.offline.scoring import Pairs, Scored
-from ..client.stream import Pooled
+from ..client.results import Pooled
 from .calls import json_body
 from .front import FRONT, request_id
 from .pooling import pool_all, usage_of_pooled

@@ -19,7 +19,8 @@ from ...proto.params import SamplingParams
 from ...proto.pooling import PoolingParams
 from ...proto.wire.sockets import load_keys
 from ..engine import Engine
-from ..stream import Child, RequestError, RequestStream
+from ..results import ChildOutput, RequestError
+from ..stream import RequestStream
 from ..supervisor.launch import POLL_S, LaunchError, Supervisor
 from .background import EngineThread
 from .checks import Limits
@@ -254,7 +255,7 @@ def _output(job: Job, stream: RequestStream) -> RequestOutput:
     )
 
 
-def _completion(index: int, child: Child, k: int | None) -> CompletionOutput:
+def _completion(index: int, child: ChildOutput, k: int | None) -> CompletionOutput:
     return CompletionOutput(
         index=index, text="".join(child.parts), token_ids=child.tokens, cumulative_logprob=child.cumulative,
         logprobs=None if k is None else [to_dict(each, k) for each in child.logprobs],

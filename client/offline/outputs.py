@@ -6,10 +6,10 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ..results import RequestMetrics, TokenLogprobs
+
 if TYPE_CHECKING:
     import numpy
-
-    from ..stream import TokenLogprobs
 
 Out = TypeVar("Out")
 
@@ -34,26 +34,6 @@ def to_dict(found: TokenLogprobs, k: int) -> dict[int, Logprob]:
             rank = 1 + bisect_left(likeliest, -found.values[place])
             result[found.ids[place]] = Logprob(found.values[place], rank, texts[place])
     return result
-
-
-@dataclass(slots=True)
-class RequestMetrics:
-    """When things happened to a request, all in seconds of one clock, ``time.monotonic``.
-
-    arrival_time <= first_scheduled_time <= first_token_time <= last_token_time <= finished_time, and
-    time_in_queue is first_scheduled_time - arrival_time. What has not happened is None. The last three are vLLM's,
-    and always None: a step is shared by many requests.
-    """
-
-    arrival_time: float
-    last_token_time: float | None = None
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    time_in_queue: float | None = None
-    finished_time: float | None = None
-    scheduler_time: float | None = field(default=None, repr=False)
-    model_forward_time: float | None = field(default=None, repr=False)
-    model_execute_time: float | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True, repr=False)

@@ -9,7 +9,7 @@ import msgspec
 
 from ...proto.checkpoint.pooler_config import PoolerConfig
 from ...proto.pooling import PoolingParams
-from ..stream import Pooled
+from ..results import Pooled
 from .batch import Offline, PoolJob, Progress
 from .checks import check_pooled
 from .outputs import (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..stream import Pooled
+from ..results import Pooled
 from .prompts import Input
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.client.stream import Child, TokenLogprobs
+from quire.client.results import ChildOutput, TokenLogprobs
 from quire.proto.messages import Finish
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
@@ -139,7 +139,7 @@ class Outcome:
         return sum(len(child.tokens) for child in self.children)
 
 
-def from_engine(children: Iterable[Child], prompt: list[TokenLogprobs | None] | None, ask: Ask) -> Outcome:
+def from_engine(children: Iterable[ChildOutput], prompt: list[TokenLogprobs | None] | None, ask: Ask) -> Outcome:
     """Of a finished RequestStream."""
     finishes = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.ERROR: "error"}
     wanted = ask.fields.get("logprobs")

@@ -16,7 +16,8 @@ import pytest
 from quire import __version__
 from quire.cli import serve
 from quire.cli.main import COMMANDS, make_parser, run
-from quire.client.stream import OpenRequest, RequestError
+from quire.client.generation import OpenGeneration
+from quire.client.results import RequestError
 from quire.frontend.fake import FakeServer, Say
 from quire.proto.config import ConfigError, EngineArgs, parse_service_args
 from quire.proto.wire.sockets import Keys
@@ -148,7 +149,7 @@ def test_failures_are_one_line(server: FakeServer, capsys: pytest.CaptureFixture
     assert "`nope` does not exist" in says("--url", base, "--model-name", "nope")
     assert "max_tokens must be at least 1" in says("--url", base, "--max-tokens", "0")
 
-    def script(request: OpenRequest) -> Iterator[Say | RequestError | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
         yield Say(0, "some")
         yield 0.05
         yield RequestError(500, "the model failed.")
@@ -160,7 +161,7 @@ def test_failures_are_one_line(server: FakeServer, capsys: pytest.CaptureFixture
 def test_leaving_ends_the_request(server: FakeServer) -> None:
     kept = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run behind a shell's & ignores it
 
-    def script(request: OpenRequest) -> Iterator[Say | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
         yield Say(0, "some")
         yield 60.0
 

@@ -1,22 +1,25 @@
-"""Engine against a scheduler and detokenizers that do only what each test says."""
+"""Engine with its sockets, against a scheduler and detokenizers that do only what each test says.
+
+What needs no socket is in test_engine_core.py.
+"""
 
 import asyncio
 import errno
 import gc
 import tempfile
-import time
-from types import SimpleNamespace
 
 import pytest
 import zmq
+from engine_rig import Words
 
+from quire.client import core as core_module
 from quire.client import engine as engine_module
 from quire.client.engine import Engine, RequestError
 from quire.proto import messages as m
-from quire.proto.codec import f32, from_i32, from_i64, i8, i32, i64
+from quire.proto.codec import from_i32, i32, i64
 from quire.proto.params import SamplingParams
 from quire.proto.process import new_incarnation
-from quire.proto.wire.sockets import Router, front_endpoint
+from quire.proto.wire.sockets import DISCONNECTED, Router, front_endpoint
 
 
 class FakeScheduler:
@@ -43,7 +46,7 @@ class FakeScheduler:
         self.router.close()
 
 
-class FakeDetokenizer:
+class FakeDetokenizer(Words):
     """Keeps what it is sent; a test answers by hand."""
 
     def __init__(self, address):
@@ -69,28 +72,6 @@ class FakeDetokenizer:
     def send(self, message):
         assert self.router.send(self.peer, message)
 
-    def accept(self, tokenize, ids=(1, 2, 3), text="hi"):
-        params = tokenize.params.clone()
-        params.max_tokens = 16
-        self.send(m.Accepted(tokenize.uid, tokenize.attempt, i32(ids), text, params))
-
-    def text(
-        self, tokenize, offset, tokens, text, finish=m.Finish.NONE, index=0, length=-1, attempt=None, reason=None,
-        logprobs=(),
-    ):  # fmt: skip
-        attempt = tokenize.attempt if attempt is None else attempt
-        if finish and length < 0:
-            length = offset + len(tokens)
-        self.send(
-            m.TextBatch(
-                uids=i64([tokenize.uid]), attempts=i32([attempt]), indexes=i32([index]), offsets=i32([offset]),
-                counts=i32([len(tokens)]), tokens=i32(tokens), texts=[text], finishes=i8([finish]),
-                stop_reasons=[reason], lengths=i32([length]), started_uids=i64([tokenize.uid] if offset == 0 else []),
-                started_cached=i32([2] if offset == 0 else []),
-                logprob_rows=i32(range(len(logprobs))), logprobs=list(logprobs),
-            )
-        )  # fmt: skip
-
     def close(self):
         self.router.close()
 
@@ -110,7 +91,7 @@ class Net:
         await self.engine.start()
         if self.count:
             await self.engine.wait_ready(60)
-            await until(lambda: sum(link.ready for link in self.engine._links.values()) == self.count)
+            await until(lambda: sum(link.ready for link in self.engine.core.links.values()) == self.count)
         return self
 
     @property
@@ -127,18 +108,9 @@ class Net:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Many beats, and nobody hung where a test does not say so: nobody here beats back, however long a test takes."""
-    monkeypatch.setattr(engine_module, "BEAT_S", 0.05)
-    monkeypatch.setattr(engine_module, "SILENCE_S", 1000.0)
-
-
-class Clock:
-    """The Engine's time, for the tests that are about time; it stands still until the test turns it."""
-
-    def __init__(self, monkeypatch):
-        self.now = time.monotonic()
-        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
-        monkeypatch.setattr(engine_module, "SILENCE_S", 10.0)
+    """Many heartbeats, and nobody hung: nobody here sends any back, however long a test takes."""
+    monkeypatch.setattr(engine_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(core_module, "SILENCE_S", 1000.0)
 
 
 def scenario(count=1):
@@ -178,13 +150,13 @@ def has_work(detokenizer):
 
 @scenario()
 async def test_a_request_from_prompt_to_finish(net, _):
-    stream = net.engine.submit(prompt="hi", params=SamplingParams(max_tokens=4, seed=-7), key="k", priority=3)
+    stream = net.engine.submit(prompt="hi", params=SamplingParams(max_tokens=4, seed=-7), api_key="k", priority=3)
     sent = await net.detokenizer.next(m.Tokenize)
     assert (sent.prompt, sent.ids, sent.attempt, sent.resume, sent.key, sent.priority) == ("hi", None, 0, [], "k", 3)
     assert sent.seed == 2**64 - 7
     net.detokenizer.accept(sent)
     accepted = await stream.wait_accepted()
-    assert (accepted.prompt_ids, accepted.prompt, accepted.params.max_tokens) == ([1, 2, 3], "hi", 16)
+    assert (accepted.prompt_ids, accepted.prompt, stream.params.max_tokens) == ([1, 2, 3], "hi", 16)
     net.detokenizer.text(sent, 0, [7], "a")
     net.detokenizer.text(sent, 1, [8, 9], "bc", m.Finish.STOP, reason="X")
     text, tokens, last = await drain(stream)
@@ -224,37 +196,6 @@ async def test_events_that_wait_are_joined(net, _):
         await anext(stream)
 
 
-@scenario()
-async def test_duplicates_and_lower_attempts_are_dropped(net, _):
-    stream = net.engine.submit(prompt="hi")
-    sent = await net.detokenizer.next(m.Tokenize)
-    net.detokenizer.accept(sent)
-    net.detokenizer.text(sent, 0, [1, 2], "ab")
-    net.detokenizer.text(sent, 0, [1, 2], "ab")
-    net.detokenizer.text(sent, 1, [2], "b")
-    net.detokenizer.text(sent, 2, [3], "never", attempt=-1)
-    net.detokenizer.send(m.Failed(sent.uid, -1, 500, "of an attempt given up"))
-    net.detokenizer.text(sent, 2, [3], "c", m.Finish.STOP)
-    text, tokens, _last = await drain(stream)
-    assert (text, tokens) == ("abc", [1, 2, 3])
-
-
-@scenario()
-async def test_a_gap_is_a_loss_and_the_rest_is_asked_for_again(net, _):
-    stream = net.engine.submit(prompt="hi")
-    sent = await net.detokenizer.next(m.Tokenize)
-    net.detokenizer.accept(sent)
-    net.detokenizer.text(sent, 0, [1], "a")
-    net.detokenizer.text(sent, 2, [3], "c")
-    again = await net.detokenizer.next(m.Tokenize)
-    assert (again.attempt, again.losses, from_i32(again.ids)) == (1, 1, [1, 2, 3])
-    assert [(r.index, from_i32(r.ids), r.text_sent) for r in again.resume] == [(0, [1], 1)]
-    net.detokenizer.accept(again)
-    net.detokenizer.text(sent, 2, [3], "late")  # the old attempt still talks
-    net.detokenizer.text(again, 1, [2, 3], "bc", m.Finish.STOP)
-    assert (await drain(stream))[:2] == ("abc", [1, 2, 3])
-
-
 @scenario(count=2)
 async def test_a_lost_detokenizer_hands_over_what_it_held(net, _):
     stream = net.engine.submit(prompt="hi", params=SamplingParams(n=2, seed=5))
@@ -288,10 +229,10 @@ async def test_a_socket_that_cannot_be_made_is_tried_again(net, monkeypatch):
         return made(*arguments)
 
     monkeypatch.setattr(engine_module, "Dealer", dealer)
-    net.engine._lose(next(iter(net.engine._links.values())))
+    net.engine._on_event(next(iter(net.engine.core.links)), DISCONNECTED)
     assert not net.engine.ready
     await until(lambda: net.engine.ready)
-    assert len(tries) == 3 and not net.engine._unreached
+    assert len(tries) == 3
 
 
 @scenario()
@@ -310,25 +251,6 @@ async def test_a_broken_connection_alone_is_made_again(net, _):
     assert (again.attempt, again.resume[0].text_sent) == (1, 1)
     net.detokenizer.text(again, 1, [2], "b", m.Finish.STOP)
     assert (await drain(stream))[0] == "ab"
-
-
-@scenario()
-async def test_gone_means_again(net, _):
-    stream = net.engine.submit(prompt="hi")
-    sent = await net.detokenizer.next(m.Tokenize)
-    net.detokenizer.accept(sent)
-    opened = await net.detokenizer.next(m.Reconcile)
-    assert (from_i64(opened.uids), from_i32(opened.attempts)) == ([sent.uid], [0])
-    net.detokenizer.send(m.Unknown(opened.uids, opened.attempts))
-    again = await net.detokenizer.next(m.Tokenize)
-    net.detokenizer.send(m.Unknown(opened.uids, opened.attempts))  # of the attempt before: ignored
-    net.detokenizer.accept(again)
-    net.detokenizer.text(again, 0, [1], "a", m.Finish.STOP)
-    assert (await drain(stream))[0] == "a"
-    assert (
-        again.attempt == 1 and again.resume == [] and again.losses == 0
-    )  # it had not started, so the loss does not count against it
-    assert not any(isinstance(x, m.Tokenize) for x in net.detokenizer.got)
 
 
 @scenario()
@@ -355,71 +277,6 @@ async def test_a_restarted_scheduler_hits_only_what_it_had(net, _):
     net.detokenizer.accept(early_sent)
     net.detokenizer.text(early_sent, 0, [5], "e", m.Finish.STOP)
     assert (await drain(running))[0] == "ab" and (await drain(early))[0] == "e"
-
-
-@scenario()
-async def test_peers_of_a_lower_epoch_are_ignored(net, _):
-    net.scheduler.epoch, net.scheduler.ready = 1, False
-    net.scheduler.tell()
-    await net.engine.stats(60)
-    assert net.engine.ready and net.engine.max_model_len == 128
-
-
-@scenario()
-async def test_the_third_loss_at_one_point_fails_the_request(net, _):
-    stream = net.engine.submit(prompt="poison")
-    long = net.engine.submit(prompt="innocent")
-    sent = [await net.detokenizer.next(m.Tokenize) for _ in range(2)]
-    for loss in range(4):
-        for tokenize in sent:
-            net.detokenizer.accept(tokenize)
-        if loss == 0:
-            net.detokenizer.text(sent[0], 0, [1], "a")
-        net.detokenizer.text(sent[-1], loss, [loss], "x")
-        if loss < 3:
-            for tokenize in sent:
-                net.detokenizer.text(tokenize, 99, [1], "gap")
-            sent = [await net.detokenizer.next(m.Tokenize) for _ in range(2 if loss < 2 else 1)]
-    with pytest.raises(RequestError, match="3 times") as caught:
-        await drain(stream)
-    assert caught.value.status == 500
-    assert sent[0].losses == 1
-    net.detokenizer.text(sent[0], 4, [9], "!", m.Finish.STOP)
-    assert (await drain(long))[0] == "xxxx!"
-
-
-@scenario()
-async def test_one_that_is_never_accepted_fails_at_the_third_loss(net, _):
-    stream = net.engine.submit(prompt="unreadable there")
-    for attempt in range(3):
-        sent = await net.detokenizer.next(m.Tokenize)
-        assert (sent.attempt, sent.losses) == (attempt, attempt)
-        net.detokenizer.send(m.Unknown(i64([sent.uid]), i32([attempt])))
-    with pytest.raises(RequestError, match="3 times") as caught:
-        await drain(stream)
-    assert caught.value.status == 500
-    assert net.engine.open_requests == 0
-
-
-@scenario()
-async def test_the_last_chance_is_taken_alone(net, _):
-    poison, innocent = net.engine.submit(prompt="unreadable there"), net.engine.submit(prompt="beside it")
-    for attempt in range(2):
-        sent = [await net.detokenizer.next(m.Tokenize) for _ in range(2)]
-        assert [each.attempt for each in sent] == [attempt] * 2
-        net.detokenizer.send(m.Unknown(i64(each.uid for each in sent), i32(each.attempt for each in sent)))
-    alone = await net.detokenizer.next(m.Tokenize)
-    assert (alone.prompt, alone.losses) == ("unreadable there", 2)
-    new = net.engine.submit(prompt="comes later")
-    net.detokenizer.send(m.Unknown(i64([alone.uid]), i32([alone.attempt])))
-    with pytest.raises(RequestError, match="3 times"):
-        await drain(poison)
-    for stream, prompt in ((innocent, "beside it"), (new, "comes later")):
-        sent = await net.detokenizer.next(m.Tokenize)
-        assert sent.prompt == prompt and not any(isinstance(x, m.Tokenize) for x in net.detokenizer.got)
-        net.detokenizer.accept(sent)
-        net.detokenizer.text(sent, 0, [1], "a", m.Finish.STOP)
-        assert (await drain(stream))[0] == "a"
 
 
 @scenario()
@@ -497,33 +354,13 @@ async def test_abort_and_abandon_tell_the_detokenizer(net, _):
 
 @scenario(count=0)
 async def test_no_detokenizer_is_a_503(net, monkeypatch):
-    monkeypatch.setattr(engine_module, "NO_DETOKENIZER_S", 0.1)
+    monkeypatch.setattr(core_module, "NO_DETOKENIZER_S", 0.1)
     assert not net.engine.ready
     with pytest.raises(RequestError) as caught:
         await drain(net.engine.submit(prompt="a"))
     assert caught.value.status == 503
     with pytest.raises(TimeoutError):
         await net.engine.wait_ready(0.05)
-
-
-@scenario(count=2)
-async def test_what_is_not_accepted_in_time_goes_to_another(net, monkeypatch):
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr(engine_module, "JUMP_S", 1000.0)
-    monkeypatch.setattr(engine_module, "SILENCE_S", 1000.0)
-    stream = net.engine.submit(prompt="a")
-    await until(lambda: any(map(has_work, net.scheduler.detokenizers)))
-    slow, other = sorted(net.scheduler.detokenizers, key=lambda d: not has_work(d))
-    clock.now += engine_module.ACCEPT_S + 1
-    again = await other.next(m.Tokenize)
-    sent = await slow.next(m.Tokenize)
-    assert (sent.attempt, again.attempt) == (0, 1)
-    assert (await slow.next(m.Abort)).uid == sent.uid
-    slow.accept(sent)
-    slow.text(sent, 0, [1], "slow")
-    other.accept(again)
-    other.text(again, 0, [1], "a", m.Finish.STOP)
-    assert (await drain(stream))[0] == "a"
 
 
 @scenario(count=2)
@@ -536,17 +373,6 @@ async def test_requests_go_to_the_least_busy(net, _):
     for stream in streams:
         with pytest.raises(RequestError, match="over"):
             await drain(stream)
-
-
-@scenario()
-async def test_a_stop_string_cuts_tokens(net, _):
-    stream = net.engine.submit(prompt="a")
-    sent = await net.detokenizer.next(m.Tokenize)
-    net.detokenizer.accept(sent)
-    net.detokenizer.text(sent, 0, [1, 2], "a")
-    net.detokenizer.text(sent, 2, [3, 4, 5], "b", m.Finish.STOP, length=3, reason="S")
-    text, tokens, last = await drain(stream)
-    assert (text, tokens, last.length) == ("ab", [1, 2, 3], 3)
 
 
 @scenario()
@@ -586,51 +412,6 @@ async def test_a_refusal_by_the_scheduler_ends_the_wait(net, _):
         await net.engine.wait_ready(60)
 
 
-def logprobs_of(tokens):
-    return m.Logprobs(i32(tokens), f32([-0.5] * len(tokens)), i32([1] * len(tokens)), [f"<{t}>" for t in tokens])
-
-
-@scenario()
-async def test_best_of_prompt_logprobs_and_a_restart_in_between(net, _):
-    stream = net.engine.submit(prompt="hi", params=SamplingParams(n=1, best_of=2, prompt_logprobs=0, seed=1))
-    sent = await net.detokenizer.next(m.Tokenize)
-    assert (sent.params.n, sent.params.best_of, sent.params.logprobs, sent.prompt_logprobs_from) == (2, None, 0, 0)
-    net.detokenizer.accept(sent)
-    net.detokenizer.send(m.PromptLogprobs(sent.uid, -1, 1, logprobs_of([2, 3])))  # of an attempt given up
-    net.detokenizer.send(m.PromptLogprobs(sent.uid, 0, 1, m.Logprobs(b"abc", b"", b"")))
-    net.detokenizer.send(m.PromptLogprobs(sent.uid, 0, 1, logprobs_of([2])))
-    net.detokenizer.send(m.PromptLogprobs(sent.uid, 0, 3, logprobs_of([4])))  # a gap
-    again = await net.detokenizer.next(m.Tokenize)
-    assert (again.attempt, again.prompt_logprobs_from, again.resume, again.params.n) == (1, 2, [], 2)
-    net.detokenizer.accept(again)
-    net.detokenizer.send(m.PromptLogprobs(sent.uid, 1, 1, logprobs_of([2, 3])))
-    for index in range(2):
-        row = ([8], "x", m.Finish.STOP, index)
-        net.detokenizer.text(again, 0, *row, logprobs=[m.Logprobs(i32([8]), f32([-1.0 - index]), i32([1]))])
-    event = await anext(stream)
-    assert (event.index, event.tokens, event.finish, event.logprobs) == (0, [8], m.Finish.STOP, [])
-    assert [None if each is None else each.ids for each in stream.prompt_logprobs] == [None, [2], [3]]
-    assert [child.cumulative for child in stream.children] == [-1.0] and net.engine.bad_frames == 1
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)
-
-
-@scenario()
-async def test_logprobs_in_step_with_tokens(net, _):
-    stream = net.engine.submit(prompt="hi", params=SamplingParams(logprobs=0))
-    sent = await net.detokenizer.next(m.Tokenize)
-    net.detokenizer.accept(sent)
-    net.detokenizer.text(sent, 0, [7], "a", logprobs=[logprobs_of([7, 8])])  # does not fit: the whole frame is dropped
-    net.detokenizer.text(sent, 0, [7], "a", logprobs=[logprobs_of([7])])
-    net.detokenizer.text(sent, 1, [8], "b")  # a token without: something was lost
-    again = await net.detokenizer.next(m.Tokenize)
-    assert (again.attempt, [from_i32(each.ids) for each in again.resume]) == (1, [[7]])
-    net.detokenizer.text(again, 1, [8], "b", m.Finish.STOP, logprobs=[logprobs_of([8])])
-    found = [each async for event in stream for each in event.logprobs]
-    assert [(each.ids, each.texts) for each in found] == [([7], ["<7>"]), ([8], ["<8>"])]
-    assert stream.children[0].cumulative == -1.0 and net.engine.bad_frames == 1
-
-
 @scenario()
 async def test_waiting_for_others_in_place_of_those_that_were(net, _):
     old = net.engine.detokenizers
@@ -646,98 +427,3 @@ async def test_waiting_for_others_in_place_of_those_that_were(net, _):
     left.close()
     await waiting
     assert net.engine.ready and net.engine.detokenizers == {net.detokenizer.incarnation}
-
-
-async def beating(detokenizers):
-    """Heartbeat for them, as the real ones do to every Engine they know."""
-    while True:
-        for each in detokenizers:
-            if each.peer is not None:
-                each.router.send(each.peer, m.Heartbeat())
-        await asyncio.sleep(0.02)
-
-
-@scenario(count=2)
-async def test_a_silent_detokenizer_hands_over_what_it_held(net, monkeypatch):
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr(engine_module, "JUMP_S", 1000.0)
-    alive = list(net.scheduler.detokenizers)
-    task = asyncio.create_task(beating(alive))
-    stream = net.engine.submit(prompt="hi")
-    await until(lambda: any(map(has_work, alive)))
-    hung, other = sorted(alive, key=lambda d: not has_work(d))
-    sent, peer = await hung.next(m.Tokenize), hung.peer
-    hung.accept(sent)
-    hung.text(sent, 0, [1], "a")
-    await until(lambda: stream.children[0].tokens)
-    alive.remove(hung)
-    links = net.engine._links
-    link = links[hung.incarnation]
-    while links.get(hung.incarnation) is link:  # what it said before may still be under way
-        clock.now += 1.0
-        await until(lambda: links[other.incarnation].heard == clock.now)
-    again = await other.next(m.Tokenize)
-    assert (again.attempt, again.losses, from_i32(again.resume[0].ids)) == (1, 1, [1])
-    hung.router.send(peer, m.Failed(sent.uid, sent.attempt, 500, "late"))  # to an identity that is gone
-    other.text(again, 1, [2], "b", m.Finish.STOP)
-    assert (await drain(stream))[0] == "ab"
-    await until(lambda: hung.peer != peer)
-    assert not links[hung.incarnation].ready  # connected again, and not heard yet
-    alive.append(hung)
-    await until(lambda: links[hung.incarnation].ready)
-    task.cancel()
-
-
-@scenario()
-async def test_what_the_only_detokenizer_held_waits_for_its_return(net, monkeypatch):
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr(engine_module, "JUMP_S", 1000.0)
-    taken = net.engine.submit(prompt="never accepted")
-    sent = await net.detokenizer.next(m.Tokenize)
-    clock.now += engine_module.SILENCE_S + 1
-    await until(lambda: not any(link.ready for link in net.engine._links.values()))
-    new = net.engine.submit(prompt="new")
-    clock.now += engine_module.NO_DETOKENIZER_S + 1
-    with pytest.raises(RequestError, match="no detokenizer"):  # a new one does not wait as long
-        await drain(new)
-    assert not taken.done
-    task = asyncio.create_task(beating([net.detokenizer]))
-    again = await net.detokenizer.next(m.Tokenize)
-    assert (again.uid, again.attempt) == (sent.uid, 1)
-    net.detokenizer.accept(again)
-    net.detokenizer.text(again, 0, [1], "a", m.Finish.STOP)
-    assert (await drain(taken))[0] == "a"
-    task.cancel()
-
-
-@scenario()
-async def test_who_stood_still_takes_nobody_for_silent(net, monkeypatch):
-    clock = Clock(monkeypatch)
-    stream = net.engine.submit(prompt="hi")
-    sent = await net.detokenizer.next(m.Tokenize)
-    clock.now += 100  # the whole process: what came meanwhile has not been read when the next beat is due
-    assert not net.engine.ready
-    await until(lambda: net.engine.ready)  # nobody has been heard since
-    net.detokenizer.accept(sent)
-    net.detokenizer.text(sent, 0, [1], "a", m.Finish.STOP)
-    assert (await drain(stream))[0] == "a" and stream._request.attempt == 0
-
-
-@scenario()
-async def test_what_waits_to_be_tokenized_is_bounded(net, monkeypatch):
-    monkeypatch.setattr(engine_module, "MAX_UNACCEPTED", 2)
-    streams = [net.engine.submit(prompt="a") for _ in range(2)]
-    with pytest.raises(RequestError, match="2 requests") as caught:
-        net.engine.submit(prompt="b")
-    assert caught.value.status == 429 and caught.value.retry_after == 1.0
-    net.detokenizer.accept(await net.detokenizer.next(m.Tokenize))
-    await streams[0].wait_accepted()
-    last = net.engine.submit(prompt="c")
-    for stream in (*streams, last):
-        stream.abort()
-    assert net.engine._unaccepted_bytes == 0
-    monkeypatch.setattr(engine_module, "MAX_UNACCEPTED_BYTES", 2000)
-    big = net.engine.submit(prompt="x" * 5000)  # alone, it may
-    with pytest.raises(RequestError, match="5512 bytes"):
-        net.engine.submit(prompt="b")
-    big.abort()

@@ -1,9 +1,9 @@
-"""Placement: who goes where, who waits, and that a request on trial is looked at alone."""
+"""Placement: who goes where, who waits, and that a request in quarantine is read alone."""
 
 import pytest
 
+from quire.client.generation import OpenGeneration
 from quire.client.placement import Link, Placement
-from quire.client.stream import OpenRequest
 from quire.proto import messages as m
 from quire.proto.codec import i32
 from quire.proto.losses import MAX_LOSSES, Losses
@@ -14,7 +14,7 @@ PARAMS = SamplingParams(max_tokens=4)
 
 def request(uid, losses=0, accepted=False):
     message = m.Tokenize(uid=uid, attempt=0, params=PARAMS, seed=0, arrival=0.0, prompt="hi")
-    made = OpenRequest(message, PARAMS)
+    made = OpenGeneration(message, PARAMS, 0.0)
     made.losses = Losses(losses, 0)
     if accepted:
         accept(made)
@@ -31,7 +31,7 @@ def accept(each):
 def placement():
     made = Placement()
     for name in "ab":
-        made.links[name] = Link(name, None, 0, False)
+        made.links[name] = Link(name, name, "", 0, False)
         made.links[name].ready = True
     return made
 
@@ -63,10 +63,10 @@ def test_who_finds_none_waits_in_order(placement):
     assert placed(placement) == [(3, "a"), (0, "a"), (2, "a")] and not placement.waiting
 
 
-def test_one_on_trial_is_alone(placement):
+def test_one_in_quarantine_is_alone(placement):
     first, second = placement.place(request(1)), request(2, MAX_LOSSES - 1)
     assert first.incarnation == "a" and placement.place(second).incarnation == "b"  # nothing is looked at there
-    assert placement.place(request(3)).incarnation == "a"  # not beside the trial
+    assert placement.place(request(3)).incarnation == "a"  # not beside the one in quarantine
     third, fourth = request(4, MAX_LOSSES - 1), request(5)
     assert placement.place(third) is None and placement.place(fourth) is None  # and nobody overtakes
     resumed = request(6, MAX_LOSSES - 1, accepted=True)
@@ -82,7 +82,7 @@ def test_one_on_trial_is_alone(placement):
 
 
 @pytest.mark.parametrize("end", ["forget", "lose"])
-def test_a_trial_that_ends_lets_the_next_one_in(placement, end):
+def test_a_quarantine_that_ends_lets_the_next_one_in(placement, end):
     del placement.links["b"]
     poison, innocent = request(1, MAX_LOSSES - 1), request(2, MAX_LOSSES - 1)
     placement.place(poison)
@@ -91,4 +91,4 @@ def test_a_trial_that_ends_lets_the_next_one_in(placement, end):
         poison.link.remove(poison)
     else:
         placement.forget(poison)
-    assert placed(placement) == [(2, "a")] and innocent.link.trial == 2
+    assert placed(placement) == [(2, "a")] and innocent.link.quarantined == 2

@@ -8,9 +8,11 @@ import random
 import pytest
 
 from quire.client.best import choose, from_wire, to_wire
+from quire.client.generation import OpenGeneration
 from quire.client.logprobs import by_row, unpack
-from quire.client.offline.outputs import Logprob, RequestMetrics, to_dict
-from quire.client.stream import OpenRequest, RequestStream, TokenLogprobs
+from quire.client.offline.outputs import Logprob, to_dict
+from quire.client.results import RequestMetrics, TokenLogprobs
+from quire.client.stream import RequestStream
 from quire.proto import messages as m
 from quire.proto.codec import BadFrame, f32, from_i32, i32
 from quire.proto.params import SamplingParams
@@ -57,7 +59,7 @@ class World:
 
 def open_request(params, ids=PROMPT):
     wire = to_wire(params)
-    request = OpenRequest(m.Tokenize(1, 0, wire, 7, 0.0, ids=i32(ids)), params)
+    request = OpenGeneration(m.Tokenize(1, 0, wire, 7, 0.0, ids=i32(ids)), params, 1e9)
     return request, RequestStream(request, lambda uid: None, lambda uid: None)
 
 
@@ -137,7 +139,7 @@ def test_losses_and_duplicates_change_nothing(case, cut):
         events, request, stream = run(params, world, random.Random(seed), trouble=True)
         assert list(map(whole, stream.children)) == list(map(whole, expected.children))
         assert request.prompt_logprobs == expected.prompt_logprobs
-        assert len(stream.children) == params.n and stream.accepted.params.n == params.n
+        assert len(stream.children) == params.n and stream.params.n == params.n
         for index, child in enumerate(stream.children):
             mine = [event for event in events if event.index == index]
             assert [token for event in mine for token in event.tokens] == child.tokens
@@ -202,7 +204,7 @@ def test_an_end_before_its_time_shows_no_events_and_n_children():
     request, stream = open_request(SamplingParams(n=2, best_of=3))
     accept(request)
     assert request.take(1, 0, [4], "x", m.Finish.STOP, None, 1, 2e9, [TokenLogprobs([4], [-1.0], 1, [], {})])
-    request.end()
+    request.end(3e9)
     assert stream.get_ready() == [] and len(stream.children) == 2
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import openai
 import pytest
 
-from quire.client.stream import OpenRequest, RequestError, TokenLogprobs
+from quire.client.generation import OpenGeneration
+from quire.client.results import RequestError, TokenLogprobs
 from quire.frontend import calls, chat, completions
 from quire.frontend.fake import FakeServer, Say, count_words, likely
 from quire.proto.messages import Finish
@@ -87,7 +88,7 @@ def joined(events: list[Any], index: int) -> dict[str, Any]:
     return whole
 
 
-def emoji(request: OpenRequest) -> Iterator[Say | float]:
+def emoji(request: OpenGeneration) -> Iterator[Say | float]:
     """'aé😀b' in tokens of which two are parts of one character; one of them can hardly be."""
     part = TokenLogprobs([1, 1, 9], [-0.5, -0.5, -math.inf], 1, ["�", "�", "z"], {0: b"\xf0\x9f", 1: b"\xf0\x9f"})
     rest = TokenLogprobs([2, 9, 2], [-math.inf, -0.1, -math.inf], 2, ["�", "y", "�"], {0: b"\x98\x80", 2: b"\x98\x80"})
@@ -258,7 +259,7 @@ def test_ids_in_place_of_texts(server: FakeServer) -> None:
 
 
 def test_where_nothing_is_detokenized(server: FakeServer) -> None:
-    def script(request: OpenRequest) -> Iterator[Say]:
+    def script(request: OpenGeneration) -> Iterator[Say]:
         yield Say(0, "", logprobs=[TokenLogprobs([0, 9], [-1.0, -0.5], 2, [], {})], finish=Finish.LENGTH)
 
     server.engine.script = script

@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from quire import __version__
-from quire.client.stream import OpenRequest, RequestError
+from quire.client.generation import OpenGeneration
+from quire.client.results import RequestError
 from quire.frontend.auth import keys_of, owner_of
 from quire.frontend.fake import MAX_MODEL_LEN, FakeServer, Say
 from quire.frontend.front import FRONT
@@ -112,7 +113,7 @@ def test_live_ready_and_a_token_really_made(server: FakeServer) -> None:
 def test_who_asks_for_a_token_meanwhile_waits_for_the_same_one(server: FakeServer) -> None:
     gate: list[bool] = []
 
-    def script(request: OpenRequest) -> Iterator[Say | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
         while not gate:
             yield 0.005
         yield Say(0, "x", finish=Finish.LENGTH)
@@ -134,7 +135,7 @@ def test_no_token_in_time_and_a_full_queue() -> None:
         server.engine.refuse = lambda request: RequestError(429, "full.", None, 9.0)
         answer = ask(server, "GET", "/health/generate")
         assert "full" in error_of(answer, 503)["message"] and answer[2]["Retry-After"] == "9"
-        server.engine.tokens_at = float("inf")  # others are being served
+        server.engine.core.tokens_at = float("inf")  # others are being served
         assert ask(server, "GET", "/health/generate")[0] == 200
 
 
@@ -221,7 +222,7 @@ def test_options_reach_the_engine(server: FakeServer) -> None:
 
 
 def test_finish_reasons(server: FakeServer) -> None:
-    def script(request: OpenRequest) -> Iterator[Say]:
+    def script(request: OpenGeneration) -> Iterator[Say]:
         yield Say(0, "é", finish=Finish.STOP)
         yield Say(1, '"\n', tokens=2, finish=Finish.STOP, stop_reason="END")
         yield Say(2, "", tokens=0, finish=Finish.STOP, stop_reason=42)
@@ -427,7 +428,7 @@ def test_refusals_of_the_engine_keep_their_status(server: FakeServer, stream: bo
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_after_acceptance_is_still_a_status(server: FakeServer, stream: bool) -> None:
-    def script(request: OpenRequest) -> Iterator[RequestError]:
+    def script(request: OpenGeneration) -> Iterator[RequestError]:
         yield RequestError(429, "full.", None, 1)
 
     server.engine.script = script
@@ -465,11 +466,11 @@ def test_a_frontend_that_has_just_started_waits_a_little() -> None:
 
 
 def test_a_fault_of_ours_is_a_500_that_tells_nothing(server: FakeServer) -> None:
-    def script(request: OpenRequest) -> Iterator[Say]:
+    def script(request: OpenGeneration) -> Iterator[Say]:
         raise ValueError("secret")
         yield
 
-    def refuse(request: OpenRequest) -> RequestError:
+    def refuse(request: OpenGeneration) -> RequestError:
         return RequestError(500, "the model failed.")
 
     server.engine.refuse = refuse

@@ -8,7 +8,7 @@ from typing import Any
 import params_table
 import pytest
 
-from quire.client.stream import RequestError
+from quire.client.results import RequestError
 from quire.frontend.errors import MAX_MESSAGE, ApiError, error_body
 from quire.frontend.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, parse
 from quire.proto.params import SamplingParams

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from quire.client.stream import OpenRequest, RequestError
+from quire.client.generation import OpenGeneration
+from quire.client.results import RequestError
 from quire.frontend.fake import FakeServer, Say
 from quire.frontend.metrics import Histogram
 from quire.frontend.sse import ChatChunks, CompletionChunks
@@ -131,7 +132,7 @@ def test_prompts_times_n(server: FakeServer) -> None:
 
 
 def test_what_is_ready_together_is_one_event(server: FakeServer) -> None:
-    def script(request: OpenRequest) -> Iterator[Say | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
         yield Say(0, "a")
         yield Say(0, "b", tokens=2)
         yield Say(0, "", tokens=1)
@@ -146,7 +147,7 @@ def test_what_is_ready_together_is_one_event(server: FakeServer) -> None:
 
 
 def test_text_held_back_makes_no_event(server: FakeServer) -> None:
-    def script(request: OpenRequest) -> Iterator[Say | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
         for _ in range(3):
             yield Say(0, "")
             yield 0.005
@@ -194,7 +195,7 @@ def test_templates_make_json_whatever_the_text(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
 def test_an_error_half_way_is_an_event(server: FakeServer, prompt: Any) -> None:
-    def script(request: OpenRequest) -> Iterator[Say | RequestError | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
         yield Say(0, "some")
         yield 0.05
         yield RequestError(500, "the model failed.") if request.message.prompt == "a" else 30.0
@@ -208,7 +209,7 @@ def test_an_error_half_way_is_an_event(server: FakeServer, prompt: Any) -> None:
 
 
 def test_a_sequence_that_ends_in_error_is_an_event(server: FakeServer) -> None:
-    def script(request: OpenRequest) -> Iterator[Say | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
         yield Say(0, "some")
         yield 0.01
         yield Say(0, "", finish=Finish.ERROR)
@@ -223,7 +224,7 @@ def test_a_sequence_that_ends_in_error_is_an_event(server: FakeServer) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
 def test_a_client_that_leaves_aborts_its_requests(server: FakeServer, stream: bool, prompt: Any) -> None:
-    def script(request: OpenRequest) -> Iterator[Say | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
         yield Say(0, "x")
         yield 30.0
 
@@ -245,7 +246,7 @@ def test_a_client_that_leaves_before_acceptance(server: FakeServer) -> None:
 
 
 def test_a_client_that_resets(server: FakeServer) -> None:
-    def script(request: OpenRequest) -> Iterator[Say | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
         while True:
             yield Say(0, "x" * 1000)
             yield 0.001
@@ -261,7 +262,7 @@ def test_a_client_that_resets(server: FakeServer) -> None:
 def test_a_client_that_stops_reading_is_cut_off() -> None:
     """Its unread bytes stay bounded while it is waited for, and the others are served."""
 
-    def script(request: OpenRequest) -> Iterator[Say | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
         if request.message.prompt == "fast":
             yield Say(0, "done", finish=Finish.STOP)
             return
@@ -280,7 +281,7 @@ def test_a_client_that_stops_reading_is_cut_off() -> None:
 
 
 def test_a_slow_reader_gets_everything(server: FakeServer) -> None:
-    def script(request: OpenRequest) -> Iterator[Say | float]:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
         for step in range(100):
             yield Say(0, f"{step:05d}" * 10_000, finish=Finish.LENGTH if step == 99 else Finish.NONE)
             yield 0.0

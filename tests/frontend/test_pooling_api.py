@@ -19,8 +19,8 @@ import numpy
 import openai
 import pytest
 
-from quire.client.pooled import PoolRequest
-from quire.client.stream import RequestError
+from quire.client.pooled import OpenPooling
+from quire.client.results import RequestError
 from quire.frontend import pooling
 from quire.frontend.fake import FakeServer
 from quire.proto.checkpoint.pooler_config import PoolerConfig
@@ -486,7 +486,7 @@ def test_health_and_metrics_of_a_server_that_pools(server: FakeServer) -> None:
 
     assert get("/health/generate")[0] == 200
     (probe,) = server.engine.requests
-    assert isinstance(probe, PoolRequest) and probe.message.ids == b"\0" * 4
+    assert isinstance(probe, OpenPooling) and probe.message.ids == b"\0" * 4
     server.engine.refuse = lambda request: RequestError(500, "the cache is on fire.")
     assert "on fire" in get("/health/generate")[1]
     server.engine.refuse = lambda request: None

@@ -18,7 +18,7 @@ from chaos.cluster import Cluster, Shape, until
 
 from fuzz.frames import plain
 from quire.client.engine import Engine
-from quire.client.stream import RequestError
+from quire.client.results import RequestError
 from quire.proto import messages as m
 from quire.proto.codec import i8, i32, i64
 from quire.proto.hashing import hash_blocks

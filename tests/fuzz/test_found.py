@@ -16,14 +16,14 @@ from chaos.cluster import until
 from worker_toys import CPU, VOCAB, ToyModel
 
 from fuzz.targets import FakePeers
-from quire.client.stream import RequestError
+from quire.client.results import RequestError
 from quire.frontend.errors import error_body
 from quire.gpu_worker.worker import Worker
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import EngineArgs
 from quire.proto.messages import Assign, Configure, Drain, FromDetokenizer, Heartbeat, Lease, Submit, ToDetokenizer
 from quire.proto.params import SamplingParams
-from quire.proto.wire.sockets import Dealer, Router
+from quire.proto.wire.sockets import DISCONNECTED, Dealer, Router
 from quire.scheduler.core import Scheduler
 from quire.scheduler.membership import Membership
 
@@ -49,10 +49,10 @@ def test_a_detokenizer_lost_while_its_engine_closes() -> None:
         before = set(watched())
         peers = FakePeers()
         await peers.start()
-        (link,) = peers.engine._links.values()
+        (link,) = peers.engine.core.links
         closing = asyncio.ensure_future(peers.engine.close())
         await asyncio.sleep(0)
-        peers.engine._lose(link)
+        peers.engine._on_event(link, DISCONNECTED)
         await closing
         await peers.close()
         assert set(watched()) == before

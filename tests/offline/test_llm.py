@@ -511,7 +511,7 @@ def test_an_interrupt_aborts_and_the_rest_of_life_goes_on(llm):
     engine = llm._running._thread.engine
 
     def interrupt():
-        while not any(request.children[0].tokens for request in list(engine._open.values())):
+        while not any(request.children[0].tokens for request in list(engine.core.open.values())):
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -610,7 +610,7 @@ def test_a_killed_process_is_not_noticed(llm, stories, service):
     over, killed = threading.Event(), []
 
     def kill():
-        while not any(r.children[0].tokens for r in list(engine._open.values())):
+        while not any(r.children[0].tokens for r in list(engine.core.open.values())):
             if over.wait(0.005):
                 return
         for pid, name in llm._running.supervisor.pids.items():

@@ -17,7 +17,7 @@ from quire.client.offline.outputs import (
 )
 from quire.client.offline.pooling import PoolingMethods, from_task
 from quire.client.offline.scoring import Pairs, cosine
-from quire.client.stream import Pooled
+from quire.client.results import Pooled
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.checkpoint.pooler_config import PoolerConfig
 from quire.proto.pooling import PoolingParams

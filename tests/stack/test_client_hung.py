@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from quire.client import engine as engine_module
+from quire.client import core as core_module
 from quire.client.engine import Engine
 from quire.client.supervisor.launch import Supervisor
 from quire.proto.config import EngineArgs
@@ -120,8 +120,8 @@ def test_streams_go_on_when_the_only_detokenizer_returns(stack: Supervisor, monk
         detokenizer.suspend()
         try:
             with monkeypatch.context() as patch:  # only now: on a slow machine one that lives may be as silent
-                patch.setattr(engine_module, "SILENCE_S", 0.5)
-                await until(lambda: not any(link.ready for link in engine._links.values()))
+                patch.setattr(core_module, "SILENCE_S", 0.5)
+                await until(lambda: not any(link.ready for link in engine.core.links.values()))
             await asyncio.sleep(0.2)
         finally:
             detokenizer.resume()

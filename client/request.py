@@ -1,0 +1,90 @@
+"""One request as the client keeps it: everything needed to send it again, whatever was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..proto.codec import from_i32
+from ..proto.losses import Losses
+from ..proto.messages import Accepted, Tokenize
+from .results import Prompt, RequestError, RequestMetrics
+
+
+def _nobody() -> None:
+    """Nobody waits for a change."""
+
+
+class OpenRequest:
+    """What generation and pooling have in common. ``now`` is in seconds of the owner's clock.
+
+    ``on_change`` is called whenever something has happened that its consumer may wait for.
+    """
+
+    def __init__(self, message: Tokenize, now: float):
+        self.message = message  # as first sent; `again` derives later attempts from it
+        self.uid, self.attempt = message.uid, message.attempt
+        self.accepted: Prompt | None = None
+        self.started = False  # in this attempt
+        self.cached_tokens = 0
+        self.losses = Losses()  # at points counted in output tokens
+        self.link: Any = None  # the detokenizer it sticks to
+        self.since = now  # when it was last sent, or began to wait for a detokenizer
+        self.metrics = RequestMetrics(arrival_time=now)
+        self.done = False
+        self.error: RequestError | None = None
+        self.on_change: Callable[[], None] = _nobody
+
+    # -- towards the model
+
+    @property
+    def in_quarantine(self) -> bool:
+        """One more loss before it is accepted, and it is taken for the cause of them all."""
+        return self.accepted is None and self.losses.in_quarantine()
+
+    @property
+    def reached(self) -> int:
+        """How far it has got, in output tokens."""
+        return 0
+
+    def again(self) -> Tokenize:
+        """The message of the present attempt."""
+        return msgspec.structs.replace(self.message, attempt=self.attempt, losses=self.losses.count)
+
+    def lost(self, counts: bool) -> bool:
+        """Note a loss on the path and raise the attempt; False when the request has used up its chances."""
+        if counts:
+            self.losses.lost(self.reached)
+        self.attempt += 1
+        self.started = False
+        return not self.losses.exhausted
+
+    # -- from the model
+
+    def accept(self, message: Accepted) -> None:
+        """The prompt's ids are known; the first acceptance is kept, later ones repeat it without its text."""
+        if self.accepted is None:
+            self.losses = Losses()  # those before were of reading it, which is done
+            self.accepted = Prompt(from_i32(message.ids), message.prompt)
+            self.on_change()
+
+    def start(self, now: float, cached: int) -> None:
+        """It is in its first step of this attempt."""
+        self.started = True
+        if self.metrics.first_scheduled_time is None:
+            self.metrics.first_scheduled_time = now
+            self.metrics.time_in_queue = now - self.metrics.arrival_time
+            self.cached_tokens = cached
+
+    def end(self, now: float, error: RequestError | None = None) -> None:
+        """Nothing more will come. Only the first end counts."""
+        if not self.done:
+            self.done, self.error = True, error
+            self.metrics.finished_time = now
+            self.ended()
+            self.on_change()
+
+    def ended(self) -> None:
+        """What is left to do at the end."""
