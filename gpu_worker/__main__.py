@@ -10,16 +10,20 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ..proto.checkpoint.model_config import config_of, model_folder
+from ..proto.checkpoint.model_config import ModelConfig, config_of, model_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.process import EXIT_CONFIG, die, ignore_signals, setup_logging, watch_parent
-from ..proto.wire.sockets import load_keys, needs_curve, worker_endpoint
+from ..proto.wire.sockets import Keys, load_keys, needs_curve, worker_endpoint
 from .device import choose_device, choose_threads, describe, parameter_estimate, set_environment, usable_cores
 from .link import Dismissed, Link
 
 if TYPE_CHECKING:
+    import torch
+
     from .parallel.group_link import Leader, Member
+    from .parallel.parallel import Group
+    from .spec import Shard
     from .worker import Worker
 
 log = logging.getLogger(__name__)
@@ -148,6 +152,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
 
     import torch  # only now: OpenMP reads its environment when torch is imported
 
+    from .footprint import check_footprint
     from .memory import out_of_memory
     from .models.loader import load_model, resolve_dtype
     from .parallel.parallel import Group, shard_of
@@ -160,23 +165,19 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         torch.set_num_threads(threads)
     torch.manual_seed(args.seed)
     dtype = resolve_dtype(args.dtype, config, device)
-    functions = load_functions(args.logits_processor or [])
-    grammars = Grammars(config, args)
     imported = time.monotonic()
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
-    group, shared = Group.alone(), ""
+    shard = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size)
     if count > 1:
-        from .parallel import rendezvous
+        from .parallel.rendezvous import check
 
-        rendezvous.check(config, pooler, args)
-        shard, shared = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size), f", one of {count}"
-        link = rendezvous.link_for(args, shard, rendezvous.settings_of(args, config, dtype, device), keys, links.leave)
-        if isinstance(link, rendezvous.Leader):
-            links.others = link
-        else:
-            links.link = link
-        group = rendezvous.ranks_of(args, shard, link, device)
+        check(config, pooler, args)
+    check_footprint(args, config, pooler, dtype, device, shard)
+    functions = load_functions(args.logits_processor or [])
+    grammars = Grammars(config, args)
+    group = _join(args, config, dtype, device, shard, keys, links) if count > 1 else Group.alone()
     if links.link is None:
+        shared = f", one of {count}" if count > 1 else ""
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
     try:
@@ -189,6 +190,21 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     links.link.loaded = True
     log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
     return Worker(args, config, model, dtype, device, grammars, functions, group, links.others, pooler)
+
+
+def _join(
+    args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard, keys: Keys | None,
+    links: Links,
+) -> Group:  # fmt: skip
+    """Meet the other processes of this replica."""
+    from .parallel import rendezvous
+
+    link = rendezvous.link_for(args, shard, rendezvous.settings_of(args, config, dtype, device), keys, links.leave)
+    if isinstance(link, rendezvous.Leader):
+        links.others = link
+    else:
+        links.link = link
+    return rendezvous.ranks_of(args, shard, link, device)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,8 +60,8 @@ def fit(args: EngineArgs, budget: Budget, max_model_len: int) -> int:
     if blocks < 1:
         raise ConfigError(
             "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
-            f"engine. (gpu_memory_utilization={args.gpu_memory_utilization:g} of {_gib(budget.total)} with "
-            f"{_gib(budget.used)} used by weights and activations leaves nothing; max_model_len {max_model_len} needs "
+            f"engine. (gpu_memory_utilization={args.gpu_memory_utilization:g} of {gib(budget.total)} with "
+            f"{gib(budget.used)} used by weights and activations leaves nothing; max_model_len {max_model_len} needs "
             f"{remedy}.)"
         )
     fits = blocks * budget.block_size
@@ -75,7 +75,7 @@ def fit(args: EngineArgs, budget: Budget, max_model_len: int) -> int:
         )
     log.info(
         "KV cache: %d blocks of %d tokens (%s); the longest request that fits is %d tokens, %.1f of max_model_len fit",
-        blocks, budget.block_size, _gib(blocks * budget.block_bytes), min(fits, max_model_len), fits / max_model_len,
+        blocks, budget.block_size, gib(blocks * budget.block_bytes), min(fits, max_model_len), fits / max_model_len,
     )  # fmt: skip
     return blocks
 
@@ -84,10 +84,11 @@ def _utilization_remedy(budget: Budget, blocks: int) -> str:
     needed = budget.used + blocks * budget.block_bytes
     if needed <= budget.total:
         return f"gpu_memory_utilization of at least {math.ceil(1000 * needed / budget.total) / 1000:g}"
-    return f"{_gib(needed)} of memory where there are {_gib(budget.total)}, so no gpu_memory_utilization is enough"
+    return f"{gib(needed)} of memory where there are {gib(budget.total)}, so no gpu_memory_utilization is enough"
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """``size`` bytes for a reader."""
     return f"{size / GIB:.2f} GiB"
 
 
@@ -117,32 +118,68 @@ def cuda_budget(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)  # driver, NCCL, other processes
-    log.info("worst-case step: peak %s, outside torch %s of %s", _gib(peak), _gib(others), _gib(total))
+    log.info("worst-case step: peak %s, outside torch %s of %s", gib(peak), gib(others), gib(total))
     return Budget(total, peak + others + graphs, block_bytes, block_size)
 
 
 def available_memory() -> int:
-    """Bytes this process could still take: the system's MemAvailable within the cgroup's limit."""
-    return min([_system_available(), *_cgroup_available()])
+    """Bytes this process could still take: the system's MemAvailable within its cgroups' limits."""
+    return min(memory_limits())[0]
 
 
-def _system_available() -> int:
+def memory_limits(root: Path = Path("/")) -> list[tuple[int, str]]:
+    """What the system, and each memory cgroup that holds this process, still allow: bytes, and who says so.
+
+    ``root`` is where /proc and /sys are found.
+    """
+    return [(_system_available(root), "MemAvailable"), *_cgroups_available(root)]
+
+
+def _system_available(root: Path) -> int:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _cgroup_available() -> list[int]:
-    folders = (("/sys/fs/cgroup", "memory.max", "memory.current"),
-               ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))  # fmt: skip
-    for folder, limit, usage in folders:
-        try:
-            text = Path(folder, limit).read_text().strip()
-            return [] if text == "max" else [max(0, int(text) - int(Path(folder, usage).read_text()))]
-        except (OSError, ValueError):
+def _cgroups_available(root: Path) -> Iterator[tuple[int, str]]:
+    """Of this process's cgroup and of those around it: version 2's, and version 1's memory controller."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
             continue
-    return []
+        at = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        names = [name for name in path.split("/") if name]
+        inside = [] if ".." in names else names  # those of another namespace are not to be seen here
+        for depth in range(len(inside) + 1):
+            found = _cgroup_available(at.joinpath(*inside[:depth]), "total_" if controllers else "")
+            if found is not None:
+                yield found, f"within the memory limit of cgroup /{'/'.join(inside[:depth])}"
+
+
+def _cgroup_available(group: Path, prefix: str) -> int | None:
+    """Bytes that the limit of ``group`` leaves; None without one. Its page cache gives way, and counts as free."""
+    limit, usage = ("limit_in_bytes", "usage_in_bytes") if prefix else ("max", "current")
+    try:
+        text = (group / f"memory.{limit}").read_text().strip()
+        if text == "max":
+            return None
+        used = int((group / f"memory.{usage}").read_text()) - _page_cache(group, prefix)
+        return max(0, int(text) - max(0, used))
+    except (OSError, ValueError):
+        return None
+
+
+def _page_cache(group: Path, prefix: str) -> int:
+    try:
+        figures = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(figures[f"{prefix}inactive_file"]) + int(figures[f"{prefix}active_file"])
+    except (OSError, ValueError, LookupError):
+        return 0

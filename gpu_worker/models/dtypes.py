@@ -36,7 +36,7 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
             f"The model type {kind!r} does not support float16. Reason: Numerical instability. Please use bfloat16 or "
             "float32 instead."
         )
-    stored = _config_dtype(config, name)
+    stored = stored_dtype(config, name)
     dtype = _choose(name, stored, config, device)
     if dtype == stored:
         return dtype
@@ -79,7 +79,7 @@ def gpu_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _config_dtype(config: ModelConfig, asked: str) -> torch.dtype:
+def stored_dtype(config: ModelConfig, asked: str = "") -> torch.dtype:
     """What config.json says the weights are. Only with ``asked`` auto must it be a dtype that can be computed in."""
     name = str(config.hf.get("dtype") or config.hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _NAMES and asked == "auto":

@@ -86,6 +86,12 @@ def load_model(
         return Decoder(spec, parts.weights(), config.max_model_len, group)
 
 
+def spec_of(config: ModelConfig, pooler: PoolerConfig | None) -> DecoderSpec:
+    """The spec of a model that is not transformers' own. Raises ConfigError as ``load_model`` does."""
+    with _named(config):
+        return _family(config, pooler)[0]
+
+
 class _Malformed(Exception):
     """A value of config.json that no family's reader could take."""
 

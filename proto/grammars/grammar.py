@@ -41,6 +41,7 @@ MAX_LEXER_STATES = 100_000
 MAX_MESSAGE = 300
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 _LEAST = 1e-9
+_MOST_BEYOND = 1 << 20  # ids past the model's vocabulary that a tokenizer may have; none of them can be drawn
 _ESCAPES = 'nrbtf\\"'
 _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
@@ -233,6 +234,11 @@ def token_table(folder: str, model: ModelConfig) -> LLTokenizer:
     try:
         raw, names, ends = _tokenizer_json(path) if source is path else _own_tokenizer(source)
         text, eos, size = _marked(raw, names, ends, model.eos_token_ids)
+        if size > model.vocab_size + _MOST_BEYOND:  # the table has an entry for every id up to the largest
+            raise ConfigError(
+                f"structured outputs cannot use {source}: it has a token of id {size - 1} and the model's "
+                f"vocab_size is {model.vocab_size}; correct the id, or download the file again."
+            )
         return LLTokenizer(text, n_vocab=max(size, model.vocab_size), eos_token=eos)
     except ConfigError:
         raise

@@ -273,6 +273,16 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
         token_table(byte_folder(tmp_path / "bytes"), _without_eos(tmp_path / "bytes"))
 
 
+def test_an_added_token_far_past_the_vocabulary_makes_no_table_of_its_size(tmp_path: Path) -> None:
+    folder = Path(byte_folder(tmp_path))
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["added_tokens"].append({**data["added_tokens"][0], "id": 10**9, "content": "<far>"})
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    model = ModelConfig(str(folder), {}, 512, vocab_size=300, eos_token_ids=[END])
+    with pytest.raises(ConfigError, match="a token of id 1000000000 and the model's vocab_size is 300"):
+        token_table(str(folder), model)
+
+
 def _without_eos(folder: Path) -> ModelConfig:
     (folder / "tokenizer_config.json").unlink()
     return ModelConfig(str(folder), {}, 512, vocab_size=300, eos_token_ids=[5000])
