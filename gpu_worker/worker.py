@@ -10,6 +10,8 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Mapping
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +60,21 @@ ANSWER_S = 3.0
 """How much longer than ``drain_timeout`` a worker that wants to leave waits for the scheduler's word."""
 
 
+class Phase(Enum):
+    """What a worker is ready for."""
+
+    UNASSIGNED = "it has no lease"
+    ASSIGNED = "it has a lease, and tells how many blocks fit"
+    READY = "it has its cache, and takes plans"
+
+
+TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
+    Phase.UNASSIGNED: frozenset({Phase.ASSIGNED}),  # Assign
+    Phase.ASSIGNED: frozenset({Phase.READY, Phase.UNASSIGNED}),  # Configure; the lease ends
+    Phase.READY: frozenset({Phase.UNASSIGNED}),  # the lease ends: a step fails, the link breaks, another Assign comes
+}
+
+
 class Broken(Exception):
     """A step failed in one process of a replica of several, which are in different places now: all must end."""
 
@@ -98,7 +115,8 @@ class Worker:
             self._grammars, self._processors = Follower(Elsewhere()), Follower(Elsewhere())
         self._lease: Lease | None = None
         self._epoch = 0
-        self._next_step = 0  # 0: not ready
+        self._phase = Phase.UNASSIGNED
+        self._next_step = 0
         self._assigned: tuple[int, int, int] | None = None  # block_size, max_num_seqs, max_num_batched_tokens
         self._num_blocks = 0  # that fit
         self._leave_by: float | None = None  # when a worker that asked to leave goes without an answer
@@ -123,7 +141,7 @@ class Worker:
                 case Configure() as configure:
                     self._configure(configure)
                 case Leave() if self._leave_by is None:
-                    if not self._next_step:  # nothing can run here
+                    if self._phase is not Phase.READY:  # nothing can run here
                         return
                     log.info("asked to end: draining for at most %g s", self._args.drain_timeout)
                     self._leave_by = time.monotonic() + self._args.drain_timeout + ANSWER_S
@@ -150,6 +168,7 @@ class Worker:
         self._pass_on(assign)
         self._end_lease()
         self._lease, self._epoch = assign.lease, assign.lease.epoch
+        self._enter(Phase.ASSIGNED)
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
         if wanted[0] not in (8, 16, 32) or not 1 <= wanted[1] <= wanted[2] < 2**31:  # no scheduler's flags say so
             self._fail(
@@ -214,7 +233,7 @@ class Worker:
     def _configure(self, configure: Configure) -> None:
         if configure.lease != self._lease or self._assigned is None or self._state is None:
             return
-        if self._next_step:  # rows may hold blocks by now that a smaller cache would not have
+        if self._phase is Phase.READY:  # rows may hold blocks by now that a smaller cache would not have
             self._fail(0, PlanError("a second Configure came under one lease"))
             return
         if not 1 <= configure.num_blocks <= self._num_blocks:
@@ -236,6 +255,7 @@ class Worker:
                 ) from error
         if self._others is not None:
             self._others.collect(Ready, configure.lease)
+        self._enter(Phase.READY)
         self._next_step = 1
         self._link.last_step = 0
         self._link.send(Ready(configure.lease))
@@ -268,9 +288,16 @@ class Worker:
     def _end_lease(self) -> None:
         """Let the device finish what was launched, then forget every row."""
         self._results.drain()
-        self._lease, self._next_step = None, 0
+        if self._phase is not Phase.UNASSIGNED:
+            self._enter(Phase.UNASSIGNED)
+        self._lease = None
         if self._state is not None:
             self._state.reset()
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in TRANSITIONS[self._phase]:
+            raise RuntimeError(f"a worker went from {self._phase.name} to {phase.name}, which its table does not have")
+        self._phase = phase
 
     # ------------------------------------------------------------ steps
 
@@ -281,8 +308,10 @@ class Worker:
             return
         self._pass_on(plan)
         try:
-            if self._runner is None or plan.step != self._next_step:
-                raise PlanError(f"step {plan.step} came where {self._next_step or 'Configure'} was expected")
+            if self._runner is None or self._phase is not Phase.READY:
+                raise PlanError(f"step {plan.step} came where Configure was expected")
+            if plan.step != self._next_step:
+                raise PlanError(f"step {plan.step} came where {self._next_step} was expected")
             outcome = self._runner.launch(plan)
             if self._group.leader:
                 self._results.put(lease, plan.step, outcome)
