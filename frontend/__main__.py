@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -22,6 +21,7 @@ from ..proto.wire.sockets import load_keys
 from .app import make_app
 from .auth import keys_of
 from .front import FRONT, Front, Settings
+from .port import ClaimedSite, claim, listen, url_of
 from .protocol import Runner
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def main() -> None:
         settings = settings_of(args)
         sock = listen(args.host, args.port)
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(serve(args, settings, sock))
+            runner.run(serve(args, settings, sock, claim(sock, str(args.scheduler))))
     except ConfigError as error:
         die("frontend", error)
     except KeyboardInterrupt:  # before serve() took over the signals
@@ -86,38 +86,6 @@ def settings_of(args: EngineArgs) -> Settings:
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that other frontends may share (SO_REUSEPORT). Raises ConfigError."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"host {host!r} is no address to listen on: {error}; choose another with --host.") from error
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "SO_REUSEPORT"):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use; choose another with --port.") from error
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port."
-        ) from error
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    """http://HOST:PORT of a bound socket."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def app_runner(app: web.Application) -> web.AppRunner:
     """How the application is run: a client that leaves cancels its handler, and nothing is unpacked unasked."""
     return Runner(
@@ -126,16 +94,17 @@ def app_runner(app: web.Application) -> web.AppRunner:
     )  # fmt: skip
 
 
-async def serve(args: EngineArgs, settings: Settings, sock: socket.socket) -> None:
+async def serve(args: EngineArgs, settings: Settings, sock: socket.socket, claimed: socket.socket | None) -> None:
     """Answer until SIGTERM or SIGINT, then let open requests end; a second signal ends them."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     with ending_signals(asyncio.get_running_loop(), lambda: (hurry if stop.is_set() else stop).set()):
-        await _serve(args, settings, sock, stop, hurry)
+        await _serve(args, settings, sock, claimed, stop, hurry)
 
 
 async def _serve(
-    args: EngineArgs, settings: Settings, sock: socket.socket, stop: asyncio.Event, hurry: asyncio.Event
-) -> None:
+    args: EngineArgs, settings: Settings, sock: socket.socket, claimed: socket.socket | None, stop: asyncio.Event,
+    hurry: asyncio.Event,
+) -> None:  # fmt: skip
     if settings.pooler is not None:
         import numpy  # noqa: F401 - now, and not while the first request waits
     engine = Engine(str(args.scheduler), load_keys(args.keys))
@@ -143,7 +112,7 @@ async def _serve(
     app = make_app(engine, settings)
     runner = app_runner(app)
     await runner.setup()
-    site = web.SockSite(runner, sock, backlog=BACKLOG)
+    site = ClaimedSite(runner, sock, claimed, backlog=BACKLOG)
     await site.start()
     print(f"listening on {url_of(sock)}", flush=True)
     tell_ready()

@@ -21,9 +21,10 @@ from ..client.request import OpenRequest
 from ..client.results import RequestError, TokenLogprobs
 from ..proto.codec import from_i32, i32
 from ..proto.messages import Accepted, Finish, Peer, Peers, ReplicaStats, Stats, Tokenize
-from .__main__ import app_runner, listen, new_loop, url_of
+from .__main__ import app_runner, new_loop
 from .app import make_app
 from .front import Settings
+from .port import listen, url_of
 from .prompts import text_of
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.__main__ import listen, settings_of, url_of
+from quire.frontend.__main__ import settings_of
 from quire.frontend.front import Settings
+from quire.frontend.port import listen, url_of
 from quire.proto.config import ConfigError, EngineArgs
 
 COMMAND = [sys.executable, "-P", "-m", "quire.frontend"]
