@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.gpu_worker.batch import StepBatch
-from quire.gpu_worker.layers import linear
 from quire.gpu_worker.layers.attention_cpu import paged_attention
+from quire.gpu_worker.layers.formats.dense import DENSE, cpu_backend, cpu_flags
+from quire.gpu_worker.layers.linear import weight_of
 from quire.gpu_worker.models.loader import load_model
 from quire.proto.checkpoint.model_config import ModelConfig
 
@@ -69,12 +70,13 @@ def show(name: str, values: dict[str, float], into: dict[str, Any]) -> None:
 @torch.inference_mode()
 def bench_linear(dtype: torch.dtype, results: dict[str, Any]) -> None:
     """Products of the model's five shapes with each packing."""
-    print(f"linear, {dtype}, the rule chooses {linear.cpu_backend(dtype)}")
+    print(f"linear, {dtype}, the rule chooses {cpu_backend(dtype)}")
     for columns, rows in ((896, 1152), (896, 896), (896, 9728), (4864, 896), (896, 151936)):
         weight = torch.randn(rows, columns, dtype=dtype) * 0.02
-        runs = {"plain": linear._plain(weight), "onednn": linear._onednn(weight)}
+        names = ["plain", "onednn"]
         if dtype == torch.float32 and torch.backends.mkl.is_available():
-            runs["mkl"] = linear._mkl(weight)
+            names.append("mkl")
+        runs = {name: DENSE[name].linear({"weight": weight}, weight_of(weight)) for name in names}
         for count in (1, 8, 32, 128, 512):
             if rows > 100_000 and count > 128:
                 continue
@@ -229,7 +231,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    results: dict[str, Any] = {"threads": args.threads, "dtype": args.dtype, "cpu": linear.cpu_flags()[0]}
+    results: dict[str, Any] = {"threads": args.threads, "dtype": args.dtype, "cpu": cpu_flags()[0]}
     benches = {"linear": bench_linear, "attention": bench_attention, "step": bench_step}
     for what in args.what or benches:
         benches[what](getattr(torch, args.dtype), results)

@@ -19,7 +19,7 @@ from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.config import ConfigError, EngineArgs
 from .device import parameter_estimate
 from .kv_cache import KVCache
-from .layers.linear import cpu_has_bf16
+from .layers.formats.dense import cpu_has_bf16
 from .memory import gib, memory_limits, step_bytes
 from .models.dtypes import gpu_capability, stored_dtype
 from .models.fallback import uses_fallback

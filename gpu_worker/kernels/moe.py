@@ -17,20 +17,6 @@ from .activation import LIMIT, function, gated_activation_torch
 _SUM_BLOCK = 1024
 
 
-class Experts(NamedTuple):
-    """The experts ``first .. first + E - 1`` of a layer."""
-
-    gate_up: torch.Tensor
-    """[E, 2 * width, hidden], contiguous, the rows of gate before those of up."""
-    down: torch.Tensor
-    """[E, hidden, width], contiguous."""
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    """[E, 2 * width] and [E, hidden], contiguous."""
-    first: int = 0
-    activation: str = "silu"
-
-
 class Blocks(NamedTuple):
     """Slots in blocks, each of one expert."""
 
@@ -40,37 +26,6 @@ class Blocks(NamedTuple):
     """int32 [blocks], which of the local experts; their number where a block is without work."""
     total: int
     """The number of slots, T * k."""
-
-
-def experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
-    """What the experts of ``local`` contribute to each token: [T, hidden], in x's dtype.
-
-    The products and the sum are computed in float32, and each is rounded to x's dtype.
-
-    Args:
-        x: [T, hidden], last axis contiguous.
-        weights: float32 [T, k], contiguous: the factors of the chosen experts' outputs.
-        ids: int64 [T, k], contiguous: the chosen experts. Those that are not in ``local`` contribute nothing.
-
-    Raises:
-        ValueError: an unknown activation.
-    """
-    if not len(x):
-        return torch.empty_like(x)
-    count = len(local.gate_up)
-    blocks = align(ids, local.first, count, block_rows(ids.numel() // count, x.dtype))
-    wide = grouped_product(x, local.gate_up, local.gate_up_bias, blocks, activation=local.activation)
-    each = grouped_product(wide, local.down, local.down_bias, blocks, weights=weights)
-    return sum_slots(each, ids, local.first, count)
-
-
-def experts_torch(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
-    """The twin of ``experts``."""
-    count = len(local.gate_up)
-    blocks = align(ids, local.first, count, 16)
-    wide = grouped_product_torch(x, local.gate_up, local.gate_up_bias, blocks, activation=local.activation)
-    each = grouped_product_torch(wide, local.down, local.down_bias, blocks, weights=weights)
-    return sum_slots_torch(each, ids, local.first, count)
 
 
 def block_rows(slots: int, dtype: torch.dtype) -> int:

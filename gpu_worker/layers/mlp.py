@@ -11,7 +11,7 @@ import torch
 
 from ..spec import DecoderSpec, Shard
 from .activation import activation, gated_activation
-from .linear import Linear
+from .linear import ExpertLinear, Linear
 from .moe import MoE
 
 
@@ -34,22 +34,15 @@ class MoEBlock:
     """The experts of one layer that this rank holds, and its part of the MLP that every token goes through."""
 
     def __init__(
-        self, spec: DecoderSpec, linears: Mapping[str, Linear], tensors: Mapping[str, torch.Tensor], prefix: str,
-        shard: Shard,
+        self, spec: DecoderSpec, linears: Mapping[str, Linear], experts: Mapping[str, ExpertLinear],
+        tensors: Mapping[str, torch.Tensor], prefix: str, shard: Shard,
     ) -> None:  # fmt: skip
         moe = spec.moe
         if moe is None:
             raise ValueError("this spec has no experts")
-        held = shard.share(moe.experts)
-        up, down = tensors[f"{prefix}experts_gate_up.weight"], tensors[f"{prefix}experts_down.weight"]
-        up_bias, down_bias = tensors.get(f"{prefix}experts_gate_up.bias"), tensors.get(f"{prefix}experts_down.bias")
-        count, hidden = len(held), spec.hidden_size
         self.experts = MoE(
-            moe, linears[f"{prefix}router"],
-            up.view(count, 2 * moe.width, hidden), down.view(count, hidden, moe.width),
-            None if up_bias is None else up_bias.view(count, 2 * moe.width),
-            None if down_bias is None else down_bias.view(count, hidden),
-            held.start, tensors.get(f"{prefix}correction.bias"),
+            moe, linears[f"{prefix}router"], experts[f"{prefix}experts_gate_up"], experts[f"{prefix}experts_down"],
+            shard.share(moe.experts).start, tensors.get(f"{prefix}correction.bias"),
         )  # fmt: skip
         self.shared = MLP(spec, linears, f"{prefix}shared_") if moe.shared_width else None
         self.shared_gate = linears.get(f"{prefix}shared_gate")

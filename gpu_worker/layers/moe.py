@@ -6,15 +6,27 @@ products (``kernels/moe.py``), on a CPU one expert after the other, below.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from ..kernels import moe as kernels
-from ..kernels.moe import Experts
 from ..spec import MoESpec
 from . import dispatch
 from .activation import gated_activation
-from .linear import LEAST_ROWS, SMALL, Linear, cpu_backend
+from .linear import LEAST_ROWS, ExpertLinear, Linear
+
+
+class Experts(NamedTuple):
+    """The experts ``first .. first + E - 1`` of a layer."""
+
+    gate_up: ExpertLinear
+    """hidden -> 2 * width, the rows of gate before those of up."""
+    down: ExpertLinear
+    """width -> hidden."""
+    first: int = 0
+    activation: str = "silu"
 
 
 class MoE:
@@ -22,9 +34,7 @@ class MoE:
 
     Args:
         router: hidden -> ``spec.experts`` logits.
-        gate_up: [E_local, 2 * width, hidden], the rows of gate before those of up.
-        down: [E_local, hidden, width].
-        gate_up_bias, down_bias: [E_local, 2 * width] and [E_local, hidden], or None.
+        gate_up, down: the local experts' linears, see ``Experts``.
         correction: float32 [experts], added to the scores when experts are chosen and left out of their weights.
     """
 
@@ -32,23 +42,21 @@ class MoE:
         self,
         spec: MoESpec,
         router: Linear,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        gate_up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
         first_expert: int = 0,
         correction: torch.Tensor | None = None,
     ) -> None:
         self.spec, self.router = spec, router
         self.correction = None if correction is None else correction.float()
-        self.local = Experts(gate_up, down, gate_up_bias, down_bias, first_expert, spec.activation)
+        self.local = Experts(gate_up, down, first_expert, spec.activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]: what the local experts contribute. Ranks with others sum their results."""
         if not len(self.local.gate_up):  # of few experts the other ranks have them all
             return torch.zeros_like(x)
         weights, ids = route(self.router(x).float(), self.spec, self.correction)
-        return (kernels.experts if dispatch.use_kernels(x) else experts_cpu)(x, weights, ids, self.local)
+        return (experts_grouped if dispatch.use_kernels(x) else experts_cpu)(x, weights, ids, self.local)
 
 
 def route(
@@ -96,13 +104,35 @@ def _within_best_groups(choice: torch.Tensor, spec: MoESpec) -> torch.Tensor:
     return groups.masked_fill(outside[..., None], float("-inf")).flatten(1)
 
 
+def experts_grouped(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
+    """What the experts of ``local`` contribute to each token, on a GPU: [T, hidden], in x's dtype.
+
+    The products and the sum are computed in float32, and each is rounded to x's dtype.
+
+    Args:
+        x: [T, hidden], last axis contiguous.
+        weights: float32 [T, k], contiguous: the factors of the chosen experts' outputs.
+        ids: int64 [T, k], contiguous: the chosen experts. Those that are not in ``local`` contribute nothing.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    if not len(x):
+        return torch.empty_like(x)
+    gate_up, down, first, activation = local
+    count = len(gate_up)
+    blocks = kernels.align(ids, first, count, kernels.block_rows(ids.numel() // count, x.dtype))
+    each = down.grouped(gate_up.grouped(x, blocks, activation), blocks, weights=weights)
+    return kernels.sum_slots(each, ids, first, count)
+
+
 def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
-    """``kernels.moe.experts`` for a CPU: the tokens of an expert together, so that its weight is read once.
+    """``experts_grouped`` for a CPU: the tokens of an expert together, so that its weight is read once.
 
     A token's sum runs over its experts by number, in float32, and products have a multiple of LEAST_ROWS rows: what a
     token gets does not depend on the others of its step (of odd counts MKL's threads sum some in another order).
     """
-    gate_up, down, gate_up_bias, down_bias, first, activation = local
+    gate_up, down, first, activation = local
     out = torch.zeros(x.shape, dtype=torch.float32)
     slots = ids.flatten().argsort(stable=True)
     tokens, factors = slots // ids.shape[1], weights.flatten()[slots, None]
@@ -113,15 +143,7 @@ def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local
             continue
         start, stop = stop, stop + count
         mine = tokens[start:stop]
-        wide = _product(F.pad(x[mine], (0, 0, 0, -count % LEAST_ROWS)), gate_up, gate_up_bias, expert)
-        result = _product(gated_activation(wide, activation), down, down_bias, expert)[:count]
+        wide = gate_up.one(F.pad(x[mine], (0, 0, 0, -count % LEAST_ROWS)), expert)
+        result = down.one(gated_activation(wide, activation), expert)[:count]
         out.index_add_(0, mine, result.float() * factors[start:stop])
     return out.to(x.dtype)
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
-    """By the library that ``Linear`` would choose; not packed, as the experts are in one tensor that stays."""
-    mine, added = weight[expert], None if bias is None else bias[expert]
-    if mine.numel() >= SMALL and cpu_backend(mine.dtype) == "onednn":
-        return torch.ops.mkldnn._linear_pointwise(x, mine, added, "none", [], "")
-    return F.linear(x, mine, added)

@@ -63,7 +63,7 @@ class Block:
         )  # fmt: skip
         self.mlp: MLP | MoEBlock
         if spec.is_moe(index):
-            self.mlp = MoEBlock(spec, weights.linears, weights.tensors, prefix, group.shard)
+            self.mlp = MoEBlock(spec, weights.linears, weights.experts, weights.tensors, prefix, group.shard)
         else:
             self.mlp = MLP(spec, weights.linears, prefix)
         self.group, self.scale = group, spec.residual_scale

@@ -8,7 +8,7 @@ import torch
 
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
-from ..layers.linear import cpu_has_bf16
+from ..layers.formats.dense import cpu_has_bf16
 
 log = logging.getLogger(__name__)
 

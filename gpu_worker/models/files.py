@@ -30,11 +30,12 @@ _PICKLE_INDEX = "pytorch_model.bin.index.json"
 _NO_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
 _PIECE = 8 << 20
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-# Types that torch lacks (those of less than a byte) stand as uint8: they are refused when read.
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+# Types that torch lacks (those of less than a byte) stand as bits8, which nothing is made of.
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "F8_E8M0": torch.float8_e8m0fnu, "BOOL": torch.bool,
 }  # fmt: skip
 
 
@@ -128,6 +129,18 @@ class Entry:
         """Bytes of the whole tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def check(self, wanted: torch.dtype) -> None:
+        """Raises ConfigError where its numbers mean something else in ``wanted``: quantized ones are no floats."""
+        floats, others = self.dtype in _FLOATS and wanted in _FLOATS, self.dtype in _INTEGERS and wanted in _INTEGERS
+        if not floats and not others and self.dtype != wanted:
+            raise ConfigError(
+                f"{self.file}: {self.name} is {str(self.dtype)[6:]}, a quantised weight, which is not supported; "
+                "use the model's float weights."
+                if wanted in _FLOATS
+                else f"{self.file}: {self.name} is {str(self.dtype)[6:]}, where config.json's quantization makes it "
+                f"{str(wanted)[6:]}; check that config.json belongs to these weights."
+            )
+
     def read(self, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """The tensor, or its ``rows`` (dim 0) and ``columns`` (dim 1), as they are in the file. See ``copy_to``."""
         shape = list(self.shape)
@@ -141,14 +154,8 @@ class Entry:
     def copy_to(self, out: torch.Tensor, rows: slice | None = None, columns: slice | None = None) -> None:
         """Copy the tensor, or its ``rows`` and ``columns`` (slices without a step), to ``out``, cast to its dtype.
 
-        Takes ``_PIECE`` bytes of memory, or one row where that is more. Raises ConfigError for a type that is no
-        plain float and for a file that ends too early.
+        Takes ``_PIECE`` bytes of memory, or one row where that is more. Raises ConfigError for a file that ends early.
         """
-        if self.dtype not in _FLOATS:
-            raise ConfigError(
-                f"{self.file}: {self.name} is {str(self.dtype)[6:]}, a quantised weight, which is not supported; "
-                "use the model's float weights."
-            )
         if not self.shape:
             out.copy_(self.rows(0, 1).view(()))
             return
@@ -226,7 +233,7 @@ def _open_safetensors(file: Path) -> Tensors:
 
     entries = []
     for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        shape, dtype = tuple(said["shape"]), _DTYPES.get(said["dtype"], torch.uint8)
+        shape, dtype = tuple(said["shape"]), _DTYPES.get(said["dtype"], torch.bits8)
         entries.append(Entry(file, name, shape, dtype, reader(said["data_offsets"][0], shape, dtype)))
     return Tensors(entries, data.close)
 

@@ -7,34 +7,31 @@ Rows of queries, keys, values, MLPs and the vocabulary, and whole experts, are s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from ..layers.formats.base import Part, Stored, Weight, whole
 from ..spec import WHOLE, DecoderSpec, MoESpec, Shard
 
 
 @dataclass(frozen=True)
-class Part:
-    """Rows (or columns) ``start`` to ``stop`` of ``total``."""
-
-    total: int
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
 class Parameter:
-    """A tensor of the decoder. ``parts`` are what separate checkpoints stack along dim 0.
+    """A parameter of the decoder, or a tensor that its format keeps it in. ``parts`` are what separate checkpoints
+    stack along dim 0.
 
-    ``kind``: "product" (a Linear's weight), "experts" (products of many), "bias", "norm", or "table" (rows looked up).
+    ``kind``: "linear" (a Linear's weight), "experts" (an ExpertLinear's), "bias", "norm", or "table" (rows looked up).
+    ``experts``: the model's number of them, each with as many of the parts. ``stored``: which tensor of its weight it
+    is, and ``weight`` that weight's name.
     """
 
     name: str
     kind: str
     parts: tuple[Part, ...]
     columns: Part | None = None
+    experts: int = 0
+    stored: Stored | None = None
+    weight: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,10 +49,33 @@ class Parameter:
         """The model's number of its layer; -1 outside the layers."""
         return int(self.name.split(".")[1]) if self.name.startswith("layers.") else -1
 
+    @property
+    def repeated(self) -> bool:
+        """Whether each part has the same rows of a checkpoint's tensor, which tells of that tensor as a whole."""
+        return self.stored is not None and not self.stored.rows.unit
 
-def whole(size: int) -> Part:
-    """All of it."""
-    return Part(size, 0, size)
+    def rows_of(self, indices: tuple[int, ...]) -> int:
+        """Rows of the checkpoint's tensor that holds the parts ``indices``."""
+        totals = [self.parts[index].total for index in indices]
+        return totals[0] if self.repeated else sum(totals)
+
+    def as_weight(self, dtype: torch.dtype, device: torch.device) -> Weight:
+        """What a format is told of it."""
+        columns = self.columns or whole(1)
+        if not self.experts:
+            return Weight(self.parts, columns, dtype, device)
+        each = len(self.parts) // self.experts
+        held = sum(1 for part in self.parts[::each] if len(part))
+        return Weight(tuple(whole(part.total) for part in self.parts[:each]), columns, dtype, device, held)
+
+    def in_tensor(self, stored: Stored) -> Parameter:
+        """One of the tensors that the weight is kept in. Raises ConfigError where the format cannot be cut so."""
+        name = self.name.removesuffix("weight") + stored.name
+        columns = None
+        if stored.columns is not None and self.columns is not None:
+            columns = stored.columns.cut(self.columns, name)
+        parts = tuple(stored.rows.cut(part, name) for part in self.parts)
+        return replace(self, name=name, parts=parts, columns=columns, stored=stored, weight=self.name)
 
 
 def _cut(size: int, held: range, unit: int = 1) -> Part:
@@ -71,7 +91,7 @@ def parameters(spec: DecoderSpec, shard: Shard = WHOLE) -> Iterator[Parameter]:
         yield Parameter("embed.weight", "table", (vocabulary,), width)
     if shard.first:
         if spec.embed_size:
-            yield Parameter("project_in.weight", "product", (hidden,), width)
+            yield Parameter("project_in.weight", "linear", (hidden,), width)
         if spec.positions:
             yield Parameter("positions.weight", "table", (whole(spec.positions),), hidden)
         if spec.types:
@@ -85,12 +105,12 @@ def parameters(spec: DecoderSpec, shard: Shard = WHOLE) -> Iterator[Parameter]:
     if spec.final_norm:
         yield from _norm(spec, "final_norm", hidden)
     if spec.embed_size:
-        yield Parameter("project_out.weight", "product", (width,), hidden)
+        yield Parameter("project_out.weight", "linear", (width,), hidden)
     if spec.head:
-        yield from _product("head", (width,), width, True)
+        yield from _linear("head", (width,), width, True)
     outputs = vocabulary if spec.outputs < 0 else whole(spec.outputs)
     if not spec.tied and len(outputs):
-        yield Parameter("lm_head.weight", "product", (outputs,), width)
+        yield Parameter("lm_head.weight", "linear", (outputs,), width)
     if spec.lm_head_bias:
         yield Parameter("lm_head.bias", "bias", (outputs,))
 
@@ -102,11 +122,11 @@ def _norm(spec: DecoderSpec, name: str, size: Part) -> Iterator[Parameter]:
             yield Parameter(f"{name}.bias", "bias", (size,))
 
 
-def _product(
+def _linear(
     name: str, rows: tuple[Part, ...], columns: Part, bias: bool, shard: Shard | None = None
 ) -> Iterator[Parameter]:
-    """``shard``: of a product whose columns are cut; the ranks' sums are added, so only the first adds the bias."""
-    yield Parameter(f"{name}.weight", "product", rows, columns)
+    """``shard``: of a weight whose columns are cut; the ranks' sums are added, so only the first adds the bias."""
+    yield Parameter(f"{name}.weight", "linear", rows, columns)
     if bias and (shard is None or shard.rank == 0):
         yield Parameter(f"{name}.bias", "bias", rows)
 
@@ -118,8 +138,8 @@ def _layer(spec: DecoderSpec, layer: int, shard: Shard) -> Iterator[Parameter]:
     for name in ("attn", "attn_out"):
         if name in spec.norms:
             yield from _norm(spec, f"{prefix}{name}_norm", hidden)
-    yield from _product(prefix + "qkv", (heads, kv, kv), hidden, spec.qkv_bias)
-    yield from _product(prefix + "o", (hidden,), heads, spec.o_bias, shard)
+    yield from _linear(prefix + "qkv", (heads, kv, kv), hidden, spec.qkv_bias)
+    yield from _linear(prefix + "o", (hidden,), heads, spec.o_bias, shard)
     if spec.sinks:
         yield Parameter(prefix + "sinks.weight", "table", (_cut(spec.heads, shard.share(spec.heads)),))
     if spec.qk_norm:
@@ -153,14 +173,14 @@ def _mlp(
 ) -> Iterator[Parameter]:
     hidden, wide = whole(spec.hidden_size), _cut(width, shard.share(width))
     name = f"{prefix}{kind}gate_up" if gated else f"{prefix}{kind}up"
-    yield from _product(name, (wide, wide) if gated else (wide,), hidden, bias)
-    yield from _product(f"{prefix}{kind}down", (hidden,), wide, bias, shard)
+    yield from _linear(name, (wide, wide) if gated else (wide,), hidden, bias)
+    yield from _linear(f"{prefix}{kind}down", (hidden,), wide, bias, shard)
 
 
 def _experts(spec: DecoderSpec, moe: MoESpec, prefix: str, shard: Shard) -> Iterator[Parameter]:
     hidden, wide = whole(spec.hidden_size), whole(moe.width)
     held, nothing = shard.share(moe.experts), 0
-    yield from _product(prefix + "router", (whole(moe.experts),), hidden, moe.router_bias)
+    yield from _linear(prefix + "router", (whole(moe.experts),), hidden, moe.router_bias)
     if moe.correction_bias:
         yield Parameter(prefix + "correction.bias", "bias", (whole(moe.experts),))
     for name, parts, columns in (("gate_up", (wide, wide), hidden), ("down", (hidden,), wide)):
@@ -169,10 +189,10 @@ def _experts(spec: DecoderSpec, moe: MoESpec, prefix: str, shard: Shard) -> Iter
             for expert in range(moe.experts)
             for part in parts
         )
-        yield Parameter(f"{prefix}experts_{name}.weight", "experts", rows, columns)
+        yield Parameter(f"{prefix}experts_{name}.weight", "experts", rows, columns, moe.experts)
         if moe.bias:
-            yield Parameter(f"{prefix}experts_{name}.bias", "bias", rows)
+            yield Parameter(f"{prefix}experts_{name}.bias", "bias", rows, None, moe.experts)
     if moe.shared_width:
         yield from _mlp(spec, prefix, "shared_", moe.shared_width, True, False, shard)
         if moe.shared_gate:
-            yield from _product(prefix + "shared_gate", (whole(1),), hidden, False)
+            yield from _linear(prefix + "shared_gate", (whole(1),), hidden, False)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from ..layers.linear import Linear
+from ..layers.linear import ExpertLinear, Linear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..spec import DecoderSpec
 
 
 class Weights:
-    """The loaded parameters of one process: ``tensors`` by parameter name, ``linears`` as Linears by theirs."""
+    """The loaded parameters of one process by name: linear layers, those of experts, and other tensors."""
 
     def __init__(
-        self, spec: DecoderSpec, tensors: dict[str, torch.Tensor], linears: dict[str, Linear], dtype: torch.dtype,
-        device: torch.device,
+        self, spec: DecoderSpec, linears: dict[str, Linear], experts: dict[str, ExpertLinear],
+        tensors: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        self.spec, self.tensors, self.linears, self.dtype, self.device = spec, tensors, linears, dtype, device
+        self.spec, self.linears, self.experts, self.tensors = spec, linears, experts, tensors
+        self.dtype, self.device = dtype, device
 
     def norm(self, name: str, kind: str | None = None, affine: bool = True) -> RMSNorm | LayerNorm:
         """The norm ``name``, of the model's kind unless another is given."""

@@ -27,7 +27,8 @@ def main():
     from kernel_compile import compile_launch
     from triton.runtime.jit import JITFunction
 
-    from quire.gpu_worker.kernels import moe
+    from quire.gpu_worker.layers.linear import ExpertLinear
+    from quire.gpu_worker.layers.moe import Experts, experts_grouped
 
     JITFunction.run = compile_launch
     bf16, half = torch.bfloat16, torch.float16
@@ -40,13 +41,9 @@ def main():
             torch.empty(experts, 2 * width, hidden, dtype=dtype),
             torch.empty(experts, hidden, width, dtype=dtype),
         )
-        held = moe.Experts(
-            gate_up,
-            down,
-            *((gate_up[..., 0].contiguous(), down[..., 0].contiguous()) if bias else ()),
-            activation=activation,
-        )
-        moe.experts(
+        biases = (gate_up[..., 0].contiguous(), down[..., 0].contiguous()) if bias else (None, None)
+        held = Experts(ExpertLinear.of(gate_up, biases[0]), ExpertLinear.of(down, biases[1]), activation=activation)
+        experts_grouped(
             torch.empty(tokens, hidden, dtype=dtype),
             torch.empty(tokens, 2),
             torch.zeros(tokens, 2, dtype=torch.int64),

@@ -58,13 +58,14 @@ def test_tensors_and_slices_of_them(kind: str, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", ["safetensors", "pickle"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn])
-def test_what_is_no_plain_float_is_refused_when_it_is_read(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_is_no_plain_float_is_refused_where_one_is_meant(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     file = written(tmp_path, kind, {"codes": torch.ones(4, dtype=dtype), "fine": torch.ones(2)})
     with Tensors.open(file) as tensors:
         entries = {entry.name: entry for entry in tensors}
+        entries["fine"].check(torch.bfloat16)
         assert entries["fine"].read().tolist() == [1, 1]
         with pytest.raises(ConfigError, match=rf"{file.name}: codes is {str(dtype)[6:]}, a quantised weight, which is"):
-            entries["codes"].read()
+            entries["codes"].check(torch.float32)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 Kernels are compiled where there is a GPU, else run under Triton's interpreter.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from kernel_device import DEVICE
@@ -20,8 +22,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from quire.gpu_worker.kernels import moe as kernels
 from quire.gpu_worker.kernels.activation import gated_activation_torch
-from quire.gpu_worker.layers.linear import Linear
-from quire.gpu_worker.layers.moe import MoE, experts_cpu, route
+from quire.gpu_worker.layers.linear import ExpertLinear, Linear
+from quire.gpu_worker.layers.moe import Experts, MoE, experts_cpu, experts_grouped, route
 from quire.gpu_worker.spec import MoESpec
 
 HIDDEN, WIDTH, EXPERTS = 32, 24, 8
@@ -98,16 +100,18 @@ def ours(name, block):
     state = {key.removeprefix("experts."): value for key, value in block.state_dict().items()}
     if name.startswith("dbrx"):
         w1, v1, w2 = (state[f"mlp.{key}"].unflatten(0, (EXPERTS, WIDTH)) for key in ("w1", "v1", "w2"))
-        return MoE(spec, Linear(state["router.layer.weight"]), torch.cat([w1, v1], 1), w2.mT.contiguous())
+        gate_up, down = torch.cat([w1, v1], 1), w2.mT.contiguous()
+        return MoE(spec, Linear.of(state["router.layer.weight"]), ExpertLinear.of(gate_up), ExpertLinear.of(down))
     if name == "gpt-oss":  # transposed, gate and up interleaved
         split = torch.cat([torch.arange(0, 2 * WIDTH, 2), torch.arange(1, 2 * WIDTH, 2)])
         return MoE(
-            spec, Linear(state["router.weight"], state["router.bias"]),
-            state["gate_up_proj"].mT[:, split].contiguous(), state["down_proj"].mT.contiguous(),
-            state["gate_up_proj_bias"][:, split], state["down_proj_bias"],
+            spec, Linear.of(state["router.weight"], state["router.bias"]),
+            ExpertLinear.of(state["gate_up_proj"].mT[:, split].contiguous(), state["gate_up_proj_bias"][:, split]),
+            ExpertLinear.of(state["down_proj"].mT.contiguous(), state["down_proj_bias"]),
         )  # fmt: skip
     correction = state.get("gate.e_score_correction_bias")
-    return MoE(spec, Linear(state["gate.weight"]), state["gate_up_proj"], state["down_proj"], correction=correction)
+    gate_up, down = ExpertLinear.of(state["gate_up_proj"]), ExpertLinear.of(state["down_proj"])
+    return MoE(spec, Linear.of(state["gate.weight"]), gate_up, down, correction=correction)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -158,19 +162,50 @@ def test_groups_are_chosen_by_their_two_best():
 # --- the experts on a CPU ---
 
 
+class Held(NamedTuple):
+    """The tensors of ``Experts``."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    first: int = 0
+    activation: str = "silu"
+
+    @property
+    def linears(self):
+        gate_up = ExpertLinear.of(self.gate_up, self.gate_up_bias)
+        return Experts(gate_up, ExpertLinear.of(self.down, self.down_bias), self.first, self.activation)
+
+
+def on_cpu(x, weights, ids, held):
+    return experts_cpu(x, weights, ids, held.linears)
+
+
+def grouped(x, weights, ids, held):
+    return experts_grouped(x, weights, ids, held.linears)
+
+
+def twin(x, weights, ids, held):
+    """The twin of ``grouped``."""
+    count = len(held.gate_up)
+    blocks = kernels.align(ids, held.first, count, 16)
+    wide = kernels.grouped_product_torch(x, held.gate_up, held.gate_up_bias, blocks, activation=held.activation)
+    each = kernels.grouped_product_torch(wide, held.down, held.down_bias, blocks, weights=weights)
+    return kernels.sum_slots_torch(each, ids, held.first, count)
+
+
 def local(experts=EXPERTS, hidden=HIDDEN, width=WIDTH, bias=False, activation="silu", dtype=torch.float32):
     """Random experts."""
     biases = [randn(experts, n, dtype=dtype, seed=s) if bias else None for n, s in ((2 * width, 3), (hidden, 4))]
     gate_up, down = (randn(experts, 2 * width, hidden, seed=1), randn(experts, hidden, width, seed=2))
-    return kernels.Experts(
-        (gate_up * hidden**-0.5).to(dtype), (down * width**-0.5).to(dtype), *biases, activation=activation
-    )
+    return Held((gate_up * hidden**-0.5).to(dtype), (down * width**-0.5).to(dtype), *biases, activation=activation)
 
 
 def part(experts, first, last):
     """Experts ``first .. last - 1`` of them, as another rank holds them."""
     tensors = [None if tensor is None else tensor[first:last] for tensor in experts[:4]]
-    return kernels.Experts(*tensors, first=first, activation=experts.activation)
+    return Held(*tensors, first=first, activation=experts.activation)
 
 
 def choices(tokens, top_k=2, experts=EXPERTS, seed=5):
@@ -190,12 +225,12 @@ def two_threads():
 @pytest.mark.parametrize("hidden", [HIDDEN, 300])
 def test_a_token_does_not_depend_on_its_company(hidden):
     """Bit for bit, alone and among any number of others at the same expert."""
-    held = kernels.Experts(*(t if t is None else t.cpu() for t in local(1, hidden, 257, bias=True)[:4]))
+    held = Held(*(t if t is None else t.cpu() for t in local(1, hidden, 257, bias=True)[:4]))
     x, weights, ids = randn(30, hidden).cpu(), torch.ones(30, 1), torch.zeros(30, 1, dtype=torch.int64)
-    whole = experts_cpu(x, weights, ids, held)
+    whole = on_cpu(x, weights, ids, held)
     for rows in (slice(0, 1), slice(3, 8), slice(1, 12)):
-        assert torch.equal(experts_cpu(x[rows], weights[rows], ids[rows], held), whole[rows]), rows
-    assert experts_cpu(x[:0], weights[:0], ids[:0], held).shape == (0, hidden)
+        assert torch.equal(on_cpu(x[rows], weights[rows], ids[rows], held), whole[rows]), rows
+    assert on_cpu(x[:0], weights[:0], ids[:0], held).shape == (0, hidden)
 
 
 # --- the kernels ---
@@ -214,7 +249,7 @@ def dense(x, weights, ids, held):
     return out.to(x.dtype)
 
 
-RUNS = [kernels.experts, kernels.experts_torch, *([experts_cpu] if DEVICE == "cpu" else [])]
+RUNS = [grouped, twin, *([on_cpu] if DEVICE == "cpu" else [])]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -274,11 +309,11 @@ def test_grouped_products(dtype, activation, bias, hidden, width):
 def test_many_tokens_and_none():
     """Blocks of more than the least rows; a step without tokens."""
     held, x, (weights, ids) = local(2), randn(100, HIDDEN), choices(100, 1, 2)
-    close(kernels.experts(x, weights, ids, held), kernels.experts_torch(x, weights, ids, held))
-    assert kernels.experts(x[:0], weights[:0], ids[:0], held).shape == (0, HIDDEN)
+    close(grouped(x, weights, ids, held), twin(x, weights, ids, held))
+    assert grouped(x[:0], weights[:0], ids[:0], held).shape == (0, HIDDEN)
 
 
 def test_unknown_activation_is_named():
     held, x, (weights, ids) = local(activation="swish"), randn(2, HIDDEN), choices(2)
     with pytest.raises(ValueError, match="swish"):
-        kernels.experts(x, weights, ids, held)
+        grouped(x, weights, ids, held)

@@ -1,0 +1,62 @@
+"""The formats of quantized checkpoints, by the ``quant_method`` of their config.json.
+
+A format is one file of this folder that registers itself::
+
+    @register("gptq")
+    def gptq(config: Mapping[str, Any]) -> Quantization: ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....proto.config import ConfigError
+from .base import Format
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a checkpoint's quantization_config says.
+
+    ``format_of``: the format of the weight of a module, which is named as in the checkpoint; None: it is a float
+    weight. ``skip``: regular expressions of tensors that the checkpoint carries and nobody needs.
+    """
+
+    format_of: Callable[[str], Format | None] = lambda module: None
+    skip: tuple[str, ...] = ()
+
+
+Method = Callable[[Mapping[str, Any]], Quantization]
+"""Reads a quantization_config. Raises ConfigError for a value that it does not know."""
+_METHODS: dict[str, Method] = {}
+
+
+def register(quant_method: str) -> Callable[[Method], Method]:
+    """Decorate the ``Method`` of checkpoints of ``quant_method``."""
+
+    def add(method: Method) -> Method:
+        _METHODS[quant_method] = method
+        return method
+
+    return add
+
+
+def quantization(hf: Mapping[str, Any]) -> Quantization:
+    """Of the config.json ``hf``. Raises ConfigError for a method that no file of this folder registers."""
+    config = hf.get("quantization_config")
+    if not config:
+        return Quantization()
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"{__package__}.{module.name}")
+    name = config.get("quant_method") if isinstance(config, dict) else config
+    if not isinstance(config, dict) or name not in _METHODS:
+        raise ConfigError(
+            f"config.json: quantization_config ({name}) is not supported; use the model's float weights, or, where "
+            "they are what the folder has, --hf-overrides '{\"quantization_config\": null}'."
+        )
+    return _METHODS[name](config)

@@ -1,0 +1,118 @@
+"""The parameters of one process while they fill up: tensors become linear layers as soon as their last row is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..layers.formats.base import Format
+from ..layers.formats.dense import PLAIN, dense
+from ..layers.linear import ExpertLinear, Linear
+from ..spec import DecoderSpec, Shard
+from .files import trim
+from .parameters import Parameter, parameters
+from .weights import Weights
+
+
+class Parts:
+    """``parameters`` are the tensors to fill, by name: a weight's are those of its format, of ``formats`` or plain."""
+
+    def __init__(
+        self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, shard: Shard, formats: Mapping[str, Format]
+    ) -> None:
+        self.spec, self.dtype, self.device, self.formats = spec, dtype, device, formats
+        self._whole = {parameter.name: parameter for parameter in parameters(spec, shard)}
+        self.parameters = {
+            each.name: each for parameter in self._whole.values()
+            for each in in_tensors(parameter, formats, dtype, device)
+        }  # fmt: skip
+        self._linears: dict[str, Linear] = {}
+        self._experts: dict[str, ExpertLinear] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._open: dict[str, torch.Tensor] = {}
+        self._left = {
+            name: {index for index, part in enumerate(p.parts) if len(part)} for name, p in self.parameters.items()
+        }
+        for name, parameter in self.parameters.items():
+            if not self._left[name]:  # a rank without any of the few experts there are
+                self.finish(parameter, self._empty(parameter))
+
+    def dtype_of(self, parameter: Parameter) -> torch.dtype:
+        """The dtype of its tensor in memory."""
+        if parameter.stem == "correction.bias":
+            return torch.float32
+        return (parameter.stored and parameter.stored.dtype) or self.dtype
+
+    def _empty(self, parameter: Parameter) -> torch.Tensor:
+        return torch.empty(parameter.shape, dtype=self.dtype_of(parameter), device=self.device)
+
+    def rows(self, parameter: Parameter, index: int) -> torch.Tensor:
+        """The place of part ``index`` in the parameter's tensor, made at the first call."""
+        whole = self._open.get(parameter.name)
+        if whole is None:
+            whole = self._open[parameter.name] = self._empty(parameter)
+        start = sum(map(len, parameter.parts[:index]))
+        return whole[start : start + len(parameter.parts[index])]
+
+    def filled(self, parameter: Parameter, index: int) -> None:
+        """Part ``index`` is complete."""
+        left = self._left[parameter.name]
+        left.discard(index)
+        if not left and parameter.name in self._open:
+            self.finish(parameter, self._open.pop(parameter.name))
+            trim()
+
+    def finish(self, parameter: Parameter, tensor: torch.Tensor) -> None:
+        """Take ``tensor`` as the whole of ``parameter``, on its device; the last of a weight's makes the linear."""
+        self._left[parameter.name].clear()
+        self._tensors[parameter.name] = tensor
+        if parameter.stored is not None:
+            weight = self._whole[parameter.weight]
+            names = [each.name for each in in_tensors(weight, self.formats, self.dtype, self.device)]
+            if all(name in self._tensors for name in names):
+                stem = len(weight.name.removesuffix("weight"))
+                self._make(weight, {name[stem:]: self._tensors.pop(name) for name in names})
+
+    def _make(self, parameter: Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        weight, name = parameter.as_weight(self.dtype, self.device), parameter.name.removesuffix(".weight")
+        format = self.formats.get(parameter.name) or dense(weight)
+        if parameter.kind == "table":
+            self._tensors[parameter.name] = format.dequantize(tensors, weight)
+        elif weight.experts is None:
+            self._linears[name] = Linear(format, tensors, weight)
+        else:
+            apart = {key: _by_expert(tensor, weight.experts) for key, tensor in tensors.items()}
+            self._experts[name] = ExpertLinear(format, apart, weight)
+
+    def missing(self) -> list[tuple[str, int]]:
+        """(parameter, part) still without rows, in the model's order."""
+        return [(name, part) for name, left in self._left.items() for part in sorted(left)]
+
+    def weights(self) -> Weights:
+        """The finished parameters."""
+        if self.spec.tied and "embed.weight" in self._tensors:
+            self._linears["lm_head"] = Linear.of(self._tensors["embed.weight"])
+        for name in [name for name in self._tensors if name.endswith(".bias")]:
+            owner = name.removesuffix(".bias")
+            if owner in self._linears:
+                self._linears[owner].bias = self._tensors.pop(name)
+            elif owner in self._experts:
+                experts = self._experts[owner]
+                experts.bias = _by_expert(self._tensors.pop(name), len(experts))
+        return Weights(self.spec, self._linears, self._experts, self._tensors, self.dtype, self.device)
+
+
+def _by_expert(tensor: torch.Tensor, experts: int) -> torch.Tensor:
+    """[E * rows, ...] -> [E, rows, ...]."""
+    return tensor.view(experts, len(tensor) // max(1, experts), *tensor.shape[1:])
+
+
+def in_tensors(
+    parameter: Parameter, formats: Mapping[str, Format], dtype: torch.dtype, device: torch.device
+) -> list[Parameter]:
+    """The tensors that ``parameter`` is kept in: itself, or a weight's by its format."""
+    format = formats.get(parameter.name)
+    if format is None and parameter.kind not in ("linear", "experts"):
+        return [parameter]
+    return [parameter.in_tensor(each) for each in (format or PLAIN).tensors(parameter.as_weight(dtype, device))]

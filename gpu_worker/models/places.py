@@ -1,0 +1,202 @@
+"""Which tensor of a checkpoint holds what, and reading of each what one process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ...proto.config import ConfigError
+from ..layers.formats.base import Format
+from ..layers.formats.registry import Quantization
+from ..spec import DecoderSpec, Layout, WeightNames
+from .files import Entry
+from .parameters import Parameter, parameters
+from .parts import Parts, in_tensors
+
+# Reads of one tensor; where its rows lie more scattered, all between the first and the last are read.
+_MOST_READS = 512
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one tensor of a checkpoint holds: ``parts`` of ``parameter`` (the whole model's), in order."""
+
+    parameter: Parameter
+    parts: tuple[int, ...]
+    layout: Layout
+    experts: int = 0  # pieces along the first axis, each with ``parts`` of its own expert; 0: no such axis
+
+
+def formats_of(spec: DecoderSpec, names: WeightNames, found: Quantization) -> dict[str, Format]:
+    """The formats of the weights that are not plain, by parameter. Raises ConfigError where fused modules differ."""
+    formats: dict[str, Format] = {}
+    for parameter in parameters(spec):
+        if parameter.kind in ("linear", "experts") or parameter.name == "embed.weight":
+            modules = [
+                module.replace("{e}", str(expert))
+                for module in _modules(parameter, names)[0] for expert in range(parameter.experts or 1)
+            ]  # fmt: skip
+            first = found.format_of(modules[0])
+            if any(found.format_of(module) != first for module in modules[1:]):
+                raise ConfigError(
+                    f"config.json: Detected some but not all shards of {', '.join(modules)} are quantized. All shards "
+                    "of fused layers to have the same precision."
+                )
+            if first is not None:
+                formats[parameter.name] = first
+    return formats
+
+
+def places(parts: Parts, names: WeightNames) -> dict[str, Place]:
+    """Checkpoint tensor -> what it holds, for all of the model, whatever this process has of it."""
+    found: dict[str, Place] = {}
+    for parameter in parameters(parts.spec):
+        modules, whole = _modules(parameter, names)
+        module, suffix = parameter.stem.rsplit(".", 1)
+        layout = names.layouts.get(parameter.stem) or names.layouts.get(module) or Layout()
+        for each in in_tensors(parameter, parts.formats, parts.dtype, parts.device):
+            tail = f".{suffix}" if each.stored is None else f".{each.stored.name}"
+            if whole:  # "gate_up_proj" itself, "gate_up_proj_scale", "gate_up_proj_blocks"
+                tail = tail.removeprefix(f".{suffix}").replace(".", "_")
+            own = _layout_of(each, layout) if parameter.name in parts.formats else layout
+            found.update(_places_of(each, tuple(module + tail for module in modules), own))
+    return found
+
+
+def _modules(parameter: Parameter, names: WeightNames) -> tuple[tuple[str, ...], bool]:
+    """The checkpoint's modules whose rows ``parameter`` stacks, and whether these are the names of tensors already."""
+    module = parameter.stem.rsplit(".", 1)[0]
+    if parameter.layer < 0:
+        outer = {"embed": names.embed, "final_norm": names.final_norm, "lm_head": names.lm_head, **names.outer}
+        whole = parameter.stem in outer
+        return (outer[parameter.stem if whole else module],), whole
+    base, whole = names.layer_prefix.format(parameter.layer), parameter.stem in names.layer
+    return tuple(base + each for each in names.layer[parameter.stem if whole else module]), whole
+
+
+def _layout_of(parameter: Parameter, layout: Layout) -> Layout:
+    """The layout of one tensor of a quantized weight: its format's, in the family's order of rows."""
+    stored, family = parameter.stored, layout.order
+    assert stored is not None  # it is in a format
+    if layout.convert is not None and stored.convert is None:
+        raise ConfigError(f"{parameter.name}: this family's float weights are converted, and quantized ones cannot be.")
+
+    def order(spec: DecoderSpec, layer: int) -> np.ndarray:
+        assert family is not None
+        return stored.rows.order(family(spec, layer), parameter.name)
+
+    ordered = family is not None and not parameter.repeated
+    return replace(layout, transposed=stored.transposed, convert=stored.convert, order=order if ordered else None)
+
+
+def _places_of(parameter: Parameter, modules: tuple[str, ...], layout: Layout) -> Iterator[tuple[str, Place]]:
+    count = len(parameter.parts)
+    experts = parameter.experts or count
+    each = count // experts  # parts of one expert, or of one head
+    if layout.per_expert or "{e}" in modules[0]:
+        for place, module in enumerate(modules):
+            own = tuple(range(each)) if len(modules) == 1 else (place,)
+            if layout.per_expert:
+                yield module, Place(parameter, own, layout, experts)
+                continue
+            for expert in range(experts):
+                mine = tuple(expert * each + part for part in own)
+                yield module.replace("{e}", str(expert)), Place(parameter, mine, layout)
+    elif len(modules) == 1:
+        yield modules[0], Place(parameter, tuple(range(count)), layout)
+    elif len(modules) == count:
+        for index, module in enumerate(modules):
+            yield module, Place(parameter, (index,), layout)
+    else:
+        raise ValueError(f"{len(modules)} modules are named for {parameter.name}, which has {count} parts")
+
+
+def put(parts: Parts, place: Place, entry: Entry) -> None:
+    """Read what this process holds of ``entry`` into its parameter."""
+    if not place.experts:
+        _check_shape(place, entry)
+    local = parts.parameters.get(place.parameter.name)
+    if local is None:
+        return
+    entry.check(parts.dtype_of(local))
+    if place.experts:
+        _put_experts(parts, place, local, entry)
+        return
+    base = 0
+    for index in place.parts:
+        part = local.parts[index]
+        if len(part):
+            order = place.layout.order
+            rows = np.arange(base + part.start, base + part.stop)
+            rows = rows if order is None else order(parts.spec, local.layer)[rows]
+            _read(parts.rows(local, index), rows, local, place.layout, entry)
+            parts.filled(local, index)
+        base += 0 if local.repeated else part.total
+
+
+def _check_shape(place: Place, entry: Entry) -> None:
+    parameter = place.parameter
+    rows = parameter.rows_of(place.parts)
+    shape = (rows,) if parameter.columns is None else (rows, parameter.columns.total)
+    shape = shape[::-1] if place.layout.transposed else shape
+    if place.layout.padded and len(entry.shape) == len(shape) and entry.shape[0] > rows:
+        shape = (entry.shape[0], *shape[1:])
+    if entry.shape != shape and ((len(shape) == 1 and not parameter.repeated) or (1, *entry.shape) != shape):
+        raise _wrong_shape(entry, entry.shape, shape)
+
+
+def _wrong_shape(entry: Entry, found: tuple[int, ...], wanted: tuple[int, ...]) -> ConfigError:
+    return ConfigError(
+        f"{entry.file}: {entry.name} has shape {found} where config.json makes it {wanted}; "
+        "check that config.json belongs to these weights."
+    )
+
+
+def _read(into: torch.Tensor, rows: np.ndarray, parameter: Parameter, layout: Layout, entry: Entry) -> None:
+    """Copy ``rows`` of the tensor, and the parameter's columns of them."""
+    columns = None if parameter.columns is None else slice(parameter.columns.start, parameter.columns.stop)
+    if len(entry.shape) == 1 and columns is not None:  # one head's weights, a row of ours
+        into.copy_(entry.read(columns))
+        return
+    if layout.transposed and columns is not None:
+        first, last = int(rows.min()), int(rows.max()) + 1
+        found = entry.read(columns, slice(first, last)).t()
+        into.copy_(found if len(rows) == last - first and (np.diff(rows) == 1).all() else found[rows - first])
+        return
+    if layout.convert is not None:
+        into.copy_(layout.convert(entry.read(slice(int(rows[0]), int(rows[-1]) + 1), columns)))
+        return
+    starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)  # each run of neighbouring rows is one read
+    if len(starts) > _MOST_READS:
+        first = int(rows.min())
+        into.copy_(entry.read(slice(first, int(rows.max()) + 1), columns)[rows - first])
+        return
+    for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+        entry.copy_to(into[start:stop], slice(int(rows[start]), int(rows[stop - 1]) + 1), columns)
+
+
+def _put_experts(parts: Parts, place: Place, local: Parameter, entry: Entry) -> None:
+    """A tensor of all experts: each one's piece is read, converted, and cut into the expert's parts."""
+    each = len(local.parts) // place.experts
+    size, odd = divmod(entry.shape[0] if entry.shape else 0, place.experts)
+    if odd or not size:
+        raise _wrong_shape(entry, entry.shape, (place.experts, *entry.shape[1:]))
+    for expert in range(place.experts):
+        indices = [expert * each + part for part in place.parts]
+        if not len(local.parts[indices[0]]):
+            continue
+        piece = entry.read(slice(expert * size, (expert + 1) * size))
+        piece = piece[0] if size == 1 else piece
+        piece = piece if place.layout.convert is None else place.layout.convert(piece)
+        piece = piece.mT if place.layout.transposed else piece
+        rows = local.rows_of(tuple(indices))
+        shape = (rows,) if local.columns is None else (rows, local.columns.total)
+        if tuple(piece.shape) != shape and not (local.repeated and piece.numel() == rows):
+            raise _wrong_shape(entry, tuple(piece.shape), shape)
+        each_part = [piece] * len(indices) if local.repeated else piece.split([local.parts[i].total for i in indices])
+        for index, found in zip(indices, each_part, strict=True):
+            parts.rows(local, index).copy_(found)
+            parts.filled(local, index)
