@@ -311,6 +311,19 @@ def test_the_last_chance_is_taken_alone(rig):
         assert text_of(request) == "a"
 
 
+def test_of_a_detokenizer_that_dies_of_one_in_quarantine_no_other_is_accused(rig):
+    running, poison, words = rig.submit(prompt="running"), rig.submit(prompt="poison"), one(rig)
+    sent = words.next(m.Tokenize)
+    words.accept(sent)
+    words.text(sent, 0, [1], "a")
+    for _ in range(2):
+        words.unknown(words.next(m.Tokenize))
+    assert words.next(m.Tokenize).losses == 2
+    words.cut()  # and made again at once
+    assert words.next(m.Tokenize).losses == 0 and not running.done
+    assert "3 times" in poison.error.message
+
+
 # ---------------------------------------------------------------- the scheduler
 
 
@@ -344,6 +357,15 @@ def test_a_restarted_scheduler_hits_only_what_it_had(rig):
     words.accept(early_sent)
     words.text(early_sent, 0, [5], "e", m.Finish.STOP)
     assert (text_of(running), text_of(early)) == ("ab", "e")
+
+
+def test_a_new_scheduler_drops_only_whom_it_has_known(rig):
+    words = one(rig)
+    rig.peers(epoch=2000, listed=[])
+    assert words.identity
+    rig.peers(epoch=2000)
+    rig.peers(epoch=2000, listed=[])
+    assert not words.identity and not rig.core.links
 
 
 @pytest.mark.parametrize(("blamed", "losses"), [(None, 1), ("itself", 1), (5, 0)])
