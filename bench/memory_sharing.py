@@ -140,7 +140,7 @@ def paged(data: str, n: int, beams: bool, sigma: float, steps: int, seed: int = 
         tables = [(seq, table) for seq in world.replica.sequences() for table in seq.holdings()[2] if table]
         held += world.replica.pool.used
         alone += sum(len(table) * _copies(world, seq) for seq, table in tables)
-        tokens += sum(seq.planned for seq, _ in tables)
+        tokens += sum(seq.scheduled for seq, _ in tables)
         running += len(tables)
     return {"share": 100 * tokens / steps / SLOTS, "saved": 100 * (1 - held / alone), "running": running / steps}
 

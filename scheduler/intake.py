@@ -1,4 +1,7 @@
-"""A Submit becomes a Request, or is refused with the numbers: nothing inconsistent gets past this file."""
+"""A Submit becomes a Request, or is refused with the numbers: nothing inconsistent gets past this file.
+
+A room above the books.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,73 @@ from collections.abc import Collection
 from ..proto.codec import BadFrame, from_i32
 from ..proto.errors import Refused
 from ..proto.hashing import HASH_SIZE, hash_blocks
-from ..proto.messages import Submit
-from .beams import BeamGroup
+from ..proto.losses import MAX_LOSSES
+from ..proto.messages import Failed, Submit
+from .beam_group import BeamGroup
+from .books import Books, losses_text
 from .request import Request, Sequence
 
 INT32, INT64 = 2**31, 2**63
+
+
+def take_in(books: Books, owner: str, message: Submit) -> None:
+    """Queue a request, or answer Failed. A higher attempt replaces a lower one, a lower one is ignored."""
+    earlier = books.requests.get(message.uid)
+    if earlier is not None:
+        if message.attempt <= earlier.attempt:
+            return
+        books.drop(earlier)
+    try:
+        request = read_request(
+            owner, message, books.config.block_size, books.vocab_size, books.config.scheduling_policy == "priority"
+        )
+        if message.losses >= MAX_LOSSES:
+            raise Refused(losses_text(message.uid, message.losses), status=500)
+        _check_request(books, request)
+        if not message.attempt:
+            _check_load(books, request)
+    except Refused as no:
+        failed = Failed(message.uid, message.attempt, no.status, str(no), no.param, no.retry_after)
+        books.outbox.put(owner, failed)
+    except BadFrame as error:
+        books.count_bad()
+        text = f"The request does not make sense: {error}."
+        books.outbox.put(owner, Failed(message.uid, message.attempt, 400, text))
+    else:
+        books.enter(request)
+
+
+def check_waiting(books: Books) -> None:
+    """What the replicas hold has become known: requests that waited to know it are checked now."""
+    for request in [r for r in books.requests.values() if not r.started]:
+        try:
+            _check_request(books, request)
+        except Refused as no:
+            books.fail(request, no.status, str(no), no.param)
+
+
+def _check_load(books: Books, request: Request) -> None:
+    """Raise Refused where too many requests are there already, with the seconds until likely fewer are."""
+    now, key, queue = books.clock(), request.account, books.queue
+    full = books.accounts.full(key, now)
+    if full is None and (why := queue.full(request.prompt_len)) is not None:
+        full = f"The server is full: {why}", queue.retry_after(request.prompt_len, now)
+    if full is not None:
+        raise Refused(full[0] + ". Please try again later.", status=429, retry_after=full[1])
+
+
+def _check_request(books: Books, request: Request) -> None:
+    """Raise Refused where the replicas cannot hold the request, as far as that is known."""
+    config, replicas = books.config, books.replicas.values()
+    check_width(request, config.max_num_seqs)
+    if replicas:
+        if not books.loading:
+            check_kind(request, {r.pools for r in replicas})
+        check_fits(
+            request, books.max_model_len, None if books.loading else max(r.pool.num_blocks for r in replicas),
+            config.block_size, config.max_num_batched_tokens,
+            config.enable_chunked_prefill and not any(r.whole for r in replicas),
+        )  # fmt: skip
 
 
 def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, by_priority: bool) -> Request:
@@ -53,7 +118,7 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
         message.arrival, message.priority if by_priority else 0, message.masked, message.bad_words,
         message.prompt_logprobs_from, message.key, message.pooling, message.second,
     )  # fmt: skip
-    request.live = _sequences(request, message, vocab_size)
+    request.live.extend(_sequences(request, message, vocab_size))
     return request
 
 
@@ -129,10 +194,8 @@ def check_fits(
             f"{why}; {remedy}.",
             param="prompt",
         )
-    limit = min(request.prompt_len + request.max_tokens * generates, max_model_len)
-    for seq in request.live:
-        seq.limit = limit
-    need = max((seq.most_blocks(block_size) for seq in request.live if seq.known < limit or not generates), default=0)
+    limit = request.set_limit(max_model_len)
+    need = max((seq.most_blocks(block_size) for seq in request.live if seq.total < limit or not generates), default=0)
     if blocks is not None and need > blocks:
         beams = fewer = ""
         if request.params.use_beam_search:

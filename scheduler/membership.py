@@ -123,10 +123,8 @@ class Membership:
             self.core.bad(peer, f"Hello of {hello.kind!r} as {hello.incarnation!r}")
         else:
             log.info("%s %s is here", hello.kind, peer)
-            if peer in self.front:  # again: its connection broke, and may have been back before that was noticed
-                self.core.drop_unanswered(peer)
             self.front[peer] = FrontPeer(hello)
-            self.core.lost_owners.discard(peer)
+            self.core.owner_returned(peer)
             if hello.kind != "operator":
                 self.announce()
 
@@ -150,8 +148,7 @@ class Membership:
         if known is not None and known.lost_at is None:
             log.info("%s %s is gone", known.hello.kind, peer)
             known.lost_at = self.core.clock()
-            self.core.lost_owners.add(peer)
-            self.core.drop_unanswered(peer)
+            self.core.owner_lost(peer)
             if known.hello.kind != "operator":
                 self.announce()
 
@@ -197,10 +194,7 @@ class Membership:
             if known.lost_at is None:
                 self.core.outbox.put(peer, Heartbeat(bad_frames=self.wire_bad_frames + self.core.bad_messages))
             elif now - known.lost_at >= LOST_FRONT_S:
-                for request in self.core.owned_by(peer):
-                    self.core.drop(request)
-                self.core.outbox.forget(peer)
-                self.core.lost_owners.discard(peer)
+                self.core.forget_owner(peer)
                 del self.front[peer]
         self.registry.tick()
         self.core.expire()

@@ -1,15 +1,44 @@
-"""What the front side is owed: tokens gathered in columns for each detokenizer, and single messages, in order."""
+"""What the front side is owed: tokens gathered in columns for each detokenizer, and single messages, in order.
+
+A room above the sequences and below the books.
+"""
 
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..proto.codec import i32, i64
-from ..proto.messages import Finish, TokenBatch
-from .request import Request, Sequence, TokenSink
+from ..proto.messages import Finish, Logprobs, TokenBatch
+from .request import Request, Sequence
 
 _ONE, _MINUS_ONE = i32([1]), i32([-1])
+
+
+class TokenSink:
+    """New tokens of one detokenizer's sequences, gathered while a step is committed."""
+
+    __slots__ = ("finishes", "logprobs", "seqs", "started", "tokens")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin the next batch."""
+        self.seqs: list[Sequence] = []
+        self.tokens: list[int] = []
+        self.finishes: list[Ending] = []
+        self.logprobs: dict[Sequence, Logprobs] = {}  # of the tokens of those who ask for them
+        self.started: list[tuple[int, int]] = []  # (uid, cached prompt tokens)
+
+
+class Ending(NamedTuple):
+    """How a sequence of a batch ends."""
+
+    at: int  # its place among the batch's sequences
+    finish: Finish
+    stop_id: int
+    with_token: bool
 
 
 class Outbox:
@@ -34,12 +63,18 @@ class Outbox:
         """``request`` is in its first plan, with so many prompt tokens found in the prefix cache."""
         self.sink(request.owner).started.append((request.uid, cached))
 
+    def token(self, seq: Sequence, token: int) -> None:
+        """``seq`` has one token more. (The loop over decodes puts theirs into the sink itself.)"""
+        sink = self.sink(seq.owner)
+        sink.seqs.append(seq)
+        sink.tokens.append(token)
+
     def finished(self, seq: Sequence, finish: Finish, stop_id: int, with_token: bool) -> None:
         """``seq`` ends: with the token just put into its sink, or with none (an end found before it ran)."""
-        sink = self.sink(seq.request.owner)
+        sink = self.sink(seq.owner)
         if not with_token:
             sink.seqs.append(seq)
-        sink.finishes.append((len(sink.seqs) - 1, finish, stop_id, with_token))
+        sink.finishes.append(Ending(len(sink.seqs) - 1, finish, stop_id, with_token))
 
     def put(self, peer: str, message: Any) -> None:
         """A message of its own."""

@@ -29,20 +29,20 @@ def can_ever_hold(replica: Replica, seq: Sequence) -> bool:
 
 
 def has_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:
-    """All known tokens fit now, and one block more for each row that runs.
+    """All its tokens fit now, and one block more for each row that runs.
 
     Without that spare block, two sequences could go on preempting each other in turns.
     """
     if len(replica.free_rows) < seq.width:
         return False
     pool = replica.pool
-    need = blocks_for(seq.known, replica.block_size) - len(cached) + pool.count_free(cached)
+    need = blocks_for(seq.total, replica.block_size) - len(cached) + pool.count_free(cached)
     return pool.free_count - need >= replica.running + seq.spare_blocks(replica.block_size)
 
 
 def elsewhere(here: Replica, replicas: Iterable[Replica], now: float) -> list[Replica]:
     """The replicas beside ``here`` that would take somebody who waits at their next step."""
-    return [r for r in replicas if r is not here and not r.draining and not r.suspects and not r.stalled(now)]
+    return [r for r in replicas if r is not here and not r.draining and not r.quarantined and not r.stalled(now)]
 
 
 def belongs_elsewhere(
@@ -62,5 +62,5 @@ def belongs_elsewhere(
 
 
 def _score(replica: Replica, cached_blocks: int) -> int:
-    backlog = sum(seq.known - seq.planned for seq in replica.prefilling)
+    backlog = sum(seq.total - seq.scheduled for seq in replica.prefilling)
     return cached_blocks * replica.block_size - TOKENS_PER_ROW * replica.running - backlog

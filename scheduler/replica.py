@@ -1,6 +1,7 @@
 """One replica: a worker's rows, its block pool, who runs there, and the steps in flight.
 
-Everything here dies with the lease: a worker that comes back gets a new Replica.
+Everything here dies with the lease: a worker that comes back gets a new Replica. A room above the steps and sequences,
+below the books; all of its state is written by its own methods.
 """
 
 from __future__ import annotations
@@ -8,14 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from ..proto.messages import Lease
-from .block_pool import BlockPool, PoolError
-from .request import Request, Sequence
-
-if TYPE_CHECKING:
-    from .beams import BeamGroup
+from ..proto.standstill import Standstill
+from .block_pool import BlockPool, PoolError, blocks_for
+from .request import Sequence
+from .step import Step
 
 MAX_IN_FLIGHT = 2
 """Plans sent and not yet answered: one runs while the next waits at the worker's door."""
@@ -24,49 +23,6 @@ STALL_S = 2.0
 sound for all that: it loses nothing but what it would have been given."""
 
 _key = attrgetter("key")
-
-
-class Step:
-    """What one plan asked for, kept until its result comes.
-
-    The result has one token for each of ``decodes``, then one for each beam of ``groups``, then one for each of
-    ``chunks`` that draws.
-    """
-
-    __slots__ = ("chunks", "decodes", "generations", "groups", "number", "prompts", "sent_at")
-
-    def __init__(
-        self, number: int, decodes: list[Sequence], chunks: list[tuple[Sequence, int, int, bool]],
-        prompts: list[tuple[Request, int, int, int]], groups: list[tuple[BeamGroup, int, int]],
-    ):  # fmt: skip
-        self.number = number
-        self.decodes = decodes
-        self.generations = [seq.generation for seq in decodes]
-        self.chunks = chunks  # (sequence, generation, tokens computed when this step is done, draws a token)
-        self.prompts = prompts  # (request, compute row, first and past the last prompt token whose logprobs come)
-        self.groups = groups  # beam searches: (sequence, generation, beams)
-        self.sent_at = 0.0
-
-    def samples(self) -> int:
-        """Tokens the result must have."""
-        return len(self.decodes) + sum(n for _, _, n in self.groups) + sum(draws for _, _, _, draws in self.chunks)
-
-    def searches(self) -> bool:
-        """Some slot is a beam's."""
-        return bool(self.groups) or any(draws and seq.width > 1 for seq, _, _, draws in self.chunks)
-
-    def slots(self) -> list[tuple[Sequence, int]]:
-        """Each slot's sequence, and its generation when it was planned."""
-        slots = list(zip(self.decodes, self.generations, strict=True))
-        for seq, generation, beams in self.groups:
-            slots += [(seq, generation)] * beams
-        return slots + [(seq, generation) for seq, generation, _, draws in self.chunks if draws]
-
-    def sequences(self) -> list[Sequence]:
-        """Those in this step that have not left since."""
-        alive = [s for s, g in zip(self.decodes, self.generations, strict=True) if s.generation == g]
-        alive += [s for s, g, _ in self.groups if s.generation == g]
-        return alive + [s for s, g, _, _ in self.chunks if s.generation == g]
 
 
 class Replica:
@@ -85,7 +41,7 @@ class Replica:
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
-        self.suspects: list[Sequence] = []
+        self.quarantined: list[Sequence] = []  # those who run here and may be what ends workers
         self.drops: list[int] = []  # rows given up since the last plan
         self.in_flight: deque[Step] = deque()
         self.last_step = 0
@@ -98,10 +54,6 @@ class Replica:
         """Rows that are held."""
         return self.num_rows - len(self.free_rows)
 
-    def stalled(self, now: float) -> bool:
-        """Its step takes long: it hangs, or has much to do."""
-        return bool(self.in_flight) and now - max(self.in_flight[0].sent_at, self.progress_at) > STALL_S
-
     def sequences(self) -> list[Sequence]:
         """All that hold a row here."""
         return self.decoding + self.prefilling
@@ -111,33 +63,113 @@ class Replica:
         tails = self.decoding[-1:] + self.prefilling[-1:]
         return max(tails, key=_key)
 
-    def join(self, seq: Sequence) -> None:
-        """Called by ``Sequence.start``."""
-        insort(self.prefilling if seq.prefilling else self.decoding, seq, key=_key)
-        if seq.suspect:
-            self.suspects.append(seq)
+    # -- steps
+
+    def launch(self, step: Step) -> list[int]:
+        """``step`` is on its way. Returns the rows given up since the one before."""
+        self.last_step = step.number
+        self.in_flight.append(step)
+        drops, self.drops = self.drops, []
+        return drops
+
+    def finish_step(self, now: float) -> Step:
+        """The result of the oldest step in flight has come."""
+        self.progress_at = now
+        return self.in_flight.popleft()
+
+    def abandon_steps(self) -> list[Sequence]:
+        """No result will come any more. Returns the sequences that were in a step in flight."""
+        lost = {seq.key: seq for step in self.in_flight for seq in step.sequences()}
+        self.in_flight.clear()
+        return list(lost.values())
+
+    def waited(self, now: float) -> float:
+        """Seconds for which the oldest step in flight has run; 0 where there is none."""
+        return now - max(self.in_flight[0].sent_at, self.progress_at) if self.in_flight else 0.0
+
+    def stalled(self, now: float) -> bool:
+        """Its step takes long: it hangs, or has much to do."""
+        return self.waited(now) > STALL_S
+
+    def forgive(self, standstill: Standstill) -> None:
+        """This process stood still: the steps in flight get that time again."""
+        self.progress_at = standstill.since(self.progress_at)
+        for step in self.in_flight:
+            step.forgive(standstill)
+
+    def drain(self) -> None:
+        """Place nothing new here."""
+        self.draining = True
+
+    def let_decodes_wait(self, waited: bool) -> None:
+        """Remember whether the decodes were left out of the last plan."""
+        self.decodes_waited = waited
+
+    # -- rows
+
+    def start(self, seq: Sequence, cached: list[int]) -> None:
+        """Rows, and blocks for all tokens of ``seq``; the ``cached`` ones are held before others are taken."""
+        for block in cached:
+            self.pool.share(block)
+        fresh = blocks_for(seq.total, self.block_size) - len(cached)
+        blocks = cached + [self.pool.allocate() for _ in range(fresh)]
+        rows = [self.free_rows.pop() for _ in range(seq.width)]
+        seq.start(self.number, rows, blocks, len(cached) * self.block_size, self.block_size)
+        insort(self.prefilling, seq, key=_key)
+        self.update_quarantine(seq)
+
+    def fork(self, parent: Sequence, seq: Sequence) -> None:
+        """A row for ``seq`` with the blocks of ``parent``, whose prompt is scheduled as a whole."""
+        for block in parent.blocks:
+            self.pool.share(block)
+        seq.fork(parent, self.free_rows.pop(), self.block_size)
+        insort(self.decoding, seq, key=_key)
+        self.update_quarantine(seq)
 
     def prefilled(self, seq: Sequence) -> None:
-        """The whole of ``seq`` is planned: from here on it decodes."""
+        """The whole of ``seq`` is scheduled: from here on it decodes."""
         del self.prefilling[_find(self.prefilling, seq)]
-        seq.prefilling = False
+        seq.begin_decoding(self.block_size)
         insort(self.decoding, seq, key=_key)
 
-    def leave(self, seq: Sequence) -> None:
-        """Called by the state machine: take back the row and the blocks.
+    def release(self, seq: Sequence) -> None:
+        """Take back rows and blocks of ``seq``, which is about to leave the state "running".
 
         Both may be given out in the next plan although steps in flight still write there: a worker changes its state
         in plan order on one stream, so those writes come first.
         """
         running = self.prefilling if seq.prefilling else self.decoding
         del running[_find(running, seq)]
-        if seq in self.suspects:
-            self.suspects.remove(seq)
+        if self.quarantined:
+            self.update_quarantine(seq, leaves=True)
         rows, filled, tables = seq.holdings()
         self.free_rows += rows
-        self.drops += filled
+        self.drop_rows(filled)
         for table in tables:
             self.pool.release_table(table)
+
+    def drop_rows(self, rows: list[int]) -> None:
+        """The worker is told with the next plan that these rows are given up."""
+        self.drops += rows
+
+    def register(self, seq: Sequence) -> None:
+        """Offer committed full blocks to the prefix cache."""
+        if self.quarantined:
+            self.update_quarantine(seq)
+        full, pool = seq.computed // self.block_size, self.pool
+        if full > seq.registered and pool.caching:
+            hashes = seq.hash_blocks(full, self.block_size)
+            for slot in range(seq.registered, full):
+                pool.register(seq.blocks[slot], hashes[slot])
+        seq.note_registered(full, self.block_size)
+
+    def update_quarantine(self, seq: Sequence, leaves: bool = False) -> None:
+        """Keep ``quarantined`` true to ``seq``, which has begun, computed something, or leaves."""
+        held, inside = seq in self.quarantined, seq.quarantined and not leaves
+        if inside and not held:
+            self.quarantined.append(seq)
+        elif held and not inside:
+            self.quarantined.remove(seq)
 
     def check_integrity(self) -> None:
         """Raises PoolError where rows, lists or blocks do not add up."""
@@ -147,15 +179,20 @@ class Replica:
         if sorted(rows + self.free_rows) != list(range(self.num_rows)):
             raise PoolError(f"rows {sorted(rows)} are held and {sorted(self.free_rows)} free of {self.num_rows}")
         for seq in running:
-            if not 0 <= seq.computed <= seq.planned <= max(seq.limit - 1, seq.known):
-                raise PoolError(f"computed {seq.computed}, planned {seq.planned}, known {seq.known}, limit {seq.limit}")
+            if not 0 <= seq.computed <= seq.scheduled <= max(seq.limit - 1, seq.total):
+                raise PoolError(
+                    f"computed {seq.computed}, scheduled {seq.scheduled}, total {seq.total}, limit {seq.limit}"
+                )
             table = max(seq.holdings()[2], key=len)
-            if seq.computed > seq.known or seq.planned > len(table) * self.block_size:
-                raise PoolError(f"planned {seq.planned} of {len(table)} blocks of {self.block_size}")
+            if seq.computed > seq.total or seq.scheduled > len(table) * self.block_size:
+                raise PoolError(f"scheduled {seq.scheduled} of {len(table)} blocks of {self.block_size}")
+            seq.check_look_ahead(self.block_size, self.pool.refs)
+        if {seq.key for seq in self.quarantined} != {seq.key for seq in running if seq.quarantined}:
+            raise PoolError(f"{[seq.key for seq in self.quarantined]} run in quarantine, and others must")
         for name, seqs in (("decoding", self.decoding), ("prefilling", self.prefilling)):
             if [s.key for s in seqs] != sorted(s.key for s in seqs):
                 raise PoolError(f"{name} is out of order")
-            if any(s.prefilling != (name == "prefilling") or s.prefilling > (s.planned < s.known) for s in seqs):
+            if any(s.prefilling != (name == "prefilling") or s.prefilling > (s.scheduled < s.total) for s in seqs):
                 raise PoolError(f"{name} holds a sequence that is not")
 
 

@@ -1,38 +1,38 @@
 """Requests, their sequences, and the one state machine: waiting -> running -> finished, and back by ``requeue``.
 
-A request is what a client asked for; its n children are sequences, each with its own row, blocks and finish. What is
-known of a sequence's positions, and who owns which interval::
+A request is what a client asked for; its n children are sequences, each with its own row, blocks and finish. Three
+counters of tokens say how far a sequence is::
 
-    0            computed         known        planned            limit
-    |----------------|--------------|-------------|-----------------|
-     keys and values    tokens whose   in flight:      not asked for
-     are committed      turn will come or is in flight yet
+    prefill   0 -------- computed -------- scheduled ----------- total ----------- limit
+              |  KV committed  |  KV in flight  |  KV to ask for  |  not drawn yet  |
 
-``known`` counts tokens (prompt and outputs committed). ``planned`` counts positions whose keys and values were asked
-for; in a decode it runs ahead of ``known``, because the worker reads the token it just drew from its own row.
-Position p yields token p + 1, so ``planned`` never passes ``limit - 1``.
+    decode    0 -------- computed ---------- total ---------- scheduled ---------- limit
+              |  KV committed  |  KV in flight  |  token in flight  |  not drawn yet  |
 
-``generation`` rises whenever a sequence gives up its row and blocks. A step remembers the generation it planned with,
-and a result counts only where it still matches; so nothing has to be undone when a sequence leaves in mid-flight.
+``computed`` counts the tokens whose keys and values are committed, ``scheduled`` those whose keys and values were asked
+for, and ``total`` the tokens that exist: the prompt and the committed outputs. In a decode ``scheduled`` may run one
+past ``total``, because the worker reads the token it has just drawn from its own row. Position p yields token p + 1, so
+``scheduled`` never passes ``limit - 1``.
+
+``generation`` rises whenever a sequence gives up its row and blocks. A step remembers the generation it was planned
+with, and a result counts only where it still matches; so nothing has to be undone when a sequence leaves in mid-flight.
+
+This file is the lowest room but the block pool: a sequence knows its request and the number of its replica, and nobody
+above it. Its counters are written by its own methods, and in place by the two loops that run for each token
+(``planner.py`` and ``commit.py``).
 """
 
 from __future__ import annotations
 
 from array import array
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from ..proto.hashing import ROOT, hash_block
-from ..proto.messages import Admit, Finish, Logprobs
+from ..proto.losses import Losses
+from ..proto.messages import Admit, Finish
 from ..proto.params import SamplingParams
 from ..proto.pooling import PoolingParams
-from .block_pool import blocks_for
-
-if TYPE_CHECKING:
-    from .replica import Replica
-
-MAX_LOSSES = 3
-"""Losses without progress after which a request is taken for the cause and failed."""
+from .block_pool import PoolError, blocks_for
 
 
 class State(Enum):
@@ -83,6 +83,22 @@ class Request:
             return Finish.STOP, token
         return Finish.NONE, -1
 
+    def start(self) -> None:
+        """Its first sequence has a row."""
+        self.started = True
+
+    def set_limit(self, max_model_len: int) -> int:
+        """Settle how many tokens each sequence may grow to, and return it."""
+        output = 0 if self.pooling is not None else self.max_tokens
+        limit = min(self.prompt_len + output, max_model_len)
+        for seq in self.live:
+            seq.limit = limit
+        return limit
+
+    def prompt_logprobs_sent(self, stop: int) -> None:
+        """The logprobs of the prompt's first ``stop`` tokens are on their way to the client."""
+        self.prompt_done = stop
+
     @property
     def asks_prompt(self) -> bool:
         """Logprobs of prompt tokens are still to be computed; one sequence at a time does that, and the rest wait."""
@@ -97,49 +113,58 @@ class Sequence:
     """One child of a request: the unit that is queued, given a row and planned. (A beam search is one, with rows.)"""
 
     __slots__ = (
-        "attempt", "blocks", "computed", "generation", "hashes", "horizon", "index", "key", "known", "limit",
-        "losses", "mark", "milestone", "outputs", "planned", "prefilling", "prompt_from", "registered", "replica",
-        "request", "row", "siblings", "sink", "state", "stops", "uid",
+        "attempt", "blocks", "computed", "generation", "hashes", "horizon", "index", "key", "limit", "losses",
+        "milestone", "outputs", "owner", "prefilling", "prompt_from", "registered", "replica", "request", "row",
+        "scheduled", "siblings", "state", "stops", "total", "uid",
     )  # fmt: skip
 
     width = 1  # rows it runs in
 
     def __init__(self, request: Request, index: int, outputs: array[int], key: tuple, losses: int = 0):
         self.request, self.index, self.key = request, index, key
-        self.uid, self.attempt, self.stops = request.uid, request.attempt, request.stops
+        self.uid, self.attempt, self.owner, self.stops = request.uid, request.attempt, request.owner, request.stops
         self.outputs = outputs
-        self.known = request.prompt_len + len(outputs)
-        self.computed = self.planned = 0
+        self.total = request.prompt_len + len(outputs)
+        self.computed = self.scheduled = 0
         self.generation = 0
         self.state = State.WAITING
         self.limit = request.prompt_len + request.max_tokens
         self.siblings: list[Sequence] = []  # children that wait for this one's prefill, to be forked from its row
-        self.sink: TokenSink  # where its tokens go; set when it is queued
         # While running:
-        self.replica: Replica | None = None
+        self.replica = -1  # its number
         self.row = -1
-        self.prefilling = False  # known tokens are still to be planned before it draws
+        self.prefilling = False  # tokens that exist are still to be scheduled before it draws
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
         self.registered = 0  # leading blocks offered to the prefix cache
         self.prompt_from = -1  # first prompt token whose logprobs this row computes, -1: none
-        self.horizon = 0  # planning at or past this position needs a look: a new block, a copy, or the end
-        self.milestone = 0  # committing this many known tokens needs a look: a full block, or the end
-        # Lost leases, to tell a poisonous sequence from an innocent one:
-        self.losses = losses
-        self.mark = self.known - 1 if losses else -1  # furthest ``computed`` before the last loss
+        # Two look-ahead caches, each with one writer, spare the loops over tokens a look at every sequence:
+        self.horizon = 0  # scheduling at or past this position needs a look: a new block, a copy, or the end
+        self.milestone = 0  # committing this many tokens needs a look: a full block, or the end
+        # Workers lost, at points of ``computed``. What the loss before this attempt found is not known exactly.
+        self.losses = Losses(losses, self.total - 1 if losses else -1)
 
     # -- the state machine
 
-    def start(self, replica: Replica, row: int, blocks: list[int], computed: int) -> None:
-        """waiting -> running, with a row, blocks for all known tokens, and ``computed`` tokens found in the cache."""
+    def start(self, replica: int, rows: list[int], blocks: list[int], computed: int, block_size: int) -> None:
+        """waiting -> running, with rows, blocks for all its tokens, and ``computed`` tokens found in the cache."""
+        self._run(replica, rows[0], blocks, computed)
+        self.scheduled, self.prefilling = computed, True
+        if self.request.asks_prompt:
+            self.prompt_from = self.request.prompt_done
+        self.note_registered(computed // block_size, block_size)
+
+    def fork(self, parent: Sequence, row: int, block_size: int) -> None:
+        """waiting -> running, where ``parent`` is, with the same blocks and everything scheduled."""
+        self._run(parent.replica, row, parent.blocks[:], parent.computed)
+        self.scheduled = parent.scheduled
+        for seq in (parent, self):
+            seq.set_horizon(block_size, shared=True)
+        self.note_registered(parent.registered, block_size)
+
+    def _run(self, replica: int, row: int, blocks: list[int], computed: int) -> None:
         self.state, self.replica = State.RUNNING, replica
-        self.row, self.blocks, self.prefilling = row, blocks, computed < self.known
-        self.computed = self.planned = computed
-        self.registered = computed // replica.block_size
-        self.set_horizon(computed)
-        self.milestone = 0
-        replica.join(self)
+        self.row, self.blocks, self.computed = row, blocks, computed
 
     def requeue(self) -> None:
         """running -> waiting: the one way back, whether preempted, drained, or its worker is gone."""
@@ -154,12 +179,25 @@ class Sequence:
         self.state = State.FINISHED
 
     def _leave(self) -> None:
-        assert self.replica is not None
-        self.replica.leave(self)
         self.generation += 1
-        self.replica, self.row, self.blocks = None, -1, []
-        self.computed = self.planned = self.registered = 0
+        self.replica, self.row, self.blocks, self.prefilling = -1, -1, [], False
+        self.computed = self.scheduled = self.registered = 0
         self.prompt_from = -1
+
+    def take_siblings(self) -> list[Sequence]:
+        """Those who waited for this one's prefill; they wait no more."""
+        siblings, self.siblings = self.siblings, []
+        return siblings
+
+    def heir(self) -> Sequence | None:
+        """Of those who waited for this one's prefill, the one that prefills now; the others wait for that one."""
+        siblings = self.take_siblings()
+        if not siblings:
+            return None
+        siblings[0].siblings = siblings[1:]
+        return siblings[0]
+
+    # -- what it holds
 
     def holdings(self) -> tuple[list[int], list[int], list[list[int]]]:
         """While running: rows held, those of them that exist at the worker, and block tables."""
@@ -167,18 +205,81 @@ class Sequence:
 
     def most_blocks(self, block_size: int) -> int:
         """Blocks it holds at its longest."""
-        return blocks_for(max(self.limit - 1, self.known), block_size)
+        return blocks_for(max(self.limit - 1, self.total), block_size)
 
     def spare_blocks(self, block_size: int) -> int:
-        """Blocks that must be free for its first step beyond those of its known tokens."""
+        """Blocks that must be free for its first step beyond those of the tokens it has."""
         return 0
 
-    # -- tokens
+    # -- counters
+
+    def schedule(self, count: int) -> bool:
+        """Ask for the next ``count`` tokens of a prefill. True where they are the last."""
+        self.scheduled += count
+        return self.scheduled == self.total
+
+    def begin_decoding(self, block_size: int) -> None:
+        """All tokens that exist are scheduled: from here on it decodes."""
+        self.prefilling = False
+        self.set_horizon(block_size)
+
+    def commit(self, computed: int) -> None:
+        """Keys and values of so many tokens are there."""
+        self.computed = computed
+
+    def append(self, token: int) -> None:
+        """The token that all before it yield."""
+        self.computed = self.total
+        self.total += 1
+        self.outputs.append(token)
+
+    # -- look-ahead
+
+    def set_horizon(self, block_size: int, shared: bool = False) -> None:
+        """Look again at the next position where its block may be ``shared``; else at the first past the block table, or
+        at ``limit - 1``, where nothing is left to schedule."""
+        next_look, end = len(self.blocks) * block_size, self.limit - 1
+        if end < next_look:
+            next_look = end
+        self.horizon = self.scheduled if shared or next_look < self.scheduled else next_look
+
+    def note_registered(self, blocks: int, block_size: int) -> None:
+        """So many blocks were offered to the prefix cache. Look again when the next is full, at the end, or, in
+        quarantine, at every token."""
+        self.registered = blocks
+        next_look = (blocks + 1) * block_size + 1
+        if self.losses.count and self.quarantined:
+            next_look = 0
+        self.milestone = next_look if next_look < self.limit else self.limit
+
+    def check_look_ahead(self, block_size: int, refs: array[int]) -> None:
+        """PoolError where ``horizon`` or ``milestone`` would let a look that is due go by, or come too soon. ``refs``
+        counts the holders of each block."""
+        milestone = 0 if self.quarantined else min(self.limit, (self.registered + 1) * block_size + 1)
+        if self.milestone != milestone:
+            raise PoolError(f"milestone {self.milestone} where {milestone} is right")
+        if self.prefilling or self.horizon == self.scheduled:
+            return  # it is looked at before its next decode
+        slot = self.scheduled // block_size
+        shared = slot < len(self.blocks) and refs[self.blocks[slot]] > 1
+        horizon = min(len(self.blocks) * block_size, self.limit - 1)
+        if self.horizon != horizon or horizon < self.scheduled or shared:
+            held = "shared" if shared else "its own"
+            raise PoolError(f"horizon {self.horizon} of {horizon}, {self.scheduled} scheduled, and the block is {held}")
+
+    # -- losses
 
     @property
-    def suspect(self) -> bool:
-        """True for a sequence that may be what kills workers: it runs alone until it passes its mark."""
-        return self.losses >= MAX_LOSSES - 1 and self.computed <= self.mark
+    def quarantined(self) -> bool:
+        """True for a sequence that may be what ends workers: it runs alone until it gets past where they ended."""
+        return self.losses.in_quarantine(self.computed)
+
+    def note_loss(self) -> bool:
+        """The worker died with this sequence in a step. True where the sequence is taken for the cause."""
+        self.losses.lost(self.computed)
+        return self.losses.exhausted
+
+    # -- tokens
 
     def seed(self) -> int:
         """This child's own seed."""
@@ -194,19 +295,14 @@ class Sequence:
         )  # fmt: skip
 
     def reusable(self) -> int:
-        """Leading tokens that may come from the prefix cache. The last known one is always run, to draw from it; where
-        the logprobs of prompt token p are wanted, so is p - 1; and where more is pooled than the last, all are."""
+        """Leading tokens that may come from the prefix cache. The last one is always run, to draw from it; where the
+        logprobs of prompt token p are wanted, so is p - 1; and where more is pooled than the last, all are."""
         request, pooling = self.request, self.request.pooling
         if request.params.skip_reading_prefix_cache:
             return 0
         if pooling is not None and (pooling.pooling != "LAST" or pooling.skip_reading_prefix_cache):
             return 0
-        return min(self.known, request.prompt_done) - 1 if request.asks_prompt else self.known - 1
-
-    def set_horizon(self, planned: int) -> None:
-        """Look again at the first position past the table, or at ``limit - 1``, where nothing is left to plan."""
-        assert self.replica is not None
-        self.horizon = max(planned, min(len(self.blocks) * self.replica.block_size, self.limit - 1))
+        return min(self.total, request.prompt_done) - 1 if request.asks_prompt else self.total - 1
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Hashes of this sequence's blocks, at least the first ``count`` full ones."""
@@ -218,26 +314,9 @@ class Sequence:
         return hashes
 
     def _tokens(self, slot: int, block_size: int) -> bytes:
-        """The int32 bytes of a block's known tokens."""
+        """The int32 bytes of a block's tokens."""
         start, stop, prompt_len = slot * block_size, (slot + 1) * block_size, self.request.prompt_len
         if start >= prompt_len:
             return self.outputs[start - prompt_len : stop - prompt_len].tobytes()
         outputs = self.outputs[: max(0, stop - prompt_len)].tobytes()
         return self.request.prompt[4 * start : 4 * stop] + outputs
-
-
-class TokenSink:
-    """New tokens of one detokenizer's sequences, gathered while a step is committed; see ``outbox.py``."""
-
-    __slots__ = ("finishes", "logprobs", "seqs", "started", "tokens")
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin the next batch."""
-        self.seqs: list[Sequence] = []
-        self.tokens: list[int] = []
-        self.finishes: list[tuple[int, Finish, int, bool]] = []  # (place in seqs, finish, stop id, has a token)
-        self.logprobs: dict[Sequence, Logprobs] = {}  # of the tokens of those who ask for them
-        self.started: list[tuple[int, int]] = []  # (uid, cached prompt tokens)

@@ -144,7 +144,7 @@ class WorkerRegistry:
         self._leases += 1
         lease = Lease(self.epoch, number, self._leases)
         self.workers[peer] = Worker(hello, lease, self.core.clock())
-        self._count_starting()
+        self.core.expect_replica(number)
         config = self.config
         log.info("worker %s (%s) joins as replica %d%s", peer, hello.device, number,
                  ", its weights still loaded" if hello.loaded else "")  # fmt: skip
@@ -176,7 +176,6 @@ class WorkerRegistry:
             loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
             loaded.whole,
         )  # fmt: skip
-        self._count_starting()
         self.core.add_replica(worker.replica)
         log.info(
             "replica %d is ready: %d blocks of %d tokens; %d replicas, %d sequences wait",
@@ -190,9 +189,6 @@ class WorkerRegistry:
             self._expel(peer, f"it said {event.value} while {worker.phase.value}")
             return False
         return worker.phase is not Phase.RECALLED
-
-    def _count_starting(self) -> None:
-        self.core.loading = sum(worker.phase in STARTING for worker in self.workers.values())
 
     # -- results
 
@@ -226,8 +222,7 @@ class WorkerRegistry:
             return
         running = worker.running()
         if worker.phase in STARTING:
-            self._count_starting()
-            self.core.shrunk = True
+            self.core.give_up_replica(worker.lease.replica)
         if worker.replica is not None:
             blame = blame and self.core.clock() - self._stood_still > STOPPED_S
             self.core.end_lease(worker.replica, blame)
@@ -261,10 +256,9 @@ class WorkerRegistry:
             log.info("worker %s (replica %d) drains (%s): %d sequences may run there for at most %g s more",
                      peer, worker.lease.replica, reason, worker.drained, patience)  # fmt: skip
             if worker.replica is not None:
-                worker.replica.draining = True
+                worker.replica.drain()
             else:
-                self._count_starting()
-                self.core.shrunk = True
+                self.core.give_up_replica(worker.lease.replica)
                 self.to_workers.append((peer, Drain(reason)))
             self.changed()
         if worker.phase is Phase.DRAINING:
@@ -302,7 +296,7 @@ class WorkerRegistry:
         silent, hung = (max(LEAST_TIMEOUT_S, t) for t in (self.config.worker_timeout, self.config.step_timeout))
         if now - worker.heartbeat_at > silent:
             self._end(peer, f"it was silent for {silent:g} s", again=True)
-        elif replica.in_flight and now - max(replica.in_flight[0].sent_at, replica.progress_at) > hung:
+        elif replica.waited(now) > hung:
             self._end(peer, f"step {replica.in_flight[0].number} did not end in {hung:g} s")
         elif worker.phase is Phase.DRAINING:
             self._let_go(peer, worker)
@@ -315,9 +309,7 @@ class WorkerRegistry:
             worker.heartbeat_at, worker.since = since(worker.heartbeat_at), since(worker.since)
             worker.leave_by = standstill.until(worker.leave_by)
             if worker.replica is not None:
-                worker.replica.progress_at = since(worker.replica.progress_at)
-                for step in worker.replica.in_flight:
-                    step.sent_at = since(step.sent_at)
+                worker.replica.forgive(standstill)
 
     # -- operators
 

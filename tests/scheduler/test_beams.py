@@ -23,7 +23,7 @@ from quire.proto.messages import (
     Stopped,
 )
 from quire.proto.params import SamplingParams
-from quire.scheduler.beams import score
+from quire.scheduler.beam_group import score
 from quire.scheduler.fake.fake_model import expected_beams, expected_logprobs, expected_tokens, join
 
 VOCAB = 40
@@ -336,7 +336,7 @@ def test_a_search_survives_whatever_happens_at_any_moment() -> None:
                 rig.core.end_lease(rig.replica)
                 rig.add(0, 200)
             elif event == "drain":
-                rig.replica.draining = True
+                rig.replica.drain()
                 for seq in rig.replica.sequences():
                     rig.core.requeue(seq)
                 rig.add(1, 100)
@@ -398,7 +398,7 @@ def test_a_suspect_that_gets_past_its_mark_is_cleared() -> None:
     uid = rig.search(5, 2, losses=2, attempt=3)
     assert rig.step() is not None
     rig.run()
-    assert not rig.replica.suspects
+    assert not rig.replica.quarantined
     rig.check(uid, 5, 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 from scheduler_rig import Rig
 
 from quire.proto.messages import Child, Failed, Finish
-from quire.scheduler.core import UNPLACED_S
+from quire.scheduler.books import UNPLACED_S
 from quire.scheduler.fake.fake_model import expected_tokens
 from quire.scheduler.queue import DrainRate
 
@@ -225,11 +225,10 @@ def test_when_the_large_one_leaves_they_wait_for_another_and_then_are_told() -> 
     rig.now += UNPLACED_S - 1
     rig.core.expire()
     assert failures(rig) == []
-    rig.core.loading = 1  # one that is on its way may hold it: the wait begins again
+    rig.core.expect_replica(1)  # one that is on its way may hold it: the wait begins again
     rig.core.expire()
     rig.now += UNPLACED_S
-    rig.core.loading = 0
-    rig.core.shrunk = True
+    rig.core.give_up_replica(1)
     rig.core.expire()
     assert failures(rig) == []
     rig.now += UNPLACED_S
@@ -250,7 +249,7 @@ def test_a_worker_that_joins_takes_from_the_line_at_once() -> None:
     rig.add(1, 64)
     rig.step(1)
     assert running(rig) == uids[:4]
-    rig.core.replicas[1].draining = True
+    rig.core.replicas[1].drain()
     for seq in rig.core.replicas[1].sequences():
         rig.core.requeue(seq)
     rig.add(2, 64)

@@ -424,10 +424,9 @@ def test_a_request_waits_for_a_replica_and_is_checked_when_one_is_ready() -> Non
 
 def test_a_larger_replica_on_its_way_may_hold_it() -> None:
     rig = Rig(blocks=8)
-    rig.core.loading = 1
+    rig.core.expect_replica(1)
     uid = rig.submit(60, max_tokens=30)
     assert rig.plan() is None
-    rig.core.loading = 0
     rig.add(1, 32)
     rig.run()
     assert rig.tokens[uid, 0] == oracle(rig, 60, uid, 30)
@@ -554,7 +553,7 @@ def test_losses_counted_by_engine_go_on_here() -> None:
     for _ in range(6):
         rig.step()
         seen.append({seq.uid for step in rig.replica.in_flight for seq in step.sequences()})
-        seen.append({seq.uid for seq in rig.replica.suspects})
+        seen.append({seq.uid for seq in rig.replica.quarantined})
     assert {uid} in seen
     rig.run()
     assert rig.tokens[uid, 0] == oracle(rig, 40, uid, 4)

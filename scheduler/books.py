@@ -1,0 +1,344 @@
+"""The scheduler's state, and the primitive transitions that keep it consistent. No IO.
+
+Submitting (``intake.py``), planning (``planner.py``, ``beams.py``) and committing (``commit.py``) are rooms above it,
+which take the books and change them by these methods alone; ``core.py`` is the front that names them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from ..proto.config import EngineArgs
+from ..proto.losses import MAX_LOSSES
+from ..proto.messages import Failed, Finish, ReplicaStats, Stats
+from .accounts import Accounts
+from .beam_group import BeamGroup
+from .block_pool import PoolError
+from .outbox import Outbox
+from .placement import can_ever_hold
+from .queue import WaitingQueue
+from .replica import Replica
+from .request import Request, Sequence, State
+
+log = logging.getLogger(__name__)
+
+UNPLACED_S = 60.0
+"""How long a request that only a larger worker could hold waits for one, as long as there are others."""
+
+
+class Books:
+    """All requests, the queue, and the replicas that are ready. ``clock`` gives seconds that only rise."""
+
+    def __init__(self, config: EngineArgs, clock: Callable[[], float] = time.monotonic):
+        self.config, self.clock = config.check(), clock
+        self.requests: dict[int, Request] = {}
+        self.queue = WaitingQueue(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self.replicas: dict[int, Replica] = {}
+        self.accounts = Accounts(config.max_requests_per_key)
+        self.outbox = Outbox()
+        self.loading: set[int] = set()  # replicas on their way, by number: nobody knows yet what they will hold
+        self.shrunk = False  # a worker left, or never came: those who wait for one of its size may wait in vain
+        self.lost_owners: set[str] = set()  # detokenizers whose connection broke; they may come back
+        self.quarantine_waits = False  # somebody in line may be what ends workers
+        self._deadlines: dict[int, tuple[float, Request]] = {}  # of those who wait, and may only so long; in order
+        self._unplaced: dict[int, float] = {}  # uids that no replica could hold, and since when
+        self.max_model_len = 0  # of the replica with the shortest; 0 until one was ready
+        self.vocab_size = 0
+        # Counters since the start.
+        self.preemptions = self.steps = self.bad_messages = 0
+        self.prefix_queries = self.prefix_hits = self.prompt_tokens = self.generation_tokens = 0
+
+    def bad(self, peer: str, why: object) -> None:
+        """Count and log a message that makes no sense."""
+        self.count_bad()
+        if self.bad_messages <= 20 or self.bad_messages % 1000 == 0:
+            log.warning("dropped a bad message from %r (%d so far): %s", peer, self.bad_messages, why)
+
+    def count_bad(self) -> None:
+        """Count a message that makes no sense, and was answered."""
+        self.bad_messages += 1
+
+    # -- owners
+
+    def owned_by(self, owner: str) -> list[Request]:
+        """The requests this detokenizer submitted."""
+        return [request for request in self.requests.values() if request.owner == owner]
+
+    def owner_lost(self, owner: str) -> None:
+        """The connection to ``owner`` broke; it may come back."""
+        self.lost_owners.add(owner)
+        self._drop_unanswered(owner)
+
+    def owner_returned(self, owner: str) -> None:
+        """``owner`` is here, perhaps again: its connection may have broken before anybody noticed."""
+        self._drop_unanswered(owner)
+        self.lost_owners.discard(owner)
+
+    def forget_owner(self, owner: str) -> None:
+        """``owner`` did not come back."""
+        for request in self.owned_by(owner):
+            self.drop(request)
+        self.outbox.forget(owner)
+        self.lost_owners.discard(owner)
+
+    def _drop_unanswered(self, owner: str) -> None:
+        """With the connection, an answer was perhaps lost that a beam search waits for: should ``owner`` come back, it
+        is told Unknown."""
+        for request in self.owned_by(owner):
+            if any(isinstance(seq, BeamGroup) and seq.asked for seq in request.live):
+                self.drop(request)
+
+    # -- requests
+
+    def enter(self, request: Request) -> None:
+        """A request that was found sound: its sequences wait, but for those that had ended already."""
+        now = self.clock()
+        self.requests[request.uid] = request
+        self.queue.enter(request)
+        self.accounts.enter(request, now)
+        if self.config.queue_timeout is not None and not request.attempt:
+            self._deadlines[request.uid] = now + self.config.queue_timeout, request
+        parent: Sequence | None = None
+        for seq in list(request.live):
+            finish, stop_id = Finish.NONE, -1
+            if seq.outputs:
+                finish, stop_id = request.finish_of(seq.outputs[-1], len(seq.outputs))
+            if finish is Finish.NONE and seq.total >= seq.limit and request.pooling is None:
+                finish = Finish.LENGTH
+            if finish is not Finish.NONE:  # it had ended before its last attempt was lost
+                self.end(seq, finish, stop_id, with_token=False)
+            elif parent is None or seq.outputs:
+                self.enqueue(seq)
+                parent = seq if parent is None and not seq.outputs else parent
+            else:
+                parent.siblings.append(seq)
+
+    def enqueue(self, seq: Sequence) -> None:
+        """``seq`` takes its place in line."""
+        self.queue.push(seq)
+        self.quarantine_waits = self.quarantine_waits or seq.quarantined
+
+    def end(self, seq: Sequence, finish: Finish, stop_id: int, with_token: bool = True) -> None:
+        """``seq`` ends by its own tokens; the detokenizer is told."""
+        self.outbox.finished(seq, finish, stop_id, with_token)
+        self.leave(seq)
+
+    def answer(self, seq: Sequence, message: Any, tokens: int = 0) -> None:
+        """``seq`` ends with one message that has all of its output: a pooled vector, or the beams found."""
+        self.outbox.put(seq.owner, message)
+        self.generation_tokens += tokens
+        self.leave(seq)
+
+    def fail(
+        self, request: Request, status: int, text: str, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        """End a request with an error."""
+        self.outbox.put(request.owner, Failed(request.uid, request.attempt, status, text, param, retry_after))
+        self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        """End a request without a word."""
+        for seq in request.live:
+            if seq.state is State.WAITING:
+                self.queue.remove(seq)
+            self._finish(seq)
+        request.live.clear()
+        self._forget(request)
+
+    def leave(self, seq: Sequence) -> None:
+        """``seq`` is finished, and nobody is told."""
+        request = seq.request
+        request.live.remove(seq)
+        if seq.state is State.WAITING and not self.queue.remove(seq):
+            for other in request.live:  # it waited with a sibling for that one's prefill
+                if seq in other.siblings:
+                    other.siblings.remove(seq)
+        heir = seq.heir()
+        if heir is not None:
+            self.enqueue(heir)
+        self._finish(seq)
+        if not request.live:
+            self._forget(request)
+
+    def _finish(self, seq: Sequence) -> None:
+        self.generation_tokens += len(seq.outputs)
+        if seq.state is State.RUNNING:
+            self.replicas[seq.replica].release(seq)
+        seq.finish()
+
+    def _forget(self, request: Request) -> None:
+        if not request.started:
+            self._has_started(request)
+        del self.requests[request.uid]
+        now = self.clock()
+        self.queue.rate.freed(now)
+        self.accounts.leave(request, now)
+
+    def _has_started(self, request: Request) -> None:
+        """It waits for its first step no more."""
+        self.queue.leave(request)
+        self._deadlines.pop(request.uid, None)
+
+    # -- time
+
+    def expire(self) -> None:
+        """Once a second: end requests whose time is up, those that waited for their first step for longer than
+        ``queue_timeout``, and those that no replica could hold for ``UNPLACED_S``."""
+        now = self.clock()
+        for deadline, request in list(self._deadlines.values()):
+            if deadline > now:
+                break
+            text = f"The request waited for {self.config.queue_timeout:g} s, the limit, for its first step. "
+            retry = self.queue.time_to_drain(now)
+            self.fail(request, 503, text + "Please try again later.", retry_after=retry)
+        self._expire_unplaced(now)
+        self.quarantine_waits = self.quarantine_waits and any(seq.quarantined for seq in self.queue)
+
+    def _expire_unplaced(self, now: float) -> None:
+        replicas = list(self.replicas.values())
+        if self.loading or not replicas or not self.shrunk:  # what comes, or comes back, may hold it
+            self._unplaced.clear()
+            return
+        unplaced = {s.uid: s.request for s in self.queue if not any(can_ever_hold(r, s) for r in replicas)}
+        self.shrunk = bool(unplaced)
+        self._unplaced = {uid: self._unplaced.get(uid, now) for uid in unplaced}
+        for uid, request in unplaced.items():
+            if now - self._unplaced[uid] >= UNPLACED_S:
+                largest = max(r.pool.num_blocks for r in replicas)
+                text = f"No worker is left that could hold this request: the largest has {largest} KV blocks of "
+                text += f"{self.config.block_size} tokens, and no larger one came within {UNPLACED_S:g} s."
+                self.fail(request, 503, text, retry_after=UNPLACED_S)
+
+    # -- running sequences
+
+    def running_by_account(self) -> Counter[str]:
+        """Rows held by each API key."""
+        counts: Counter[str] = Counter()
+        for replica in self.replicas.values():
+            for seq in replica.sequences():
+                counts[seq.request.account] += seq.width
+        return counts
+
+    def note_start(self, seq: Sequence) -> None:
+        """``seq`` got a row from the queue."""
+        request = seq.request
+        if seq.generation == 0:
+            self.prefix_queries += seq.total
+            self.prefix_hits += seq.computed
+        if not request.started:
+            request.start()
+            self._has_started(request)
+            self.prompt_tokens += request.prompt_len
+            self.outbox.started(request, min(seq.computed, request.prompt_len))
+
+    def preempt(self, seq: Sequence) -> None:
+        """Make room: back to its place in line."""
+        self.preemptions += 1
+        self.requeue(seq)
+
+    def requeue(self, seq: Sequence) -> None:
+        """Preempted, drained or robbed of its worker: all the same."""
+        self.replicas[seq.replica].release(seq)
+        seq.requeue()
+        self.enqueue(seq)
+
+    def finish_step(self, replica: Replica) -> None:
+        """The result of its oldest step is being committed."""
+        self.steps += 1
+        replica.finish_step(self.clock())
+
+    # -- replicas
+
+    def expect_replica(self, number: int) -> None:
+        """A worker joins as this replica, and loads; what it will hold is not known yet."""
+        self.loading.add(number)
+
+    def give_up_replica(self, number: int) -> None:
+        """The worker that was to be this replica left, or was lost, before it was ready."""
+        self.loading.discard(number)
+        self.shrunk = True
+
+    def add_replica(self, replica: Replica) -> None:
+        """A worker is ready."""
+        self.loading.discard(replica.number)
+        self.replicas[replica.number] = replica
+        self._measure()
+
+    def _measure(self) -> None:
+        if self.replicas:
+            self.max_model_len = min(r.max_model_len for r in self.replicas.values())
+            self.vocab_size = min(r.vocab_size for r in self.replicas.values())
+
+    def end_lease(self, replica: Replica, blame: bool = True) -> None:
+        """The worker is gone, or not to be trusted. ``blame``: what it was running may be why."""
+        exhausted: dict[int, Request] = {}
+        lost = replica.abandon_steps()
+        if blame:
+            for seq in lost:
+                if seq.note_loss():
+                    exhausted[seq.uid] = seq.request
+        for seq in replica.sequences():
+            self.requeue(seq)
+        del self.replicas[replica.number]
+        self._measure()
+        self.shrunk = True
+        for request in exhausted.values():
+            self.fail(request, 500, losses_text(request.uid, MAX_LOSSES))
+
+    # -- looking in
+
+    def stats(self, token: int = 0, bad_frames: int = 0) -> Stats:
+        """Everything countable, at this moment."""
+        replicas = list(self.replicas.values())
+        running = sum(len(r.sequences()) for r in replicas)
+        live = [seq for request in self.requests.values() for seq in request.live]
+        return Stats(
+            token=token,
+            running=running,
+            waiting=len(live) - running,
+            blocks=sum(r.pool.num_blocks for r in replicas),
+            blocks_used=sum(r.pool.used for r in replicas),
+            preemptions=self.preemptions,
+            prefix_queries=self.prefix_queries,
+            prefix_hits=self.prefix_hits,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens + sum(len(seq.outputs) for seq in live),
+            steps=self.steps,
+            bad_frames=bad_frames + self.bad_messages,
+            replicas=[
+                ReplicaStats(
+                    r.number, "draining" if r.draining else "ready", r.device, len(r.sequences()), r.pool.num_blocks,
+                    r.pool.used, r.last_step,
+                )
+                for r in replicas
+            ],
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Every live sequence is in exactly one place, and every replica's books balance. PoolError otherwise."""
+        for replica in self.replicas.values():
+            replica.check_integrity()
+        parked = [seq for r in self.requests.values() for s in r.live for seq in s.siblings]
+        running = [(seq, replica.number) for replica in self.replicas.values() for seq in replica.sequences()]
+        placed = [(seq.key, "waiting", -1) for seq in [*self.queue, *parked]]
+        placed += [(seq.key, "running", number) for seq, number in running]
+        live = [(s.key, s.state.value, s.replica) for r in self.requests.values() for s in r.live]
+        if sorted(placed) != sorted(live):
+            raise PoolError(f"{len(live)} live sequences, {len(placed)} placed: {set(live) ^ set(placed)}")
+        fresh = [r for r in self.requests.values() if not r.started]
+        if (self.queue.fresh_requests, self.queue.fresh_tokens) != (len(fresh), sum(r.prompt_len for r in fresh)):
+            raise PoolError(f"{self.queue.fresh_requests} requests are counted as waiting, {len(fresh)} are")
+        if not self.quarantine_waits and any(seq.quarantined for seq in self.queue):
+            raise PoolError("a sequence waits in quarantine, and the planner does not look for one")
+
+
+def losses_text(uid: int, losses: int) -> str:
+    """What the client is told of a request that is taken for what ends workers."""
+    return (
+        f"A process died {losses} times while it ran request {uid}, which got no further in between; it is taken for "
+        "the cause and given up, so that others can go on."
+    )
