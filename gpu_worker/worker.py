@@ -79,7 +79,7 @@ class Broken(Exception):
     """A step failed in one process of a replica of several, which are in different places now: all must end."""
 
 
-class _Failure:
+class _DeviceFailure:
     """Posted by the thread that waits for a GPU: this step failed there."""
 
     def __init__(self, lease: Lease, step: int, error: Exception):
@@ -150,7 +150,7 @@ class Worker:
                     return  # what ran here goes on elsewhere
                 case LeaseLost():
                     self._end_lease()
-                case _Failure() as failure if failure.lease == self._lease:
+                case _DeviceFailure() as failure if failure.lease == self._lease:
                     self._fail(failure.step, failure.error)
                 case Drain(reason=reason):
                     log.info("draining: %s", reason or "the scheduler asks")
@@ -368,7 +368,7 @@ class _Results:
             try:
                 self._send(lease, step, outcome)
             except Exception as error:  # noqa: BLE001  # CUDA reports a kernel's failure here
-                self._link.post(_Failure(lease, step, error))
+                self._link.post(_DeviceFailure(lease, step, error))
             finally:
                 self._queue.task_done()
 

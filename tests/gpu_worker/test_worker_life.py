@@ -12,7 +12,7 @@ from worker_toys import CPU, GREEDY, VOCAB, ToyModel, oracle, plan
 from quire.gpu_worker.link import Dismissed, LeaseLost, Link
 from quire.gpu_worker.outcome import Outcome
 from quire.gpu_worker.transfer import Download
-from quire.gpu_worker.worker import Worker, _Results
+from quire.gpu_worker.worker import TRANSITIONS, Phase, Worker, _Results
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.codec import from_i32, i32
 from quire.proto.config import ConfigError, EngineArgs
@@ -414,3 +414,16 @@ def test_a_model_that_does_not_fit_is_fatal(scheduler):
     running.join()
     assert isinstance(running.ending, ConfigError)
     assert "max seq len (64)" in str(running.ending) and "(24)" in str(running.ending)
+
+
+@pytest.mark.parametrize("before", Phase)
+@pytest.mark.parametrize("after", Phase)
+def test_a_worker_goes_where_its_table_says(before, after):
+    worker = Worker(EngineArgs(), ModelConfig("", {}, 8, VOCAB), MODEL, torch.float32, CPU)
+    worker._phase = before
+    if after in TRANSITIONS[before]:
+        worker._enter(after)
+        assert worker._phase is after
+    else:
+        with pytest.raises(RuntimeError, match=f"from {before.name} to {after.name}"):
+            worker._enter(after)
