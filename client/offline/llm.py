@@ -307,7 +307,8 @@ class LLM(PoolingMethods):
     ) -> list[RequestOutput]:  # fmt: skip
         refuse_lora(lora_request, len(inputs))
         priorities = parse_priority(priority, len(inputs))
-        per_prompt = parse_params(self.get_default_sampling_params() if params is None else params, len(inputs))
+        params = self.get_default_sampling_params() if params is None else params
+        per_prompt = parse_params(params, len(inputs), SamplingParams, "sampling_params")
         per_prompt = shortened(per_prompt, self._running.limits.config.max_model_len)
         check_params(per_prompt, self._running.limits)
         for given, each in zip(inputs, per_prompt, strict=True):

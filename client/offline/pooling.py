@@ -22,7 +22,7 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from .prompts import Input, parse_prompts, refuse_lora
+from .prompts import Input, parse_params, parse_prompts, refuse_lora
 from .scoring import Pairs
 
 PoolingOutputs = list[PoolingRequestOutput[PoolingOutput]]
@@ -179,7 +179,10 @@ class PoolingMethods:
         use_tqdm: Tqdm, lora_request: Any,
     ) -> PoolingOutputs:  # fmt: skip
         refuse_lora(lora_request, len(inputs))
-        per_prompt = [_for_task(each, task, keep, pooler) for each in _parse_params(params, len(inputs))]
+        parsed = parse_params(
+            PoolingParams() if params is None else params, len(inputs), PoolingParams, "pooling_params"
+        )
+        per_prompt = [_for_task(each, task, keep, pooler) for each in parsed]
         for given in inputs:
             check_pooled(given, self._running.limits)
         first = self._take_numbers(len(inputs))
@@ -191,9 +194,8 @@ class PoolingMethods:
             return self._running.pool(jobs, progress)
 
 
-def _for_task(params: PoolingParams | None, task: str | None, keep: int | None, pooler: PoolerConfig) -> PoolingParams:
+def _for_task(params: PoolingParams, task: str | None, keep: int | None, pooler: PoolerConfig) -> PoolingParams:
     """The parameters of one prompt, checked against what the model can do. Raises ParamError."""
-    params = PoolingParams() if params is None else params
     changes: dict[str, Any] = {"task": task or params.task or pooler.tasks[0]}
     if changes["task"] in _EMBEDDING and params.use_activation is not None and params.normalize is None:
         changes.update(normalize=params.use_activation, use_activation=None)  # vLLM's newer name of it
@@ -202,19 +204,6 @@ def _for_task(params: PoolingParams | None, task: str | None, keep: int | None, 
     params = msgspec.structs.replace(params, **changes)
     pooler.resolve(params)
     return params
-
-
-def _parse_params(params: Any, count: int) -> list[PoolingParams | None]:
-    if params is None or isinstance(params, PoolingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or isinstance(params, str):
-        raise TypeError(f"pooling_params must be PoolingParams or a list of them, got {type(params).__name__}.")
-    if len(params) != count:
-        raise ValueError("The lengths of prompts and params must be the same.")
-    for each in params:
-        if not isinstance(each, PoolingParams):
-            raise TypeError(f"pooling_params must be PoolingParams or a list of them, got one {type(each).__name__}.")
-    return list(params)
 
 
 def _texts(given: Any) -> list[str]:

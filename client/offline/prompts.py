@@ -6,10 +6,11 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
 
-from ...proto.params import SamplingParams
 from ..sendable import priority_of, unsendable
+
+Params = TypeVar("Params")
 
 
 class TextPrompt(TypedDict):
@@ -85,17 +86,18 @@ def _parse_prompts(prompts: Any, prompt_token_ids: Any) -> list[Input]:
     return [Input(text=_text(text), ids=_ids(each)) for text, each in zip(texts, ids, strict=True)]
 
 
-def parse_params(params: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams for each prompt. Raises ValueError or TypeError."""
-    if isinstance(params, SamplingParams):
+def parse_params(params: Any, count: int, kind: type[Params], name: str) -> list[Params]:
+    """One ``kind`` for each prompt, of the argument ``name``. Raises ValueError or TypeError."""
+    if isinstance(params, kind):
         return [params] * count
+    must = f"{name} must be {kind.__name__} or a list of them"
     if not isinstance(params, Sequence) or isinstance(params, str):
-        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}.")
+        raise TypeError(f"{must}, got {type(params).__name__}.")
     if len(params) != count:
         raise ValueError("The lengths of prompts and params must be the same.")
     for each in params:
-        if not isinstance(each, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams or a list of them, got one {type(each).__name__}.")
+        if not isinstance(each, kind):
+            raise TypeError(f"{must}, got one {type(each).__name__}.")
     return list(params)
 
 
