@@ -72,7 +72,7 @@ def workers(args: argparse.Namespace) -> int:
             print("it has left")
             return 0
         print(f"{worker.worker} (replica {worker.replica}) drains: {worker.running} sequences run there", flush=True)
-        while any(other.worker == worker.worker for other in operator.ask("list").workers):
+        while any(other.worker == worker.worker for other in operator.ask("list", worker.worker).workers):
             time.sleep(LOOK_S)
         print(f"it has left; {len(before) - 1} workers stay" if len(before) > 1 else "it has left; no worker is left")
         return 0

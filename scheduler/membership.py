@@ -122,7 +122,7 @@ class Membership:
         elif hello.kind not in KINDS or hello.incarnation != peer:
             self.core.bad(peer, f"Hello of {hello.kind!r} as {hello.incarnation!r}")
         else:
-            log.info("%s %s is here", hello.kind, peer)
+            log.log(_level(hello), "%s %s is here", hello.kind, peer)
             self.front[peer] = FrontPeer(hello)
             self.core.owner_returned(peer)
             if hello.kind != "operator":
@@ -146,7 +146,7 @@ class Membership:
         """The connection broke, or the peer left. Its requests wait a little for it, or for a higher attempt."""
         known = self.front.get(peer)
         if known is not None and known.lost_at is None:
-            log.info("%s %s is gone", known.hello.kind, peer)
+            log.log(_level(known.hello), "%s %s is gone", known.hello.kind, peer)
             known.lost_at = self.core.clock()
             self.core.owner_lost(peer)
             if known.hello.kind != "operator":
@@ -208,3 +208,8 @@ class Membership:
     def timeout(self) -> float:
         """Seconds until ``tick`` has something to do."""
         return max(0.0, self._next_heartbeat - self.core.clock())
+
+
+def _level(hello: Hello) -> int:
+    """Of a peer's coming and going: an operator's may be a script that asks every few seconds."""
+    return logging.DEBUG if hello.kind == "operator" else logging.INFO

@@ -54,6 +54,8 @@ LEAST_NAME = 4
 MAX_BLOCKS, INT32_MAX = 2**22, 2**31 - 1
 """The most blocks of a worker that are used: 64 million tokens in blocks of 16 is plenty, and books cost memory."""
 
+MAX_LOST = 256
+
 
 class Worker:
     """One worker under one lease. ``since`` is when its phase began, ``leave_by`` when a drain's patience ends."""
@@ -92,6 +94,7 @@ class WorkerRegistry:
         self.core, self.epoch, self.config, self.changed = core, epoch, core.config, changed
         self.workers: dict[str, Worker] = {}
         self.to_workers: list[tuple[str, Any]] = []
+        self.lost: dict[str, str] = {}  # the last MAX_LOST workers that ended without leaving, and how
         self._leases = 0
         self._stood_still = -math.inf  # when this process last did
 
@@ -220,6 +223,10 @@ class WorkerRegistry:
         worker = self.workers.pop(peer, None)
         if worker is None:
             return
+        if blame:
+            self.lost[peer] = why
+            if len(self.lost) > MAX_LOST:
+                del self.lost[next(iter(self.lost))]
         running = worker.running()
         if worker.phase in STARTING:
             self.core.give_up_replica(worker.lease.replica)
@@ -314,7 +321,7 @@ class WorkerRegistry:
     # -- operators
 
     def manage(self, message: Manage) -> Managed:
-        """What an operator asks for: list, drain, remove."""
+        """What an operator asks for: list, drain, remove. A list that names a worker also says whether it was lost."""
         error = ""
         if message.action in ("drain", "remove"):
             patience = message.timeout if 0 <= message.timeout < math.inf else self.config.drain_timeout
@@ -325,7 +332,10 @@ class WorkerRegistry:
                 )  # fmt: skip
             except LookupError as no:
                 error = str(no)
-        elif message.action != "list":
+        elif message.action == "list":
+            if why := self.lost.get(message.worker):
+                error = f"{message.worker} did not leave: it {why}. One started in its place serves: drain that."
+        else:
             error = f"unknown action {message.action!r}; it must be list, drain or remove."
         return Managed(message.token, [_info(peer, worker) for peer, worker in self.workers.items()], error)
 

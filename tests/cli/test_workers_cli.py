@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -90,6 +91,24 @@ def test_workers_join_drain_under_load_and_are_removed(server):
             if hand.poll() is None:
                 hand.kill()
             hand.communicate()
+
+
+def test_a_worker_that_dies_while_it_drains_is_not_said_to_have_left(server):
+    hand = start_worker(server)
+    try:
+        wait_until(lambda: [row[2] for row in listed(server)] == ["ready"] * 2, "both workers are ready", 180)
+        (row,) = (row for row in listed(server) if int(row[6]) == hand.pid)
+        hand.send_signal(signal.SIGSTOP)  # so that it cannot leave
+        command = [str(BIN / "quire"), "workers", "drain", row[1], f"--scheduler=ipc://{server.run_dir()}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as drain:
+            assert f"gpu_worker-{row[1]}" in drain.stdout.readline()
+            hand.kill()
+            out, err = drain.communicate(timeout=120)
+        assert (drain.returncode, out) == (1, "")
+        assert re.fullmatch(rf"quire: error: gpu_worker-{row[1]}\w+ did not leave: it is gone: .* drain that\.\n", err)
+    finally:
+        hand.kill()
+        hand.communicate()
 
 
 def test_mistakes_are_one_line(server, tmp_path):

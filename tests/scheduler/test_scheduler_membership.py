@@ -50,7 +50,7 @@ from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_worker import FakeWorker
 from quire.scheduler.membership import LOST_FRONT_S, Membership
 from quire.scheduler.worker_phase import STARTING, TRANSITIONS, Event, Phase
-from quire.scheduler.worker_registry import LOADING_LIMIT_S
+from quire.scheduler.worker_registry import LOADING_LIMIT_S, MAX_LOST
 
 
 class House:
@@ -509,6 +509,23 @@ def test_operators_list_drain_and_remove(house: House) -> None:
     manage(house, "drain", "2", timeout=float("nan"))
     assert house.sent("gpu_worker-x", Drain)  # nothing runs there
     assert len(house.core.queue) == 2
+
+
+def test_operators_hear_of_a_worker_that_was_lost_and_not_of_one_that_left(house: House) -> None:
+    house.hello("o1", "operator")
+    for name in ("gpu_worker-left", "gpu_worker-lost"):
+        house.worker(name)
+        manage(house, "drain", name)
+    house.registry.on_worker("gpu_worker-left", Bye("drained"))
+    house.registry.gone("gpu_worker-lost", "is gone: its connection broke")
+    assert manage(house, "list", "gpu_worker-left").error == ""
+    said = "gpu_worker-lost did not leave: it is gone: its connection broke. One started in its place serves"
+    assert manage(house, "list", "gpu_worker-lost").error.startswith(said)
+    assert manage(house, "list").error == ""
+    for number in range(MAX_LOST):
+        house.worker(f"gpu_worker-{number}")
+        house.registry.gone(f"gpu_worker-{number}", "is gone")
+    assert len(house.registry.lost) == MAX_LOST and manage(house, "list", "gpu_worker-lost").error == ""
 
 
 def test_only_operators_manage(house: House) -> None:

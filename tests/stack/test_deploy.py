@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
-from stack import free_port
+from stack import BIN, free_port, wait_until
 
 from quire.proto.config import SERVICES, ConfigError, parse_service_args
 from quire.proto.wire.keys import Keys
@@ -190,6 +190,38 @@ def test_a_scheduler_answers_who_has_its_key(tmp_path, monkeypatch):
     finally:
         process.terminate()
         process.communicate()
+
+
+def test_a_health_check_leaves_no_line_above_debug(tmp_path):
+    """It comes every few seconds, for ever: to the scheduler, to a detokenizer, and to ask for the workers."""
+    address, port = f"tcp://127.0.0.1:{free_port(2)}", free_port()
+    commands = {
+        "scheduler": [f"--scheduler={address}"],
+        "detokenizer": [f"--scheduler={address}", f"--bind=tcp://127.0.0.1:{port}"],
+    }
+    logs = {service: tmp_path / service for service in commands}
+    processes = []
+    try:
+        for service, flags in commands.items():
+            with logs[service].open("w") as log:
+                command = [sys.executable, "-m", f"quire.{service}", "--log-level=debug", *flags]
+                processes.append(subprocess.Popen(command, stderr=log))
+        for asked in (address.rpartition(":")[2], str(port)):
+            check = [sys.executable, str(DEPLOY / "healthcheck.py"), "answers", asked]
+            wait_until(lambda check=check: subprocess.run(check).returncode == 0, "it answers", 120)
+        subprocess.run([str(BIN / "quire"), "workers", "list", f"--scheduler={address}"], check=True)
+        wait_until(lambda: "health-" in logs["detokenizer"].read_text(), "the detokenizer has seen it go", 60)
+        wait_until(
+            lambda: re.search(r"operator-\w+ is gone", logs["scheduler"].read_text()), "the operator has left", 60
+        )
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(60)
+    for log in logs.values():
+        lines = [line for line in log.read_text().splitlines() if "health-" in line or "operator-" in line]
+        assert lines or log is logs["scheduler"]
+        assert all(re.match(r"[\d:]+ D ", line) for line in lines), lines
 
 
 # ---------------------------------------------------------------- what each process is told
