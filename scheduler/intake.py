@@ -173,7 +173,7 @@ def check_kind(request: Request, pools: Collection[bool]) -> None:
 def check_fits(
     request: Request, max_model_len: int, blocks: int | None, block_size: int, budget: int, chunked: bool
 ) -> None:
-    """Settle how long the sequences may grow, and raise Refused where no replica could ever hold one.
+    """Fix how long the sequences may grow, and raise Refused where no replica could ever hold one.
 
     ``blocks`` is the size of the largest replica (None: not known yet), ``budget`` the most tokens one step can run.
     """

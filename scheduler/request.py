@@ -3,11 +3,11 @@
 A request is what a client asked for; its n children are sequences, each with its own row, blocks and finish. Three
 counters of tokens say how far a sequence is::
 
-    prefill   0 -------- computed -------- scheduled ----------- total ----------- limit
-              |  KV committed  |  KV in flight  |  KV to ask for  |  not drawn yet  |
+    prefill   0 --------------- computed ---------- scheduled --------- total ------------- limit
+              |  KV committed   |  KV in flight     |  KV to ask for    |  not drawn yet    |
 
-    decode    0 -------- computed ---------- total ---------- scheduled ---------- limit
-              |  KV committed  |  KV in flight  |  token in flight  |  not drawn yet  |
+    decode    0 --------------- computed ---------- total ------------- scheduled --------- limit
+              |  KV committed   |  KV in flight     |  token in flight  |  not drawn yet    |
 
 ``computed`` counts the tokens whose keys and values are committed, ``scheduled`` those whose keys and values were asked
 for, and ``total`` the tokens that exist: the prompt and the committed outputs. In a decode ``scheduled`` may run one
@@ -88,7 +88,7 @@ class Request:
         self.started = True
 
     def set_limit(self, max_model_len: int) -> int:
-        """Settle how many tokens each sequence may grow to, and return it."""
+        """Fix how many tokens each sequence may grow to, and return it."""
         output = 0 if self.pooling is not None else self.max_tokens
         limit = min(self.prompt_len + output, max_model_len)
         for seq in self.live:
