@@ -18,6 +18,7 @@ COMMANDS = {
     "complete": (".chat", "let a running server continue a text"),
     "bench": (".bench", "measure: serve, throughput, latency, control-plane"),
     "workers": (".workers", "list the workers of a running server, drain one, remove one"),
+    "replay": (".replay", "run a flight recording again, and show what the scheduler did"),
     "keygen": (".keygen", "make the key file that processes on several machines share"),
 }
 

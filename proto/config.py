@@ -144,6 +144,13 @@ class EngineArgs:
     )
     shutdown_timeout: float = _flag(30.0, _HTTP, "what requests that are open when the server ends may take")
 
+    # A bug report that reproduces itself
+    flight_recorder: str | None = _flag(
+        None, _CORE, "file that keeps what the scheduler was sent lately, for `quire replay`"
+    )
+    flight_recorder_size: float = _flag(64, _CORE, "its size in MB; what is older is overwritten")
+    flight_recorder_tokens: bool = _flag(False, _CORE, "record token ids too, of prompts and outputs")
+
     # HTTP
     host: str = _flag("0.0.0.0", _HTTP, "address to listen on")
     port: int = _flag(8000, _HTTP, "port to listen on; 0 takes a free one")
@@ -212,6 +219,8 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number of seconds of at least 0, got {value}.")
+        if not self.flight_recorder_size >= 1:
+            raise ConfigError(f"flight_recorder_size must be at least 1 (MB), got {self.flight_recorder_size}.")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs must be at least -1 (no limit), got {self.max_logprobs}.")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import time
 
 import zmq
 
@@ -16,6 +17,7 @@ from .blame import Blame
 from .core import Scheduler
 from .inputs import Inputs
 from .membership import Membership
+from .recorder import TurnClock, open_recorder
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +35,12 @@ class Loop:
             )
         self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
         self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
-        self.core = Scheduler(config)
+        clock = TurnClock() if config.flight_recorder else None
+        self.core = Scheduler(config, clock or time.monotonic)
         self.membership = Membership(self.core, epoch, blame)
-        self.inputs = Inputs(self.membership)
+        self.inputs, self.recorder = Inputs(self.membership), None
+        if clock is not None:
+            self.inputs = self.recorder = open_recorder(config, self.membership, clock)
         self._wake, self._waker = socket.socketpair()
         self._poller = zmq.Poller()
         for readable in (self.front.socket, self.front.monitor(), self.workers.socket, self.workers.monitor()):
@@ -64,6 +69,8 @@ class Loop:
 
     def close(self) -> None:
         """Close the sockets; messages not yet sent are given up."""
+        if self.recorder is not None:
+            self.recorder.close()
         self._stopping = True  # a signal that comes now finds nobody to wake
         self.front.close()
         self.workers.close()

@@ -96,15 +96,18 @@ class Rows:
 class Transcript(Inputs):
     """Inputs that are written down. ``lines`` gathers what happened, ``take`` hands it over.
 
-    Heartbeats are left out, and so are ``Peers`` that nobody needs in order to follow.
+    Heartbeats are left out, and so are ``Peers`` that nobody needs in order to follow. ``ids`` False: token ids mean
+    nothing and are left out too. ``began`` is the time that counts as 0, now by default.
     """
 
-    def __init__(self, membership: Membership):
+    def __init__(self, membership: Membership, ids: bool = True, began: float | None = None):
         super().__init__(membership)
+        self._ids = ids
         self.lines: list[str] = []
         replicas = self.core.replicas.values()
         self._rows = {replica.peer: Rows(replica.sequences()) for replica in replicas}
-        self._began = self._said = self.core.clock()
+        self._said = self.core.clock()
+        self.began = self._said if began is None else began
 
     def take(self) -> list[str]:
         """The lines since the last call."""
@@ -147,7 +150,7 @@ class Transcript(Inputs):
 
     def _say(self, who: str, message: Any, rows: Rows | None = None) -> None:
         if not isinstance(message, Heartbeat | Peers | Reconcile):
-            first, *rest = describe(message, rows)
+            first, *rest = describe(message, rows, self._ids)
             self._line(f"{who}: {first}")
             self.lines += [f"    {line}" for line in rest]
 
@@ -155,18 +158,18 @@ class Transcript(Inputs):
         now = self.core.clock()
         if now != self._said:
             self._said = now
-            self.lines.append(f"@ {now - self._began:.3f} s")
+            self.lines.append(f"@ {now - self.began:.3f} s")
         self.lines.append(line)
 
 
-def describe(message: Any, rows: Rows | None = None) -> list[str]:
+def describe(message: Any, rows: Rows | None = None, ids: bool = True) -> list[str]:
     """A message in words: one line, and for a plan one more for each thing it asks for."""
     if isinstance(message, StepPlan):
         return [f"step {message.step} of lease {message.lease.counter}", *(rows or Rows()).apply(message)]
     if isinstance(message, StepResult):
-        return [_result(message)]
+        return [_result(message, ids)]
     if isinstance(message, TokenBatch):
-        return [_tokens(message)]
+        return [_tokens(message, ids)]
     if isinstance(message, Submit):
         return [_submit(message)]
     return [_plain(message)]
@@ -182,10 +185,11 @@ def _submit(message: Submit) -> str:
     return text + "".join(f", {part}" for part in _values(message, ("params", "pooling")))
 
 
-def _result(message: StepResult) -> str:
+def _result(message: StepResult, ids: bool) -> str:
     text = f"result of step {message.step} of lease {message.lease.counter}"
     tokens = from_i32(message.tokens)
-    text += f": drawn {' '.join(map(str, tokens))}" if tokens else ": nothing drawn"
+    drawn = " ".join(map(str, tokens)) if ids else f"{len(tokens)} tokens"
+    text += f": drawn {drawn}" if tokens else ": nothing drawn"
     if message.logprobs:
         text += f", logprobs of slots {' '.join(map(str, from_i32(message.logprob_slots)))}"
     text += "".join(f", prompt logprobs from {p.start}" for p in message.prompts)
@@ -193,7 +197,7 @@ def _result(message: StepResult) -> str:
     return text + "".join(f", slot {p.slot} pooled {len(p.data)} bytes" for p in message.pooled)
 
 
-def _tokens(message: TokenBatch) -> str:
+def _tokens(message: TokenBatch, ids: bool) -> str:
     tokens, at, parts = from_i32(message.tokens), 0, []
     started = zip(from_i64(message.started_uids), from_i32(message.started_cached), strict=True)
     parts = [f"{uid} starts" + (f" with {cached} tokens cached" if cached else "") for uid, cached in started]
@@ -202,9 +206,10 @@ def _tokens(message: TokenBatch) -> str:
         from_i8(message.finishes), from_i32(message.stop_ids), strict=True,
     ):  # fmt: skip
         new, at = tokens[at : at + count], at + count
-        text = f"{uid}.{index}" + (f" token {offset} is {' '.join(map(str, new))}" if new else "")
+        what = f"is {' '.join(map(str, new))}" if ids else f"of {count}" if count > 1 else ""
+        text = f"{uid}.{index}" + (f" token {offset} {what}".rstrip() if new else "")
         if finish:
-            text += f", ended: {Finish(finish).name.lower()}" + (f" by {stop}" if stop >= 0 else "")
+            text += f", ended: {Finish(finish).name.lower()}" + (f" by {stop}" if stop >= 0 and ids else "")
         parts.append(text)
     return "; ".join(parts) or "no tokens"
 

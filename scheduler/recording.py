@@ -1,0 +1,208 @@
+"""A flight recorder's file: a ring of segments, each begun with the whole state, so that the oldest whole one is where
+a replay can begin.
+
+The file has its full size from the start and is mapped into memory: what was written is there when the process is
+killed, and a full disk is found before anything is served. Each record has its length and a checksum, which is seeded
+with the segment's number, so that neither a torn record nor what stands behind the last one is taken for one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from .. import __version__
+from ..proto.config import ConfigError
+from ..proto.messages import PROTOCOL
+
+MAGIC = b"quire flight recording\n"
+FORMAT = 1
+SEGMENTS = 4
+HEAD = 4096
+"""Bytes of the file before the first segment."""
+
+_NUMBER = struct.Struct("<Q")
+_RECORD = struct.Struct("<II")  # length and checksum of what follows
+_END = bytes(_RECORD.size)
+
+
+class RecordingError(Exception):
+    """A file that cannot be replayed, in one line."""
+
+
+class Header(msgspec.Struct):
+    """What a file says of itself."""
+
+    version: str
+    protocol: int
+    size: int  # bytes of a segment
+    tokens: bool  # token ids are in it
+    pid: int
+
+
+class Ring:
+    """Writes a recording. Raises ConfigError where the file cannot be made."""
+
+    def __init__(self, path: str, megabytes: float, tokens: bool):
+        self.size = max(int(megabytes * 2**20) // SEGMENTS, 4096)
+        total = HEAD + SEGMENTS * self.size
+        try:
+            _keep(path)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(handle, 0, total)
+                self._map = mmap.mmap(handle, total)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot record into {path} ({megabytes:g} MB): {error.strerror}; name another --flight-recorder."
+            ) from error
+        header = msgspec.msgpack.encode(Header(__version__, PROTOCOL, self.size, tokens, os.getpid()))
+        start = MAGIC + struct.pack("<I", FORMAT)
+        self._map[: len(start)] = start
+        self._at = len(start)
+        self._end, self._seed = HEAD, 0
+        self.write(header)
+        self.number = 0
+
+    def begin(self, state: bytes) -> bool:
+        """The next segment, over the oldest. False where ``state`` leaves no room in it for half as much again."""
+        if len(state) * 3 // 2 > self.size:
+            return False
+        start = HEAD + self.number % SEGMENTS * self.size
+        self.number += 1
+        self._map[start : start + _NUMBER.size] = bytes(_NUMBER.size)  # nobody reads it while it is half written
+        self._at, self._end, self._seed = start + _NUMBER.size, start + self.size, self.number & 0xFFFFFFFF
+        self.write(state)
+        self._map[start : start + _NUMBER.size] = _NUMBER.pack(self.number)
+        return True
+
+    def fits(self, size: int) -> bool:
+        """A record of so many bytes has room in this segment."""
+        return self._at + size + 2 * _RECORD.size <= self._end
+
+    def write(self, data: bytes) -> None:
+        """One more record, for which there is room."""
+        record = _RECORD.pack(len(data), zlib.crc32(data, self._seed)) + data + _END
+        end = self._at + len(record)
+        self._map[self._at : end] = record
+        self._at = end - len(_END)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._map.close()
+
+
+def _keep(path: str) -> None:
+    """The recording of the process before stays, as PATH.1: it may be the one that is wanted."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(MAGIC))
+    except FileNotFoundError:
+        return
+    if start not in (MAGIC, b""):
+        raise ConfigError(f"{path} exists and is no recording; name another --flight-recorder.")
+    os.replace(path, f"{path}.1")
+
+
+@dataclass
+class Recording:
+    """What a file holds: segments, each a state and the entries from there on. ``torn``: the last record was being
+    written, or is damaged; ``number`` is that of the first segment, 1 where nothing was overwritten."""
+
+    header: Header
+    segments: list[tuple[bytes, list[list[Any]]]]
+    number: int
+    torn: bool
+
+
+def read(path: str) -> Recording:
+    """Read a file. Raises RecordingError."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise RecordingError(f"cannot read {path}: {error.strerror}.") from error
+    header = _header(path, data)
+    if len(data) != HEAD + SEGMENTS * header.size:
+        raise RecordingError(
+            f"{path} is cut off: it has {len(data)} bytes of {HEAD + SEGMENTS * header.size}; copy it whole."
+        )
+    found = {}
+    for start in range(HEAD, len(data), header.size):
+        (number,) = _NUMBER.unpack_from(data, start)
+        if number:
+            found[number] = start
+    last = max(found, default=0)
+    first = last
+    while first - 1 in found:
+        first -= 1
+    if not last:
+        raise RecordingError(f"{path} holds nothing: the scheduler ended before it began.")
+    segments, torn = [], False
+    for number in range(first, last + 1):
+        records = _Records(data, found[number] + _NUMBER.size, found[number] + header.size, number)
+        read = list(records)
+        torn = records.torn
+        if not read or (torn and number < last):
+            raise RecordingError(f"{path} is damaged in segment {number}; nothing after it can be trusted.")
+        segments.append((read[0], [entry for record in read[1:] for entry in _entries(path, record)]))
+    return Recording(header, segments, first, torn)
+
+
+def _header(path: str, data: bytes) -> Header:
+    start = len(MAGIC) + 4
+    if not data.startswith(MAGIC) or len(data) < start:
+        raise RecordingError(f"{path} is no flight recording of quire's.")
+    (form,) = struct.unpack_from("<I", data, len(MAGIC))
+    if form != FORMAT:
+        raise RecordingError(f"{path} has format {form} and this quire ({__version__}) reads {FORMAT}; use the version "
+                             "that recorded it.")  # fmt: skip
+    for record in _Records(data, start, min(HEAD, len(data)), 0):
+        try:
+            header = msgspec.msgpack.decode(record, type=Header)
+        except msgspec.MsgspecError:
+            break
+        if (header.version, header.protocol) != (__version__, PROTOCOL):
+            raise RecordingError(
+                f"{path} was recorded by quire {header.version} (protocol {header.protocol}) and this is {__version__} "
+                f"(protocol {PROTOCOL}); use the version that recorded it."
+            )
+        return header
+    raise RecordingError(f"{path} is cut off or damaged: its head cannot be read.")
+
+
+def _entries(path: str, record: bytes) -> list[list[Any]]:
+    try:
+        return msgspec.msgpack.decode(record, type=list[list[Any]])
+    except msgspec.MsgspecError as error:
+        raise RecordingError(f"{path} is damaged: {error}.") from error
+
+
+class _Records:
+    """The records of a part of a file. ``torn`` afterwards: behind the last one stands something that is none."""
+
+    def __init__(self, data: bytes, at: int, end: int, seed: int):
+        self._data, self._at, self._end, self._seed = data, at, end, seed & 0xFFFFFFFF
+        self.torn = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        while self._at + _RECORD.size <= self._end:
+            length, checksum = _RECORD.unpack_from(self._data, self._at)
+            start = self._at + _RECORD.size
+            record = self._data[start : start + length]
+            if not length and not checksum:
+                return
+            if start + length > self._end or zlib.crc32(record, self._seed) != checksum:
+                self.torn = True
+                return
+            yield record
+            self._at = start + length
