@@ -19,7 +19,7 @@ from ..proto import messages as m
 from ..proto.config import ConfigError
 from ..proto.params import SamplingParams
 from ..proto.pooling import PoolingParams
-from ..proto.process import new_incarnation, pulse, resident_bytes
+from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import CONNECTED, Dealer, Keys, front_endpoint
 from .core import HEARTBEAT_S, SCHEDULER, Connect, Disconnect, EngineCore
 from .results import Pooled, Prompt, RequestError, StreamEvent
@@ -258,7 +258,7 @@ class Engine:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            pulse()
+            heartbeat()
             self.core.heartbeat(resident_bytes(), self._bad_frames_of_wires())
             self._flush()
 

@@ -43,7 +43,7 @@ from ..proto.messages import (
     Tokenize,
     Unknown,
 )
-from ..proto.process import pulse, resident_bytes
+from ..proto.process import heartbeat, resident_bytes
 from ..proto.standstill import Standstill
 from ..proto.wire.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
 from .beams import LostBeams
@@ -57,14 +57,14 @@ from .tokenize import Prepared, Preparer
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 OPEN_S = 2.0
 HEALTH_CHECK = "health-"
 """How the identities of deploy/healthcheck.py begin. It comes and goes every few seconds, for ever."""
 SILENCE_S = 20.0
-"""An Engine not heard for so long, though it beats each second, is hung; on its return it submits again."""
+"""An Engine not heard for so long, though it sends a Heartbeat each second, is hung; on its return it submits again."""
 STOOD_STILL_S = 3.0
-"""Where so long lies between two beats it was this process that stood still: Engines get the time it missed."""
+"""Where so long lies between two heartbeats it was this process that stood still: Engines get the time it missed."""
 MAX_QUEUED = 8192
 MAX_QUEUED_BYTES = 256 * 2**20
 THREADS = 2
@@ -114,7 +114,7 @@ class Detokenizer:
     async def run(self) -> str | None:
         """Serve until ``stop``; the scheduler's reason where it sent us away."""
         log.info("listening on %s", self.endpoint)
-        tasks = [asyncio.create_task(self._every(BEAT_S, self._beat)),
+        tasks = [asyncio.create_task(self._every(HEARTBEAT_S, self._heartbeat)),
                  asyncio.create_task(self._every(OPEN_S, self._open))]  # fmt: skip
         await self._stop.wait()
         for task in tasks:
@@ -151,10 +151,10 @@ class Detokenizer:
     def _hello(self) -> None:
         self.dealer.send(Hello("detokenizer", self.incarnation, PROTOCOL, os.getpid(), self.endpoint))
 
-    def _beat(self) -> None:
-        pulse()
+    def _heartbeat(self) -> None:
+        heartbeat()
         bad = self.router.bad_frames + self.dealer.bad_frames + self.bad_frames
-        if self._online:  # a socket keeps what it cannot send; old beats are of no use to anyone
+        if self._online:  # a socket keeps what it cannot send; old heartbeats are of no use to anyone
             self.dealer.send(Heartbeat(memory=resident_bytes(), bad_frames=bad))
         now = time.monotonic()
         if self._standstill.notice(now):

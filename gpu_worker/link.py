@@ -23,7 +23,7 @@ import zmq
 
 from ..proto.codec import encode
 from ..proto.messages import PROTOCOL, Bye, FromSchedulerWorkers, Heartbeat, Hello
-from ..proto.process import new_incarnation, pulse, resident_bytes
+from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import DISCONNECTED, Dealer, Keys
 
 log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class Link:
             wire.send(self._hello(wire))
             next_heartbeat = time.monotonic() + HEARTBEAT_S
             while True:
-                pulse()
+                heartbeat()
                 poller.poll(max(0, int(1000 * (next_heartbeat - time.monotonic())) + 1))
                 while self._inbox.qsize() <= MAX_QUEUED and (message := wire.recv()) is not None:
                     answered = True

@@ -31,13 +31,13 @@ LOCAL_WORKERS = "QUIRE_LOCAL_WORKERS"
 READY_FD = "QUIRE_READY_FD"
 """Environment variable: the descriptor on which a process tells its launcher that it has begun to serve, and lives."""
 
-PULSE_S = 1.0
+HEARTBEAT_S = 1.0
 _launcher = -1  # the descriptor of READY_FD, once told; -1 where nobody asked for it
-_pulse_due = 0.0
+_heartbeat_due = 0.0
 
 
 def tell_ready() -> None:
-    """Say that this process serves: from here on only what others send can end it, and it owes a ``pulse`` each second.
+    """Say that this process serves: from here on only what others send can end it. It owes a ``heartbeat`` each second.
 
     Said once, where somebody asked.
     """
@@ -51,14 +51,14 @@ def tell_ready() -> None:
             _launcher = int(descriptor)
 
 
-def pulse() -> None:
+def heartbeat() -> None:
     """Show the launcher that this process lives: one that serves and does not for long is killed and started again.
 
     To be called by the loop that must not stand still, in every turn; it writes once a second.
     """
-    global _pulse_due
-    if _launcher >= 0 and (now := time.monotonic()) >= _pulse_due:
-        _pulse_due = now + PULSE_S
+    global _heartbeat_due
+    if _launcher >= 0 and (now := time.monotonic()) >= _heartbeat_due:
+        _heartbeat_due = now + HEARTBEAT_S
         with contextlib.suppress(OSError):  # nobody has read for hours, or the launcher is gone
             os.write(_launcher, b".")
 

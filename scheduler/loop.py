@@ -11,7 +11,7 @@ import zmq
 
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.messages import Heartbeat, ToSchedulerFront, ToSchedulerWorkers
-from ..proto.process import pulse, tell_ready
+from ..proto.process import heartbeat, tell_ready
 from ..proto.wire.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
 from .blame import Blame
 from .core import Scheduler
@@ -52,7 +52,7 @@ class Loop:
         """Until ``stop``."""
         settled = True
         while not self._stopping:
-            pulse()
+            heartbeat()
             self._poller.poll(int(self.membership.timeout() * 1000) + 1 if settled else 0)
             self.inputs.notice()
             self._ingest()

@@ -18,11 +18,11 @@ from ...proto.messages import Finish, Stats
 from ...proto.params import SamplingParams
 from ...proto.pooling import PoolingParams
 from ...proto.wire.sockets import load_keys
+from ..background import EngineThread
 from ..engine import Engine
 from ..results import ChildOutput, RequestError
 from ..stream import RequestStream
 from ..supervisor.launch import POLL_S, LaunchError, Supervisor
-from .background import EngineThread
 from .checks import Limits
 from .defaults import default_sampling
 from .metrics import Metric, Recorder

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -41,8 +39,3 @@ def _name(function: Any) -> str:
     if found is not function:
         raise ConfigError(f"{module}:{name} is not the logits processor that was given; {_REMEDY}.")
     return f"{module}:{name}"
-
-
-def import_path() -> str:
-    """PYTHONPATH with which a child finds what this process can import: a script's own folder, say."""
-    return os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))

@@ -160,7 +160,7 @@ class Child:
                     self._become(State.SERVING)
 
     def silence(self) -> float:
-        """Seconds since its last heartbeat (``proto.process.pulse``), 0 or less where none is owed."""
+        """Seconds since its last heartbeat (``proto.process.heartbeat``), 0 or less where none is owed."""
         self._listen()
         return time.monotonic() - self._heard
 

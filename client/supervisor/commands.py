@@ -52,3 +52,8 @@ def devices_of(count: int, device: str) -> list[str]:
             "tensor_parallel_size or pipeline_parallel_size, or give --device=cpu."
         )
     return devices[:count]
+
+
+def import_path() -> str:
+    """PYTHONPATH with which a child finds what this process can import: a script's own folder, say."""
+    return os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))

@@ -32,10 +32,9 @@ from ...proto.config import EngineArgs
 from ...proto.group import check_split
 from ...proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ...proto.wire.sockets import load_keys
-from ..offline.background import EngineThread
-from ..offline.processors import import_path
+from ..background import EngineThread
 from .child import Child, State, record_exit, say, without_errors
-from .commands import command_of, devices_of, free_port
+from .commands import command_of, devices_of, free_port, import_path
 from .decision import GiveUp, Leave, decide
 from .rundir import make_run_dir, remove_after
 

@@ -28,7 +28,7 @@ import zmq
 from ...proto.codec import encode
 from ...proto.group import FromLeader, Join, Meet, ToLeader
 from ...proto.messages import PROTOCOL, Bye, Drain, Heartbeat
-from ...proto.process import new_incarnation, pulse
+from ...proto.process import heartbeat, new_incarnation
 from ...proto.wire.sockets import DISCONNECTED, Dealer, Keys, Router
 from ..link import LINGER_MS, MAX_QUEUED, Leave, take
 
@@ -295,4 +295,4 @@ class Member(_GroupLink):
         end(f"process {self._number}: its leader is gone")
 
     def _heartbeat(self) -> None:
-        pulse()  # the leader shows by its link to the scheduler that it lives
+        heartbeat()  # the leader shows by its link to the scheduler that it lives

@@ -182,10 +182,10 @@ def test_a_pulse_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_itsel
     code = f"""if True:
         {SERVES}
         import os, time
-        from quire.proto.process import pulse
+        from quire.proto.process import heartbeat
         while not os.path.exists({str(tmp_path / "mark")!r}):
             time.sleep(0.02)
-        pulse()
+        heartbeat()
         time.sleep(600)
     """
     stack = make_stack(("frontend", code))

@@ -91,7 +91,7 @@ class Stack:
 
     def beat(self) -> None:
         """Engines that wait long are not silent."""
-        if time.monotonic() > self.beaten + loop.BEAT_S:
+        if time.monotonic() > self.beaten + loop.HEARTBEAT_S:
             self.beaten = time.monotonic()
             for engine in self.engines:
                 if not engine.socket.closed:
@@ -531,7 +531,7 @@ def test_a_silent_engine_is_let_go_and_time_that_stood_still_is_not_held_against
 
         def beats(seconds: int, *alive: str) -> None:
             for _ in range(seconds):
-                clock[0] += loop.BEAT_S
+                clock[0] += loop.HEARTBEAT_S
                 for engine in alive:
                     process._from_engine(engine, m.Heartbeat())
                 process._beat()

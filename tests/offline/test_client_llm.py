@@ -8,15 +8,16 @@ import threading
 import pytest
 
 from quire import BeamSearchParams, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
-from quire.client.offline.background import EngineThread
+from quire.client.background import EngineThread
 from quire.client.offline.batch import Offline
 from quire.client.offline.beams import beam_output
 from quire.client.offline.checks import Limits, check_input, check_params, shortened
 from quire.client.offline.defaults import default_sampling
 from quire.client.offline.metrics import Counter, Gauge, Histogram, Recorder
 from quire.client.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.client.offline.processors import import_path, processor_names
+from quire.client.offline.processors import processor_names
 from quire.client.offline.prompts import Input, parse_priority, parse_prompts, refuse_lora
+from quire.client.supervisor.commands import import_path
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import ConfigError
 from quire.proto.messages import Stats

@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from ...proto.wire.sockets import Keys
-from ..engine import Engine
+from ..proto.wire.sockets import Keys
+from .engine import Engine
 
 CLOSE_S = 5.0
 
