@@ -26,6 +26,7 @@ from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.codec import i32
 from quire.proto.messages import Admit, Lease, StepPlan
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 PAGE = 16
 LEASE = Lease(1, 0, 1)
@@ -100,7 +101,8 @@ def runner_step(model: Any, batch: int, context: int, dtype: torch.dtype, device
         runner.graphs.capture(lambda b: model.forward(b, kv), CudaRecorder(), False)
     rows = np.arange(batch)
     ids = np.random.default_rng(0).integers(2, model.spec.vocab_size, context)
-    admits = [Admit(int(r), int(r), 0, i32(ids.tolist()), context, SamplingParams(temperature=0.0), 0) for r in rows]
+    work = Generate(SamplingParams(temperature=0.0), 0)
+    admits = [Admit(int(r), int(r), 0, i32(ids.tolist()), context, work) for r in rows]
     tables = {
         "delta_rows": i32(np.repeat(rows, pages).tolist()),
         "delta_slots": i32(np.tile(np.arange(pages), batch).tolist()),

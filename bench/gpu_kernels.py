@@ -14,8 +14,8 @@ from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import activation, attention, norm, rope
 from quire.gpu_worker.sampling.sample_batch import SampleBatch
 from quire.gpu_worker.sampling.sampler import SamplingState, sample
-from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 Row = dict[str, Any]
 HEADS, KV_HEADS, DIM, HIDDEN, WIDE, PAGE = 32, 8, 128, 4096, 14336, 16
@@ -179,7 +179,7 @@ class Bench:
         rows = len(logits)
         state = SamplingState(rows, logits.shape[1], self.device)
         for row in range(rows):
-            state.admit(row, Admit(row, row, 0, b"", 0, params, row), np.zeros(0, np.int32))
+            state.admit(row, Generate(params, row), row, 0, np.zeros(0, np.int32))
         host, at = np.arange(rows), torch.arange(rows, device=self.device)
         state.of(at)  # parameters are uploaded before anything is captured
         needs, history = state.needs(host, host), torch.zeros((rows, 1), dtype=torch.int32, device=self.device)

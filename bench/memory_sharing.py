@@ -40,6 +40,7 @@ from quire.proto.codec import from_i32, i32
 from quire.proto.config import EngineArgs
 from quire.proto.messages import Lease, Logprobs, StepPlan, StepResult, Submit
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
 from quire.scheduler.replica import Replica
 
@@ -117,7 +118,7 @@ class World:
         search: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0} if self.beams else {}
         params = SamplingParams(n=self.n, max_tokens=output, **search)
         ids = i32(self.rng.randrange(2, VOCAB) for _ in range(prompt))
-        self.core.submit("detokenizer", Submit(self.uid, 0, ids, b"", params, [], self.uid, float(self.uid)))
+        self.core.submit("detokenizer", Submit(self.uid, 0, ids, b"", Generate(params, self.uid), float(self.uid)))
 
     def _log_probs(self, slots: int) -> list[Logprobs]:
         k = 2 * self.n

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.gpu_worker.sampling.sample_batch import SampleBatch
 from quire.gpu_worker.sampling.sampler import SamplingState, sample
-from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, OUTPUT = 800, 200
@@ -36,7 +36,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 RANDOM: dict[str, Any] = {"temperature": 0.9}
 WORDS = [[i] for i in range(10)] + [[i, i + 1, i + 2] for i in range(100, 120)]
 
-# name -> (parameters, the baseline they are compared with, fields of Admit)
+# name -> (parameters, the baseline they are compared with, fields of Generate)
 FEATURES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "repetition_penalty": (GREEDY | {"repetition_penalty": 1.1}, "greedy", {}),
     "presence and frequency": (GREEDY | {"presence_penalty": 0.5, "frequency_penalty": 0.5}, "greedy", {}),
@@ -44,7 +44,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "allowed_token_ids, 1000": (GREEDY | {"allowed_token_ids": list(range(5, 5005, 5))}, "greedy", {}),
     "bad_words, 10 of one token and 20 of three": (GREEDY, "greedy", {"bad_words": WORDS}),
     "min_tokens": (GREEDY | {"min_tokens": 500, "max_tokens": None}, "greedy",
-                   {"masked": np.array([2, 3], np.int32).tobytes()}),
+                   {"suppressed_ids": np.array([2, 3], np.int32).tobytes()}),
     "grammar mask": (GREEDY, "greedy", {}),
     "logprobs 0": (GREEDY | {"logprobs": 0}, "greedy", {}),
     "logprobs 5": (GREEDY | {"logprobs": 5}, "greedy", {}),
@@ -73,7 +73,7 @@ class Step:
         for row, (fields, admitted) in enumerate(rows + extra):
             ids = generator.integers(0, bench.vocab, PROMPT + OUTPUT).astype(np.int32)
             history[row, : len(ids)] = ids
-            self.state.admit(row, Admit(row, row, 0, b"", PROMPT, SamplingParams(**fields), row, **admitted), ids)
+            self.state.admit(row, Generate(SamplingParams(**fields), row, **admitted), row, PROMPT, ids)
         self.rows, self.positions = np.arange(count), np.full(count, PROMPT + OUTPUT)
         self.device_rows, self.device_positions, self.history = (
             torch.from_numpy(x).to(bench.device) for x in (self.rows, self.positions, history)

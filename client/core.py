@@ -20,6 +20,7 @@ from typing import Any
 from ..proto import messages as m
 from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
 from ..proto.standstill import Standstill
+from ..proto.work import Generate, Pool
 from .best import to_wire
 from .generation import OpenGeneration
 from .logprobs import by_row, unpack
@@ -122,22 +123,21 @@ class EngineCore:
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, message: m.Tokenize) -> OpenGeneration:
-        """Queue one request: ``message`` as the user asked for it. It is given its uid and arrival here.
+    def submit(self, message: m.Tokenize, asked: Generate) -> OpenGeneration:
+        """Queue one request: ``message`` with the work that the user asked for. It is given its uid and arrival here.
 
         Raises RequestError: 400 where it could not be sent, 429 where too much is on its way.
         """
         self._admit(message)
-        asked = message.params
-        message.params = to_wire(asked)
-        request = OpenGeneration(message, asked, self.clock())
+        message.work = work = Generate(to_wire(asked.params), asked.seed)
+        request = OpenGeneration(message, work, asked.params, self.clock())
         self._enter(request)
         return request
 
-    def pool(self, message: m.Tokenize) -> OpenPooling:
+    def pool(self, message: m.Tokenize, work: Pool) -> OpenPooling:
         """The same for one prompt to be pooled."""
         self._admit(message)
-        request = OpenPooling(message, self.clock())
+        request = OpenPooling(message, work, self.clock())
         self._enter(request)
         return request
 

@@ -21,6 +21,7 @@ from ..proto.params import SamplingParams
 from ..proto.pooling import PoolingParams
 from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import CONNECTED, Dealer, Keys, front_endpoint
+from ..proto.work import Generate, Pool
 from .core import HEARTBEAT_S, SCHEDULER, Connect, Disconnect, EngineCore
 from .results import Pooled, Prompt, RequestError, StreamEvent
 from .sendable import pack_ids, priority_of
@@ -140,14 +141,13 @@ class Engine:
         _check_one(prompt, ids, messages)
         params = params if params is not None else SamplingParams()
         seed = params.seed if params.seed is not None else seed
-        seed = self.core.rng.getrandbits(64) if seed is None else seed % 2**64
+        work = Generate(params, self.core.rng.getrandbits(64) if seed is None else seed % 2**64)
         message = m.Tokenize(
-            uid=0, attempt=0, params=params, seed=seed,
-            arrival=0.0, prompt=prompt, ids=None if ids is None else pack_ids(ids), messages=messages,
-            template=template, add_special_tokens=add_special_tokens, key=api_key, priority=_priority(priority),
-            echo=echo,
+            uid=0, attempt=0, work=work, arrival=0.0, prompt=prompt, ids=None if ids is None else pack_ids(ids),
+            messages=messages, template=template, add_special_tokens=add_special_tokens, key=api_key,
+            priority=_priority(priority), echo=echo,
         )  # fmt: skip
-        request = self.core.submit(message)
+        request = self.core.submit(message, work)
         self._flush()
         return RequestStream(request, self._abandon, self._abort)
 
@@ -174,13 +174,13 @@ class Engine:
         _check_one(prompt, ids, messages)
         if pair is not None and prompt is None:
             raise ValueError("the first text of a pair must be given as prompt.")
+        work = Pool(params if params is not None else PoolingParams(), pair)
         message = m.Tokenize(
-            uid=0, attempt=0, params=SamplingParams(max_tokens=1), seed=0, arrival=0.0, prompt=prompt,
-            ids=None if ids is None else pack_ids(ids), messages=messages, template=template,
-            add_special_tokens=add_special_tokens, key=api_key, priority=_priority(priority),
-            pooling=params if params is not None else PoolingParams(), pair=pair,
+            uid=0, attempt=0, work=work, arrival=0.0, prompt=prompt, ids=None if ids is None else pack_ids(ids),
+            messages=messages, template=template, add_special_tokens=add_special_tokens, key=api_key,
+            priority=_priority(priority),
         )  # fmt: skip
-        request = self.core.pool(message)
+        request = self.core.pool(message, work)
         self._flush()
         return answer_of(request, self._abort)
 

@@ -13,6 +13,7 @@ import msgspec
 from ..proto.codec import i32
 from ..proto.messages import Accepted, Finish, Resume, Tokenize
 from ..proto.params import SamplingParams
+from ..proto.work import Generate
 from .best import choose, from_wire, is_held
 from .request import OpenRequest
 from .results import ChildOutput, StreamEvent, TokenLogprobs
@@ -21,17 +22,17 @@ from .results import ChildOutput, StreamEvent, TokenLogprobs
 class OpenGeneration(OpenRequest):
     """Each of its n children is an output of its own.
 
-    ``message`` has the parameters as sent, ``asked`` are the user's. A held request (best_of, beam search) shows
+    ``work`` has the parameters as sent, ``asked`` are the user's. A held request (best_of, beam search) shows
     nothing before its end: which children are returned, and as which, is not known earlier.
     """
 
-    def __init__(self, message: Tokenize, asked: SamplingParams, now: float):
+    def __init__(self, message: Tokenize, work: Generate, asked: SamplingParams, now: float):
         super().__init__(message, now)
+        self.work = work  # resolved, once it is accepted
         self.asked, self.held = asked, is_held(asked)
         self.params = asked  # resolved, once it is accepted; in the user's terms
-        self.summed = message.params.logprobs is not None  # every token comes with its logprobs
+        self.summed = work.params.logprobs is not None  # every token comes with its logprobs
         self._begin()
-        self._resolved = message.params
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if asked.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # the first token has none
@@ -40,7 +41,7 @@ class OpenGeneration(OpenRequest):
 
     def _begin(self) -> None:
         """Nothing has come."""
-        self.live = self.message.params.n
+        self.live = self.work.params.n
         self.children = [ChildOutput(cumulative=0.0 if self.summed else None) for _ in range(self.live)]
 
     # -- towards the model
@@ -62,7 +63,7 @@ class OpenGeneration(OpenRequest):
                 resume = []  # all from the start, so that they share the prompt again
             changes: dict[str, Any] = {
                 "prompt": None, "messages": None, "template": None, "ids": i32(self.accepted.prompt_ids),
-                "params": self._resolved, "resume": resume,
+                "work": self.work, "resume": resume,
             }  # fmt: skip
             if self.prompt_logprobs is not None and len(self.prompt_logprobs) > 1:
                 changes["prompt_logprobs_from"] = len(self.prompt_logprobs)
@@ -78,9 +79,8 @@ class OpenGeneration(OpenRequest):
     # -- from the model
 
     def accept(self, message: Accepted) -> None:
-        if self.accepted is None:
-            self._resolved = message.params
-            self.params = from_wire(message.params, self.asked)
+        if self.accepted is None and isinstance(message.work, Generate):
+            self.work, self.params = message.work, from_wire(message.work.params, self.asked)
         super().accept(message)
 
     def take_prompt(self, start: int, found: list[TokenLogprobs]) -> bool:

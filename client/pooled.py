@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..proto.messages import Tokenize
+from ..proto.work import Pool
 from .request import OpenRequest
 from .results import Pooled
 
@@ -10,7 +12,10 @@ class OpenPooling(OpenRequest):
     """``pooled`` is its answer, once it has come. A lost one is sent again as it was: from the text, which gives the
     same tokens."""
 
-    pooled: Pooled | None = None
+    def __init__(self, message: Tokenize, work: Pool, now: float):
+        super().__init__(message, now)
+        self.work = work
+        self.pooled: Pooled | None = None
 
     def take(self, rows: int, data: bytes) -> None:
         """Take the answer; ValueError where it is not what it says."""

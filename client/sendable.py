@@ -11,6 +11,7 @@ import msgspec
 
 from ..proto.codec import Decoder, encode
 from ..proto.messages import Tokenize
+from ..proto.work import Pool
 from .results import RequestError
 
 _decoder: Any = cache(Decoder)
@@ -68,4 +69,5 @@ def pack_ids(ids: list[int]) -> bytes:
 def size_of(message: Tokenize) -> int:
     """Roughly the bytes that a request holds while it waits to be tokenized."""
     chat = sum(len(v) if isinstance(v, (str, list)) else 64 for each in message.messages or () for v in each.values())
-    return 512 + len(message.prompt or "") + len(message.pair or "") + len(message.ids or b"") + chat
+    pair = message.work.pair or "" if isinstance(message.work, Pool) else ""
+    return 512 + len(message.prompt or "") + len(pair) + len(message.ids or b"") + chat

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i8, i32, i64
 from ..proto.messages import Finish, Logprobs, TextBatch, TokenBatch, Tokenize
+from ..proto.work import Generate
 from .sequence import News
 
 
@@ -61,8 +62,9 @@ def check_tokenize(message: Tokenize) -> None:
     if not -(2**63) <= message.uid < 2**63 or not 0 <= message.attempt < 2**31:
         raise BadFrame(f"uid {message.uid} or attempt {message.attempt} is out of range")
     indexes = [resume.index for resume in message.resume]
-    if len(set(indexes)) < len(indexes) or not all(0 <= index < message.params.n for index in indexes):
-        raise BadFrame(f"resumed children {indexes[:8]} of n={message.params.n} are out of range or named twice")
+    n = message.work.params.n if isinstance(message.work, Generate) else 0
+    if len(set(indexes)) < len(indexes) or not all(0 <= index < n for index in indexes):
+        raise BadFrame(f"resumed children {indexes[:8]} of n={n} are out of range or named twice")
     if any(resume.text_sent < 0 for resume in message.resume):
         raise BadFrame("a resumed child has a negative text_sent")
     if not 0 <= message.prompt_logprobs_from < 2**31:

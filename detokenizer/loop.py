@@ -46,6 +46,7 @@ from ..proto.messages import (
 from ..proto.process import heartbeat, resident_bytes
 from ..proto.standstill import Standstill
 from ..proto.wire.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
+from ..proto.work import Generate
 from .beams import LostBeams
 from .columns import Outbox, check_tokenize, pairs_of
 from .gate import Checker, Gate
@@ -256,10 +257,7 @@ class Detokenizer:
             text = f"{self.queued} prompts ({self.queued_bytes} bytes) wait to be encoded; try again in {wait:g} s."
             self._send(peer, Failed(message.uid, message.attempt, 429, text, retry_after=wait))
             return
-        params = message.params
-        request = Request(
-            message.uid, message.attempt, peer, size, params.include_stop_str_in_output, params.use_beam_search
-        )
+        request = Request(message.uid, message.attempt, peer, size)
         self.requests[message.uid] = request
         self.queued += 1
         self.queued_bytes += size
@@ -291,7 +289,7 @@ class Detokenizer:
             return  # aborted, replaced, or its Engine is gone
         if not isinstance(result, Prepared):
             self._refuse(request, result)
-        elif (spec := message.params.structured_outputs) is None:
+        elif not isinstance(result.work, Generate) or (spec := result.work.params.structured_outputs) is None:
             self._submit(request, message, result)
         else:
             self._gate.check(spec, lambda error: self._checked(request, message, result, error), message.attempt > 0)
@@ -317,29 +315,27 @@ class Detokenizer:
             self._send(request.peer, Failed(uid, attempt, 500, text))
 
     def _submit(self, request: Request, message: Tokenize, prepared: Prepared) -> None:
-        uid, attempt, params = request.uid, request.attempt, message.params
-        self._send(request.peer, Accepted(uid, attempt, prepared.ids, prepared.prompt, params))
+        uid, attempt, work = request.uid, request.attempt, prepared.work
+        self._send(request.peer, Accepted(uid, attempt, prepared.ids, prepared.prompt, work))
         if self.requests.get(uid) is not request:
             return  # its Engine is gone
-        request.sequences, request.beams, request.eos = prepared.sequences, prepared.beams, prepared.eos
-        request.silent = not params.detokenize
         if prepared.replayed:
             outbox = Outbox()
             for index, offset, news in prepared.replayed:
                 outbox.add(uid, attempt, index, offset, [], news)
             self._send(request.peer, outbox.batch())
-        if not request.sequences and prepared.pooling is None:  # all had ended before; only the news of it was lost
-            self.requests.pop(uid, None)
-            return
+        if isinstance(work, Generate):
+            request.open(work, prepared.sequences, prepared.beams)
+            if not request.sequences:  # all had ended before; only the news of it was lost
+                self.requests.pop(uid, None)
+                return
         request.submitted = True
         hashes = prepared.hashes if prepared.block_size == self.block_size else b""  # the scheduler was restarted
         self.dealer.send(
             Submit(
-                uid=uid, attempt=attempt, ids=prepared.ids, hashes=hashes, params=params, eos=prepared.eos,
-                seed=message.seed, arrival=message.arrival, children=prepared.children, key=message.key,
-                priority=message.priority, losses=message.losses, masked=prepared.masked,
-                bad_words=prepared.bad_words, prompt_logprobs_from=message.prompt_logprobs_from,
-                pooling=prepared.pooling, second=prepared.second,
+                uid=uid, attempt=attempt, ids=prepared.ids, hashes=hashes, work=work, arrival=message.arrival,
+                children=prepared.children, key=message.key, priority=message.priority, losses=message.losses,
+                prompt_logprobs_from=message.prompt_logprobs_from,
             )
         )  # fmt: skip
 
@@ -438,7 +434,9 @@ class Detokenizer:
 
 def _size(message: Tokenize) -> int:
     """Roughly the bytes a waiting prompt holds."""
-    size = len(message.prompt or "") + len(message.pair or "") + len(message.ids or b"")
+    size = len(message.prompt or "") + len(message.ids or b"")
+    if not isinstance(message.work, Generate):
+        size += len(message.work.pair or "")
     size += sum(len(resume.ids) for resume in message.resume)
     for chat in message.messages or ():
         size += sum(len(value) if isinstance(value, (str, list)) else 64 for value in chat.values())

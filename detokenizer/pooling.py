@@ -22,10 +22,10 @@ ROOM = MAX_FRAME // 8 * 3
 
 
 class Encoded(NamedTuple):
-    """A prompt's ids; its tokens from ``second`` on are of type 1 (-1: none is)."""
+    """A prompt's ids; its tokens from ``token_type_start`` on are of type 1 (-1: none is)."""
 
     ids: list[int]
-    second: int
+    token_type_start: int
 
 
 def tokens_kept(params: PoolingParams, max_model_len: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..proto.work import Generate
 from .beams import BeamTexts
 from .sequence import TextSequence
 
@@ -16,13 +17,18 @@ class Request:
     __slots__ = ("attempt", "beam_search", "beams", "eos", "include", "peer", "sequences", "silent", "size",
                  "submitted", "uid")  # fmt: skip
 
-    def __init__(self, uid: int, attempt: int, peer: str, size: int, include: bool, beam_search: bool):
+    def __init__(self, uid: int, attempt: int, peer: str, size: int):
         self.uid, self.attempt, self.peer, self.size = uid, attempt, peer, size
-        self.include, self.beam_search = include, beam_search
         self.sequences: dict[int, TextSequence] = {}
         self.eos: list[int] = []
         self.beams: BeamTexts | None = None
-        self.silent = self.submitted = False
+        self.include = self.beam_search = self.silent = self.submitted = False
+
+    def open(self, work: Generate, sequences: dict[int, TextSequence], beams: BeamTexts | None) -> None:
+        """Tokens may come, and are decoded as ``work`` asks."""
+        params, self.eos, self.sequences, self.beams = work.params, work.eos, sequences, beams
+        self.include, self.beam_search = params.include_stop_str_in_output, params.use_beam_search
+        self.silent = not params.detokenize
 
     def shows_end(self, last: int, stop_id: int) -> bool:
         """Whether the token that ended a child is shown: always where a stop string ended a beam, not a token."""

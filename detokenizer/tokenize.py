@@ -16,11 +16,11 @@ from ..proto.errors import Refused
 from ..proto.hashing import hash_blocks
 from ..proto.messages import Child, Finish, Tokenize
 from ..proto.params import ParamError, SamplingParams
-from ..proto.pooling import PoolingParams
+from ..proto.work import Generate, Pool, Work
 from . import pooling
 from .bad_words import BadWords
 from .beams import BeamTexts
-from .checks import masked_ids
+from .checks import suppressed_ids
 from .detokenize import Stream, Streams
 from .logprobs import TokenTexts
 from .sequence import News, TextSequence, first_finish
@@ -40,15 +40,11 @@ class Prepared:
     prompt: str | None
     hashes: bytes
     block_size: int
-    eos: list[int]
-    sequences: dict[int, TextSequence]
+    work: Work  # resolved
+    sequences: dict[int, TextSequence] = field(default_factory=dict)
     children: list[Child] = field(default_factory=list)
     replayed: list[tuple[int, int, News]] = field(default_factory=list)  # index, offset, news
-    masked: bytes = b""  # i32
-    bad_words: list[list[int]] = field(default_factory=list)
     beams: BeamTexts | None = None
-    pooling: PoolingParams | None = None  # resolved
-    second: int = -1
 
 
 class Preparer:
@@ -78,21 +74,26 @@ class Preparer:
         self.eos, self.more_eos = every[:1], every[1:]
 
     def prepare(self, message: Tokenize, block_size: int, max_model_len: int) -> Prepared:
-        """Render, encode, check and resolve. ``message.params.max_tokens`` is a number afterwards.
+        """Render, encode, check and resolve; ``message.work.params`` are resolved in place.
 
         ``prompt`` of the result is the text given or rendered; with ``echo`` it is the text of the ids that are run,
         where truncation left only some, or where ids were given: all of them, special tokens too, so that the text is
         that of the tokens whose logprobs are shown beside it. Raises Refused with the field at fault.
         """
         try:
-            if message.pooling is not None or self.pooler is not None:
-                return self._prepare_pooling(message, block_size, max_model_len)
-            return self._prepare(message, block_size, max_model_len)
+            if isinstance(message.work, Pool):
+                return self._prepare_pooling(message, message.work, block_size, max_model_len)
+            return self._prepare(message, message.work, block_size, max_model_len)
         except ParamError as error:
             raise Refused(str(error), error.param) from error
 
-    def _prepare(self, message: Tokenize, block_size: int, max_model_len: int) -> Prepared:
-        params = message.params
+    def _prepare(self, message: Tokenize, asked: Generate, block_size: int, max_model_len: int) -> Prepared:
+        params = asked.params
+        if (pooler := self.pooler) is not None:
+            raise Refused(
+                f"this server pools with {self.model.architecture} (tasks {list(pooler.tasks)}) and does not generate; "
+                "start one with --runner generate."
+            )
         check_params(params, self.model, max_model_len, self.max_logprobs)
         check_text(params, self.tokenizer is not None)
         prompt, ids, cut = self._ids(message, max_model_len, tokens_kept(params, max_model_len))
@@ -100,33 +101,21 @@ class Preparer:
         if message.echo and (prompt is None or cut) and self.tokenizer is not None:
             prompt = self.tokenizer.decode(ids, params.skip_special_tokens and prompt is not None)
         self._resolve(params, max_model_len - len(ids))
-        packed = array("i", ids).tobytes()
-        prepared = Prepared(
-            ids=packed,
-            prompt=prompt,
-            hashes=b"".join(hash_blocks(packed, block_size)),
-            block_size=block_size,
-            eos=[] if params.ignore_eos else self.eos,
-            sequences={},
-            masked=masked_ids(params, [*self.eos, *self.more_eos]),
-        )
+        suppressed, words = suppressed_ids(params, [*self.eos, *self.more_eos]), []
         if params.bad_words and self.bad_words is not None:
-            prepared.bad_words = self.bad_words.forms(params.bad_words, self.model.vocab_size)
-        self._open(message, ids, prepared)
+            words = self.bad_words.forms(params.bad_words, self.model.vocab_size)
+        work = Generate(params, asked.seed, [] if params.ignore_eos else self.eos, suppressed, words)
+        prepared = _prepared(ids, prompt, block_size, work)
+        self._open(message, ids, prepared, work)
         return prepared
 
-    def _prepare_pooling(self, message: Tokenize, block_size: int, max_model_len: int) -> Prepared:
-        pooler, architecture = self.pooler, self.model.architecture
-        if pooler is None:
+    def _prepare_pooling(self, message: Tokenize, asked: Pool, block_size: int, max_model_len: int) -> Prepared:
+        if (pooler := self.pooler) is None:
             raise Refused(
-                f"this server generates with {architecture} and does not pool; start one with --runner pooling."
+                f"this server generates with {self.model.architecture} and does not pool; start one with --runner "
+                "pooling."
             )
-        if message.pooling is None:
-            raise Refused(
-                f"this server pools with {architecture} (tasks {list(pooler.tasks)}) and does not generate; start one "
-                "with --runner generate."
-            )
-        params = pooler.resolve(message.pooling)
+        params = pooler.resolve(asked.params)
         keep = pooling.tokens_kept(params, max_model_len)
         source = self._source(message)
         prompt: str | None = None
@@ -134,17 +123,13 @@ class Preparer:
             encoded = pooling.Encoded(source[:keep], -1)
         else:
             prompt, tokenizer, special = source
-            texts = [prompt] if message.pair is None else [prompt, message.pair]
+            texts = [prompt] if asked.pair is None else [prompt, asked.pair]
             texts = [self._bounded(each, max_model_len, tokenizer, keep, tail=False) for each in texts]
             encoded = pooling.encode(
                 tokenizer, [each.lower() for each in texts] if pooler.lower else texts, special, keep
             )
         pooling.check(encoded, params, pooler, self.model, max_model_len)
-        packed = array("i", encoded.ids).tobytes()
-        return Prepared(
-            ids=packed, prompt=prompt, hashes=b"".join(hash_blocks(packed, block_size)), block_size=block_size, eos=[],
-            sequences={}, pooling=params, second=encoded.second,
-        )  # fmt: skip
+        return _prepared(encoded.ids, prompt, block_size, Pool(params, token_type_start=encoded.token_type_start))
 
     def _resolve(self, params: SamplingParams, room: int) -> None:
         """``max_tokens`` and logprobs as numbers that fit; the model's further EOS ids among the stop ids."""
@@ -218,9 +203,9 @@ class Preparer:
 
     # -- children
 
-    def _open(self, message: Tokenize, ids: list[int], prepared: Prepared) -> None:
+    def _open(self, message: Tokenize, ids: list[int], prepared: Prepared, work: Generate) -> None:
         """Decoding state of each child; what a resumed child already has is decoded again here."""
-        params = message.params
+        params = work.params
         stops = StopSet([*params.stop], params.include_stop_str_in_output) if params.stop else None
 
         def stream() -> Stream | None:
@@ -241,7 +226,7 @@ class Preparer:
                 raise Refused(f"resumed token ids: {error}", status=500) from error
             sequence = TextSequence(stream(), stops, resume.text_sent, params.min_tokens)
             used, finish, stop_id = first_finish(
-                outputs, prepared.eos, params.stop_token_ids or (), params.max_tokens or 0, params.min_tokens
+                outputs, work.eos, params.stop_token_ids or (), params.max_tokens or 0, params.min_tokens
             )
             news = sequence.advance(outputs[:used], finish, stop_id, params.include_stop_str_in_output)
             if news.text or sequence.done:
@@ -249,6 +234,11 @@ class Preparer:
             if news.finish == Finish.NONE:
                 prepared.sequences[resume.index] = sequence
                 prepared.children.append(Child(resume.index, resume.ids))
+
+
+def _prepared(ids: list[int], prompt: str | None, block_size: int, work: Work) -> Prepared:
+    packed = array("i", ids).tobytes()
+    return Prepared(packed, prompt, b"".join(hash_blocks(packed, block_size)), block_size, work)
 
 
 def _encode_end(tokenizer: TextTokenizer, text: str, special: bool, keep: int | None) -> tuple[list[int], bool]:

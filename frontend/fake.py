@@ -55,7 +55,7 @@ PoolScript = Callable[[OpenPooling], Iterator[Any]]
 
 def count_words(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
     """Children take turns to say " <child>.<step>" until max_tokens."""
-    params = request.message.params
+    params = request.work.params
     limit = params.max_tokens or 5
     for step in range(limit):
         for index in range(params.n):
@@ -69,20 +69,18 @@ def compare_words(request: OpenPooling) -> Iterator[numpy.ndarray | RequestError
     in the second; of two classes the second is the longer a text the likelier."""
     import numpy
 
-    message, words = request.message, _words(request)
-    params = message.pooling
-    task = params.task if params is not None else None
+    params, words = request.work.params, _words(request)
     rows = numpy.array([[len(word), ord(word[0]) / 100, 1] for word in words or ["?"]], numpy.float32)
-    second = (message.pair or "").split()
-    if task == "score":
+    second = (request.work.pair or "").split()
+    if params.task == "score":
         first = words[: len(words) - len(second)]
         yield numpy.array([len(set(first) & set(second)) / len(first)], numpy.float32)
-    elif task == "classify":
+    elif params.task == "classify":
         yield numpy.array([1, len(words)], numpy.float32) / numpy.float32(1 + len(words))
-    elif task == "token_embed":
+    elif params.task == "token_embed":
         yield rows
     else:
-        yield rows.sum(0)[: params.dimensions if params is not None else None]
+        yield rows.sum(0)[: params.dimensions]
 
 
 class FakeEngine(Engine):
@@ -149,15 +147,15 @@ class FakeEngine(Engine):
             return
         message = request.message
         ids = from_i32(message.ids) if message.ids is not None else list(range(len(_words(request))))
-        request.accept(Accepted(uid=request.uid, attempt=0, ids=i32(ids), prompt=message.prompt, params=message.params))
+        request.accept(Accepted(uid=request.uid, attempt=0, ids=i32(ids), prompt=message.prompt, work=message.work))
         if isinstance(request, OpenPooling):
             await self._play_pooling(request)
         elif isinstance(request, OpenGeneration):
             await self._play_generation(request, ids)
 
     async def _play_generation(self, request: OpenGeneration, ids: list[int]) -> None:
-        message = request.message
-        if (k := message.params.prompt_logprobs) is not None and len(ids) > 1:
+        message, params = request.message, request.work.params
+        if (k := params.prompt_logprobs) is not None and len(ids) > 1:
             texts = [" " + word for word in _words(request)] if message.ids is None else [f" {i}" for i in ids]
             request.take_prompt(1, [likely(i, text, k, 0) for i, text in zip(ids[1:], texts[1:], strict=True)])
         now = request.metrics.arrival_time
@@ -174,7 +172,7 @@ class FakeEngine(Engine):
                 tokens = list(range(have, have + said.tokens))
                 end = len(tokens) + have if said.finish else -1
                 found = said.logprobs
-                if (k := message.params.logprobs) is not None and not found:
+                if (k := params.logprobs) is not None and not found:
                     texts = [said.text, *[""] * (said.tokens - 1)]
                     found = [likely(i, text, k, said.index) for i, text in zip(tokens, texts, strict=False)]
                 if not request.take(
@@ -207,7 +205,8 @@ def likely(token: int, text: str, k: int, index: int) -> TokenLogprobs:
 def _words(request: OpenRequest) -> list[str]:
     message = request.message
     if message.prompt is not None:
-        return message.prompt.split() + (message.pair or "").split()
+        pair = request.work.pair or "" if isinstance(request, OpenPooling) else ""
+        return message.prompt.split() + pair.split()
     return [word for one in message.messages or [] for word in text_of(one).split()]
 
 

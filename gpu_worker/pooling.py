@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from ..proto.checkpoint.pooler_config import PoolerConfig
-from ..proto.messages import Admit, Lease, SlotFailed, SlotPooled, StepResult
+from ..proto.messages import Lease, SlotFailed, SlotPooled, StepResult
 from ..proto.pooling import PoolingParams
+from ..proto.work import Pool
 from .outcome import ROOM, Outcome
 from .sampling.sample_batch import Failure
 from .state import PlanError, Run
@@ -34,7 +35,7 @@ class Piece:
     prompt, of ``length`` tokens so far, ends with sample slot ``slot`` (-1: not in this step)."""
 
     row: int
-    admit: Admit
+    work: Pool
     first: int
     count: int
     length: int
@@ -46,28 +47,28 @@ class Pooler:
 
     def __init__(self, config: PoolerConfig, model: Model):
         self.config, self.model = config, model
-        self._kept: dict[int, tuple[Admit, list[torch.Tensor]]] = {}  # by row, what earlier chunks gave
+        self._kept: dict[int, tuple[Pool, list[torch.Tensor]]] = {}  # by row, what earlier chunks gave
 
-    def pieces(self, run: Run, admits: dict[int, Admit]) -> list[Piece]:
+    def pieces(self, run: Run, pooled: dict[int, Pool]) -> list[Piece]:
         """What each compute row is wanted for, but for those with nothing to give yet. Raises PlanError."""
         drawing = run.sample_rows
         if (run.rows[run.sample_src] != drawing).any() or len(np.unique(drawing)) < len(drawing):
             raise PlanError("a row that is pooled has one slot, of its own last chunk")
         slots = {src: slot for slot, src in enumerate(run.sample_src.tolist())}
-        for row in self._kept.keys() - admits.keys():
+        for row in self._kept.keys() - pooled.keys():
             del self._kept[row]
         pieces, at = [], 0
         for index, row in enumerate(run.rows.tolist()):
-            if row not in admits:
+            if row not in pooled:
                 raise PlanError(f"row {row} was admitted to generate, and this worker pools")
             start, count, slot = int(run.starts[index]), int(run.counts[index]), slots.get(index, -1)
             first, wanted = at, count
-            if (kind := _kind(admits[row])) == "LAST":
+            if (kind := _kind(pooled[row])) == "LAST":
                 first, wanted = at + count - 1, int(slot >= 0)
             elif kind == "CLS":
                 wanted = int(start == 0)
             if wanted or slot >= 0:
-                pieces.append(Piece(row, admits[row], first, wanted, start + count, slot))
+                pieces.append(Piece(row, pooled[row], first, wanted, start + count, slot))
             at += count
         return pieces
 
@@ -89,19 +90,19 @@ class Pooler:
 
     def _gather(self, piece: Piece, states: torch.Tensor) -> torch.Tensor | None:
         """All of a prompt's states that count, float32 [n, hidden], or None while there is more to come."""
-        kind = _kind(piece.admit)
+        kind = _kind(piece.work)
         states = states.float().sum(0, keepdim=True) if kind == "MEAN" else states.float()
-        owner, kept = self._kept.pop(piece.row, (piece.admit, []))
-        parts = [*(kept if owner is piece.admit else []), states]  # another's, of a row that changed hands, are not it
+        owner, kept = self._kept.pop(piece.row, (piece.work, []))
+        parts = [*(kept if owner is piece.work else []), states]  # another's, of a row that changed hands, are not it
         if piece.slot < 0:
-            self._kept[piece.row] = piece.admit, [*parts[:-1], states.clone()]
+            self._kept[piece.row] = piece.work, [*parts[:-1], states.clone()]
             return None
         whole = torch.cat(parts) if len(parts) > 1 else states
         return whole.sum(0, keepdim=True) / piece.length if kind == "MEAN" else whole
 
 
-def _kind(admit: Admit) -> str:
-    return (admit.pooling.pooling if admit.pooling is not None else None) or "ALL"
+def _kind(work: Pool) -> str:
+    return work.params.pooling or "ALL"
 
 
 class PooledOutcome(Outcome):
@@ -124,8 +125,7 @@ class PooledOutcome(Outcome):
         if self._sizes:
             at, room, (values,) = 0, ROOM, self.arrival.extras()
             for piece, count in self._sizes:
-                params = piece.admit.pooling
-                assert params is not None  # pieces are of rows that are pooled
+                params = piece.work.params
                 found, at = finish(values[at : at + count], params, self._activation), at + count
                 room -= found.nbytes
                 if not np.isfinite(found).all():

@@ -111,14 +111,14 @@ class Runner:
     def _pool(self, pooler: Pooler, run: Run) -> Outcome:
         """A step of prompts that are pooled: hidden states in place of tokens."""
         state = self.state
-        pieces = pooler.pieces(run, state.pooling)
+        pieces = pooler.pieces(run, state.pooled)
         batch = self._batch(run, [])[0]
         batch.host_query_starts = [0, *run.counts.cumsum().tolist()]
         wanted = [np.arange(piece.first, piece.first + piece.count) for piece in pieces]
-        seconds = np.array([state.pooling[row].second for row in run.rows.tolist()])
-        if (seconds >= 0).any():
+        type_starts = np.array([state.pooled[row].token_type_start for row in run.rows.tolist()])
+        if (type_starts >= 0).any():
             at = np.arange(run.counts.sum()) - np.repeat(run.counts.cumsum() - run.counts - run.starts, run.counts)
-            first = np.repeat(np.where(seconds < 0, state.max_model_len, seconds), run.counts)
+            first = np.repeat(np.where(type_starts < 0, state.max_model_len, type_starts), run.counts)
             (batch.types,) = state.upload((at >= first).astype(np.int64))
         (batch.outputs,) = state.upload(np.concatenate([*wanted, np.empty(0, np.int64)]))
         return pooler.outcome(self._download, pieces, self._hidden(batch), len(run.sample_src))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..proto.messages import Admit, StepPlan
+from ..proto.work import Generate, Pool, child_seed
 from .kv_cache import KVCache
 from .sampling.followers import Follower
 from .sampling.sample_batch import Failure, SampleBatch
@@ -88,6 +89,12 @@ def _distinct(name: str, values: np.ndarray) -> None:
         raise PlanError(f"{name} names an item twice")
 
 
+def _there(follower: Follower[Any] | None, kind: str, row: int) -> Follower[Any]:
+    if follower is None:
+        raise PlanError(f"row {row} needs {kind}, which these rows were made without")
+    return follower
+
+
 class RowState:
     """``max_rows`` rows of up to ``max_model_len`` tokens.
 
@@ -119,7 +126,7 @@ class RowState:
         self.grows = np.ones(max_rows, np.int64)  # tokens a draw adds: none to a beam, which waits for an append
         self.asking: dict[int, tuple[int, int]] = {}  # rows that want prompt logprobs: from which position, how many
         self.failed: dict[int, Failure] = {}
-        self.pooling: dict[int, Admit] = {}  # rows that are pooled
+        self.pooled: dict[int, Pool] = {}  # rows that draw nothing
         self.grammars, self.processors = grammars, processors
         self.followers: list[Follower[Any]] = [each for each in (grammars, processors) if each is not None]
         self._on_host = device.type == "cpu"
@@ -166,7 +173,7 @@ class RowState:
         for row in gone:
             self.asking.pop(row, None)
             self.failed.pop(row, None)
-            self.pooling.pop(row, None)
+            self.pooled.pop(row, None)
         self.sampling.drop(gone)
         for follower in self.followers:
             follower.drop(gone)
@@ -210,29 +217,27 @@ class RowState:
     def _admit(self, admits: list[Admit]) -> None:
         checked = [self._checked_ids(admit) for admit in admits]
         for admit, ids, tokens in zip(admits, checked, self.upload(*checked), strict=True):
-            row, length, params = admit.row, len(ids), admit.params
+            row, length, work = admit.row, len(ids), admit.work
             if self.known[row]:
                 self._drop(np.array([row]))
             self.known[row], self.prompt_len[row], self.blocks_set[row] = length, admit.prompt_len, 0
-            self.grows[row] = not params.use_beam_search
             self.tokens[row, :length] = tokens
-            if admit.pooling is not None:
-                self.pooling[row] = admit
-                continue
-            self.sampling.admit(row, admit, ids)
-            if admit.prompt_logprobs_from >= 0 and params.prompt_logprobs is not None:
-                k = params.prompt_logprobs
-                self.asking[row] = (admit.prompt_logprobs_from, self.vocab_size if k < 0 else min(k, self.vocab_size))
-            if params.structured_outputs is not None:
-                self._follow(self.grammars, "grammars", admit, ids)
-            if params.logits_processors:
-                self._follow(self.processors, "logits processors", admit, ids)
+            if isinstance(work, Generate):
+                self._admit_drawing(admit, work, ids)
+            else:
+                self.pooled[row] = work
 
-    @staticmethod
-    def _follow(follower: Follower[Any] | None, kind: str, admit: Admit, ids: np.ndarray) -> None:
-        if follower is None:
-            raise PlanError(f"row {admit.row} needs {kind}, which these rows were made without")
-        follower.admit(admit.row, admit, ids)
+    def _admit_drawing(self, admit: Admit, work: Generate, ids: np.ndarray) -> None:
+        row, prompt_len, params = admit.row, admit.prompt_len, work.params
+        self.grows[row] = not params.use_beam_search
+        self.sampling.admit(row, work, child_seed(work.seed, admit.index), prompt_len, ids)
+        if admit.prompt_logprobs_from >= 0 and params.prompt_logprobs is not None:
+            k = params.prompt_logprobs
+            self.asking[row] = (admit.prompt_logprobs_from, self.vocab_size if k < 0 else min(k, self.vocab_size))
+        if params.structured_outputs is not None:
+            _there(self.grammars, "grammars", row).admit(row, work, prompt_len, ids)
+        if params.logits_processors:
+            _there(self.processors, "logits processors", row).admit(row, work, prompt_len, ids)
 
     def _checked_ids(self, admit: Admit) -> np.ndarray:
         if not 0 <= admit.row < self.max_rows:
@@ -244,13 +249,13 @@ class RowState:
             raise PlanError(f"admits holds prompt_len {admit.prompt_len} for {len(ids)} ids")
         if admit.prompt_logprobs_from < -1:
             raise PlanError(f"admits holds prompt_logprobs_from {admit.prompt_logprobs_from}, which is below -1")
-        column("admits.masked", admit.masked, self.vocab_size)
-        params = admit.params
-        self._check_ids("bad_words", [token for word in admit.bad_words for token in word])
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or [])
-        self._check_ids("logit_bias", list(params.logit_bias or ()))
-        if not all(admit.bad_words):
-            raise PlanError("admits.bad_words holds a word of no tokens")
+        if isinstance(work := admit.work, Generate):
+            column("admits.suppressed_ids", work.suppressed_ids, self.vocab_size)
+            self._check_ids("bad_words", [token for word in work.bad_words for token in word])
+            self._check_ids("allowed_token_ids", work.params.allowed_token_ids or [])
+            self._check_ids("logit_bias", list(work.params.logit_bias or ()))
+            if not all(work.bad_words):
+                raise PlanError("admits.bad_words holds a word of no tokens")
         return ids.astype(np.int32)
 
     def _check_ids(self, name: str, ids: list[int]) -> None:

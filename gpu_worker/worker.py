@@ -35,6 +35,7 @@ from ..proto.messages import (
 from ..proto.params import MAX_BEAMS, SamplingParams
 from ..proto.pooling import PoolingParams
 from ..proto.process import tell_ready
+from ..proto.work import Generate, Pool, Work
 from .graphs import capture_sizes
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
@@ -224,8 +225,10 @@ class Worker:
         graphs = step_bytes(spec, max(sizes, default=0), 0, self._dtype.itemsize)
         graphs += sum(sizes) * spec.hidden_size * self._dtype.itemsize
         runner = self._runner_of(KVCache(spec, 1, block_size, self._dtype, self._device), self._state, max_tokens)
-        every = None if self._pooler is None else PoolingParams(task=f"token_{self._pooler.convert}", pooling="ALL")
-        plan = worst_case(self._state, max_tokens, most, every)
+        work: Work = every_stage(most)
+        if self._pooler is not None:
+            work = Pool(PoolingParams(task=f"token_{self._pooler.convert}", pooling="ALL"))
+        plan = worst_case(self._state, max_tokens, work)
         budget = cuda_budget(lambda: runner.launch(plan), graphs, block_bytes, block_size, self._device)
         self._state.reset()
         return budget
@@ -373,26 +376,25 @@ class _Results:
                 self._queue.task_done()
 
 
-def worst_case(state: RowState, max_tokens: int, logprobs: int, pooling: PoolingParams | None = None) -> StepPlan:
-    """A plan of ``max_tokens`` tokens over all rows, each with every stage of sampling on, or pooled; all use block 0.
-
-    ``logprobs`` others are told beside each prompt token and each drawn one.
-    """
-    rows = min(state.max_rows, max_tokens)
-    length = min(state.max_model_len, max_tokens // rows)
-    blocks = -(-length // state.block_size)
+def every_stage(logprobs: int) -> Generate:
+    """Work with every stage of sampling on; ``logprobs`` others are told beside each prompt token and drawn one."""
     params = SamplingParams(
         temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
         repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0, 1, 2], min_tokens=1,
         logprobs=logprobs, prompt_logprobs=logprobs,
     )  # fmt: skip
+    return Generate(params, 0, suppressed_ids=i32([1]), bad_words=[[2]])
+
+
+def worst_case(state: RowState, max_tokens: int, work: Work) -> StepPlan:
+    """A plan of ``max_tokens`` tokens over all rows, each to do ``work``; all use block 0."""
+    rows = min(state.max_rows, max_tokens)
+    length = min(state.max_model_len, max_tokens // rows)
+    blocks = -(-length // state.block_size)
     ids, every = i32([0] * length), i32(range(rows))
     return StepPlan(
         Lease(0, 0, 0), 0,
-        admits=[
-            Admit(row, 0, row, ids, length, params, row, i32([1]), [[2]], 1, pooling)
-            for row in range(rows)
-        ],
+        admits=[Admit(row, 0, row, ids, length, work, 1) for row in range(rows)],
         delta_rows=i32(row for row in range(rows) for _ in range(blocks)),
         delta_slots=i32(list(range(blocks)) * rows), delta_blocks=i32([0] * (rows * blocks)),
         rows=every, starts=i32([0] * rows), counts=i32([length] * rows), sample_src=every, sample_rows=every,

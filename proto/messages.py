@@ -16,10 +16,9 @@ from typing import Any
 
 import msgspec
 
-from .params import SamplingParams
-from .pooling import PoolingParams
+from .work import Work
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 
@@ -80,8 +79,7 @@ class Tokenize(Message):
 
     uid: int
     attempt: int
-    params: SamplingParams
-    seed: int
+    work: Work  # as asked for
     arrival: float
     prompt: str | None = None
     ids: bytes | None = None
@@ -94,8 +92,6 @@ class Tokenize(Message):
     losses: int = 0
     echo: bool = False  # the client wants the prompt's text: decode it where ids alone were given
     prompt_logprobs_from: int = 0  # on a resubmission: leading prompt tokens whose logprobs Engine has
-    pooling: PoolingParams | None = None  # nothing is generated: ``params`` mean nothing, the answer is Pooled
-    pair: str | None = None  # with ``prompt`` and ``pooling``: the second text of a pair
 
 
 class Child(msgspec.Struct, array_like=True, gc=False):
@@ -106,32 +102,19 @@ class Child(msgspec.Struct, array_like=True, gc=False):
 
 
 class Submit(Message):
-    """detokenizer -> scheduler. ``ids`` int32 prompt; ``hashes`` 16 bytes for each full block of the prompt.
-
-    ``params`` are resolved: ``max_tokens`` is a number, ``n`` counts the children that are run (best_of of them,
-    where that is asked for), but for a beam search, where it counts those that are returned. ``eos`` holds the ids
-    that end a sequence with no stop reason (empty with ignore_eos).
-    """
+    """detokenizer -> scheduler. ``ids`` int32 prompt; ``hashes`` 16 bytes for each full block of the prompt."""
 
     uid: int
     attempt: int
     ids: bytes
     hashes: bytes
-    params: SamplingParams
-    eos: list[int]
-    seed: int
+    work: Work  # resolved
     arrival: float
     children: list[Child] = []  # empty: children 0..n-1 from the start
     key: str = ""
     priority: int = 0
     losses: int = 0
-    masked: bytes = (
-        b""  # i32, ids not to be generated before min_tokens: every EOS and stop id; empty without min_tokens
-    )
-    bad_words: list[list[int]] = []  # token ids of each form of each bad word
     prompt_logprobs_from: int = 0  # leading prompt tokens whose logprobs the client has
-    pooling: PoolingParams | None = None  # resolved; the request ends with its prompt
-    second: int = -1  # with ``pooling``: where the tokens of type 1 begin, a pair's second text; -1: nowhere
 
 
 class Abort(Message):
@@ -176,7 +159,7 @@ class Accepted(Message):
     attempt: int
     ids: bytes  # i32, the prompt as run
     prompt: str | None  # the prompt's text (rendered, for a chat; None when ids were given)
-    params: SamplingParams  # resolved
+    work: Work  # resolved
 
 
 class TokenBatch(Message):
@@ -441,13 +424,8 @@ class Admit(msgspec.Struct, array_like=True, gc=False):
     index: int
     ids: bytes
     prompt_len: int
-    params: SamplingParams
-    seed: int  # already the child's own: (seed + index) mod 2**64
-    masked: bytes = b""  # i32, as in Submit
-    bad_words: list[list[int]] = []
+    work: Work  # resolved
     prompt_logprobs_from: int = -1  # first prompt token whose logprobs are wanted from this row; -1: none
-    pooling: PoolingParams | None = None  # its slot answers with SlotPooled; draws nothing
-    second: int = -1  # as in Submit
 
 
 class StepPlan(Message):
@@ -459,7 +437,7 @@ class StepPlan(Message):
     worker wrote its own samples, so a decode needs no value from the previous step's result.
     Slot k draws from the logits of the last token of compute row ``sample_src[k]`` with the parameters of row
     ``sample_rows[k]``, for position starts + counts of that compute row, and writes the token into that row.
-    A row of a beam search (``params.use_beam_search``) draws nothing and nothing is written there: its slot answers
+    A row of a beam search (``use_beam_search``) draws nothing and nothing is written there: its slot answers
     with the logprobs of the best max(2 * width, logprobs) tokens, and a later plan appends the token that was chosen.
     """
 

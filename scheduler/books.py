@@ -107,8 +107,8 @@ class Books:
             finish, stop_id = Finish.NONE, -1
             if seq.outputs:
                 finish, stop_id = request.finish_of(seq.outputs[-1], len(seq.outputs))
-            if finish is Finish.NONE and seq.total >= seq.limit and request.pooling is None:
-                finish = Finish.LENGTH
+                if finish is Finish.NONE and seq.total >= seq.limit:
+                    finish = Finish.LENGTH
             if finish is not Finish.NONE:  # it had ended before its last attempt was lost
                 self.end(seq, finish, stop_id, with_token=False)
             elif parent is None or seq.outputs:

@@ -124,7 +124,7 @@ def _check_pooled(step: Step, result: StepResult) -> dict[int, SlotPooled]:
     wanted = {
         number: slot.seq.request.prompt_len
         for number, slot in enumerate(step.slots())
-        if slot.seq.request.pooling is not None and number not in failed
+        if slot.seq.request.pools and number not in failed
     }
     if len(given) < len(result.pooled) or given.keys() - failed != wanted.keys():
         raise BadFrame(f"slots {sorted(given)[:8]} are pooled where {sorted(wanted)[:8]} were expected")
@@ -171,7 +171,7 @@ def _commit_chunks(
         seq, request = slot.seq, slot.seq.request
         if seq.generation != slot.generation or isinstance(seq, BeamGroup):
             continue
-        if request.pooling is not None:
+        if request.pools:
             found = pooled[number]
             books.answer(seq, Pooled(request.uid, request.attempt, found.rows, found.data))
         else:

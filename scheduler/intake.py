@@ -14,6 +14,7 @@ from ..proto.errors import Refused
 from ..proto.hashing import HASH_SIZE, hash_blocks
 from ..proto.losses import MAX_LOSSES
 from ..proto.messages import Failed, Submit
+from ..proto.work import Pool
 from .beam_group import BeamGroup
 from .books import Books, losses_text
 from .request import Request, Sequence
@@ -93,42 +94,46 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
     prompt_len = len(from_i32(message.ids))
     if not prompt_len:
         raise Refused("The prompt is empty; give at least one token.", param="prompt")
-    if message.params.max_tokens is None:
-        raise BadFrame("max_tokens is not resolved")
     if not 0 <= message.prompt_logprobs_from <= prompt_len:
         raise BadFrame(f"prompt_logprobs_from is {message.prompt_logprobs_from} of {prompt_len} prompt tokens")
     _check_ids(from_i32(message.ids), vocab_size, "prompt")
-    _check_ids(from_i32(message.masked), vocab_size, "min_tokens")
-    for word in message.bad_words:
-        if not word:
-            raise BadFrame("a bad word without tokens")
-        _check_ids(word, vocab_size, "bad_words")
+    _check_work(message, prompt_len, vocab_size)
     if len(message.hashes) == prompt_len // block_size * HASH_SIZE:
         hashes = [message.hashes[i : i + HASH_SIZE] for i in range(0, len(message.hashes), HASH_SIZE)]
     elif not message.hashes:  # of one who did not know the block size yet
         hashes = hash_blocks(message.ids, block_size)
     else:
         raise BadFrame(f"{len(message.hashes)} bytes of hashes for {prompt_len} tokens in blocks of {block_size}")
-    if message.pooling is not None and (message.pooling.pooling is None or message.children):
-        raise BadFrame("a pooling request is not resolved, or has children")
-    if not -1 <= message.second <= prompt_len:
-        raise BadFrame(f"second is {message.second} of {prompt_len} prompt tokens")
-    request = Request(
-        message.uid, message.attempt, owner, message.ids, hashes, message.params, message.eos, message.seed,
-        message.arrival, message.priority if by_priority else 0, message.masked, message.bad_words,
-        message.prompt_logprobs_from, message.key, message.pooling, message.second,
-    )  # fmt: skip
+    request = Request(owner, message, hashes, message.priority if by_priority else 0)
     request.live.extend(_sequences(request, message, vocab_size))
     return request
 
 
+def _check_work(message: Submit, prompt_len: int, vocab_size: int) -> None:
+    """Raise BadFrame where what is to be done is not resolved, Refused where it names ids that no model has."""
+    work = message.work
+    if isinstance(work, Pool):
+        if work.params.pooling is None or message.children:
+            raise BadFrame("a pooling request is not resolved, or has children")
+        if not -1 <= work.token_type_start <= prompt_len:
+            raise BadFrame(f"token_type_start is {work.token_type_start} of {prompt_len} prompt tokens")
+        return
+    if work.params.max_tokens is None:
+        raise BadFrame("max_tokens is not resolved")
+    _check_ids(from_i32(work.suppressed_ids), vocab_size, "min_tokens")
+    for word in work.bad_words:
+        if not word:
+            raise BadFrame("a bad word without tokens")
+        _check_ids(word, vocab_size, "bad_words")
+
+
 def _sequences(request: Request, message: Submit, vocab_size: int) -> list[Sequence]:
     key = (request.priority, request.arrival, request.uid)
-    n = request.params.n
-    if request.pooling is not None:
+    if request.pools:
         return [Sequence(request, 0, array("i"), (*key, 0), message.losses)]
     if request.params.use_beam_search:  # starts again whole, whatever children were live
         return [BeamGroup(request, (*key, 0), message.losses)]
+    n = request.params.n
     if not message.children:
         return [Sequence(request, i, array("i"), (*key, i), message.losses) for i in range(n)]
     sequences = {}
@@ -153,18 +158,19 @@ def _check_ids(tokens: Collection[int], vocab_size: int, param: str) -> None:
 
 def check_width(request: Request, max_num_seqs: int) -> None:
     """Raise Refused where a beam search is wider than a step."""
-    if request.params.use_beam_search and request.params.width > max_num_seqs:
-        raise Refused(
-            f"A beam search of width {request.params.width} runs as many sequences at once, and max_num_seqs is "
-            f"{max_num_seqs}; search fewer beams, or raise that flag.",
-            param="best_of",
-        )
+    for seq in request.live:
+        if isinstance(seq, BeamGroup) and seq.width > max_num_seqs:
+            raise Refused(
+                f"A beam search of width {seq.width} runs as many sequences at once, and max_num_seqs is "
+                f"{max_num_seqs}; search fewer beams, or raise that flag.",
+                param="best_of",
+            )
 
 
 def check_kind(request: Request, pools: Collection[bool]) -> None:
     """Raise Refused where no replica is there for requests of this kind. ``pools``: of each, whether it pools."""
-    if pools and (request.pooling is not None) not in pools:
-        does, asked = ("pool", "generate") if request.pooling is None else ("generate", "pool")
+    if pools and request.pools not in pools:
+        does, asked = ("generate", "pool") if request.pools else ("pool", "generate")
         raise Refused(
             f"The workers here {does} and do not {asked}: they were started with another --runner than the detokenizer."
         )
@@ -177,9 +183,9 @@ def check_fits(
 
     ``blocks`` is the size of the largest replica (None: not known yet), ``budget`` the most tokens one step can run.
     """
-    generates = request.pooling is None
-    if request.prompt_len >= max_model_len + (not generates):
-        why = ", which leaves no room for output" if generates else ""
+    pools = request.pools
+    if request.prompt_len >= max_model_len + pools:
+        why = "" if pools else ", which leaves no room for output"
         raise Refused(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
             f"{request.prompt_len} input tokens{why}. Please reduce the length of the input prompt.",
@@ -187,7 +193,7 @@ def check_fits(
         )
     if not chunked and request.prompt_len > budget:
         why, remedy = "with chunked prefill off", "shorten it, raise that flag, or drop --no-enable-chunked-prefill"
-        if not generates:
+        if pools:
             why, remedy = "and runs a prompt whole", "shorten it (truncate_prompt_tokens), or raise that flag"
         raise Refused(
             f"The prompt has {request.prompt_len} tokens and a step runs at most max_num_batched_tokens={budget} "
@@ -195,11 +201,11 @@ def check_fits(
             param="prompt",
         )
     limit = request.set_limit(max_model_len)
-    need = max((seq.most_blocks(block_size) for seq in request.live if seq.total < limit or not generates), default=0)
+    need = max((seq.most_blocks(block_size) for seq in request.live if seq.total < limit or pools), default=0)
     if blocks is not None and need > blocks:
         beams = fewer = ""
-        if request.params.use_beam_search:
-            beams, fewer = f" in each of {request.params.width} beams", "search fewer beams, "
+        if isinstance(seq := request.live[0], BeamGroup):
+            beams, fewer = f" in each of {seq.width} beams", "search fewer beams, "
         raise Refused(
             f"{request.prompt_len} prompt tokens and up to {limit - request.prompt_len} output tokens{beams} need "
             f"{need} KV blocks of {block_size} tokens, and the largest replica has {blocks}; shorten the prompt, lower "

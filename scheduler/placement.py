@@ -22,7 +22,7 @@ def cached_prefix(replica: Replica, seq: Sequence) -> list[int]:
 
 def can_ever_hold(replica: Replica, seq: Sequence) -> bool:
     """False where even an empty replica is too small for the sequence at its longest, or of the other kind."""
-    if replica.pools is (seq.request.pooling is None):
+    if replica.pools is not seq.request.pools:
         return False
     need = seq.most_blocks(replica.block_size)
     return need <= replica.pool.num_blocks and seq.limit <= replica.max_model_len

@@ -231,8 +231,6 @@ def state(obj: Any, attributes: Attributes) -> Attributes:
                 now[name] = _blank(value, ends, 0)
             elif name in _STOPS:
                 now[name] = frozenset(ends[token] for token in value)
-            elif name == "bad_words":
-                now[name] = [[0] * len(word) for word in value]
         return now
     if isinstance(obj, Sequence):
         ends, now = ends_of(obj.request), dict(attributes)

@@ -29,9 +29,8 @@ from enum import Enum
 
 from ..proto.hashing import ROOT, hash_block
 from ..proto.losses import Losses
-from ..proto.messages import Admit, Finish
-from ..proto.params import SamplingParams
-from ..proto.pooling import PoolingParams
+from ..proto.messages import Admit, Finish, Submit
+from ..proto.work import Pool, child_seed
 from .block_pool import PoolError, blocks_for
 
 
@@ -47,31 +46,35 @@ class Request:
     """What one Submit asked for. ``owner`` is the detokenizer that submitted it and gets its tokens."""
 
     __slots__ = (
-        "account", "arrival", "attempt", "bad_words", "eos", "hashes", "live", "masked", "max_tokens", "owner",
-        "params", "pooling", "priority", "prompt", "prompt_done", "prompt_len", "second", "seed", "started", "stops",
-        "uid",
+        "account", "arrival", "attempt", "eos", "hashes", "live", "max_tokens", "owner", "params", "pools", "priority",
+        "prompt", "prompt_done", "prompt_len", "reads_cache", "seed", "started", "stops", "uid", "work",
     )  # fmt: skip
 
-    def __init__(
-        self, uid: int, attempt: int, owner: str, prompt: bytes, hashes: list[bytes], params: SamplingParams,
-        eos: list[int], seed: int, arrival: float, priority: int = 0, masked: bytes = b"",
-        bad_words: list[list[int]] | None = None, prompt_done: int = 0, account: str = "",
-        pooling: PoolingParams | None = None, second: int = -1,
-    ):  # fmt: skip
-        self.uid, self.attempt, self.owner = uid, attempt, owner
-        self.prompt, self.prompt_len = prompt, len(prompt) // 4
+    def __init__(self, owner: str, message: Submit, hashes: list[bytes], priority: int = 0):
+        self.uid, self.attempt, self.owner = message.uid, message.attempt, owner
+        self.prompt, self.prompt_len = message.ids, len(message.ids) // 4
         self.hashes = hashes
-        self.params, self.max_tokens = params, params.max_tokens or 1
-        self.pooling, self.second = pooling, second  # it ends with its prompt, and draws nothing
-        self.eos = frozenset(eos)
-        self.stops = self.eos.union(params.stop_token_ids or ())
-        self.masked, self.bad_words = masked, bad_words or []
-        # Leading prompt tokens whose logprobs nobody needs from here on: they were sent, or were never asked for.
-        self.prompt_done = self.prompt_len if params.prompt_logprobs is None else max(1, prompt_done)
-        self.seed, self.arrival, self.priority = seed, arrival, priority
-        self.account = account  # the API key it came with, "" for none
+        self.arrival, self.priority = message.arrival, priority
+        self.account = message.key  # the API key it came with, "" for none
         self.live: list[Sequence] = []
         self.started = False
+        # Leading prompt tokens whose logprobs nobody needs from here on: they were sent, or were never asked for.
+        self.prompt_done = self.prompt_len
+        work = self.work = message.work
+        self.pools = isinstance(work, Pool)
+        if isinstance(work, Pool):  # it draws nothing and ends with its prompt, and has no ``params``
+            self.max_tokens = self.seed = 0
+            self.eos = self.stops = frozenset[int]()
+            self.reads_cache = work.params.pooling == "LAST" and not work.params.skip_reading_prefix_cache
+            return
+        params, self.seed = work.params, work.seed
+        self.params = params
+        self.max_tokens = params.max_tokens or 1
+        self.eos = frozenset(work.eos)
+        self.stops = self.eos.union(params.stop_token_ids or ())
+        self.reads_cache = not params.skip_reading_prefix_cache
+        if params.prompt_logprobs is not None:
+            self.prompt_done = max(1, message.prompt_logprobs_from)
 
     def finish_of(self, token: int, count: int) -> tuple[Finish, int]:
         """Does ``token``, the last of ``count``, end a sequence? The finish, and the stop id to report (-1: none)."""
@@ -89,8 +92,7 @@ class Request:
 
     def set_limit(self, max_model_len: int) -> int:
         """Fix how many tokens each sequence may grow to, and return it."""
-        output = 0 if self.pooling is not None else self.max_tokens
-        limit = min(self.prompt_len + output, max_model_len)
+        limit = min(self.prompt_len + self.max_tokens, max_model_len)
         for seq in self.live:
             seq.limit = limit
         return limit
@@ -283,24 +285,19 @@ class Sequence:
 
     def seed(self) -> int:
         """This child's own seed."""
-        return (self.request.seed + self.index) % 2**64
+        return child_seed(self.request.seed, self.index)
 
     def admit(self) -> Admit:
         """What the worker must know of the row's new owner."""
         request = self.request
         ids = request.prompt + self.outputs.tobytes()
-        return Admit(
-            self.row, self.uid, self.index, ids, request.prompt_len, request.params, self.seed(), request.masked,
-            request.bad_words, self.prompt_from, request.pooling, request.second,
-        )  # fmt: skip
+        return Admit(self.row, self.uid, self.index, ids, request.prompt_len, request.work, self.prompt_from)
 
     def reusable(self) -> int:
         """Leading tokens that may come from the prefix cache. The last one is always run, to draw from it; where the
         logprobs of prompt token p are wanted, so is p - 1; and where more is pooled than the last, all are."""
-        request, pooling = self.request, self.request.pooling
-        if request.params.skip_reading_prefix_cache:
-            return 0
-        if pooling is not None and (pooling.pooling != "LAST" or pooling.skip_reading_prefix_cache):
+        request = self.request
+        if not request.reads_cache:
             return 0
         return min(self.total, request.prompt_done) - 1 if request.asks_prompt else self.total - 1
 

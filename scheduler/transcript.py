@@ -26,6 +26,7 @@ from ..proto.messages import (
     Submit,
     TokenBatch,
 )
+from ..proto.work import Generate, child_seed
 from .inputs import Inputs, Outgoing
 from .membership import Membership
 from .request import Sequence
@@ -58,7 +59,10 @@ class Rows:
         lines += [f"copy block {src} to {dst}" for src, dst in copies]
         table = _tables(plan)
         for admit in plan.admits:
-            self._held[admit.row] = admit.uid, admit.index, admit.seed, admit.params.use_beam_search
+            work, seed, beams = admit.work, 0, False
+            if isinstance(work, Generate):
+                seed, beams = child_seed(work.seed, admit.index), work.params.use_beam_search
+            self._held[admit.row] = admit.uid, admit.index, seed, beams
             lines.append(_admit(admit, self[admit.row], table.pop(admit.row, "none")))
         lines += [f"block {blocks} for {self[row]}" for row, blocks in table.items()]
         pairs = zip(from_i32(plan.append_rows), from_i32(plan.append_tokens), strict=True)
@@ -182,7 +186,7 @@ def _submit(message: Submit) -> str:
     for name in ("attempt", "priority", "losses", "key"):
         if value := getattr(message, name):
             text += f", {name} {value}"
-    return text + "".join(f", {part}" for part in _values(message, ("params", "pooling")))
+    return text + "".join(f", {part}" for part in _values(message.work, ("params",)))
 
 
 def _result(message: StepResult, ids: bool) -> str:

@@ -15,15 +15,15 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from ...proto.messages import Admit
+from ...proto.work import Generate
 from ..transfer import Arrival
 
 
 class Histories(Protocol):
     """The state of rows that a ``Follower`` keeps up to date: ``grammar.Grammars`` or ``processors.Processors``."""
 
-    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
-        """``row`` begins; ``ids`` are its prompt and the outputs it resumes from."""
+    def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
+        """``row`` begins; ``ids`` are its prompt of ``prompt_len`` tokens and the outputs it resumes from."""
 
     def copy(self, src: list[int], dst: list[int]) -> None:
         """Rows ``dst`` become what rows ``src`` are; all are read before any is written."""
@@ -41,7 +41,7 @@ class Histories(Protocol):
 class Elsewhere:
     """Histories that another process keeps: here it is only known of which rows there are any."""
 
-    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
+    def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
         """Nothing."""
 
     def copy(self, src: list[int], dst: list[int]) -> None:
@@ -72,10 +72,10 @@ class Follower(Generic[H]):
         self.histories = histories
         self._waiting: deque[tuple[Arrival | None, Callable[[], None]]] = deque()
 
-    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
+    def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
         """Follow ``row`` from now on."""
         self.rows.add(row)
-        self._in_order(lambda: self.histories.admit(row, admit, ids))
+        self._in_order(lambda: self.histories.admit(row, work, prompt_len, ids))
 
     def drop(self, rows: Sequence[int]) -> None:
         """Follow ``rows`` no more."""

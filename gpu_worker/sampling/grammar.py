@@ -25,8 +25,8 @@ from ...proto.checkpoint.model_config import ModelConfig, tokenizer_folder
 from ...proto.codec import from_i32
 from ...proto.config import ConfigError, EngineArgs
 from ...proto.grammars.grammar import GrammarError, fault, grammar_of, spec_key, spelled, start_matcher, token_table
-from ...proto.messages import Admit
 from ...proto.structured import StructuredOutputsParams
+from ...proto.work import Generate
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -59,14 +59,16 @@ class Grammars:
         """Whether any of these rows has a grammar."""
         return bool(self._rows) and any(row in self._rows for row in rows)
 
-    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
-        """Start the grammar of ``admit.params`` in ``row`` and replay the output tokens among ``ids``."""
-        spec = admit.params.structured_outputs
+    def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
+        """Start the grammar that ``work`` asks for in ``row`` and replay the output tokens among ``ids``."""
+        params = work.params
+        spec = params.structured_outputs
         if spec is None:
             raise ValueError(f"row {row} was admitted to a grammar and has none")
-        new = _Row(spec, ids[admit.prompt_len :].tolist(), _allowed(self.words, admit))
-        if admit.params.min_tokens:
-            new.min_tokens, new.masked = admit.params.min_tokens, ~_bits(self.words, from_i32(admit.masked))
+        allowed = None if params.allowed_token_ids is None else _bits(self.words, params.allowed_token_ids)
+        new = _Row(spec, ids[prompt_len:].tolist(), allowed)
+        if params.min_tokens:
+            new.min_tokens, new.unsuppressed = params.min_tokens, ~_bits(self.words, from_i32(work.suppressed_ids))
         new.starting = self._pool.submit(self._start, new, True)
         with self._lock:
             self._rows[row] = new
@@ -198,7 +200,7 @@ class Grammars:
 class _Row:
     """One row's grammar: where it stands, and what else restricts its tokens."""
 
-    __slots__ = ("allowed", "alone", "error", "masked", "matcher", "min_tokens", "spec", "starting", "tokens")
+    __slots__ = ("allowed", "alone", "error", "matcher", "min_tokens", "spec", "starting", "tokens", "unsuppressed")
 
     def __init__(self, spec: StructuredOutputsParams, tokens: list[int], allowed: np.ndarray | None):
         self.spec, self.tokens, self.allowed = spec, tokens, allowed
@@ -207,12 +209,13 @@ class _Row:
         self.error: str | None = None
         self.alone = False
         self.min_tokens = 0
-        self.masked: np.ndarray | None = None  # bits of what may come before min_tokens
+        self.unsuppressed: np.ndarray | None = None  # bits of what may come before min_tokens
 
     def copy(self) -> _Row:
         """An independent row in the same state."""
         new = _Row(self.spec, self.tokens.copy(), self.allowed)
-        new.error, new.alone, new.min_tokens, new.masked = self.error, self.alone, self.min_tokens, self.masked
+        new.error, new.alone = self.error, self.alone
+        new.min_tokens, new.unsuppressed = self.min_tokens, self.unsuppressed
         if self.error is None:
             new.matcher = self.matcher.deep_copy()
         return new
@@ -223,7 +226,8 @@ class _Row:
             mask = mask & self.allowed
             if not mask.any():
                 return f"allowed_token_ids has no token that the grammar allows after {len(self.tokens)} tokens."
-        if self.masked is not None and len(self.tokens) < self.min_tokens and not (mask & self.masked).any():
+        early = self.unsuppressed if len(self.tokens) < self.min_tokens else None
+        if early is not None and not (mask & early).any():
             return (
                 f"min_tokens={self.min_tokens} cannot be met by this grammar, which is complete after "
                 f"{len(self.tokens)} tokens; lower min_tokens."
@@ -262,8 +266,3 @@ def _bits(words: int, ids: Iterable[int]) -> np.ndarray:
     flags = np.zeros(words * 32, np.uint8)
     flags[[i for i in ids if i < len(flags)]] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)
-
-
-def _allowed(words: int, admit: Admit) -> np.ndarray | None:
-    ids = admit.params.allowed_token_ids
-    return None if ids is None else _bits(words, ids)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ...proto.config import ConfigError
-from ...proto.messages import Admit
+from ...proto.work import Generate
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +99,10 @@ class Processors:
         self._functions = functions
         self._rows: dict[int, _History] = {}
 
-    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
+    def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
         tokens = ids.tolist()
-        names = admit.params.logits_processors or []
-        self._rows[row] = _History(names, tokens[: admit.prompt_len], tokens[admit.prompt_len :])
+        names = work.params.logits_processors or []
+        self._rows[row] = _History(names, tokens[:prompt_len], tokens[prompt_len:])
 
     def copy(self, src: list[int], dst: list[int]) -> None:
         taken = [self._rows[row] for row in src]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...proto.messages import Admit
 from ...proto.params import SamplingParams
+from ...proto.work import Generate
 from ..kernels import columns as c
 from ..kernels.masks import Words
 from .sampling_tables import Counts, RowEdits, Table, allowed_bits, joined_bias, joined_words, row_edits, to_device
@@ -84,11 +84,12 @@ class SamplingState:
         self._joined_bias: tuple[object, tuple[torch.Tensor, ...]] | None = None
         self._joined_words: tuple[object, Words] | None = None
 
-    def admit(self, row: int, admit: Admit, ids: np.ndarray) -> None:
-        """Give ``row`` to ``admit``. ``ids`` int32: the prompt, then outputs it resumes from."""
-        params = admit.params
-        listed = params.logit_bias or params.min_tokens or admit.bad_words
-        edits = row_edits(admit, self.vocab_size) if listed else None
+    def admit(self, row: int, work: Generate, seed: int, prompt_len: int, ids: np.ndarray) -> None:
+        """``row`` draws as ``work`` asks, with its child's ``seed``. ``ids`` int32: the prompt, then outputs it resumes
+        from."""
+        params = work.params
+        listed = params.logit_bias or params.min_tokens or work.bad_words
+        edits = row_edits(work, self.vocab_size) if listed else None
         uses = _uses(params, edits)
         floats, ints = self._floats[row], self._ints[row]
         floats[c.INV_T] = 0.0 if params.greedy else 1.0 / params.temperature
@@ -97,16 +98,16 @@ class SamplingState:
         ints[c.TOP_K] = max(params.top_k, 0)
         floats[c.REPETITION] = min(max(params.repetition_penalty, _PENALTY_LIMITS[0]), _PENALTY_LIMITS[1])
         floats[c.FREQUENCY], floats[c.PRESENCE] = params.frequency_penalty, params.presence_penalty
-        ints[c.USES], ints[c.PROMPT_LEN], ints[c.MIN_TOKENS] = uses, admit.prompt_len, params.min_tokens
+        ints[c.USES], ints[c.PROMPT_LEN], ints[c.MIN_TOKENS] = uses, prompt_len, params.min_tokens
         ints[c.LOGPROBS] = self._logprobs(params)
-        self._set_seed(row, admit.seed)
+        self._set_seed(row, seed)
         if not self._draws:
             return
         self._hold(row, edits)
         if uses & c.ALLOWED:
             self.allowed.tensor[row].copy_(to_device(allowed_bits(params, self.vocab_size), self.device))
         if uses & c.PENALTIES:
-            self.counts.rebuild(row, ids[: admit.prompt_len], ids[admit.prompt_len :])
+            self.counts.rebuild(row, ids[:prompt_len], ids[prompt_len:])
 
     def copy(self, src_rows: Sequence[int], dst_rows: Sequence[int], seeds: Sequence[int]) -> None:
         """Fork: all that ``src_rows`` have to ``dst_rows``, with new seeds; all is read before any is written."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...proto.messages import Admit
 from ...proto.params import SamplingParams
+from ...proto.work import Generate
 from ..kernels.columns import COUNTED, USES
 from ..kernels.masks import Words
 from ..kernels.penalties import SEEN
@@ -110,13 +110,13 @@ class RowEdits(NamedTuple):
     prefixes: np.ndarray  # int32: those tokens, one word after the other
 
 
-def row_edits(admit: Admit, vocab_size: int) -> RowEdits:
+def row_edits(work: Generate, vocab_size: int) -> RowEdits:
     """The lists of one request. Ids that are outside the vocabulary cannot be drawn anyway and are left out."""
-    words = [word for word in admit.bad_words if word and all(0 <= token < vocab_size for token in word)]
+    words = [word for word in work.bad_words if word and all(0 <= token < vocab_size for token in word)]
     banned = _inside([word[0] for word in words if len(word) == 1], vocab_size)
-    early = _inside(np.frombuffer(admit.masked, np.int32), vocab_size) if admit.params.min_tokens else banned[:0]
+    early = _inside(np.frombuffer(work.suppressed_ids, np.int32), vocab_size) if work.params.min_tokens else banned[:0]
     longer = [word for word in words if len(word) > 1]
-    given = admit.params.logit_bias or {}
+    given = work.params.logit_bias or {}
     return RowEdits(
         _bias(given, banned, vocab_size),
         _bias(given, np.concatenate([banned, early]), vocab_size),

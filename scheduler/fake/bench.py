@@ -24,6 +24,7 @@ from ...proto.messages import (
     ToSchedulerWorkers,
 )
 from ...proto.params import SamplingParams
+from ...proto.work import Generate
 from ..core import Scheduler
 from ..replica import Replica
 from .fake_worker import PageStore
@@ -147,9 +148,9 @@ class _World:
         shared = [7] * (self.prompt_len // 4)  # a system prompt, found in the prefix cache
         prompt = shared + [self.rng.randrange(3, VOCAB) for _ in range(self.prompt_len - len(shared))]
         ids = i32(prompt)
-        params = SamplingParams(max_tokens=max_tokens)
+        work = Generate(SamplingParams(max_tokens=max_tokens), self.arrivals, [EOS])
         hashes = b"".join(hash_blocks(ids, BLOCK_SIZE))
-        message = Submit(self.arrivals, 1, ids, hashes, params, [EOS], seed=self.arrivals, arrival=float(self.arrivals))
+        message = Submit(self.arrivals, 1, ids, hashes, work, float(self.arrivals))
         start = time.thread_time_ns()
         self.core.submit("detokenizer", message)
         self.submit_us.append((time.thread_time_ns() - start) / 1000)

@@ -39,8 +39,10 @@ from ...proto.messages import (
     StepPlan,
     StepResult,
 )  # fmt: skip
+from ...proto.params import SamplingParams
 from ...proto.process import die, new_incarnation, setup_logging, watch_parent
 from ...proto.wire.sockets import DISCONNECTED, Dealer, worker_endpoint
+from ...proto.work import Generate, Pool, child_seed
 from .fake_model import cell, distribution, draw, join, pooled, record
 
 HEARTBEAT_S = 1.0
@@ -134,7 +136,8 @@ class PageStore:
         tokens = from_i32(admit.ids)
         if not 0 < admit.prompt_len <= len(tokens):
             raise PlanError(f"prompt of {admit.prompt_len} in {len(tokens)} tokens")
-        self.rows[admit.row] = Row(admit, tokens, admit.seed)
+        seed = child_seed(admit.work.seed, admit.index) if isinstance(admit.work, Generate) else 0
+        self.rows[admit.row] = Row(admit, tokens, seed)
 
     def _set_tables(self, rows: list[int], slots: list[int], blocks: list[int]) -> None:
         _same_length(rows, slots, blocks)
@@ -175,17 +178,16 @@ class PageStore:
             row.computed = start + count
             ends.append((row, start + count))
         for at, ((row, end), start) in enumerate(zip(ends, starts, strict=True)):
-            if row.admit.prompt_logprobs_from >= 0:
-                first = max(row.admit.prompt_logprobs_from, start + 1)
-                self._score_prompt(row, at, first, min(end + 1, row.admit.prompt_len), result)
+            if row.admit.prompt_logprobs_from >= 0 and isinstance(row.admit.work, Generate):
+                first, k = max(row.admit.prompt_logprobs_from, start + 1), row.admit.work.params.prompt_logprobs
+                self._score_prompt(row, at, first, min(end + 1, row.admit.prompt_len), self._others(k), result)
         return ends
 
-    def _score_prompt(self, row: Row, at: int, first: int, end: int, result: StepResult) -> None:
+    def _score_prompt(self, row: Row, at: int, first: int, end: int, k: int, result: StepResult) -> None:
         for start in range(first, end, PROMPT_SLICE):
             found = []
             for position in range(start, min(start + PROMPT_SLICE, end)):
                 values = distribution(self._context(row, position), self.vocab_size)
-                k = self._others(row.admit.params.prompt_logprobs)
                 found.append(record(values, row.tokens[position], k))
             result.prompts.append(PromptChunk(at, start, join(found)))
 
@@ -204,24 +206,25 @@ class PageStore:
                 result.failed.append(SlotFailed(slot, 503, f"request {target.admit.uid} fails"))
                 continue
             context = self._context(source, end)
-            if target.admit.pooling is not None:
+            work = target.admit.work
+            if isinstance(work, Pool):
                 tokens.append(0)
-                result.pooled.append(SlotPooled(slot, *pooled(context, target.admit.pooling)))
+                result.pooled.append(SlotPooled(slot, *pooled(context, work.params)))
                 continue
             tokens.append(draw(target.seed, end, context, self.vocab_size))
-            if target.admit.params.logprobs is not None or target.admit.params.use_beam_search:
+            if work.params.logprobs is not None or work.params.use_beam_search:
                 slots.append(slot)
-                tokens[-1], found = self._score(target, context, tokens[-1])
+                tokens[-1], found = self._score(work.params, context, tokens[-1])
                 result.logprobs.append(found)
         for dst, token in zip(targets, tokens, strict=True):
-            admit = self.rows[dst].admit
-            if not admit.params.use_beam_search and admit.pooling is None:
+            work = self.rows[dst].admit.work
+            if isinstance(work, Generate) and not work.params.use_beam_search:
                 self.rows[dst].tokens.append(token)
         result.tokens, result.logprob_slots = i32(tokens), i32(slots)
 
-    def _score(self, row: Row, context: bytes, token: int) -> tuple[int, Logprobs]:
+    def _score(self, params: SamplingParams, context: bytes, token: int) -> tuple[int, Logprobs]:
         """The logprobs of a row's drawn token, or of a beam's most likely ones."""
-        params, values = row.admit.params, distribution(context, self.vocab_size)
+        values = distribution(context, self.vocab_size)
         k = self._others(params.logprobs)
         if params.use_beam_search:
             k, token = self._others(max(2 * params.width, k)), values.index(max(values))

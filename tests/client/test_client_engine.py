@@ -153,7 +153,7 @@ async def test_a_request_from_prompt_to_finish(net, _):
     stream = net.engine.submit(prompt="hi", params=SamplingParams(max_tokens=4, seed=-7), api_key="k", priority=3)
     sent = await net.detokenizer.next(m.Tokenize)
     assert (sent.prompt, sent.ids, sent.attempt, sent.resume, sent.key, sent.priority) == ("hi", None, 0, [], "k", 3)
-    assert sent.seed == 2**64 - 7
+    assert sent.work.seed == 2**64 - 7
     net.detokenizer.accept(sent)
     accepted = await stream.wait_accepted()
     assert (accepted.prompt_ids, accepted.prompt, stream.params.max_tokens) == ([1, 2, 3], "hi", 16)
@@ -208,8 +208,8 @@ async def test_a_lost_detokenizer_hands_over_what_it_held(net, _):
     await until(lambda: stream.children[1].finish)
     first.close()
     again = await second.next(m.Tokenize)
-    assert (again.uid, again.attempt, again.seed, again.prompt) == (sent.uid, 1, 5, None)
-    assert from_i32(again.ids) == [1, 2, 3] and again.params.max_tokens == 16
+    assert (again.uid, again.attempt, again.work.seed, again.prompt) == (sent.uid, 1, 5, None)
+    assert from_i32(again.ids) == [1, 2, 3] and again.work.params.max_tokens == 16
     assert [(r.index, from_i32(r.ids), r.text_sent) for r in again.resume] == [(0, [1, 2], 2)]
     second.accept(again, text=None)
     second.text(again, 2, [3], "c", m.Finish.LENGTH, index=0)

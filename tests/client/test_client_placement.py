@@ -8,13 +8,14 @@ from quire.proto import messages as m
 from quire.proto.codec import i32
 from quire.proto.losses import MAX_LOSSES, Losses
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
-PARAMS = SamplingParams(max_tokens=4)
+WORK = Generate(SamplingParams(max_tokens=4), 0)
 
 
 def request(uid, losses=0, accepted=False):
-    message = m.Tokenize(uid=uid, attempt=0, params=PARAMS, seed=0, arrival=0.0, prompt="hi")
-    made = OpenGeneration(message, PARAMS, 0.0)
+    message = m.Tokenize(uid=uid, attempt=0, work=WORK, arrival=0.0, prompt="hi")
+    made = OpenGeneration(message, WORK, WORK.params, 0.0)
     made.losses = Losses(losses, 0)
     if accepted:
         accept(made)
@@ -22,7 +23,7 @@ def request(uid, losses=0, accepted=False):
 
 
 def accept(each):
-    each.accept(m.Accepted(each.uid, 0, i32([1]), "hi", PARAMS))
+    each.accept(m.Accepted(each.uid, 0, i32([1]), "hi", WORK))
     if each.link is not None:
         each.link.release(each)
 

@@ -16,6 +16,7 @@ from quire.client.stream import RequestStream
 from quire.proto import messages as m
 from quire.proto.codec import BadFrame, f32, from_i32, i32
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
@@ -58,21 +59,21 @@ class World:
 
 
 def open_request(params, ids=PROMPT):
-    wire = to_wire(params)
-    request = OpenGeneration(m.Tokenize(1, 0, wire, 7, 0.0, ids=i32(ids)), params, 1e9)
+    work = Generate(to_wire(params), 7)
+    request = OpenGeneration(m.Tokenize(1, 0, work, 0.0, ids=i32(ids)), work, params, 1e9)
     return request, RequestStream(request, lambda uid: None, lambda uid: None)
 
 
 def accept(request, max_tokens=30):
-    params = request.message.params.clone()
+    params = request.message.work.params.clone()
     params.max_tokens = max_tokens
-    request.accept(m.Accepted(request.uid, request.attempt, i32(PROMPT), "hi", params))
+    request.accept(m.Accepted(request.uid, request.attempt, i32(PROMPT), "hi", Generate(params, 7)))
 
 
 def run(params, world, rng, trouble):
     """Drive a request to its end with losses and duplicates drawn by ``rng``; its events and final children."""
     request, stream = open_request(params)
-    wire = request.message.params
+    wire = request.message.work.params
     clock = itertools.count(int(request.metrics.arrival_time) + 1)
     events, again = [], request.message
     while not request.done:

@@ -167,14 +167,15 @@ def test_logprobs_in_step_with_tokens(rig):
 def test_best_of_prompt_logprobs_and_a_restart_in_between(rig):
     request, words = rig.submit(SamplingParams(n=1, best_of=2, prompt_logprobs=0)), one(rig)
     sent = words.next(m.Tokenize)
-    assert (sent.params.n, sent.params.best_of, sent.params.logprobs, sent.prompt_logprobs_from) == (2, None, 0, 0)
+    params = sent.work.params
+    assert (params.n, params.best_of, params.logprobs, sent.prompt_logprobs_from) == (2, None, 0, 0)
     words.accept(sent)
     words.send(m.PromptLogprobs(sent.uid, -1, 1, logprobs_of([2, 3])))  # of an attempt given up
     words.send(m.PromptLogprobs(sent.uid, 0, 1, m.Logprobs(b"abc", b"", b"")))
     words.send(m.PromptLogprobs(sent.uid, 0, 1, logprobs_of([2])))
     words.send(m.PromptLogprobs(sent.uid, 0, 3, logprobs_of([4])))  # a gap
     again = words.next(m.Tokenize)
-    assert (again.attempt, again.prompt_logprobs_from, again.resume, again.params.n) == (1, 2, [], 2)
+    assert (again.attempt, again.prompt_logprobs_from, again.resume, again.work.params.n) == (1, 2, [], 2)
     words.accept(again)
     words.send(m.PromptLogprobs(sent.uid, 1, 1, logprobs_of([2, 3])))
     for index in range(2):
@@ -215,8 +216,8 @@ def test_a_lost_detokenizer_hands_over_what_it_held():
     first.reachable = False
     first.cut()
     again = second.next(m.Tokenize)
-    assert (again.uid, again.attempt, again.seed, again.prompt) == (sent.uid, 1, 5, None)
-    assert from_i32(again.ids) == [1, 2, 3] and again.params.max_tokens == 16
+    assert (again.uid, again.attempt, again.work.seed, again.prompt) == (sent.uid, 1, 5, None)
+    assert from_i32(again.ids) == [1, 2, 3] and again.work.params.max_tokens == 16
     assert [(r.index, from_i32(r.ids), r.text_sent) for r in again.resume] == [(0, [1, 2], 2)]
     second.accept(again, text=None)
     second.text(again, 2, [3], "c", m.Finish.LENGTH, index=0)

@@ -16,6 +16,7 @@ from quire.proto.errors import Refused
 from quire.proto.messages import Finish, Resume, Tokenize
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
+from quire.proto.work import Generate
 
 MODEL = Path(__file__).resolve().parents[2] / "demo_model"
 TOKENIZER = load_tokenizer(str(MODEL))
@@ -35,7 +36,7 @@ SHARED = preparer()
 def ask(sampling: dict[str, Any], **fields: Any) -> Tokenize:
     if not {"prompt", "ids", "messages"} & set(fields):
         fields["ids"] = i32([40, 41, 42, 43])
-    return Tokenize(uid=1, attempt=1, params=SamplingParams(**sampling), seed=0, arrival=0.0, **fields)
+    return Tokenize(uid=1, attempt=1, work=Generate(SamplingParams(**sampling), 0), arrival=0.0, **fields)
 
 
 def refusal(sampling: dict[str, Any], with_preparer: Preparer = SHARED, **fields: Any) -> Refused:
@@ -48,7 +49,7 @@ def refusal(sampling: dict[str, Any], with_preparer: Preparer = SHARED, **fields
 def resolved(sampling: dict[str, Any], with_preparer: Preparer = SHARED, **fields: Any) -> SamplingParams:
     message = ask(sampling, **fields)
     with_preparer.prepare(message, 16, 64)
-    return message.params
+    return message.work.params
 
 
 @pytest.mark.parametrize(
@@ -124,24 +125,24 @@ def test_min_tokens_must_fit() -> None:
 def test_one_eos_is_primary_and_the_others_are_stop_ids() -> None:
     message = ask({"stop_token_ids": [5, 7]})
     prepared = SHARED.prepare(message, 16, 64)
-    assert prepared.eos == [EOS] and message.params.stop_token_ids == [5, 7, 9]
+    assert prepared.work.eos == [EOS] and message.work.params.stop_token_ids == [5, 7, 9]
     SHARED.prepare(message, 16, 64)  # what Engine submits again is resolved already
-    assert message.params.stop_token_ids == [5, 7, 9]
+    assert message.work.params.stop_token_ids == [5, 7, 9]
     ignoring = ask({"stop_token_ids": [5], "ignore_eos": True})
-    assert SHARED.prepare(ignoring, 16, 64).eos == [] and ignoring.params.stop_token_ids == [5]
+    assert SHARED.prepare(ignoring, 16, 64).work.eos == [] and ignoring.work.params.stop_token_ids == [5]
     without = preparer(TextTokenizer(TOKENIZER.encode, TOKENIZER.decode, TOKENIZER.backend, {}, lambda text: None, {}))
     assert (without.eos, without.more_eos) == ([7], [9, EOS])
     assert preparer(eos_token_ids=[VOCAB, 3]).more_eos == [3]  # none that cannot be drawn
 
 
-def test_masked_ids_are_all_that_could_end_a_sequence() -> None:
-    def masked(**sampling: Any) -> list[int]:
-        return from_i32(SHARED.prepare(ask(sampling), 16, 64).masked)
+def test_suppressed_ids_are_all_that_could_end_a_sequence() -> None:
+    def suppressed(**sampling: Any) -> list[int]:
+        return from_i32(SHARED.prepare(ask(sampling), 16, 64).work.suppressed_ids)
 
-    assert masked() == masked(stop_token_ids=[5]) == []
-    assert sorted(masked(min_tokens=1)) == sorted([EOS, 7, 9])
-    assert sorted(masked(min_tokens=2, ignore_eos=True, stop_token_ids=[5, 7])) == sorted([EOS, 5, 7, 9])
-    assert masked(min_tokens=1, allowed_token_ids=[EOS, 8])
+    assert suppressed() == suppressed(stop_token_ids=[5]) == []
+    assert sorted(suppressed(min_tokens=1)) == sorted([EOS, 7, 9])
+    assert sorted(suppressed(min_tokens=2, ignore_eos=True, stop_token_ids=[5, 7])) == sorted([EOS, 5, 7, 9])
+    assert suppressed(min_tokens=1, allowed_token_ids=[EOS, 8])
     refused = refusal({"min_tokens": 1, "allowed_token_ids": [EOS, 5], "stop_token_ids": [5]})
     assert refused.param == "allowed_token_ids" and "min_tokens=1" in refused.message
 
@@ -160,8 +161,11 @@ def test_resumed_children_end_by_a_secondary_eos_with_its_id_and_not_before_min_
 
 def test_bad_words_go_with_the_request() -> None:
     prepared = SHARED.prepare(ask({"bad_words": ["a"]}, ids=i32([40])), 16, 64)
-    assert TOKENIZER.encode("a", False) in prepared.bad_words and TOKENIZER.encode(" a", False) in prepared.bad_words
-    assert SHARED.prepare(ask({}), 16, 64).bad_words == []
+    assert (
+        TOKENIZER.encode("a", False) in prepared.work.bad_words
+        and TOKENIZER.encode(" a", False) in prepared.work.bad_words
+    )
+    assert SHARED.prepare(ask({}), 16, 64).work.bad_words == []
     refused = refusal({"bad_words": ["ok", "Paris"]}, Preparer(TOKENIZER, ModelConfig("", {}, 64, 50)))
     assert refused.param == "bad_words" and "out of vocabulary (0 to 49)" in refused.message
     refused = refusal({"bad_words": ["x" * (MAX_BAD_CHARACTERS + 1)]})
@@ -176,7 +180,11 @@ def test_without_a_tokenizer_prompts_are_ids() -> None:
     assert (bare.eos, bare.more_eos) == ([7], [9, EOS])
     message = ask({"min_tokens": 2, "logprobs": 3, "detokenize": True}, echo=True)
     prepared = bare.prepare(message, 16, 64)
-    assert prepared.prompt is None and prepared.eos == [7] and sorted(from_i32(prepared.masked)) == sorted([7, 9, EOS])
+    assert (
+        prepared.prompt is None
+        and prepared.work.eos == [7]
+        and sorted(from_i32(prepared.work.suppressed_ids)) == sorted([7, 9, EOS])
+    )
     news = prepared.sequences[0].advance([40, 7], Finish.STOP, -1, False)
     assert (news.text, news.used, news.length) == ("", 2, 2)
     assert bare.texts is None

@@ -28,6 +28,7 @@ from quire.proto.errors import Refused
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
 from quire.proto.wire.sockets import Dealer, Router, front_endpoint
+from quire.proto.work import Generate
 
 MODEL = str(Path(__file__).resolve().parents[2] / "demo_model")
 TOKENIZER = load_tokenizer(MODEL)
@@ -99,7 +100,7 @@ class Stack:
 
     def ask(self, engine: Dealer[Any], uid: int, attempt: int = 1, **fields: Any) -> None:
         params = fields.pop("params", None) or SamplingParams(max_tokens=50)
-        engine.send(m.Tokenize(uid=uid, attempt=attempt, params=params, seed=uid, arrival=1.0, **fields))
+        engine.send(m.Tokenize(uid=uid, attempt=attempt, work=Generate(params, uid), arrival=1.0, **fields))
 
     def tokens(self, *rows: tuple[int, int, int, int, list[int], int, int], started: tuple[int, ...] = ()) -> None:
         """One TokenBatch; a row is (uid, attempt, index, offset, tokens, finish, stop id)."""
@@ -146,16 +147,16 @@ def test_a_request_from_prompt_to_text(stack: Stack) -> None:
     stack.ask(engine, 5, prompt="The capital", priority=2, key="k", params=SamplingParams(n=2, max_tokens=None))
     accepted = stack.got(engine, m.Accepted)
     assert (accepted.ids, accepted.prompt) == (i32(ids), "The capital")
-    assert accepted.params.max_tokens == 128 - len(ids)
+    assert accepted.work.params.max_tokens == 128 - len(ids)
     submit = stack.scheduler(m.Submit)
-    assert (submit.uid, submit.attempt, submit.ids, submit.seed, submit.key, submit.priority) == (
+    assert (submit.uid, submit.attempt, submit.ids, submit.work.seed, submit.key, submit.priority) == (
         5, 1, i32(ids), 5, "k", 2,
     )  # fmt: skip
-    assert submit.params == accepted.params and EOS in submit.eos and submit.children == []
+    assert submit.work == accepted.work and EOS in submit.work.eos and submit.children == []
     stack.ask(other, 6, messages=[{"role": "user", "content": "Hi 😀"}], params=SamplingParams(ignore_eos=True))
     chat = stack.got(other, m.Accepted)
     assert "Hi 😀" in chat.prompt and TOKENIZER.decode(from_i32(chat.ids), False) == chat.prompt
-    assert stack.scheduler(m.Submit).eos == []
+    assert stack.scheduler(m.Submit).work.eos == []
     out = TOKENIZER.encode(" is Paris, zqx", False)
     assert len(out) > 3
     stack.tokens(
@@ -327,7 +328,7 @@ def test_logprobs_come_with_texts(stack: Stack) -> None:
     params = SamplingParams(logprobs=1, prompt_logprobs=1, min_tokens=2, stop="END", bad_words=["x"], max_tokens=50)
     stack.ask(engine, 1, prompt="The capital", params=params, prompt_logprobs_from=1)
     submit = stack.scheduler(m.Submit)
-    assert submit.prompt_logprobs_from == 1 and EOS in from_i32(submit.masked) and submit.bad_words
+    assert submit.prompt_logprobs_from == 1 and EOS in from_i32(submit.work.suppressed_ids) and submit.work.bad_words
     prompt = from_i32(submit.ids)
     stack.front.send(stack.peer, m.PromptLogprobs(1, 0, 1, record(prompt[1:])))  # of another attempt
     stack.front.send(stack.peer, m.PromptLogprobs(1, 1, 1, m.Logprobs(b"123", b"", i32([1]))))
@@ -350,7 +351,7 @@ def test_a_beam_search_asks_about_its_candidates(stack: Stack) -> None:
     params = SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, stop="ab", logprobs=0, max_tokens=9)
     stack.ask(engine, 1, prompt="x", params=params)
     submit = stack.scheduler(m.Submit)
-    assert (submit.params.width, submit.params.n) == (3, 2)
+    assert (submit.work.params.width, submit.work.params.n) == (3, 2)
     a, b, c = (TOKENIZER.encode(letter, False)[0] for letter in "abc")
     for step, parents, tokens, stopped in ((1, [0] * 3, [a, b, c], []), (2, [0, 1, 0], [b, b, c], [0])):
         stack.front.send(stack.peer, m.BeamTokens(1, 1, step, i32(parents), i32(tokens)))
@@ -376,7 +377,7 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
         assert (failed.status, failed.param) == (400, "prompt") and "--skip-tokenizer-init" in failed.message
         stack.ask(engine, 2, ids=i32([40, 41]), params=SamplingParams(logprobs=1), echo=True)
         assert stack.got(engine, m.Accepted).prompt is None
-        assert stack.scheduler(m.Submit).eos == load_model_config(MODEL).eos_token_ids[:1]
+        assert stack.scheduler(m.Submit).work.eos == load_model_config(MODEL).eos_token_ids[:1]
         batch = m.TokenBatch(i64([2]), i32([1]), i32([0]), i32([0]), i32([1]), i32([50]), i8([0]), i32([-1]))
         batch.logprob_rows, batch.logprobs = i32([0]), [record([50])]
         stack.front.send(stack.peer, batch)
@@ -410,7 +411,7 @@ def test_a_grammar_is_checked_before_anything_is_submitted(tmp_path: Path) -> No
 
     def structured(uid: int, regex: str) -> m.Tokenize:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
-        return m.Tokenize(uid=uid, attempt=0, params=params, seed=0, arrival=0.0, prompt="Hello")
+        return m.Tokenize(uid=uid, attempt=0, work=Generate(params, 0), arrival=0.0, prompt="Hello")
 
     async def main() -> None:
         process = loop.Detokenizer(
@@ -432,7 +433,7 @@ def test_a_grammar_is_checked_before_anything_is_submitted(tmp_path: Path) -> No
 
         for uid, regex in ((1, "slow"), (2, "bad"), (3, "slow")):
             process._from_engine("e", structured(uid, regex))
-        process._from_engine("e", m.Tokenize(4, 0, SamplingParams(), 0, 0.0, prompt="Hello"))
+        process._from_engine("e", m.Tokenize(4, 0, Generate(SamplingParams(), 0), 0.0, prompt="Hello"))
         await until(lambda: len(to_engine) == 2 and process.queued == 0)
         failed = next(message for message in to_engine if isinstance(message, m.Failed))
         assert (failed.uid, failed.status, failed.param) == (2, 400, "structured_outputs")
@@ -498,7 +499,9 @@ def test_a_full_queue_refuses_new_requests_only(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(process, "_send", lambda peer, message: sent.append(message))
 
         def ask(uid: int, attempt: int, prompt: str) -> None:
-            message = m.Tokenize(uid=uid, attempt=attempt, params=SamplingParams(), seed=0, arrival=0.0, prompt=prompt)
+            message = m.Tokenize(
+                uid=uid, attempt=attempt, work=Generate(SamplingParams(), 0), arrival=0.0, prompt=prompt
+            )
             process._from_engine("frontend-0", message)
 
         ask(1, 0, "x" * 20_000)  # too many bytes
@@ -537,7 +540,7 @@ def test_a_silent_engine_is_let_go_and_time_that_stood_still_is_not_held_against
                 process._beat()
 
         for uid, engine in enumerate(("frontend-0", "frontend-1")):
-            message = m.Tokenize(uid=uid, attempt=0, params=SamplingParams(), seed=0, arrival=0.0, prompt="a")
+            message = m.Tokenize(uid=uid, attempt=0, work=Generate(SamplingParams(), 0), arrival=0.0, prompt="a")
             process._from_engine(engine, message)
         beats(15, "frontend-0")
         clock[0] += 100  # this process was stopped

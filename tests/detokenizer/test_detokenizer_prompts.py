@@ -21,6 +21,7 @@ from quire.proto.errors import Refused
 from quire.proto.hashing import hash_blocks
 from quire.proto.messages import Finish, Resume, Tokenize
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 CORPUS = ["Hello world, this is a test of chat templates. user assistant system", "num 123 ünï 你好 😀"] * 4
 TEXTS = ["Hello world", " two  spaces ", "<s>literal</s> <|im_end|>", "ünï 你好 😀\n\n", "<extra> x<pad>"]
@@ -378,7 +379,7 @@ def preparer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
 
 def ask(**fields: Any) -> Tokenize:
     params = fields.pop("params", None) or SamplingParams(**fields.pop("sampling", {}))
-    return Tokenize(uid=1, attempt=1, params=params, seed=0, arrival=0.0, **fields)
+    return Tokenize(uid=1, attempt=1, work=Generate(params, 0), arrival=0.0, **fields)
 
 
 def test_prompt_in_every_form(preparer: Preparer) -> None:
@@ -386,12 +387,12 @@ def test_prompt_in_every_form(preparer: Preparer) -> None:
     prepared = preparer.prepare(message, 4, 64)
     ids = array("i", prepared.ids).tolist()
     assert ids[0] == 0 and preparer.tokenizer.decode(ids, True) == prepared.prompt == "Hello world"
-    assert message.params.max_tokens == 64 - len(ids)
+    assert message.work.params.max_tokens == 64 - len(ids)
     assert prepared.hashes == b"".join(hash_blocks(prepared.ids, 4)) and len(prepared.hashes) == len(ids) // 4 * 16
-    assert prepared.eos == [1] and message.params.stop_token_ids == [3] and list(prepared.sequences) == [0]
+    assert prepared.work.eos == [1] and message.work.params.stop_token_ids == [3] and list(prepared.sequences) == [0]
     assert preparer.prepare(ask(prompt="Hello world", add_special_tokens=False), 4, 64).ids == i32(ids[1:])
     given = preparer.prepare(ask(ids=i32(ids), sampling={"n": 3, "ignore_eos": True}), 4, 64)
-    assert (given.ids, given.prompt, given.eos, list(given.sequences)) == (i32(ids), None, [], [0, 1, 2])
+    assert (given.ids, given.prompt, given.work.eos, list(given.sequences)) == (i32(ids), None, [], [0, 1, 2])
     chat = preparer.prepare(ask(messages=[{"role": "user", "content": "Hi"}]), 4, 64)
     assert chat.prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n\n"
     assert array("i", chat.ids)[0] == 2  # a template writes its own first token
@@ -405,7 +406,7 @@ def test_prompt_in_every_form(preparer: Preparer) -> None:
 def test_max_tokens_and_truncation_are_resolved(preparer: Preparer) -> None:
     message = ask(ids=i32(range(10, 60)), sampling={"max_tokens": 60})
     preparer.prepare(message, 16, 64)
-    assert message.params.max_tokens == 14
+    assert message.work.params.max_tokens == 14
     message = ask(ids=i32(range(10, 110)), sampling={"truncate_prompt_tokens": 5})
     assert preparer.prepare(message, 16, 64).ids == i32(range(105, 110))
     long = "Hello world " * 100_000

@@ -16,6 +16,7 @@ from quire.proto.errors import Refused
 from quire.proto.messages import Tokenize
 from quire.proto.params import ParamError, SamplingParams
 from quire.proto.pooling import PoolingParams
+from quire.proto.work import Generate, Pool
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(20)), "ab"]
 
@@ -233,11 +234,11 @@ def test_pairs_are_encoded_and_cut_as_the_tokenizer_does_it(keep, lengths):
     assert encode(bert_tokenizer(), [first], True, keep).ids == one.ids
     found = encode(bert_tokenizer(), [first, second], True, keep)
     assert found.ids == two.ids
-    assert [int(i >= found.second >= 0) for i in range(len(found.ids))] == two.type_ids
+    assert [int(i >= found.token_type_start >= 0) for i in range(len(found.ids))] == two.type_ids
 
 
-def prepare(preparer, limit=16, params=None, **message):
-    given = Tokenize(1, 0, SamplingParams(), 0, 0.0, pooling=PoolingParams(**(params or {})), **message)
+def prepare(preparer, limit=16, params=None, pair=None, **message):
+    given = Tokenize(1, 0, Pool(PoolingParams(**(params or {})), pair), 0.0, **message)
     return preparer.prepare(given, 4, limit)
 
 
@@ -246,11 +247,11 @@ def test_prompts_are_prepared(tmp_path):
     preparer = Preparer(bert_tokenizer(), model, pooler=found)
     prepared = prepare(preparer, prompt="AB W3")
     assert from_i32(prepared.ids) == [2, WORDS.index("ab"), WORDS.index("w3"), 3]
-    assert (prepared.prompt, prepared.second, len(prepared.hashes)) == ("AB W3", -1, 16)
-    assert prepared.pooling.pooling == "MEAN"
+    assert (prepared.prompt, prepared.work.token_type_start, len(prepared.hashes)) == ("AB W3", -1, 16)
+    assert prepared.work.params.pooling == "MEAN"
     assert from_i32(prepare(preparer, prompt="").ids) == [2, 3]
     assert from_i32(prepare(preparer, prompt="ab", add_special_tokens=False).ids) == [WORDS.index("ab")]
-    assert prepare(preparer, prompt="ab", pair="w1").second == 3
+    assert prepare(preparer, prompt="ab", pair="w1").work.token_type_start == 3
     assert len(prepare(preparer, prompt="ab " * 50, params={"truncate_prompt_tokens": -1}).ids) == 4 * 16
     assert from_i32(prepare(preparer, ids=i32(range(9)), params={"truncate_prompt_tokens": 3}).ids) == [0, 1, 2]
 
@@ -280,7 +281,7 @@ def test_each_kind_of_server_refuses_the_other_kind_of_request(tmp_path):
         prepare(Preparer(bert_tokenizer(), model), prompt="ab")
     with pytest.raises(Refused, match=r"this server pools with BertModel .* and does not generate"):
         Preparer(bert_tokenizer(), model, pooler=found).prepare(
-            Tokenize(1, 0, SamplingParams(), 0, 0.0, prompt="ab"), 4, 16
+            Tokenize(1, 0, Generate(SamplingParams(), 0), 0.0, prompt="ab"), 4, 16
         )
 
 

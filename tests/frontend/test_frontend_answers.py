@@ -146,7 +146,7 @@ def test_echo_puts_the_prompt_first(server: FakeServer) -> None:
     assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
     assert found["top_logprobs"][1] == {" two": -0.5, "?": -0.125}
     assert choice["prompt_logprobs"] is None
-    assert server.engine.requests[0].message.params.prompt_logprobs == 1
+    assert server.engine.requests[0].work.params.prompt_logprobs == 1
 
 
 def test_the_prompt_alone(server: FakeServer) -> None:
@@ -364,7 +364,7 @@ def test_best_of_returns_the_likeliest(server: FakeServer) -> None:
     assert [choice["text"] for choice in answer["choices"]] == [" 3.0 3.1 3.2", " 2.0 2.1 2.2"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    assert server.engine.requests[0].message.params.n == 4
+    assert server.engine.requests[0].work.params.n == 4
     answer = ask(server, CHATS, {**CHAT, "best_of": 3, "logprobs": True})
     assert answer["choices"][0]["message"]["content"] == " 2.0 2.1 2.2"
     assert [token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]] == [-0.25] * 3
@@ -375,7 +375,7 @@ def test_best_of_returns_the_likeliest(server: FakeServer) -> None:
 def test_beam_search_reaches_the_engine_whole(server: FakeServer) -> None:
     answer = ask(server, COMPLETIONS, {**HI, "use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.5})
     assert len(answer["choices"]) == 2
-    params = server.engine.requests[0].message.params
+    params = server.engine.requests[0].work.params
     assert (params.use_beam_search, params.n, params.width, params.length_penalty) == (True, 2, 4, 0.5)
     assert params.temperature == 0
     error = error_of(server, CHATS, {**CHAT, "use_beam_search": True, "n": 2, "stream": True})

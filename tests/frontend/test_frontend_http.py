@@ -98,7 +98,7 @@ def test_live_ready_and_a_token_really_made(server: FakeServer) -> None:
     for path in ("/health/live", "/health/ready", "/health/generate"):
         assert ask(server, "GET", path)[:2] == (200, b"")
     (probe,) = server.engine.requests
-    assert (probe.message.ids, probe.message.params.max_tokens) == (b"\0" * 4, 1)
+    assert (probe.message.ids, probe.work.params.max_tokens) == (b"\0" * 4, 1)
     server.engine.refuse = lambda request: RequestError(500, "the cache is on fire.")
     answer = ask(server, "GET", "/health/generate")
     assert "on fire" in error_of(answer, 503)["message"] and answer[2]["Retry-After"]
@@ -213,12 +213,12 @@ def test_prompts_as_ids(server: FakeServer) -> None:
 def test_options_reach_the_engine(server: FakeServer) -> None:
     post(server, {**HI, "seed": 7, "stop": "x", "priority": -3, "add_special_tokens": False, "top_k": 4})
     message = server.engine.requests[0].message
-    assert (message.seed, message.priority, message.add_special_tokens) == (7, -3, False)
-    assert (message.params.stop, message.params.top_k, message.params.max_tokens) == (["x"], 4, 3)
+    assert (message.work.seed, message.priority, message.add_special_tokens) == (7, -3, False)
+    assert (message.work.params.stop, message.work.params.top_k, message.work.params.max_tokens) == (["x"], 4, 3)
     post(server, {"messages": CHAT["messages"], "add_special_tokens": True}, "/v1/chat/completions")
     message = server.engine.requests[1].message
     assert message.template["add_special_tokens"] is True
-    assert message.params.max_tokens is None
+    assert message.work.params.max_tokens is None
 
 
 def test_finish_reasons(server: FakeServer) -> None:

@@ -151,7 +151,7 @@ def test_parameters_reach_the_engine(servers: dict[str, FakeServer]) -> None:
     ):
         server = servers[PATHS[path]]
         assert post(server, path, {**BODIES[path], **body})[0] == 200
-        assert server.engine.requests[-1].message.pooling == PoolingParams(**{"task": "embed", **expected})
+        assert server.engine.requests[-1].work.params == PoolingParams(**{"task": "embed", **expected})
 
 
 def test_classify(servers: dict[str, FakeServer]) -> None:
@@ -407,7 +407,7 @@ def test_a_pair_that_fails_is_named_by_both_its_texts_the_longer_first(
     servers: dict[str, FakeServer], monkeypatch: pytest.MonkeyPatch, path: str, sides: dict[str, Any], place: str
 ) -> None:
     said = RequestError(400, "This is too long.", "input_tokens")
-    refuse = lambda request: said if "bad" in (request.message.prompt, request.message.pair) else None  # noqa: E731
+    refuse = lambda request: said if "bad" in (request.message.prompt, request.work.pair) else None  # noqa: E731
     monkeypatch.setattr(servers["cross"].engine, "refuse", refuse)
     error = error_of(post(servers["cross"], path, sides))
     assert error["message"] == f"{place}: This is too long." and error["param"] == re.split(r"\W", place)[0]

@@ -18,6 +18,7 @@ from quire.proto.params import SamplingParams
 from quire.proto.process import new_incarnation
 from quire.proto.structured import StructuredOutputsParams
 from quire.proto.wire.sockets import Dealer, Router, front_endpoint, worker_endpoint
+from quire.proto.work import Generate
 
 EPOCH = 2**64 - 1
 """No epoch that is made up is later than this one, so a sound message is never out of date."""
@@ -128,8 +129,8 @@ class LoneWorker(Alone):
         """The prompt in each of ``rows``, then a token more of each in every step."""
         count, length = len(rows), len(self.IDS)
         if step == 1:
-            more["admits"] = [m.Admit(row, 10 + row, 0, i32(self.IDS), length, params, 3, i32([2]), [[8, 9]],
-                                      0 if params.prompt_logprobs else -1) for row in rows]  # fmt: skip
+            work, told = Generate(params, 3, [], i32([2]), [[8, 9]]), 0 if params.prompt_logprobs else -1
+            more["admits"] = [m.Admit(row, 10 + row, 0, i32(self.IDS), length, work, told) for row in rows]
             more |= {"delta_rows": i32(rows), "delta_slots": i32([0] * count), "delta_blocks": i32(r + 1 for r in rows)}
         start, tokens = (0, length) if step == 1 else (length + step - 2, 1)
         return m.StepPlan(
@@ -149,7 +150,7 @@ class LoneWorker(Alone):
             {}, {"drops": i32([3])},
             {"fork_src": i32([0]), "fork_dst": i32([2]), "fork_seeds": u64([5]), "copy_src": i32([1]),
              "copy_dst": i32([5]), "delta_rows": i32([2]), "delta_slots": i32([0]), "delta_blocks": i32([5])},
-            {"admits": [m.Admit(3, 9, 0, i32([4, 5, 6]), 2, self._params(rng), 1)]},
+            {"admits": [m.Admit(3, 9, 0, i32([4, 5, 6]), 2, Generate(self._params(rng), 1))]},
         ))  # fmt: skip
         return [plain(self._plan(self._step, SamplingParams(), [0, 1], **more))]
 
@@ -251,7 +252,7 @@ class LoneDetokenizer(Alone):
         """A sound request, until its Submit is there: its uid, which is far from any other."""
         assert self.engine is not None
         uid = self._uid = self._uid + 1000
-        self.engine.send(m.Tokenize(uid, 0, params, 7, 1.0, prompt=self.PROMPT))
+        self.engine.send(m.Tokenize(uid, 0, Generate(params, 7), 1.0, prompt=self.PROMPT))
         await self._until(lambda: uid in self._submits and uid in self._accepted)
         return uid
 

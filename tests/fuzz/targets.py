@@ -26,6 +26,7 @@ from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
 from quire.proto.process import new_incarnation
 from quire.proto.wire.sockets import Router, front_endpoint
+from quire.proto.work import Generate, Pool
 
 VOCAB = 2048
 
@@ -125,9 +126,9 @@ def to_scheduler(rng: random.Random) -> list[Any]:
     )  # fmt: skip
     children = rng.choice(([], [m.Child(0, i32([5, 6]))]))
     hashes = b"".join(hash_blocks(ids, 16))
+    work = rng.choice((*[Generate(params, 7, [2])] * 2, Pool(PoolingParams(task="embed", pooling="LAST"))))
     messages = [
-        m.Submit(uid, rng.choice((0, 1, 2)), ids, hashes, params, [2], 7, time.time(), children,
-                 pooling=rng.choice((None, None, PoolingParams(task="embed", pooling="LAST")))),
+        m.Submit(uid, rng.choice((0, 1, 2)), ids, hashes, work, time.time(), children),
         m.Abort(uid, 0), m.Stopped(uid, 0, 0, 3), m.BeamStopped(uid, 0, 1, i32([0])), m.Reconcile(i64([uid]), i32([0])),
         m.GetStats(3), m.Heartbeat(), m.Manage(1, "list"),
     ]  # fmt: skip
@@ -146,12 +147,12 @@ def to_detokenizer(rng: random.Random) -> list[Any]:
     """What an Engine sends."""
     uid = rng.randrange(1, 50)
     params = SamplingParams(max_tokens=rng.randrange(1, 9), temperature=1.0, logprobs=rng.choice((None, 2)))
-    chat = [{"role": "user", "content": "Hi"}]
+    work, chat = Generate(params, 7), [{"role": "user", "content": "Hi"}]
     asks = [
-        m.Tokenize(uid, 0, params, 7, time.time(), prompt="once upon a time"),
-        m.Tokenize(uid, 1, params, 7, time.time(), ids=i32([5, 6, 7]), resume=[m.Resume(0, i32([9, 10]), 2)]),
-        m.Tokenize(uid, 0, params, 7, time.time(), messages=chat, template={"add_generation_prompt": True}),
-        m.Tokenize(uid, 0, params, 7, time.time(), prompt="once", pooling=PoolingParams(), pair="upon a time"),
+        m.Tokenize(uid, 0, work, time.time(), prompt="once upon a time"),
+        m.Tokenize(uid, 1, work, time.time(), ids=i32([5, 6, 7]), resume=[m.Resume(0, i32([9, 10]), 2)]),
+        m.Tokenize(uid, 0, work, time.time(), messages=chat, template={"add_generation_prompt": True}),
+        m.Tokenize(uid, 0, Pool(PoolingParams(), "upon a time"), time.time(), prompt="once"),
     ]
     return [
         plain(message) for message in [*asks * 3, m.Abort(uid, 0), m.Reconcile(i64([uid]), i32([0])), m.Heartbeat()]
@@ -170,8 +171,8 @@ def to_engine(uid: int) -> list[Any]:
     params = SamplingParams(max_tokens=5)
     return [plain(x) for x in (
         text_batch(uid, 0, 0, [1, 2], "ab", m.Finish.NONE), text_batch(uid, 0, 2, [3], "c", m.Finish.STOP),
-        m.Accepted(uid, 0, i32([5]), "x", params), m.Failed(uid, 0, 500, "no"), m.Unknown(i64([uid]), i32([0])),
-        m.Pooled(uid, 0, 0, bytes(8)),
+        m.Accepted(uid, 0, i32([5]), "x", Generate(params, 7)), m.Failed(uid, 0, 500, "no"),
+        m.Unknown(i64([uid]), i32([0])), m.Pooled(uid, 0, 0, bytes(8)),
         m.PromptLogprobs(uid, 0, 1, m.Logprobs(i32([5, 6]), i32([0, 0]), i32([1]), ["a", "b"])), m.Heartbeat(),
     )]  # fmt: skip
 
@@ -240,7 +241,7 @@ class FakePeers:
         async with asyncio.timeout(60):
             await until(lambda: stream.uid in self.asked and self.asked[stream.uid][0] == self.text_peer, 60)
             peer, message = self.asked[stream.uid]
-            self.detokenizer.send(peer, m.Accepted(stream.uid, message.attempt, i32([5, 6]), None, message.params))
+            self.detokenizer.send(peer, m.Accepted(stream.uid, message.attempt, i32([5, 6]), None, message.work))
             batch = text_batch(stream.uid, message.attempt, 0, [1, 2], "ab", m.Finish.LENGTH)
             self.detokenizer.send(peer, batch)
             (child,) = await stream.collect()

@@ -24,6 +24,7 @@ from quire.proto.config import EngineArgs
 from quire.proto.messages import Assign, Configure, Drain, FromDetokenizer, Heartbeat, Lease, Submit, ToDetokenizer
 from quire.proto.params import SamplingParams
 from quire.proto.wire.sockets import DISCONNECTED, Dealer, Router
+from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
 from quire.scheduler.membership import Membership
 
@@ -31,7 +32,7 @@ from quire.scheduler.membership import Membership
 @pytest.mark.parametrize(("uid", "attempt"), [(1, 2**31), (2**63, 0), (-(2**63) - 1 + 2**64, -(2**40))])
 def test_a_stranger_with_numbers_that_fit_no_column(uid: int, attempt: int) -> None:
     membership = Membership(Scheduler(EngineArgs()), epoch=1)
-    membership.on_front("stranger", Submit(uid, attempt, b"", b"", SamplingParams(max_tokens=1), [], 0, 0.0))
+    membership.on_front("stranger", Submit(uid, attempt, b"", b"", Generate(SamplingParams(max_tokens=1), 0), 0.0))
     assert membership.core.outbox.take() == []
     assert membership.core.bad_messages == 1
 

@@ -20,9 +20,9 @@ from quire.proto.codec import i32
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.grammars import grammar as proto_grammar
 from quire.proto.grammars.grammar import GrammarError, grammar_of, start_matcher, token_table
-from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
+from quire.proto.work import Generate
 
 END = 256
 """EOS of the byte-level tokenizer, whose ids below are bytes. 257 is a second EOS, 258 another special token."""
@@ -80,11 +80,11 @@ def accepts(table: Any, form: StructuredOutputsParams, text: str) -> bool:
 def admit(
     grammars: Grammars, row: int, form: StructuredOutputsParams, outputs: bytes | list[int] = b"", **params: Any
 ) -> None:
-    masked = i32([END, END + 1]) if params.get("min_tokens") else b""
+    suppressed = i32([END, END + 1]) if params.get("min_tokens") else b""
     ids = np.array([1, 2, 3, *outputs], np.int32)
     params = {"max_tokens": 400, **params}
     sampling = SamplingParams(structured_outputs=form, **params)
-    grammars.admit(row, Admit(row, row, 0, ids.tobytes(), 3, sampling, 0, masked=masked), ids)
+    grammars.admit(row, Generate(sampling, 0, suppressed_ids=suppressed), 3, ids)
 
 
 def allowed(grammars: Grammars, row: int) -> list[int]:

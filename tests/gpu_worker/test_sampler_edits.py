@@ -79,7 +79,7 @@ def test_living_through_outputs_is_being_admitted_with_them():
     assert len(set(lived.outputs)) < len(lived.outputs)
     # A new owner of the row finds nothing of the old.
     other = Request(params, 1, [1], [2, 2])
-    state.admit(0, *other.admit(0))
+    state.admit(0, *other.admit())
     assert torch.equal(state.counts.tensor, state_of([other], 30).counts.tensor)
 
 
@@ -93,7 +93,7 @@ def test_counts_follow_forks_and_appends():
     after = state.counts.tensor
     assert torch.equal(after[[0, 1, 3]], before[[1, 0, 0]]) and not after[4].any()
     beam = Request(beams, prompt=[1], outputs=[5])
-    state.admit(5, *beam.admit(5))
+    state.admit(5, *beam.admit())
     got = step(state, torch.zeros(1, 10).to(DEVICE), [beam], [5])
     assert got.tokens.item() == 0  # the best, which is not counted: 5 has been penalised
     assert state.counts.tensor[5].tolist() == counts_of(beam, 10)
@@ -183,7 +183,7 @@ def test_bad_words_outside_the_vocabulary_change_nothing():
 def test_min_tokens_ends_at_its_boundary():
     logits, eos = real_logits(1), [2, 9, VOCAB]
     for count in range(5):
-        request = Request(greedy(min_tokens=3), prompt=[1, 1, 1], outputs=[4] * count, masked=eos)
+        request = Request(greedy(min_tokens=3), prompt=[1, 1, 1], outputs=[4] * count, suppressed=eos)
         want = hf.MinNewTokensLengthLogitsProcessor(3, 3, [2, 9])(torch.tensor([request.ids]), logits.clone())
         assert torch.equal(edited([request], logits), want), count
         assert want[0, 2].isneginf() == (count < 3)
@@ -191,7 +191,7 @@ def test_min_tokens_ends_at_its_boundary():
 
 def test_min_tokens_in_one_row_that_lives():
     """The lists that are kept from step to step change when the row's time is over, beside a row whose do not."""
-    waits = Request(greedy(min_tokens=2, logit_bias={9: 1.0}), masked=[2, 9])
+    waits = Request(greedy(min_tokens=2, logit_bias={9: 1.0}), suppressed=[2, 9])
     other = Request(greedy(logit_bias={1: 2.0}))
     state = state_of([waits, other], VOCAB)
     for count in range(4):
@@ -206,7 +206,7 @@ def test_min_tokens_in_one_row_that_lives():
 
 def test_a_ban_beats_a_bias():
     request = Request(greedy(logit_bias={3: 100.0, 4: 100.0, 5: 100.0}, min_tokens=1, allowed_token_ids=[2, 3, 4]))
-    request.bad_words, request.masked = [[3]], [4]
+    request.bad_words, request.suppressed = [[3]], [4]
     got = edited([request], real_logits(1))
     assert got[0, 3:6].isneginf().all() and got[0].argmax() == 2
 
@@ -255,7 +255,7 @@ def test_combined_as_transformers_chains_them():
     fields = {"logit_bias": {11: 3.0, 400: -2.0}, "min_tokens": 40, "repetition_penalty": 1.4, "temperature": 0.8,
               "top_k": 60, "top_p": 0.85, "min_p": 0.001}  # fmt: skip
     params = SamplingParams(**fields, max_tokens=None, logprobs=VOCAB)
-    request = Request(params, prompt=ids[:10], outputs=ids[10:], masked=[2, 17], bad_words=[[ids[-1], 19], [18]])
+    request = Request(params, prompt=ids[:10], outputs=ids[10:], suppressed=[2, 17], bad_words=[[ids[-1], 19], [18]])
     chain = [
         hf.NoBadWordsLogitsProcessor(request.bad_words, eos_token_id=None),
         hf.MinNewTokensLengthLogitsProcessor(10, 40, [2, 17]),

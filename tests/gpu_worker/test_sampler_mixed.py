@@ -55,8 +55,8 @@ def requests_of(vocab, with_words=True):
     found = []
     for seed, fields in enumerate(FIELDS):
         prompt, outputs = (generator.integers(0, vocab, n).tolist() for n in (7 + seed % 5, seed % 9))
-        masked = [2, 3] if fields.get("min_tokens") else []
-        request = Request(SamplingParams(**fields, max_tokens=None), seed * 7919, prompt, outputs, masked)
+        suppressed = [2, 3] if fields.get("min_tokens") else []
+        request = Request(SamplingParams(**fields, max_tokens=None), seed * 7919, prompt, outputs, suppressed)
         if with_words and seed % 3 == 0:
             request.bad_words = [[seed], [*outputs[-2:], seed + 1], [*outputs[-1:], seed + 2], [1, 2, 3]]
         found.append(request)
@@ -129,7 +129,7 @@ def test_what_nobody_uses_is_not_needed():
     requests = [Request(SamplingParams(**fields)) for fields in flags.values()]
     requests += [Request(bad_words=[[1, 2]]), Request(bad_words=[[1]]), Request(SamplingParams(temperature=0)),
                  Request(SamplingParams(temperature=0, n=2, use_beam_search=True)),
-                 Request(SamplingParams(min_tokens=2), outputs=[1], masked=[2])]  # fmt: skip
+                 Request(SamplingParams(min_tokens=2), outputs=[1], suppressed=[2])]  # fmt: skip
     state = state_of(requests, VOCAB)
 
     def needs(row, position=1):
@@ -215,7 +215,7 @@ def reference(row, request):
         x[[t for t in range(len(x)) if t not in p.allowed_token_ids]] = -math.inf
     x[[6, 12]] = -math.inf  # its bad words, as its last output is 5
     if p.min_tokens:
-        x[request.masked] = -math.inf
+        x[request.suppressed] = -math.inf
     for token, bias in (p.logit_bias or {}).items():
         x[token] += bias
     x = plain_penalties(x, request).double() / p.temperature

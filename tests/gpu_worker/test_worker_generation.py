@@ -12,6 +12,7 @@ from quire.gpu_worker.state import PlanError
 from quire.proto.codec import from_i32, i32
 from quire.proto.messages import Admit, StepPlan
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 torch.set_num_threads(1)
 MODEL = ToyModel()
@@ -287,8 +288,8 @@ def _hand():
 
 
 def _admit(**fields):
-    values = {"row": 2, "uid": 1, "index": 0, "ids": i32([1]), "prompt_len": 1, "params": GREEDY, "seed": 0, **fields}
-    return plan(2, admits=[Admit(**values)])
+    told = fields.pop("prompt_logprobs_from", -1)
+    return plan(2, admits=[Admit(2, 1, 0, i32([1]), 1, Generate(**{"params": GREEDY, "seed": 0, **fields}), told)])
 
 
 BAD = {
@@ -302,7 +303,7 @@ BAD = {
     "two appends to one row": plan(2, append_rows=[0, 0], append_tokens=[1, 2]),
     "an append to a dropped row": plan(2, drops=[0], append_rows=[0], append_tokens=[1]),
     "half a token": StepPlan(LEASE, 2, append_rows=i32([0]), append_tokens=b"\0\0"),
-    "a masked id out of the vocabulary": _admit(masked=i32([VOCAB])),
+    "a suppressed id out of the vocabulary": _admit(suppressed_ids=i32([VOCAB])),
     "a bad word out of the vocabulary": _admit(bad_words=[[1], [2, VOCAB]]),
     "a negative bad word": _admit(bad_words=[[-1]]),
     "a bad word of nothing": _admit(bad_words=[[]]),
@@ -320,9 +321,9 @@ def test_a_bad_plan_is_refused(bad):
 
 def test_the_good_plans_beside_the_bad_ones():
     _hand().runner.launch(plan(2, append_rows=[0, 1], append_tokens=[VOCAB - 1, 0]))
-    _hand().runner.launch(plan(2, drops=[0], admits=[Admit(0, 1, 0, i32([1]), 1, GREEDY, 0)], append_rows=[0],
+    _hand().runner.launch(plan(2, drops=[0], admits=[Admit(0, 1, 0, i32([1]), 1, Generate(GREEDY, 0))], append_rows=[0],
                                append_tokens=[1]))  # fmt: skip
-    _hand().runner.launch(_admit(masked=i32([0]), bad_words=[[1], [2, 3]], prompt_logprobs_from=9))
+    _hand().runner.launch(_admit(suppressed_ids=i32([0]), bad_words=[[1], [2, 3]], prompt_logprobs_from=9))
 
 
 def test_no_more_is_sent_than_is_asked_for():

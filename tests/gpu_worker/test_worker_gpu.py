@@ -8,7 +8,7 @@ from worker_toys import CPU, GREEDY, LADDER, LEASE, Hand, Ladder, plan, unpack
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.memory import cuda_budget
 from quire.gpu_worker.models.loader import load_model
-from quire.gpu_worker.worker import worst_case
+from quire.gpu_worker.worker import every_stage, worst_case
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.params import SamplingParams
 
@@ -143,7 +143,7 @@ def test_a_structure_is_followed_two_plans_ahead(models):
 
 def test_the_worst_step_is_measured(models):
     hand = Hand(models[1], device=models[1].device, **{**LIMITS, "blocks": 1})
-    worst = worst_case(hand.state, 512, 20)
+    worst = worst_case(hand.state, 512, every_stage(20))
     bytes_of = KVCache.block_bytes(models[1].spec, 16, torch.float32)
     budget = cuda_budget(lambda: hand.runner.launch(worst), 0, bytes_of, 16, models[1].device)
     assert 0 < budget.used < budget.total

@@ -33,6 +33,7 @@ from quire.proto.messages import (
 )  # fmt: skip
 from quire.proto.params import SamplingParams
 from quire.proto.wire.sockets import worker_endpoint
+from quire.proto.work import Generate
 
 torch.set_num_threads(1)
 MODEL = ToyModel()
@@ -96,7 +97,7 @@ def running(scheduler):
 
 def first_step(lease, ids=IDS, step=1):
     return plan(
-        step, lease, admits=[Admit(0, 1, 0, i32(ids), len(ids), GREEDY, 0)],
+        step, lease, admits=[Admit(0, 1, 0, i32(ids), len(ids), Generate(GREEDY, 0))],
         delta_rows=[0], delta_slots=[0], delta_blocks=[4],
         rows=[0], starts=[0], counts=[len(ids)], sample_src=[0], sample_rows=[0],
     )  # fmt: skip
@@ -109,8 +110,8 @@ def test_logprobs_and_failures_reach_the_scheduler(scheduler, running):
     unknown = SamplingParams(temperature=0.0, logits_processors=["nobody:registered"])
     scheduler.send(peer, plan(
         1, lease, admits=[
-            Admit(0, 1, 0, i32(IDS), len(IDS), told, 0, prompt_logprobs_from=4),
-            Admit(1, 2, 0, i32(IDS), len(IDS), unknown, 0),
+            Admit(0, 1, 0, i32(IDS), len(IDS), Generate(told, 0), prompt_logprobs_from=4),
+            Admit(1, 2, 0, i32(IDS), len(IDS), Generate(unknown, 0)),
         ],
         delta_rows=[0, 1], delta_slots=[0, 0], delta_blocks=[4, 5],
         rows=[0, 1], starts=[0, 0], counts=[len(IDS)] * 2, sample_src=[0, 1], sample_rows=[0, 1],

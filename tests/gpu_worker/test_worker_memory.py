@@ -15,7 +15,7 @@ from quire.gpu_worker.graphs import DecodeGraphs, capture_sizes
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.memory import GIB, Budget, cpu_budget, fit
 from quire.gpu_worker.state import RowState
-from quire.gpu_worker.worker import worst_case
+from quire.gpu_worker.worker import every_stage, worst_case
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.params import SamplingParams
@@ -243,7 +243,7 @@ def test_long_contexts_and_large_batches_run_eager():
 
 def test_the_worst_case_is_a_valid_plan_that_fills_the_budget():
     hand = Hand(MODEL, rows=4, length=64, max_tokens=64, blocks=1)
-    worst = worst_case(hand.state, 64, 5)
+    worst = worst_case(hand.state, 64, every_stage(5))
     result = hand.runner.launch(worst).result(worst.lease, 0)
     assert MODEL.batches[-1].token_ids.numel() == 64
     assert [len(each.ids) for each in result.logprobs] == [4 * 6] * 4 and not result.failed

@@ -15,6 +15,7 @@ from worker_toys import plan
 from quire.proto.codec import from_i32, i32
 from quire.proto.messages import Admit, Assign, Bye, Drain, Heartbeat, Hello, StepFailed, StepResult
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 
 class Process:
@@ -71,7 +72,7 @@ def test_a_whole_life(model, tmp_path):
 
         params = SamplingParams(temperature=1.0, logits_processors=["my_words:say"])
         scheduler.send(third, plan(
-            8, lease, admits=[Admit(1, 2, 0, i32([5, 6, 7]), 2, params, 0)],
+            8, lease, admits=[Admit(1, 2, 0, i32([5, 6, 7]), 2, Generate(params, 0))],
             delta_rows=[1], delta_slots=[0], delta_blocks=[3],
             rows=[1], starts=[0], counts=[3], sample_src=[0], sample_rows=[1],
         ))  # fmt: skip

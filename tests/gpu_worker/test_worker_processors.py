@@ -13,6 +13,7 @@ from quire.gpu_worker.sampling.processors import load_functions
 from quire.gpu_worker.transfer import Arrival
 from quire.proto.config import ConfigError
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 torch.set_num_threads(1)
 MODEL = ToyModel()
@@ -271,7 +272,7 @@ def late(tokens):
 
 
 def admit(row, ids=(1, 2)):
-    return row, types.SimpleNamespace(prompt_len=len(ids)), np.array(ids)
+    return row, Generate(GREEDY, 0), len(ids), np.array(ids)
 
 
 def test_what_happens_to_a_row_waits_in_order_until_it_is_needed():

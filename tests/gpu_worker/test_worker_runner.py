@@ -11,6 +11,7 @@ from quire.gpu_worker.transfer import Upload, pack, packed_size, unpack
 from quire.proto.codec import i32
 from quire.proto.messages import Admit, StepPlan
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 torch.set_num_threads(1)
 RANDOM = SamplingParams(temperature=1.0)
@@ -183,11 +184,11 @@ BAD = {
     "a copy out of range": plan(2, copy_src=[0], copy_dst=[8]),
     "a copy of nothing": plan(2, copy_dst=[1]),
     "two copies to one block": plan(2, copy_src=[0, 1], copy_dst=[2, 2]),
-    "an admit out of range": plan(2, admits=[Admit(4, 1, 0, i32([1]), 1, GREEDY, 0)]),
-    "an admit of no ids": plan(2, admits=[Admit(2, 1, 0, b"", 0, GREEDY, 0)]),
-    "too long an admit": plan(2, admits=[Admit(2, 1, 0, i32([1] * 33), 33, GREEDY, 0)]),
-    "an id out of the vocabulary": plan(2, admits=[Admit(2, 1, 0, i32([VOCAB]), 1, GREEDY, 0)]),
-    "a prompt longer than its ids": plan(2, admits=[Admit(2, 1, 0, i32([1]), 2, GREEDY, 0)]),
+    "an admit out of range": plan(2, admits=[Admit(4, 1, 0, i32([1]), 1, Generate(GREEDY, 0))]),
+    "an admit of no ids": plan(2, admits=[Admit(2, 1, 0, b"", 0, Generate(GREEDY, 0))]),
+    "too long an admit": plan(2, admits=[Admit(2, 1, 0, i32([1] * 33), 33, Generate(GREEDY, 0))]),
+    "an id out of the vocabulary": plan(2, admits=[Admit(2, 1, 0, i32([VOCAB]), 1, Generate(GREEDY, 0))]),
+    "a prompt longer than its ids": plan(2, admits=[Admit(2, 1, 0, i32([1]), 2, Generate(GREEDY, 0))]),
     "a block out of range": plan(2, delta_rows=[0], delta_slots=[2], delta_blocks=[8]),
     "a slot out of range": plan(2, delta_rows=[0], delta_slots=[4], delta_blocks=[1]),
     "a hole in a table": plan(2, delta_rows=[0], delta_slots=[3], delta_blocks=[1]),
@@ -198,7 +199,7 @@ BAD = {
     "no tokens": _run(counts=[0]),
     "a negative start": _run(starts=[-1]),
     "blocks not set": plan(
-        2, admits=[Admit(2, 1, 0, i32([1]), 1, GREEDY, 0)], rows=[2], starts=[0], counts=[1]
+        2, admits=[Admit(2, 1, 0, i32([1]), 1, Generate(GREEDY, 0))], rows=[2], starts=[0], counts=[1]
     ),
     "a sample of no row": _run(sample_src=[1]),
     "a sample for nobody": _run(sample_rows=[3]),

@@ -13,6 +13,7 @@ from quire.gpu_worker.worker import worst_case
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import Pooled
 from quire.proto.pooling import PoolingParams
+from quire.proto.work import Pool
 
 VOCAB, LENGTH = 120, 128
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -57,12 +58,12 @@ def prompts(lengths=LENGTHS):
 
 
 @torch.no_grad()
-def states(model, prompt, second=-1):
+def states(model, prompt, type_start=-1):
     """transformers' last hidden states [tokens, size] of a prompt alone."""
     ids = torch.tensor([prompt])
     more = {}
-    if second >= 0:
-        more["token_type_ids"] = (torch.arange(len(prompt)) >= second).long()[None]
+    if type_start >= 0:
+        more["token_type_ids"] = (torch.arange(len(prompt)) >= type_start).long()[None]
     return model(ids, **more).last_hidden_state[0].numpy()
 
 
@@ -94,9 +95,9 @@ def test_encoders(tmp_path, family):
 
 def test_token_types_of_a_pair(tmp_path):
     folder, model = make(tmp_path, "Bert", "Model")
-    rig, asked, seconds = ModelRig(folder), prompts((9, 4, 6)), [4, -1, 0]
-    expected = [states(model, *each) for each in zip(asked, seconds, strict=True)]
-    close(rig.vectors(asked, seconds=seconds, task="token_embed", normalize=False), expected)
+    rig, asked, type_starts = ModelRig(folder), prompts((9, 4, 6)), [4, -1, 0]
+    expected = [states(model, *each) for each in zip(asked, type_starts, strict=True)]
+    close(rig.vectors(asked, type_starts=type_starts, task="token_embed", normalize=False), expected)
 
 
 @pytest.mark.parametrize("labels", [1, 3])
@@ -216,7 +217,7 @@ def test_the_worst_case_that_a_gpu_is_measured_by(tmp_path, family, labels):
     rig = ModelRig(make(tmp_path, family, kind, **config)[0])
     runner = rig.stores[0].runner
     every = PoolingParams(task=f"token_{rig.pooler.convert}", pooling="ALL")
-    plan = worst_case(runner.state, runner.max_tokens, 0, rig.pooler.resolve(every))
+    plan = worst_case(runner.state, runner.max_tokens, Pool(rig.pooler.resolve(every)))
     result = runner.launch(plan).result(plan.lease, plan.step)
     assert sum(len(found.data) for found in result.pooled) == 4 * 24 * (labels or 32)
 

@@ -15,11 +15,12 @@ from quire.proto import messages as m
 from quire.proto.params import SamplingParams
 from quire.proto.process import new_incarnation
 from quire.proto.wire import sockets
+from quire.proto.work import Generate
 
 PLAN = m.StepPlan(
     lease=m.Lease(1, 2, 3), step=4, rows=codec.i32([0, 5]), starts=codec.i32([7, 0]), counts=codec.i32([1, 16]),
     admits=[m.Admit(row=5, uid=2**40, index=1, ids=codec.i32(range(16)), prompt_len=16,
-                    params=SamplingParams(top_p=0.9), seed=2**64 - 1)],
+                    work=Generate(SamplingParams(top_p=0.9), 2**64 - 1))],
 )  # fmt: skip
 
 

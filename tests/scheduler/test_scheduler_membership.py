@@ -45,6 +45,7 @@ from quire.proto.messages import (
     Unknown,
 )
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 from quire.scheduler.blame import Blame
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_worker import FakeWorker
@@ -79,7 +80,7 @@ class House:
 
     def submit(self, peer: str, uid: int, attempt: int = 1, max_tokens: int = 20) -> None:
         params = SamplingParams(max_tokens=max_tokens)
-        self.members.on_front(peer, Submit(uid, attempt, i32([1, 2, 3]), b"", params, [], 1, float(uid)))
+        self.members.on_front(peer, Submit(uid, attempt, i32([1, 2, 3]), b"", Generate(params, 1), float(uid)))
 
     def sent(self, worker: str, kind: type) -> list[Any]:
         """What a worker was sent since the last look; the rest is forgotten."""
@@ -568,7 +569,7 @@ def test_sound_messages_with_mad_values_break_nothing(house: House) -> None:
     def answer() -> Any:
         worker = house.registry.workers.get("w1")
         if worker is None or worker.replica is None or not worker.replica.in_flight:
-            return Submit(rng.randint(10, 30), 1, i32([1, 2, 3]), b"", SamplingParams(max_tokens=20), [], 1, 1.0)
+            return Submit(rng.randint(10, 30), 1, i32([1, 2, 3]), b"", Generate(SamplingParams(max_tokens=20), 1), 1.0)
         step = worker.replica.in_flight[0]
         return StepResult(worker.lease, step.number, i32([5] * step.samples()))
 
@@ -579,9 +580,7 @@ def test_sound_messages_with_mad_values_break_nothing(house: House) -> None:
             number(),
             column(),
             rng.choice([b"", column()]),
-            params(),
-            [number()],
-            number(),
+            Generate(params(), number(), [number()]),
             rng.choice([1.0, float("nan"), -1e300]),
             rng.choice([[], [Child(number(), column())]]),
             priority=number(),
@@ -633,7 +632,7 @@ def test_sound_messages_with_mad_values_break_nothing(house: House) -> None:
 def search(house: House, uid: int) -> None:
     """A beam search with stop strings that has asked its first question."""
     params = SamplingParams(n=2, use_beam_search=True, temperature=0.0, max_tokens=9, stop=["x"])
-    house.members.on_front("d1", Submit(uid, 1, i32([1, 2, 3]), b"", params, [], 1, float(uid)))
+    house.members.on_front("d1", Submit(uid, 1, i32([1, 2, 3]), b"", Generate(params, 1), float(uid)))
     (plan,) = house.plans("w1")
     record = Logprobs(i32([7, 7, 8, 9, 10]), f32([-1, -1, -2, -3, -4]), i32([1]))
     house.registry.on_worker("w1", StepResult(plan.lease, plan.step, i32([7]), b"", i32([0]), [record]))

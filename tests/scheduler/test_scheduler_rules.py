@@ -649,13 +649,14 @@ def test_stop_tokens_mean_nothing_before_min_tokens() -> None:
     assert (rig.tokens[1, 0], rig.ends[1, 0]) == (stream[2:4], (Finish.LENGTH, -1))
 
 
-def test_masked_ids_and_bad_words_reach_the_row() -> None:
+def test_suppressed_ids_and_bad_words_reach_the_row() -> None:
     rig = Rig()
-    rig.submit(5, min_tokens=2, masked=i32([7, 9]), bad_words=[[1], [2, 3]])
+    rig.submit(5, min_tokens=2, suppressed=i32([7, 9]), bad_words=[[1], [2, 3]])
     (admit,) = rig.step().admits
-    assert (admit.masked, admit.bad_words, admit.prompt_logprobs_from) == (i32([7, 9]), [[1], [2, 3]], -1)
-    for fields in ({"masked": i32([VOCAB])}, {"bad_words": [[1, VOCAB]]}, {"bad_words": [[]]},
-                   {"prompt_from": 6}, {"prompt_from": -1}, {"masked": b"123"}):  # fmt: skip
+    assert (admit.work.suppressed_ids, admit.work.bad_words) == (i32([7, 9]), [[1], [2, 3]])
+    assert admit.prompt_logprobs_from == -1
+    for fields in ({"suppressed": i32([VOCAB])}, {"bad_words": [[1, VOCAB]]}, {"bad_words": [[]]},
+                   {"prompt_from": 6}, {"prompt_from": -1}, {"suppressed": b"123"}):  # fmt: skip
         rig.submit(5, **fields)
         assert rig.failed().status == 400
 

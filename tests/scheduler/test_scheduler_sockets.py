@@ -39,6 +39,7 @@ from quire.proto.messages import (
 from quire.proto.params import SamplingParams
 from quire.proto.process import EXIT_CONFIG, new_incarnation
 from quire.proto.wire.sockets import Dealer, front_endpoint, worker_endpoint
+from quire.proto.work import Generate
 from quire.scheduler.fake.fake_model import expected_tokens
 
 VOCAB = 1000
@@ -67,6 +68,7 @@ def late(poller, timeout=None):
     return events
 zmq.Poller.poll = late
 from quire.scheduler.__main__ import main
+from quire.proto.work import Generate
 main()
 """
 """A scheduler that has waited 300 s by its clock when it goes on after SIGUSR1."""
@@ -142,7 +144,7 @@ class Front:
         self.tokens[uid] = []
         self.finished.pop(uid, None)  # of an earlier attempt
         hashes = b"".join(hash_blocks(ids, 8))
-        self.wire.send(Submit(uid, attempt, ids, hashes, params, [], seed=uid, arrival=time.time()))
+        self.wire.send(Submit(uid, attempt, ids, hashes, Generate(params, uid), time.time()))
 
     def until(self, done: Callable[[], Any]) -> None:
         """Take messages until ``done()``; fails after a minute."""
@@ -320,9 +322,9 @@ def test_garbage_is_dropped_and_counted(stack: Stack, front: Front) -> None:
     ids = i32([1, 2, 3])
     params = SamplingParams(max_tokens=3)
     for bad in (
-        Submit(90, 1, ids[:-1], b"", params, [], 1, 0.0),  # not whole ids
-        Submit(91, 1, ids, b"12345", params, [], 1, 0.0),  # hashes of nothing
-        Submit(92, 1, ids, b"", params, [], 1, float("nan")),
+        Submit(90, 1, ids[:-1], b"", Generate(params, 1), 0.0),  # not whole ids
+        Submit(91, 1, ids, b"12345", Generate(params, 1), 0.0),  # hashes of nothing
+        Submit(92, 1, ids, b"", Generate(params, 1), float("nan")),
     ):
         front.wire.send(bad)
     front.wire.send(Reconcile(i64([1, 2]), i32([1])))

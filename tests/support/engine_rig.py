@@ -16,6 +16,7 @@ from quire.proto import messages as m
 from quire.proto.codec import Decoder, encode, f32, i8, i32, i64
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
+from quire.proto.work import Generate, Pool
 
 _arrive = Decoder(m.ToDetokenizer)
 
@@ -27,9 +28,12 @@ class Words:
         raise NotImplementedError
 
     def accept(self, tokenize: m.Tokenize, ids: Any = (1, 2, 3), text: str | None = "hi") -> None:
-        params = tokenize.params.clone()
-        params.max_tokens = 16
-        self.send(m.Accepted(tokenize.uid, tokenize.attempt, i32(ids), text, params))
+        work = tokenize.work
+        if isinstance(work, Generate):
+            params = work.params.clone()
+            params.max_tokens = 16
+            work = Generate(params, work.seed)
+        self.send(m.Accepted(tokenize.uid, tokenize.attempt, i32(ids), text, work))
 
     def text(
         self, tokenize: m.Tokenize, offset: int, tokens: list[int], text: str, finish: m.Finish = m.Finish.NONE,
@@ -154,15 +158,14 @@ class EngineRig:
         """``fields`` are Tokenize's; prompt "hi" where nothing else is given."""
         if fields.keys().isdisjoint({"prompt", "ids", "messages"}):
             fields["prompt"] = "hi"
-        params = params or SamplingParams()
-        request = self.core.submit(m.Tokenize(uid=0, attempt=0, params=params, seed=seed, arrival=0.0, **fields))
+        work = Generate(params or SamplingParams(), seed)
+        request = self.core.submit(m.Tokenize(uid=0, attempt=0, work=work, arrival=0.0, **fields), work)
         self.carry()
         return request
 
     def pool(self, **fields: Any) -> OpenPooling:
-        params, pooling = SamplingParams(max_tokens=1), PoolingParams()
-        message = m.Tokenize(0, 0, params, 0, 0.0, prompt="hi", pooling=pooling, **fields)
-        request = self.core.pool(message)
+        work = Pool(PoolingParams())
+        request = self.core.pool(m.Tokenize(0, 0, work, 0.0, prompt="hi", **fields), work)
         self.carry()
         return request
 

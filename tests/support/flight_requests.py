@@ -9,6 +9,7 @@ from quire.proto.hashing import hash_blocks
 from quire.proto.messages import Child, Submit
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
+from quire.proto.work import Generate
 
 
 def submits(prompts: list[list[int]], stops: list[int], token: Callable[[], int], secrets: list[str]) -> list[Submit]:
@@ -20,8 +21,9 @@ def submits(prompts: list[list[int]], stops: list[int], token: Callable[[], int]
     )  # fmt: skip
     beams = SamplingParams(use_beam_search=True, temperature=0.0, n=2, max_tokens=30, stop_token_ids=stops[2:])
     plain = SamplingParams(max_tokens=40, stop_token_ids=[stops[0]])
+    suppressed, banned = i32([token()]), [[token(), token()]]
     made = [
-        _submit(1, prompts[0], full, masked=i32([token()]), bad_words=[[token(), token()]], key=key),
+        _submit(1, prompts[0], full, key=key, work=Generate(full, 1, [2**29 + 1], suppressed, banned)),
         _submit(2, prompts[1], plain, children=[Child(0, i32([token() for _ in range(5)]))], hashes=b""),
         _submit(3, prompts[2], SamplingParams(max_tokens=40, n=3), key=key),
         _submit(4, prompts[3], beams, key=key),
@@ -33,5 +35,5 @@ def submits(prompts: list[list[int]], stops: list[int], token: Callable[[], int]
 
 def _submit(uid: int, prompt: list[int], params: SamplingParams, **more: object) -> Submit:
     ids = i32(prompt)
-    fields = {"hashes": b"".join(hash_blocks(ids, 8)), **more}
-    return Submit(uid=uid, attempt=0, ids=ids, params=params, eos=[2**29 + 1], seed=uid, arrival=float(uid), **fields)
+    fields = {"hashes": b"".join(hash_blocks(ids, 8)), "work": Generate(params, uid, [2**29 + 1]), **more}
+    return Submit(uid=uid, attempt=0, ids=ids, arrival=float(uid), **fields)

@@ -19,8 +19,8 @@ from quire.proto.codec import i32
 from quire.proto.config import EngineArgs
 from quire.proto.hashing import hash_blocks
 from quire.proto.messages import Pooled, Submit
-from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
+from quire.proto.work import Pool
 from quire.scheduler.fake.fake_model import cell, pooled
 from quire.scheduler.replica import Replica
 
@@ -45,7 +45,7 @@ class PoolRig(Rig):
         self.core.add_replica(fresh)
         return fresh
 
-    def pool(self, prompt, *, uid=0, attempt=0, losses=0, pooling="LAST", second=-1, **params):
+    def pool(self, prompt, *, uid=0, attempt=0, losses=0, pooling="LAST", token_type_start=-1, **params):
         self.last_uid += 1
         uid = uid or self.last_uid
         prompt = self.prompt(prompt, uid) if isinstance(prompt, int) else prompt
@@ -54,13 +54,8 @@ class PoolRig(Rig):
         self.asked[uid] = (prompt, asked)
         ids = i32(prompt)
         hashes = b"".join(hash_blocks(ids, self.core.config.block_size))
-        self.core.submit(
-            "detok",
-            Submit(
-                uid, attempt, ids, hashes, SamplingParams(max_tokens=1), [], 0, float(self.last_uid), losses=losses,
-                pooling=asked, second=second,
-            ),
-        )  # fmt: skip
+        work = Pool(asked, token_type_start=token_type_start)
+        self.core.submit("detok", Submit(uid, attempt, ids, hashes, work, float(self.last_uid), losses=losses))
         return uid
 
     def answers(self):
@@ -95,12 +90,12 @@ class ModelRig(PoolRig):
         self.stores[number] = _Worker(Runner(self.model, state, kv, budget, Pooler(self.pooler, self.model)))
         return replica
 
-    def vectors(self, prompts, *, seconds=None, **params):
+    def vectors(self, prompts, *, type_starts=None, **params):
         """What each prompt is pooled to, all at once: float32 [size], or [tokens, size]."""
         asked = self.pooler.resolve(PoolingParams(**params))
         fields = {name: getattr(asked, name) for name in asked.__struct_fields__}
-        uids = [self.pool(prompt, second=second, **fields)
-                for prompt, second in zip(prompts, seconds or [-1] * len(prompts), strict=True)]  # fmt: skip
+        uids = [self.pool(prompt, token_type_start=start, **fields)
+                for prompt, start in zip(prompts, type_starts or [-1] * len(prompts), strict=True)]  # fmt: skip
         self.run()
         found = {message.uid: message for message in self.other if isinstance(message, Pooled)}
         failed = [message for message in self.other if not isinstance(message, Pooled)]

@@ -7,8 +7,8 @@ import torch
 
 from quire.gpu_worker.sampling.sample_batch import SampleBatch
 from quire.gpu_worker.sampling.sampler import SamplingState, sample
-from quire.proto.messages import Admit
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -21,21 +21,19 @@ class Request:
     seed: int = 0
     prompt: list[int] = field(default_factory=lambda: [0])
     outputs: list[int] = field(default_factory=list)
-    masked: list[int] = field(default_factory=list)
+    suppressed: list[int] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
 
     @property
     def ids(self):
         return self.prompt + self.outputs
 
-    def admit(self, row):
+    def admit(self):
+        """What SamplingState.admit takes beside the row."""
         ids = np.array(self.ids, np.int32)
-        masked = np.array(self.masked, np.int32).tobytes()
-        admit = Admit(
-            row, row, 0, ids.tobytes(), len(self.prompt), self.params, self.seed, masked=masked,
-            bad_words=self.bad_words,
-        )  # fmt: skip
-        return admit, ids
+        suppressed = np.array(self.suppressed, np.int32).tobytes()
+        work = Generate(self.params, self.seed, suppressed_ids=suppressed, bad_words=self.bad_words)
+        return work, self.seed, len(self.prompt), ids
 
 
 def state_of(requests, vocab, rows=None, max_rows=None, device=DEVICE, mode="raw_logprobs"):
@@ -43,7 +41,7 @@ def state_of(requests, vocab, rows=None, max_rows=None, device=DEVICE, mode="raw
     rows = range(len(requests)) if rows is None else rows
     state = SamplingState(max_rows or max(rows) + 1, vocab, device, mode)
     for row, request in zip(rows, requests, strict=True):
-        state.admit(row, *request.admit(row))
+        state.admit(row, *request.admit())
     return state
 
 

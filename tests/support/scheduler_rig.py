@@ -22,6 +22,7 @@ from quire.proto.messages import (
     TokenBatch,
 )
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_worker import PageStore
 from quire.scheduler.replica import Replica
@@ -67,7 +68,7 @@ class Rig:
 
     def submit(
         self, prompt: list[int] | int, *, uid: int = 0, attempt: int = 0, eos: tuple[int, ...] = (), priority: int = 0,
-        children: list[Child] | None = None, losses: int = 0, arrival: float | None = None, masked: bytes = b"",
+        children: list[Child] | None = None, losses: int = 0, arrival: float | None = None, suppressed: bytes = b"",
         bad_words: list[list[int]] | None = None, prompt_from: int = 0, key: str = "",
         **params: object,
     ) -> int:  # fmt: skip
@@ -76,10 +77,11 @@ class Rig:
         prompt = self.prompt(prompt, uid) if isinstance(prompt, int) else prompt
         ids = i32(prompt)
         hashes = b"".join(hash_blocks(ids, self.core.config.block_size))
+        sampling = SamplingParams(**{"max_tokens": 4, **params})
         message = Submit(
-            uid, attempt, ids, hashes, SamplingParams(**{"max_tokens": 4, **params}), list(eos), uid,
+            uid, attempt, ids, hashes, Generate(sampling, uid, list(eos), suppressed, bad_words or []),
             float(self.last_uid) if arrival is None else arrival, children or [], priority=priority, losses=losses,
-            masked=masked, bad_words=bad_words or [], prompt_logprobs_from=prompt_from, key=key,
+            prompt_logprobs_from=prompt_from, key=key,
         )  # fmt: skip
         self.core.submit("detok", message)
         return uid

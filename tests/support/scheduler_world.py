@@ -28,6 +28,7 @@ from quire.proto.messages import (
     TokenBatch,
 )  # fmt: skip
 from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_model import expected_beams, expected_logprobs, expected_tokens, join
 from quire.scheduler.fake.fake_worker import PageStore
@@ -59,8 +60,8 @@ class Client:
         children = [Child(i, i32(self.tokens[i])) for i in self.live()] if resume else []
         self.candidates: list[list[int]] = []  # of a beam search with stop strings: output tokens of each
         return Submit(
-            self.uid, self.attempt, ids, b"".join(hash_blocks(ids, block_size)), self.params, self.eos, self.seed,
-            self.arrival, children, prompt_logprobs_from=self.prompt_have(),
+            self.uid, self.attempt, ids, b"".join(hash_blocks(ids, block_size)),
+            Generate(self.params, self.seed, self.eos), self.arrival, children, prompt_logprobs_from=self.prompt_have(),
         )  # fmt: skip
 
     def prompt_have(self) -> int:

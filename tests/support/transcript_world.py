@@ -32,6 +32,7 @@ from quire.proto.messages import (
 )
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
+from quire.proto.work import Generate, Pool
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_worker import FakeWorker
 from quire.scheduler.membership import Membership
@@ -159,18 +160,18 @@ class TranscriptWorld:
         params = SamplingParams(**{"max_tokens": 4, **{name: parse(value) for name, value in named.items()}})
         ids = i32(prompt)
         hashes = b"".join(hash_blocks(ids, self.core.config.block_size))
+        work = Generate(params, int(uid) * 1000, eos)
         message = Submit(
-            int(uid), meta.get("attempt", 0), ids, hashes, params, eos, int(uid) * 1000, float(self.arrivals), children,
-            key, meta.get("priority", 0), meta.get("losses", 0),
+            int(uid), meta.get("attempt", 0), ids, hashes, work, float(self.arrivals), children, key,
+            meta.get("priority", 0), meta.get("losses", 0),
         )  # fmt: skip
         self.inputs.front(owner, message)
 
     def do_embed(self, named: dict[str, str], uid: str) -> None:
         self.arrivals += 1
         ids = i32(self.prompt(named.get("prompt", "8")))
-        pooling = PoolingParams(task="embed", pooling="LAST")
-        message = Submit(int(uid), 0, ids, b"", SamplingParams(), [], 0, float(self.arrivals), pooling=pooling)
-        self.inputs.front("d0", message)
+        work = Pool(PoolingParams(task="embed", pooling="LAST"))
+        self.inputs.front("d0", Submit(int(uid), 0, ids, b"", work, float(self.arrivals)))
 
     def prompt(self, text: str) -> list[int]:
         """``20`` is 20 tokens that no other prompt begins with; ``16a+4`` 16 tokens of text a, then 4 of its own."""

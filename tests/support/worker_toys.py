@@ -14,6 +14,7 @@ from quire.proto.codec import from_f32, from_i32, i32, u64
 from quire.proto.messages import Admit, Lease, StepPlan
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
+from quire.proto.work import Generate
 
 VOCAB, HIDDEN, LAYERS, HEADS, DIM = 97, 16, 2, 2, 8
 GREEDY = SamplingParams(temperature=0.0)
@@ -102,8 +103,10 @@ class Hand:
         self.drawn_elsewhere = False  # a process whose results say nothing
 
     def admit(self, row, ids, params=GREEDY, seed=0, table=(), done=0, prompt_len=None, **more):
-        """Queue a sequence; the first ``done`` tokens are already in the blocks of ``table``."""
-        admit = Admit(row, row, 0, i32(ids), prompt_len or len(ids), params, seed, **more)
+        """Queue a sequence; the first ``done`` tokens are already in the blocks of ``table``. ``more`` is of Generate
+        and of Admit."""
+        told = {name: more.pop(name) for name in ("prompt_logprobs_from",) if name in more}
+        admit = Admit(row, row, 0, i32(ids), prompt_len or len(ids), Generate(params, seed, **more), **told)
         self.queue.setdefault("admits", []).append(admit)
         self.tables[row], self.lengths[row], self.done[row] = [], len(ids), done
         for block in table:
@@ -235,9 +238,9 @@ class Ladder:
     def __init__(self, vocab=VOCAB):
         self.vocab, self.last = vocab, {}
 
-    def admit(self, row, admit, ids):
-        outputs = ids[admit.prompt_len :].tolist()
-        self.last[row] = outputs[-1] if outputs else admit.prompt_len - 1
+    def admit(self, row, work, prompt_len, ids):
+        outputs = ids[prompt_len:].tolist()
+        self.last[row] = outputs[-1] if outputs else prompt_len - 1
 
     def copy(self, src, dst):
         self.last |= dict(zip(dst, [self.last[row] for row in src], strict=True))
