@@ -178,7 +178,7 @@ def test_what_has_served_and_then_stands_still_is_killed_and_started_again(make_
     assert pid_of(stack, "gpu_worker") == other  # what loads is waited for
 
 
-def test_a_pulse_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_itself(make_stack, tmp_path, caplog):
+def test_a_heartbeat_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_itself(make_stack, tmp_path, caplog):
     code = f"""if True:
         {SERVES}
         import os, time

@@ -537,7 +537,7 @@ def test_a_silent_engine_is_let_go_and_time_that_stood_still_is_not_held_against
                 clock[0] += loop.HEARTBEAT_S
                 for engine in alive:
                     process._from_engine(engine, m.Heartbeat())
-                process._beat()
+                process._heartbeat()
 
         for uid, engine in enumerate(("frontend-0", "frontend-1")):
             message = m.Tokenize(uid=uid, attempt=0, work=Generate(SamplingParams(), 0), arrival=0.0, prompt="a")
