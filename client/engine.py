@@ -21,7 +21,7 @@ from ..proto.params import SamplingParams
 from ..proto.pooling import PoolingParams
 from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import CONNECTED, Dealer, Keys, front_endpoint
-from ..proto.work import Generate, Pool
+from ..proto.work import Generate, Pool, Work
 from .core import HEARTBEAT_S, SCHEDULER, Connect, Disconnect, EngineCore
 from .results import Pooled, Prompt, RequestError, StreamEvent
 from .sendable import pack_ids, priority_of
@@ -138,15 +138,10 @@ class Engine:
         raised by the stream as RequestError; only what could not be sent at all (ids that are no int32, messages that
         are not JSON) is raised here, as RequestError 400.
         """
-        _check_one(prompt, ids, messages)
         params = params if params is not None else SamplingParams()
         seed = params.seed if params.seed is not None else seed
         work = Generate(params, self.core.rng.getrandbits(64) if seed is None else seed % 2**64)
-        message = m.Tokenize(
-            uid=0, attempt=0, work=work, arrival=0.0, prompt=prompt, ids=None if ids is None else pack_ids(ids),
-            messages=messages, template=template, add_special_tokens=add_special_tokens, key=api_key,
-            priority=_priority(priority), echo=echo,
-        )  # fmt: skip
+        message = _tokenize(work, prompt, ids, messages, template, add_special_tokens, api_key, priority, echo)
         request = self.core.submit(message, work)
         self._flush()
         return RequestStream(request, self._abandon, self._abort)
@@ -171,15 +166,10 @@ class Engine:
         What is wrong with the request is raised by the awaitable as RequestError; only what could not be sent at all
         is raised here, as by ``submit``.
         """
-        _check_one(prompt, ids, messages)
         if pair is not None and prompt is None:
             raise ValueError("the first text of a pair must be given as prompt.")
         work = Pool(params if params is not None else PoolingParams(), pair)
-        message = m.Tokenize(
-            uid=0, attempt=0, work=work, arrival=0.0, prompt=prompt, ids=None if ids is None else pack_ids(ids),
-            messages=messages, template=template, add_special_tokens=add_special_tokens, key=api_key,
-            priority=_priority(priority),
-        )  # fmt: skip
+        message = _tokenize(work, prompt, ids, messages, template, add_special_tokens, api_key, priority)
         request = self.core.pool(message, work)
         self._flush()
         return answer_of(request, self._abort)
@@ -257,19 +247,25 @@ class Engine:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
             heartbeat()
             self.core.heartbeat(resident_bytes(), self._bad_frames_of_wires())
             self._flush()
+            await asyncio.sleep(HEARTBEAT_S)
 
 
-def _check_one(*given: object) -> None:
-    if sum(x is not None for x in given) != 1:
+def _tokenize(
+    work: Work, prompt: str | None, ids: list[int] | None, messages: list[dict[str, Any]] | None,
+    template: dict[str, Any] | None, add_special_tokens: bool, api_key: str, priority: int, echo: bool = False,
+) -> m.Tokenize:  # fmt: skip
+    """The message of a request that has no uid and no arrival yet. Raises ValueError, and RequestError 400."""
+    if sum(x is not None for x in (prompt, ids, messages)) != 1:
         raise ValueError("exactly one of prompt, ids and messages must be given.")
-
-
-def _priority(value: int) -> int:
     try:
-        return priority_of(value)
+        priority = priority_of(priority)
     except (TypeError, ValueError) as error:
         raise RequestError(400, str(error), "priority") from None
+    return m.Tokenize(
+        uid=0, attempt=0, work=work, arrival=0.0, prompt=prompt, ids=None if ids is None else pack_ids(ids),
+        messages=messages, template=template, add_special_tokens=add_special_tokens, key=api_key, priority=priority,
+        echo=echo,
+    )  # fmt: skip

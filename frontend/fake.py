@@ -158,8 +158,7 @@ class FakeEngine(Engine):
         if (k := params.prompt_logprobs) is not None and len(ids) > 1:
             texts = [" " + word for word in _words(request)] if message.ids is None else [f" {i}" for i in ids]
             request.take_prompt(1, [likely(i, text, k, 0) for i, text in zip(ids[1:], texts[1:], strict=True)])
-        now = request.metrics.arrival_time
-        request.start(now, 0)
+        request.start(self.core.clock(), 0)
         for said in self.script(request):
             if request.done:
                 return
@@ -175,6 +174,7 @@ class FakeEngine(Engine):
                 if (k := params.logprobs) is not None and not found:
                     texts = [said.text, *[""] * (said.tokens - 1)]
                     found = [likely(i, text, k, said.index) for i, text in zip(tokens, texts, strict=False)]
+                now = self.core.clock()
                 if not request.take(
                     said.index, have, tokens, said.text, said.finish, said.stop_reason, end, now, found
                 ):
