@@ -1,0 +1,86 @@
+"""Every message of every socket, in closed unions, one packed frame each.
+
+Two numbers keep histories apart. ``lease`` is in every message on a worker link: a result of any other lease than
+the current one is dropped. ``attempt`` is in every message about a request: a higher attempt replaces a lower one
+everywhere, and lower ones are dropped everywhere. The first is 0; a later one is never refused for load. A request
+has a ``uid`` (int64, chosen by Engine, never reused); its n children are (uid, index).
+
+One room a kind of conversation: ``requests``, ``plans`` (the worker link), ``membership``, ``operators``. What is sent
+where is told by the unions below.
+
+Columns are little-endian arrays as bytes; the comment beside each says its item. Columns of one group have one
+length unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from .base import Logprobs, Message
+from .membership import Bye, Drain, Heartbeat, Hello, Peer, Peers
+from .operators import GetStats, Manage, Managed, ReplicaStats, Stats, WorkerInfo
+from .plans import (
+    Admit,
+    Assign,
+    Configure,
+    Lease,
+    Loaded,
+    PromptChunk,
+    Ready,
+    SlotFailed,
+    SlotPooled,
+    StepFailed,
+    StepPlan,
+    StepResult,
+)  # fmt: skip
+from .requests import (
+    Abort,
+    Accepted,
+    BeamStopped,
+    BeamTokens,
+    Child,
+    Failed,
+    Finish,
+    Pooled,
+    PromptLogprobs,
+    Reconcile,
+    Resume,
+    Stopped,
+    Submit,
+    TextBatch,
+    TokenBatch,
+    Tokenize,
+    Unknown,
+)  # fmt: skip
+
+__all__ = [
+    "PROTOCOL", "Abort", "Accepted", "Admit", "Assign", "BeamStopped", "BeamTokens", "Bye", "Child", "Configure",
+    "Drain", "Failed", "Finish", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers", "GetStats",
+    "Heartbeat", "Hello", "Lease", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Peer", "Peers", "Pooled",
+    "PromptChunk", "PromptLogprobs", "Ready", "Reconcile", "ReplicaStats", "Resume", "SlotFailed", "SlotPooled",
+    "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped", "Submit", "TextBatch", "ToDetokenizer",
+    "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch", "Tokenize", "Unknown", "WorkerInfo",
+]  # fmt: skip
+
+PROTOCOL = 6
+"""Raised on any change of a message; a Hello of another version is answered with Bye."""
+
+# The closed unions, one a direction of each channel:
+
+ToDetokenizer = Tokenize | Abort | Reconcile | Heartbeat | Bye
+"""Engine -> detokenizer."""
+
+FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Pooled | Failed | Unknown | Heartbeat | Bye
+"""detokenizer -> Engine."""
+
+ToSchedulerFront = Hello | Submit | Abort | Stopped | BeamStopped | Reconcile | GetStats | Manage | Heartbeat | Bye
+"""detokenizer, Engine, operator -> the scheduler's front socket."""
+
+FromSchedulerFront = (
+    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Unknown | Stats | Managed | Heartbeat | Bye
+)
+"""the scheduler's front socket -> detokenizer, Engine, operator."""
+
+ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Drain | Heartbeat | Bye
+"""worker -> the scheduler's worker socket."""
+
+FromSchedulerWorkers = Assign | Configure | StepPlan | Drain | Heartbeat | Bye
+"""the scheduler's worker socket -> worker."""

@@ -1,0 +1,74 @@
+"""What operators and frontends ask of the scheduler about its workers, and the figures it answers with."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .base import Message
+
+
+class Manage(Message):
+    """operator -> scheduler. ``action`` is "list", "drain" or "remove" (drain with no patience)."""
+
+    token: int
+    action: str
+    worker: str = ""  # its incarnation, a unique beginning of it, or its replica's number
+    timeout: float = -1.0  # seconds that a drain may take; negative: --drain-timeout
+
+
+class WorkerInfo(msgspec.Struct, array_like=True, gc=False):
+    """One worker as the scheduler sees it. ``state``: loading, configuring, ready, draining."""
+
+    worker: str
+    replica: int
+    state: str
+    device: str
+    pid: int
+    running: int
+    blocks: int
+    blocks_used: int
+    last_step: int
+
+
+class Managed(Message):
+    """scheduler -> operator, answering Manage: every worker after it, and what was wrong with it ("" for nothing)."""
+
+    token: int
+    workers: list[WorkerInfo]
+    error: str = ""
+
+
+class GetStats(Message):
+    """frontend -> scheduler."""
+
+    token: int = 0
+
+
+class ReplicaStats(msgspec.Struct, array_like=True, gc=False):
+    """One replica as the scheduler sees it."""
+
+    replica: int
+    state: str
+    device: str
+    running: int
+    blocks: int
+    blocks_used: int
+    last_step: int
+
+
+class Stats(Message):
+    """scheduler -> frontend, answering GetStats. Counters count since the scheduler started."""
+
+    token: int
+    running: int
+    waiting: int
+    blocks: int
+    blocks_used: int
+    preemptions: int
+    prefix_queries: int  # prompt tokens looked up
+    prefix_hits: int  # of these, found
+    prompt_tokens: int
+    generation_tokens: int
+    steps: int
+    bad_frames: int
+    replicas: list[ReplicaStats]
