@@ -19,6 +19,8 @@ from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, elsewher
 from .replica import MAX_IN_FLIGHT, Replica
 from .request import Sequence
 
+TOGETHER = 8
+"""Children of one request that begin together, sharing one prefill, although others wait. The rest take turns."""
 LOOKAHEAD = 32
 """Waiting sequences left to other replicas in one plan, at most."""
 
@@ -115,8 +117,11 @@ def _plan_chunk(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> 
     count = min(seq.total - seq.scheduled, draft.budget)
     if count and draft.chunk(seq, count):
         replica.prefilled(seq)
-        for sibling in seq.take_siblings():
-            _fork(books, replica, draft, seq, sibling)
+        for begun, sibling in enumerate(seq.take_siblings(), 1):
+            if begun < TOGETHER or not books.queue:
+                _fork(books, replica, draft, seq, sibling)
+            else:
+                books.enqueue(sibling)
 
 
 def _fork(books: Books, replica: Replica, draft: Draft, parent: Sequence, seq: Sequence) -> None:

@@ -7,13 +7,12 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import count
 from operator import attrgetter
 
 from .request import Request, Sequence
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-LOOK = 32
-"""Sequences taken from a line at a time while it is looked through."""
 SPANS = 32
 """Places that became free lately, by which the rate is measured."""
 
@@ -55,10 +54,15 @@ class DrainRate:
 class WaitingQueue:
     """Sequences without a row, by key: priority (where the policy asks for it), arrival, uid, index.
 
-    A preempted sequence keeps its key, and so comes back before all that arrived after it. Each account (API key) has
-    a line of its own; within one priority, the account with the fewest running sequences is next, and the one that
-    came first among equals. ``max_requests`` and ``max_tokens`` bound requests that have never run; those that have
-    are never refused.
+    Each account (API key) has a line of its own; within one priority, the account with the fewest running sequences is
+    next, and the one that came first among equals. A preempted sequence keeps its key, and so comes back before all
+    that arrived after it.
+
+    Within a line it is first come, first served. Those of one arrival - the children of one request, and the prompts of
+    one call, which its client gives one arrival - take turns with the others: when one of them leaves the line, the
+    next of them comes after all who wait then, and before all who arrive later.
+
+    ``max_requests`` and ``max_tokens`` bound requests that have never run; those that have are never refused.
     """
 
     def __init__(self, max_requests: int, max_tokens: int | None):
@@ -66,6 +70,7 @@ class WaitingQueue:
         self.fresh_requests = 0
         self.fresh_tokens = 0
         self.rate = DrainRate()
+        self._turns = count(1)
         self._lines: dict[str, list[Sequence]] = {}  # none empty
 
     def __len__(self) -> int:
@@ -79,27 +84,23 @@ class WaitingQueue:
             yield from line
 
     def in_turn(self, running: Callable[[], Counter[str]]) -> Iterator[Sequence]:
-        """Who may run next, best first; they may leave the line meanwhile. ``running``: sequences of each account,
+        """Who may run next, best first; they may leave the line meanwhile. ``running``: rows held by each account,
         asked for only where several wait."""
         if len(self._lines) == 1:
             (line,) = self._lines.values()
-            part = line[:LOOK]
-            while part:
-                yield from part
-                at = bisect_right(line, part[-1].key, key=_key)
-                part = line[at : at + LOOK]
+            yield from _in_line(line)
             return
-        counts = running() if self._lines else Counter()
-        heads = [(line[0].key[0], counts[name], line[0].key, name, line) for name, line in self._lines.items()]
+        counts, heads = running() if self._lines else Counter(), []
+        for account, line in self._lines.items():
+            turns = _in_line(line)
+            first = next(turns)
+            heads.append((first.key[0], counts[account], first.key, account, first, turns))
         heapify(heads)
         while heads:
-            _, count, key, account, line = heappop(heads)
-            seq = line[bisect_left(line, key, key=_key)]
+            _, rows, _, account, seq, turns = heappop(heads)
             yield seq
-            after = bisect_right(line, key, key=_key)
-            if after < len(line):
-                key = line[after].key
-                heappush(heads, (key[0], count + seq.width, key, account, line))
+            if (after := next(turns, None)) is not None:
+                heappush(heads, (after.key[0], rows + seq.width, after.key, account, after, turns))
 
     def push(self, seq: Sequence) -> None:
         """Take its place in line."""
@@ -117,9 +118,23 @@ class WaitingQueue:
         if at == len(line) or line[at] is not seq:
             return False
         del line[at]
+        if not _has_run(seq):
+            self._pass_turn(line, at, seq)
         if not line:
             del self._lines[account]
         return True
+
+    def _pass_turn(self, line: list[Sequence], at: int, seq: Sequence) -> None:
+        """``seq`` has left ``line`` at ``at``: the next of its arrival, if there is one, comes after all who wait."""
+        after = line[at] if at < len(line) and line[at].key[:2] == seq.key[:2] else None
+        if after is None and len(seq.request.live) == 1:
+            return
+        end = bisect_left(line, (seq.key[0], math.inf), key=_key)  # of its priority
+        last = max(seq.key, line[end - 1].key if end else seq.key)
+        turn = (*last, next(self._turns))
+        seq.request.set_turn(turn)
+        if after is not None:
+            after.request.set_turn(turn)
 
     # -- bounds
 
@@ -158,3 +173,51 @@ class WaitingQueue:
     def time_to_drain(self, now: float) -> float:
         """Seconds until all who wait now are likely to run."""
         return self.rate.seconds(max(1, self.fresh_requests), now)
+
+
+def _in_line(line: list[Sequence]) -> Iterator[Sequence]:
+    """One account's line in turn. Those of one arrival stand together in it: they are passed over, and merged in."""
+    apart: list[
+        tuple[tuple, tuple, tuple]
+    ] = []  # of an arrival: turn and key of its next, end of its keys
+    at = 0
+    passed: tuple = ()
+    while True:
+        if apart and (at == len(line) or apart[0][0] < line[at].key):
+            _, key, end = heappop(apart)
+            if (seq := _first(line, key, end)) is not None:
+                yield seq
+                if (after := _first(line, (*seq.key, 0), end)) is not None:
+                    heappush(apart, (after.request.turn or after.key, after.key, end))
+            at = bisect_right(line, passed, key=_key)
+        elif at == len(line):
+            return
+        elif _alone(line, at):
+            seq = line[at]
+            passed = seq.key
+            yield seq
+            at = at + 1 if at < len(line) and line[at] is seq else bisect_right(line, passed, key=_key)
+        else:
+            seq = line[at]
+            passed = (*seq.key[:2], math.inf)
+            heappush(apart, (seq.request.turn or seq.key, seq.key, passed))
+            at = bisect_right(line, passed, key=_key)
+
+
+def _first(line: list[Sequence], key: tuple, end: tuple) -> Sequence | None:
+    """The first of a line at or past ``key`` and before ``end``."""
+    at = bisect_left(line, key, key=_key)
+    return line[at] if at < len(line) and line[at].key < end else None
+
+
+def _alone(line: list[Sequence], at: int) -> bool:
+    """Whether a sequence comes by its own key: it has run before, or no other of its arrival is there."""
+    seq = line[at]
+    if _has_run(seq):
+        return True
+    return seq.request.turn is None and (at + 1 == len(line) or line[at + 1].key[:2] != seq.key[:2])
+
+
+def _has_run(seq: Sequence) -> bool:
+    """It had a row before, here or in an earlier attempt."""
+    return seq.generation > 0 or bool(seq.outputs)

@@ -47,7 +47,8 @@ class Request:
 
     __slots__ = (
         "account", "arrival", "attempt", "eos", "hashes", "live", "max_tokens", "owner", "params", "pools", "priority",
-        "prompt", "prompt_done", "prompt_len", "reads_cache", "seed", "started", "stops", "uid", "work",
+        "prompt", "prompt_done", "prompt_len", "reads_cache", "seed", "started", "stops", "turn", "uid",
+        "work",
     )  # fmt: skip
 
     def __init__(self, owner: str, message: Submit, hashes: list[bytes], priority: int = 0):
@@ -58,6 +59,7 @@ class Request:
         self.account = message.key  # the API key it came with, "" for none
         self.live: list[Sequence] = []
         self.started = False
+        self.turn: tuple | None = None
         # Leading prompt tokens whose logprobs nobody needs from here on: they were sent, or were never asked for.
         self.prompt_done = self.prompt_len
         work = self.work = message.work
@@ -75,6 +77,10 @@ class Request:
         self.reads_cache = not params.skip_reading_prefix_cache
         if params.prompt_logprobs is not None:
             self.prompt_done = max(1, message.prompt_logprobs_from)
+
+    def set_turn(self, turn: tuple) -> None:
+        """Its next child to leave the line comes where a sequence of key ``turn`` would."""
+        self.turn = turn
 
     def finish_of(self, token: int, count: int) -> tuple[Finish, int]:
         """Does ``token``, the last of ``count``, end a sequence? The finish, and the stop id to report (-1: none)."""

@@ -109,6 +109,109 @@ def test_without_keys_it_is_first_come_first_served() -> None:
     rig.run()
 
 
+# ---------------------------------------------------------------- one request of many children
+
+
+@pytest.mark.parametrize("key", ["", "sk-1"])
+@pytest.mark.parametrize("how", ["children", "prompts"])
+def test_a_request_does_not_wait_for_all_children_of_another(how: str, key: str) -> None:
+    rig = Rig(max_num_seqs=8, max_num_batched_tokens=64, max_num_queued_reqs=500)
+    if how == "prompts":  # of one call, whose client gives them one arrival
+        big = [rig.submit(4, arrival=1.0, max_tokens=4, key=key) for _ in range(300)]
+    else:
+        big = [rig.submit(4, max_tokens=4, key=key, n=300)]
+    for _ in range(3):
+        rig.step()
+    assert len(running(rig)) == 8
+    for _ in range(3):
+        late = [rig.submit(4, max_tokens=4, key=key, arrival=1000.0) for _ in range(5)]
+        for _ in range(8):  # two rounds of four tokens each
+            rig.step()
+        assert [uid for uid in rig.started if uid in late] == late
+    rig.run(2000)
+    children = [(uid, 0) for uid in big] if how == "prompts" else [(big[0], i) for i in range(300)]
+    assert all(rig.ends[child][0] is Finish.LENGTH for child in children)
+
+
+def test_a_request_of_many_children_goes_on_however_many_come_after_it() -> None:
+    rig = Rig(max_num_seqs=4, max_num_batched_tokens=64, max_num_queued_reqs=500)
+    big = rig.submit(4, n=20, max_tokens=3)
+    rig.step()
+    began = {seq.index for seq in rig.replica.sequences()}
+    for _ in range(300):  # there are always others in line
+        while len(rig.core.queue) < 10:
+            rig.submit(4, max_tokens=3)
+        rig.step()
+        began |= {seq.index for seq in rig.replica.sequences() if seq.uid == big}
+        if len(began) == 20:
+            break
+    assert len(began) == 20 and rig.core.queue
+    rig.run(2000)
+
+
+def test_two_requests_of_many_children_share_what_runs() -> None:
+    rig = Rig(max_num_seqs=8, max_num_batched_tokens=64)
+    first, second = (rig.submit(4, n=40, max_tokens=6 + number) for number in range(2))
+    shares = []
+    for _ in range(52):
+        rig.plan()
+        rows = running(rig)
+        shares.append((rows.count(first), rows.count(second)))
+        rig.work()
+    assert rig.core.queue
+    assert shares[0] == (8, 0) and all(abs(a - b) <= 2 for a, b in shares[20:])
+    rig.run(500)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_everybody_in_line_has_one_turn_whoever_comes_and_goes(seed: int) -> None:
+    rng = random.Random(seed)
+    rig = Rig(blocks=40, max_num_seqs=6, max_num_queued_reqs=500, scheduling_policy="priority")
+    keys, priorities = rng.choice([[""], ["a", "b", ""]]), rng.choice([[0], [0, 1]])
+    arrivals = [float(rng.randint(1, 60)) for _ in range(60)]
+    for arrival in arrivals:
+        rig.submit(
+            rng.randint(1, 20), arrival=arrival, key=rng.choice(keys), priority=rng.choice(priorities),
+            n=rng.choice([1, 1, 1, 3, 12]), max_tokens=rng.randint(1, 12),
+        )  # fmt: skip
+        if rng.random() < 0.7:
+            rig.step()
+        if rng.random() < 0.1 and rig.core.requests:
+            rig.core.drop(rng.choice(list(rig.core.requests.values())))
+        turns = list(rig.core.queue.in_turn(rig.core.running_by_account))
+        assert sorted(seq.key for seq in turns) == sorted(seq.key for seq in rig.core.queue)
+        assert [seq.key[0] for seq in turns] == sorted(seq.key[0] for seq in turns)
+    rig.run(3000)
+
+
+def test_children_that_begin_together_are_few_where_others_wait() -> None:
+    rig = Rig(blocks=256, max_num_seqs=16, max_num_batched_tokens=64)
+    alone = rig.submit(30, n=12, max_tokens=3)
+    rig.step()
+    assert running(rig) == [alone] * 12
+    rig.run()
+    big = rig.submit(60, n=12, max_tokens=3)  # its prompt is most of a step, so that the next one waits a step
+    other = rig.submit(30, n=12, max_tokens=3)
+    rig.step()
+    assert running(rig) == [big] * 8 + [other]
+    rig.step()
+    assert sorted(running(rig)) == [big] * 8 + [other] * 8
+    rig.run()
+    assert all((uid, index) in rig.ends for uid in (big, other) for index in range(12))
+
+
+def test_a_preempted_child_comes_back_before_those_who_came_after_it() -> None:
+    rig = Rig(blocks=10, max_num_seqs=4)
+    big = rig.submit(12, n=3, max_tokens=40)
+    rig.step()
+    assert running(rig) == [big] * 3
+    later = [rig.submit(12, max_tokens=4) for _ in range(3)]
+    rig.step_until_preempted()
+    line = [seq.uid for seq in rig.core.queue.in_turn(rig.core.running_by_account)]
+    assert line in ([big, *later], [big, *later[1:]])  # the first of them may have had the fourth row
+    rig.run()
+
+
 def test_priorities_keep_their_order_through_preemption() -> None:
     rig = Rig(blocks=8, max_num_seqs=4, scheduling_policy="priority")
     low = [rig.submit(12, max_tokens=20, priority=5) for _ in range(2)]
