@@ -177,9 +177,7 @@ class WaitingQueue:
 
 def _in_line(line: list[Sequence]) -> Iterator[Sequence]:
     """One account's line in turn. Those of one arrival stand together in it: they are passed over, and merged in."""
-    apart: list[
-        tuple[tuple, tuple, tuple]
-    ] = []  # of an arrival: turn and key of its next, end of its keys
+    apart: list[tuple[tuple, tuple, tuple]] = []  # of an arrival: turn and key of its next, end of its keys
     at = 0
     passed: tuple = ()
     while True:
