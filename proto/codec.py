@@ -87,6 +87,11 @@ def from_i32(column: bytes) -> list[int]:
     return _unpack("i", column)
 
 
+def from_u32(column: bytes) -> list[int]:
+    """Unpack uint32; BadFrame if the length is not a multiple of 4."""
+    return _unpack("I", column)
+
+
 def from_f32(column: bytes) -> list[float]:
     """Unpack float32; BadFrame if the length is not a multiple of 4."""
     return _unpack("f", column)

@@ -45,15 +45,17 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A block of one's own, its old content forgotten. PoolError when none is free: look at ``free_count``."""
-        head = self.num_blocks
-        block = self._next[head]
+        following, head = self._next, self.num_blocks
+        block = following[head]
         if block == head:
             raise PoolError("no free block")
-        after = self._next[block]
-        self._next[head], self._prev[after] = after, head
+        after = following[head] = following[block]
+        self._prev[after] = head
         self.free_count -= 1
-        if self._hash_of[block] is not None:
-            self._forget(block)
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._by_hash[block_hash]
+            self._hash_of[block] = None
         self.refs[block] = 1
         return block
 
@@ -101,8 +103,9 @@ class BlockPool:
         """Let others find this held, full and committed block. The first block of a content stays its only one."""
         if not self.caching or block_hash in self._by_hash:
             return
-        if self._hash_of[block] is not None:
-            self._forget(block)
+        former = self._hash_of[block]
+        if former is not None:
+            del self._by_hash[former]
         self._by_hash[block_hash] = block
         self._hash_of[block] = block_hash
 
@@ -146,9 +149,3 @@ class BlockPool:
         self._prev[block], self._next[block] = before, after
         self._next[before] = self._prev[after] = block
         self.free_count += 1
-
-    def _forget(self, block: int) -> None:
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
-            del self._by_hash[block_hash]
-            self._hash_of[block] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from itertools import pairwise
 
-from ..proto.codec import BadFrame, from_i32, i32
+from ..proto.codec import BadFrame, from_i32, from_u32, i32
 from ..proto.messages import Finish, Pooled, PromptLogprobs, SlotPooled, StepResult
 from .beam_group import BeamGroup, Scores, read_scores
 from .beams import advance
@@ -57,15 +57,15 @@ def _check(replica: Replica, result: StepResult) -> tuple[Step, list[int]]:
         expected = replica.in_flight[0].number if replica.in_flight else "none"
         raise BadFrame(f"result of step {result.step} where {expected} was expected")
     step = replica.in_flight[0]
-    tokens = from_i32(result.tokens)
+    tokens = from_u32(result.tokens)  # so that a negative one is too large
     if len(tokens) != step.samples():
         raise BadFrame(f"{len(tokens)} tokens for the {step.samples()} sample slots of step {step.number}")
     if result.counts and result.counts != _ONE * len(tokens):
         raise BadFrame(f"step {step.number} draws one token for each slot")
     if result.failed:
         _check_failed(result, tokens)
-    if tokens and not 0 <= min(tokens) <= max(tokens) < replica.vocab_size:
-        raise BadFrame(f"tokens {min(tokens)} to {max(tokens)} of a vocabulary of {replica.vocab_size}")
+    if tokens and max(tokens) >= replica.vocab_size:
+        raise BadFrame(f"token {max(tokens)} of a vocabulary of {replica.vocab_size}")
     if result.logprobs or result.logprob_slots:
         _check_logprobs(result, len(tokens))
     if step.prompts or result.prompts:

@@ -20,23 +20,18 @@ class Draft:
     def __init__(self, budget: int):
         self.budget = budget  # tokens that may still be scheduled
         self.decodes: list[Sequence] = []
-        self.generations: list[int] = []  # of ``decodes``, and so the next two:
-        self.rows: list[int] = []
+        self.rows: list[int] = []  # of ``decodes``, and so the next:
         self.starts: list[int] = []
         self.searches: list[Search] = []
         self.chunks: list[Chunk] = []
         self.admits: list[Admit] = []
         self.admitted: set[int] = set()  # rows of ``admits``: they cannot be forked yet
-        self.fork_src: list[int] = []
-        self.fork_dst: list[int] = []
         self.fork_seeds: list[int] = []
-        self.copy_src: list[int] = []
-        self.copy_dst: list[int] = []
-        self.delta_rows: list[int] = []
-        self.delta_slots: list[int] = []
-        self.delta_blocks: list[int] = []
-        self.append_rows: list[int] = []
-        self.append_tokens: list[int] = []
+        # Flat tables, one line after the other:
+        self.forks: list[int] = []  # source row, row
+        self.copies: list[int] = []  # source block, block
+        self.deltas: list[int] = []  # row, slot of its block table, block
+        self.appends: list[int] = []  # row, token
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.searches or self.chunks)
@@ -70,64 +65,69 @@ class Draft:
         """A new row, with its block table."""
         self.admits.append(seq.admit())
         self.admitted.add(seq.row)
-        self.delta_rows.extend([seq.row] * len(seq.blocks))
-        self.delta_slots.extend(range(len(seq.blocks)))
-        self.delta_blocks.extend(seq.blocks)
+        for slot, block in enumerate(seq.blocks):
+            self.deltas += seq.row, slot, block
 
     def fork(self, source: int, row: int, seed: int) -> None:
         """``row`` becomes a copy of ``source``, block table and all."""
-        self.fork_src.append(source)
-        self.fork_dst.append(row)
+        self.forks += source, row
         self.fork_seeds.append(seed)
 
     def append_token(self, row: int, token: int) -> None:
         """``row`` goes on with this token."""
-        self.append_rows.append(row)
-        self.append_tokens.append(token)
+        self.appends += row, token
 
     def own_block(self, pool: BlockPool, row: int, blocks: list[int], slot: int) -> None:
         """Make the block that ``row`` writes next its own: a new one at the table's end, a copy of a shared one."""
-        if slot < len(blocks) and pool.refs[blocks[slot]] == 1:
-            return
-        block = pool.allocate()
         if slot == len(blocks):
+            block = pool.allocate()
             blocks.append(block)
+        elif pool.refs[shared := blocks[slot]] > 1:
+            block = blocks[slot] = pool.allocate()
+            self.copies += shared, block
+            pool.release(shared)
         else:
-            self.copy_src.append(blocks[slot])
-            self.copy_dst.append(block)
-            pool.release(blocks[slot])
-            blocks[slot] = block
-        self.delta_rows.append(row)
-        self.delta_slots.append(slot)
-        self.delta_blocks.append(block)
+            return
+        self.deltas += row, slot, block
 
     # -- the message
 
     def seal(self, replica: Replica, now: float) -> StepPlan:
         """Count the step as in flight and pack the columns."""
-        step = Step(replica.last_step + 1, self.decodes, self.generations, self.searches, self.chunks, now)
+        step = Step(replica.last_step + 1, self.decodes, self.searches, self.chunks, now)
         drops = replica.launch(step)
-        rows, size = i32(self.rows + [run.row for run in step.compute_rows]), 4 * len(self.rows)
+        decodes, size = i32(self.rows), 4 * len(self.rows)
         while len(_RANGE) < size:
             _RANGE.extend(i32(range(len(_RANGE) // 4, len(_RANGE) // 2 + 64)))
+        rows, starts, counts = _columns(step.compute_rows, 3)
+        sample_src, sample_rows = _columns(step.draws, 2)
+        fork_src, fork_dst = _columns(self.forks, 2)
+        copy_src, copy_dst = _columns(self.copies, 2)
+        delta_rows, delta_slots, delta_blocks = _columns(self.deltas, 3)
+        append_rows, append_tokens = _columns(self.appends, 2)
         return StepPlan(
             lease=replica.lease,
             step=step.number,
             drops=i32(drops),
-            fork_src=i32(self.fork_src),
-            fork_dst=i32(self.fork_dst),
+            fork_src=fork_src,
+            fork_dst=fork_dst,
             fork_seeds=u64(self.fork_seeds),
-            copy_src=i32(self.copy_src),
-            copy_dst=i32(self.copy_dst),
+            copy_src=copy_src,
+            copy_dst=copy_dst,
             admits=self.admits,
-            delta_rows=i32(self.delta_rows),
-            delta_slots=i32(self.delta_slots),
-            delta_blocks=i32(self.delta_blocks),
-            append_rows=i32(self.append_rows),
-            append_tokens=i32(self.append_tokens),
-            rows=rows,
-            starts=i32(self.starts + [run.start for run in step.compute_rows]),
-            counts=_ONE * len(self.rows) + i32([run.tokens for run in step.compute_rows]),
-            sample_src=bytes(_RANGE[:size]) + i32([slot.source for slot in step.others]),
-            sample_rows=rows[:size] + i32([slot.row for slot in step.others]),
+            delta_rows=delta_rows,
+            delta_slots=delta_slots,
+            delta_blocks=delta_blocks,
+            append_rows=append_rows,
+            append_tokens=append_tokens,
+            rows=decodes + rows,
+            starts=i32(self.starts) + starts,
+            counts=_ONE * len(self.rows) + counts,
+            sample_src=bytes(_RANGE[:size]) + sample_src,
+            sample_rows=decodes + sample_rows,
         )
+
+
+def _columns(table: list[int], width: int) -> list[bytes]:
+    """The columns of a flat table."""
+    return [i32(table[at::width]) for at in range(width)] if table else [b""] * width

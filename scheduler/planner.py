@@ -74,7 +74,7 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
 
 def _plan_decodes(books: Books, replica: Replica, draft: Draft, seqs: list[Sequence]) -> None:
     """One token for each. Preemption takes sequences off the end of ``seqs`` while it is iterated: a list allows it."""
-    decodes, generations, rows, starts = draft.decodes, draft.generations, draft.rows, draft.starts
+    decodes, rows, starts = draft.decodes, draft.rows, draft.starts
     for seq in seqs:
         position = seq.scheduled
         if position >= seq.horizon and not _make_room(books, replica, draft, seq):
@@ -83,7 +83,6 @@ def _plan_decodes(books: Books, replica: Replica, draft: Draft, seqs: list[Seque
         rows.append(seq.row)
         starts.append(position)
         decodes.append(seq)
-        generations.append(seq.generation)
     draft.spend(len(decodes))
 
 

@@ -45,21 +45,11 @@ class PromptSpan(NamedTuple):
     end: int
 
 
-class ComputeRow(NamedTuple):
-    """A row that runs: so many tokens from position ``start`` on."""
-
-    row: int
-    start: int
-    tokens: int
-
-
 class Slot(NamedTuple):
-    """A sample slot: it draws from the last logits of compute row ``source``, and the token goes to ``row``."""
+    """Whom a token is drawn for."""
 
     seq: Sequence
     generation: int
-    source: int
-    row: int
 
 
 class Step:
@@ -69,27 +59,32 @@ class Step:
     """
 
     __slots__ = (
-        "chunks", "compute_rows", "decodes", "generations", "number", "others", "prompts", "searches", "sent_at",
+        "chunks", "compute_rows", "decodes", "draws", "generations", "number", "others", "prompts", "searches",
+        "sent_at",
     )  # fmt: skip
 
     def __init__(
-        self, number: int, decodes: list[Sequence], generations: list[int], searches: list[Search],
-        chunks: list[Chunk], sent_at: float,
-    ):  # fmt: skip
+        self, number: int, decodes: list[Sequence], searches: list[Search], chunks: list[Chunk], sent_at: float
+    ):
         self.number, self.sent_at = number, sent_at
-        self.decodes, self.generations, self.searches, self.chunks = decodes, generations, searches, chunks
-        self.compute_rows: list[ComputeRow] = []  # those after the decodes
-        self.others: list[Slot] = []  # the slots after those of the decodes
+        self.decodes, self.searches, self.chunks = decodes, searches, chunks
+        self.generations = [seq.generation for seq in decodes]
+        # After the decodes, as flat tables of the plan:
+        self.compute_rows: list[int] = []  # row, start, tokens of each
+        self.draws: list[int] = []  # compute row drawn from and row drawn for, of each of
+        self.others: list[Slot] = []
         self.prompts: list[PromptSpan] = []
         for group, generation, start, rows in searches:
             for row in rows:
-                self.others.append(Slot(group, generation, self._run(row, start, 1), row))
+                self.draws += self._run(row, start, 1), row
+                self.others.append(Slot(group, generation))
         at = -1
         for seq, generation, start, tokens, draws in chunks:
             if tokens:
                 at = self._run(seq.row, start, tokens)
             if draws:
-                self.others.append(Slot(seq, generation, at, seq.row))
+                self.draws += at, seq.row
+                self.others.append(Slot(seq, generation))
             if seq.prompt_from >= 0:
                 first = max(seq.prompt_from, start + 1)
                 end = min(start + tokens + 1, seq.request.prompt_len)
@@ -98,8 +93,8 @@ class Step:
 
     def _run(self, row: int, start: int, tokens: int) -> int:
         """Add a compute row; its number."""
-        self.compute_rows.append(ComputeRow(row, start, tokens))
-        return len(self.decodes) + len(self.compute_rows) - 1
+        self.compute_rows += row, start, tokens
+        return len(self.decodes) + len(self.compute_rows) // 3 - 1
 
     def forgive(self, standstill: Standstill) -> None:
         """This process stood still, and could not have seen the result."""
@@ -107,8 +102,7 @@ class Step:
 
     def slots(self) -> list[Slot]:
         """All sample slots, in the order of the result's tokens."""
-        pairs = zip(self.decodes, self.generations, strict=True)
-        return [Slot(seq, generation, at, seq.row) for at, (seq, generation) in enumerate(pairs)] + self.others
+        return list(map(Slot, self.decodes, self.generations)) + self.others
 
     def samples(self) -> int:
         """Tokens the result must have."""
@@ -119,7 +113,7 @@ class Step:
         if number < len(self.decodes):
             seq, generation = self.decodes[number], self.generations[number]
         else:
-            seq, generation, _, _ = self.others[number - len(self.decodes)]
+            seq, generation = self.others[number - len(self.decodes)]
         return seq if seq.generation == generation else None
 
     def of_beams(self) -> bool:
