@@ -6,6 +6,7 @@ list of structs takes forty, which is why every per-step message is made of them
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable
@@ -49,8 +50,8 @@ def i8(values: Iterable[int]) -> bytes:
 
 
 def i32(values: Iterable[int]) -> bytes:
-    """Pack as int32."""
-    return array("i", values).tobytes()
+    """Pack as int32; OverflowError where one does not fit."""
+    return _pack("i", values)
 
 
 def f32(values: Iterable[float]) -> bytes:
@@ -59,13 +60,23 @@ def f32(values: Iterable[float]) -> bytes:
 
 
 def i64(values: Iterable[int]) -> bytes:
-    """Pack as int64."""
-    return array("q", values).tobytes()
+    """Pack as int64; OverflowError where one does not fit."""
+    return _pack("q", values)
 
 
 def u64(values: Iterable[int]) -> bytes:
-    """Pack as uint64."""
-    return array("Q", values).tobytes()
+    """Pack as uint64; OverflowError where one does not fit."""
+    return _pack("Q", values)
+
+
+def _pack(code: str, values: Iterable[int]) -> bytes:
+    """By way of ``struct``, which takes a long list in a third of the time that ``array`` takes."""
+    if isinstance(values, list) and len(values) > 16:
+        try:
+            return struct.pack(f"{len(values)}{code}", *values)
+        except struct.error:
+            pass  # an array says what is wrong: OverflowError or TypeError
+    return array(code, values).tobytes()
 
 
 def _unpack(code: str, column: bytes) -> list[Any]:
