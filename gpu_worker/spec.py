@@ -18,11 +18,11 @@ from ..proto.config import ConfigError
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions: which dims turn, how fast, and how the speeds are scaled.
+    """Rotary positions: which dims are rotated, how fast, and how the speeds are scaled.
 
     ``scaling`` holds the numbers of the type as config.json names them (factor, beta_fast, short_factor, ...).
     ``trained_len`` is the config's max_position_embeddings, which several types measure themselves by.
-    ``interleaved`` turns dims 2i and 2i + 1 together (GPT-J), else i and i + R/2 (NeoX).
+    ``interleaved`` rotates dims 2i and 2i + 1 together (GPT-J), else i and i + R/2 (NeoX).
     """
 
     rotary_dim: int
@@ -44,7 +44,7 @@ class MoESpec:
     renormalise: bool = False  # the chosen weights sum to 1
     scale: float = 1.0  # factor of the weights
     activation: str = "silu"  # or swiglu_oai
-    bias: bool = False  # of the experts' products
+    bias: bool = False  # of the experts' linear layers
     router_bias: bool = False
     correction_bias: bool = False  # added to the scores for the choice, not to the weights
     groups: int = 0  # 0: off; else the choice is from the best topk_groups of so many groups of experts
@@ -69,7 +69,7 @@ class DecoderSpec:
     kv_heads: tuple[int, ...]
     head_dim: int
     intermediate_size: int
-    ropes: tuple[RopeSpec | None, ...]  # None: this layer's queries and keys do not turn
+    ropes: tuple[RopeSpec | None, ...]  # None: no rotary positions in this layer
     attn_scales: tuple[float, ...]
     windows: tuple[int | None, ...]  # keys a query sees, itself included; None is all of them
     # Norms: RMS with weight w (or Gemma's 1 + w), or LayerNorm with or without bias, or without weights at all.
@@ -91,7 +91,7 @@ class DecoderSpec:
     alibi: tuple[float, ...] | None = None  # slope of each head: slope * (key - query position) is added to scores
     positions: int = 0  # rows of a learned table
     position_offset: int = 0
-    # Products.
+    # Linear layers.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -113,7 +113,7 @@ class DecoderSpec:
     attn_softcap: float = 0.0
     # Of models that pool.
     outputs: int = -1  # rows of the head in place of the vocabulary's: a classifier's labels; 0: there is no head
-    head: str = ""  # activation of the product before the head; "": there is none
+    head: str = ""  # activation of the linear layer before the head; "": there is none
     types: int = 0  # rows of a table of token types
 
     def is_moe(self, layer: int) -> bool:

@@ -12,7 +12,7 @@ def _first_block(start, row, first_row, BLOCK_Q: tl.constexpr):
     """The number of a row's first Q-block, ``start`` being its first token.
 
     Far enough from the row before for any lengths, so the grid needs no table made on the host; numbers left over
-    between rows turn out empty. The rows before ``first_row`` have one token each.
+    between rows are empty. The rows before ``first_row`` have one token each.
     """
     return (start - first_row) // BLOCK_Q + row - first_row
 
@@ -93,6 +93,63 @@ def _over_tiles(
     return acc, peak, total
 
 
+@triton.jit
+def _place_of(query_starts, first_row, rows, q_block, DECODE: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Q-block ``q_block``: its row, the row's first token in the step and its length, the block's first token in it."""
+    if DECODE:
+        row = first_row + q_block
+        return row, tl.load(query_starts + row), 1, 0
+    else:
+        row = _find_row(query_starts, first_row, rows, q_block, BLOCK_Q)
+        start = tl.load(query_starts + row)
+        first = (q_block - _first_block(start, row, first_row, BLOCK_Q)) * BLOCK_Q
+        return row, start, tl.load(query_starts + row + 1) - start, first
+
+
+@triton.jit
+def _keys_of(
+    past, first, length, split, window,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Key tiles [low, high) that some query of the block sees, of this split's share; and ``whole``, ``end``.
+
+    ``past`` keys lie before the row's first token of this step. Tiles before ``whole`` lie at or before the first
+    query's position; ``end`` is the first key that may not be read.
+    """
+    end = past + tl.minimum(first + BLOCK_Q, length)
+    end = tl.maximum(end, 0)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(past + first - window + 1, 0) // BLOCK_N
+    high = (end + BLOCK_N - 1) // BLOCK_N
+    whole = tl.maximum(past + first + 1, 0) // BLOCK_N
+    if SPLITS > 1:
+        share = (high - low + SPLITS - 1) // SPLITS
+        low = low + split * share
+        high = tl.minimum(low + share, high)
+    return low, high, whole, end
+
+
+@triton.jit
+def _nothing_seen(sinks, heads, inside, SINKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The largest score of each query and the sum of its weights, before any key."""
+    peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS and SPLITS == 1:
+        # As if a key without a value had been seen first. With splits, the reduction adds it, once for all of them.
+        peak = tl.load(sinks + heads, mask=inside, other=0.0) * LOG2E
+        total += 1.0
+    return peak, total
+
+
+@triton.jit
+def _store_share(partial, peaks, totals, place, acc, peak, total, inside, DIM: tl.constexpr):
+    """What one split has seen; ``reduce_kernel`` joins the splits."""
+    tl.store(peaks + place, peak, mask=inside)
+    tl.store(totals + place, total, mask=inside)
+    tl.store(partial + place[:, None] * DIM + tl.arange(0, DIM)[None, :], acc, mask=(inside & (total > 0.0))[:, None])
+
+
 # Values that change from step to step are not specialised on: that would compile anew in the middle of serving.
 @triton.jit(
     do_not_specialize=["table_stride", "first_row", "rows", "window"],
@@ -109,54 +166,26 @@ def attention_kernel(
 ):  # fmt: skip
     """One Q-block (BLOCK_M // GROUP tokens of one row, with every query head of one key head) and one split of keys."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    q_block = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if DECODE:
-        row = first_row + q_block
-        start = tl.load(query_starts + row)
-        first = 0
-        length = 1
-    else:
-        row = _find_row(query_starts, first_row, rows, q_block, BLOCK_Q)
-        start = tl.load(query_starts + row)
-        first = (q_block - _first_block(start, row, first_row, BLOCK_Q)) * BLOCK_Q
-        length = tl.load(query_starts + row + 1) - start
+    row, start, length, first = _place_of(query_starts, first_row, rows, tl.program_id(0), DECODE, BLOCK_Q)
     if first >= length:
         return
-    context = tl.load(context_lens + row)
+    past = tl.load(context_lens + row) - length
 
     at_m = tl.arange(0, BLOCK_M)
     at_d = tl.arange(0, DIM)
     token = first + at_m // GROUP
     inside = (token < length) & (at_m < BLOCK_Q * GROUP)
-    positions = context - length + token
+    positions = past + token
     heads = kv_head * GROUP + at_m % GROUP
     tokens = (start + token).to(tl.int64)
     within = inside[:, None] & (at_d < dim)[None, :]
     queries = tl.load(q + tokens[:, None] * q_token + heads[:, None] * q_head + at_d[None, :], mask=within, other=0.0)
-
-    # Keys that some query here sees: [low, end), in tiles, shared out among the splits.
-    end = context - length + tl.minimum(first + BLOCK_Q, length)
-    end = tl.maximum(end, 0)
-    low = 0
-    if WINDOW:
-        low = tl.maximum(context - length + first - window + 1, 0) // BLOCK_N
-    high = (end + BLOCK_N - 1) // BLOCK_N
-    # Tiles before ``whole`` lie at or before the first query's position.
-    whole = tl.maximum(context - length + first + 1, 0) // BLOCK_N
-    if SPLITS > 1:
-        share = (high - low + SPLITS - 1) // SPLITS
-        low = low + split * share
-        high = tl.minimum(low + share, high)
+    low, high, whole, end = _keys_of(past, first, length, split, window, WINDOW, SPLITS, BLOCK_Q, BLOCK_N)
 
     acc = tl.zeros((BLOCK_M, DIM), tl.float32)
-    peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS and SPLITS == 1:
-        # As if a key without a value had been seen first. With splits, the reduction adds it, once for all of them.
-        peak = tl.load(sinks + heads, mask=inside, other=0.0) * LOG2E
-        total += 1.0
+    peak, total = _nothing_seen(sinks, heads, inside, SINKS, SPLITS, BLOCK_M)
     slope = peak
     if ALIBI:
         slope = tl.load(slopes + heads, mask=inside, other=0.0) * LOG2E
@@ -179,9 +208,7 @@ def attention_kernel(
 
     if SPLITS > 1:
         place = (tokens * (tl.num_programs(1) * GROUP) + heads) * SPLITS + split
-        tl.store(peaks + place, peak, mask=inside)
-        tl.store(totals + place, total, mask=inside)
-        tl.store(partial + place[:, None] * DIM + at_d[None, :], acc, mask=(inside & (total > 0.0))[:, None])
+        _store_share(partial, peaks, totals, place, acc, peak, total, inside, DIM)
     else:
         # Rows of padding have seen nothing: zeros.
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -21,17 +21,17 @@ def rope_write(
 
     Args:
         q: [T, H, D]; k, v: [T, KH, D]; heads contiguous (views of a fused projection are fine).
-        cos, sin: float32 [P, R/2], a row for each position; the first R <= D dimensions turn. None: nothing turns.
+        cos, sin: float32 [P, R/2], a row for each position; the first R <= D dimensions are rotated. None: none is.
         positions: int64 [T]; slots: int64 [T], -1 writes nothing.
         k_cache, v_cache: logical shape [num_blocks, block_size, KH, D], any strides but 1 for the last.
-        interleaved: dimension 2i turns with 2i + 1 (GPT-J); else i with i + R/2 (NeoX's halves).
+        interleaved: dimension 2i is rotated with 2i + 1 (GPT-J); else i with i + R/2 (NeoX's halves).
     """
     from . import rope_jit
 
     tokens, heads, dim = q.shape
     if not tokens:
         return
-    kv_heads, turns = k.shape[1], cos is not None and sin is not None
+    kv_heads, rotary = k.shape[1], cos is not None and sin is not None
     if cos is None or sin is None:
         cos, sin, half, heads = q, q, 0, 0  # no program for the queries, which stay as they are
     else:
@@ -41,7 +41,7 @@ def rope_write(
         cos, sin, cos.stride(0), positions, slots,
         k_cache, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache, v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-        heads, k_cache.shape[1], half, dim, TURNS=turns, PAIRS=interleaved,
+        heads, k_cache.shape[1], half, dim, ROTARY=rotary, PAIRS=interleaved,
         HALF=max(2, 1 << (half - 1).bit_length()), DIM=max(2, 1 << (dim - 1).bit_length()), num_warps=1,
     )  # fmt: skip
 
@@ -67,8 +67,8 @@ def rope_write_torch(
         c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
         for x in (q, k):
             first, second = x[..., one].float(), x[..., other].float()
-            turned = first * c - second * s, second * c + first * s
-            x[..., one], x[..., other] = turned[0].to(x.dtype), turned[1].to(x.dtype)
+            rotated = first * c - second * s, second * c + first * s
+            x[..., one], x[..., other] = rotated[0].to(x.dtype), rotated[1].to(x.dtype)
     if bool((slots < 0).any()):
         keep = slots >= 0
         k, v, slots = k[keep], v[keep], slots[keep]

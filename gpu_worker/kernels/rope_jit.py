@@ -10,11 +10,11 @@ def rope_write_kernel(
     cos, sin, table_stride, positions, slots,
     k_cache, k_block, k_offset, k_cache_head, v_cache, v_block, v_offset, v_cache_head,
     heads, block_size, half, dim,
-    TURNS: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
+    ROTARY: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: query heads first, then the key heads, which also carry their values along.
 
-    Without TURNS there are key heads alone.
+    Without ROTARY there are key heads alone.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -23,23 +23,23 @@ def rope_write_kernel(
     x = q + token * q_token + head * q_head
     if not is_query:
         x = k + token * k_token + kv_head * k_head
-    if TURNS:
+    if ROTARY:
         at = tl.arange(0, HALF)
-        turns = at < half
+        rotary = at < half
         one = at
         other = half + at
         if PAIRS:
             one = 2 * at
             other = 2 * at + 1
         position = tl.load(positions + token)
-        c = tl.load(cos + position * table_stride + at, mask=turns, other=0.0)
-        s = tl.load(sin + position * table_stride + at, mask=turns, other=0.0)
-        first = tl.load(x + one, mask=turns, other=0.0).to(tl.float32)
-        second = tl.load(x + other, mask=turns, other=0.0).to(tl.float32)
-        turned_first = (first * c - second * s).to(q.dtype.element_ty)
-        turned_second = (second * c + first * s).to(q.dtype.element_ty)
-        tl.store(x + one, turned_first, mask=turns)
-        tl.store(x + other, turned_second, mask=turns)
+        c = tl.load(cos + position * table_stride + at, mask=rotary, other=0.0)
+        s = tl.load(sin + position * table_stride + at, mask=rotary, other=0.0)
+        first = tl.load(x + one, mask=rotary, other=0.0).to(tl.float32)
+        second = tl.load(x + other, mask=rotary, other=0.0).to(tl.float32)
+        rotated_first = (first * c - second * s).to(q.dtype.element_ty)
+        rotated_second = (second * c + first * s).to(q.dtype.element_ty)
+        tl.store(x + one, rotated_first, mask=rotary)
+        tl.store(x + other, rotated_second, mask=rotary)
     if not is_query:
         slot = tl.load(slots + token)
         if slot >= 0:
@@ -48,9 +48,9 @@ def rope_write_kernel(
             out = k_cache + block * k_block + offset * k_offset + kv_head * k_cache_head
             whole = tl.arange(0, DIM)
             rest = whole < dim
-            if TURNS:
-                tl.store(out + one, turned_first.to(k_cache.dtype.element_ty), mask=turns)
-                tl.store(out + other, turned_second.to(k_cache.dtype.element_ty), mask=turns)
+            if ROTARY:
+                tl.store(out + one, rotated_first.to(k_cache.dtype.element_ty), mask=rotary)
+                tl.store(out + other, rotated_second.to(k_cache.dtype.element_ty), mask=rotary)
                 rest = (whole >= 2 * half) & (whole < dim)
             tl.store(out + whole, tl.load(x + whole, mask=rest).to(k_cache.dtype.element_ty), mask=rest)
             value = tl.load(v + token * v_token + kv_head * v_head + whole, mask=whole < dim)

@@ -1,4 +1,4 @@
-"""One layer's attention: projections, norms of query and key, rotation, the write to the cache, paged attention."""
+"""One layer's attention: linears, norms of query and key, rotary positions, the write to the cache, paged attention."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepContext:
 class Attention:
     """Layer ``layer`` of ``spec``, which is one rank's part of it: its heads, and so its part of the sum.
 
-    ``tables`` are those of ``rope_tables``, or None where nothing turns; ``slopes`` and ``sinks`` [heads] or None;
+    ``tables`` are those of ``rope_tables``, or None without rotary positions; ``slopes`` and ``sinks`` [heads] or None;
     ``growth`` is of ``query_scales``.
     """
 

@@ -1,4 +1,4 @@
-"""Who computes: Triton kernels where the data is on a GPU, torch elsewhere. One place, so that tests can turn it."""
+"""Who computes: Triton kernels where the data is on a GPU, torch elsewhere. One place, so that tests can choose."""
 
 from __future__ import annotations
 

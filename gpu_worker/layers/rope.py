@@ -1,11 +1,11 @@
-"""Rotary positions: the turn itself on a CPU, and tables of cosines and sines for every scaling transformers 5 knows.
+"""Rotary positions: the rotation on a CPU, and tables of cosines and sines for every scaling transformers 5 knows.
 
-A cached key keeps the rotation it was written with, so a position must turn the same way whatever the length of its
+A cached key keeps the rotation it was written with, so a position must be rotated alike whatever the length of its
 sequence. Two types depend on that length in transformers; here they are:
 
-- ``dynamic``: position p turns as transformers turns it in a sequence of p + 1 tokens. Equal to transformers for
+- ``dynamic``: position p is rotated as transformers rotates it in a sequence of p + 1 tokens. Equal to transformers for
   sequences within the trained length, and for those that grow past it token by token; a *prompt* longer than the
-  trained length is turned there by its whole length.
+  trained length is rotated there by its whole length.
 - ``longrope``: the long factors where max_model_len exceeds the original length, else the short ones, as in vLLM.
   Equal to transformers whenever the sequence and max_model_len are on the same side of the original length.
 """
@@ -56,23 +56,23 @@ def query_scales(spec: RopeSpec, max_len: int, device: torch.device | None = Non
     beta, original = _number(spec, "llama_4_scaling_beta"), _number(spec, "original_max_position_embeddings")
     if original <= 0:
         raise ConfigError(f"config.json: original_max_position_embeddings must be above 0, got {original!r}.")
-    turns = torch.arange(max_len, dtype=torch.float32).div(original).floor()
-    return (1 + beta * turns.log1p())[:, None, None].to(device)
+    lengths = torch.arange(max_len, dtype=torch.float32).div(original).floor()
+    return (1 + beta * lengths.log1p())[:, None, None].to(device)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> None:
-    """Turn the first R dims of x [T, heads, head_dim] in place; cos and sin [T, 1, R / 2].
+    """Rotate the first R dims of x [T, heads, head_dim] in place; cos and sin [T, 1, R / 2].
 
-    Dim i turns with dim i + R / 2 (NeoX's halves), or 2i with 2i + 1 (GPT-J's pairs) if ``interleaved``.
+    Dim i is rotated with dim i + R / 2 (NeoX's halves), or 2i with 2i + 1 (GPT-J's pairs) if ``interleaved``.
     """
     half = cos.shape[-1]
     if interleaved:
         first, second = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
     else:
         first, second = x[..., :half], x[..., half : 2 * half]
-    turned = first * sin
+    rotated = first * sin
     first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).add_(turned)
+    second.mul_(cos).add_(rotated)
 
 
 def _number(spec: RopeSpec, key: str, default: float | None = None) -> float:
@@ -121,16 +121,16 @@ def _yarn(spec: RopeSpec, max_len: int) -> Speeds:
     else:
         attention = mscale(1.0)
 
-    def dim_of(turns: float) -> float:
-        """The dim that turns ``turns`` times within the original length."""
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def dim_of(rotations: float) -> float:
+        """The dim that makes so many ``rotations`` within the original length."""
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dim_of(get("beta_fast") or 32), dim_of(get("beta_slow") or 1)
     if get("truncate") is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
-    kept = 1 - ramp.clamp(0, 1)  # 1 where a dim turns fast enough to stay as it was trained
+    kept = 1 - ramp.clamp(0, 1)  # 1 where a dim rotates fast enough to stay as it was trained
     slow = theta ** _powers(spec)
     return 1.0 / (factor * slow) * (1 - kept) + 1.0 / slow * kept, attention
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import paged_runner
+import pytest
 import tiny_gpt
 import tiny_models
 import tiny_moe
@@ -76,6 +77,21 @@ def test_dynamic_rope_grows_past_the_trained_length(tmp_path: Path) -> None:
         want.append(out.logits[0])
     got = torch.cat([runner.step([(row, n)]) for n in (38, *[1] * 32)])
     torch.testing.assert_close(got, torch.cat(want), atol=1e-4, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("heads", "same", "other"), [(8, 257, 300), (9, 1, 40)])
+def test_falcons_alibi_is_rounded_in_transformers_alone(heads: int, same: int, other: int, tmp_path: Path) -> None:
+    """docs/models.md says from which length; with up to eight heads the slopes are powers of two."""
+    torch.set_num_threads(1)
+    kind, values = tiny_gpt.ROWS["falcon-rw"][:2]
+    size = {"hidden_size": 8 * heads, "num_attention_heads": heads}
+    folder = tiny_models.write(kind, tmp_path, 1, {**values, **size})
+    (tokens,) = tiny_models.random_prompts(1, seed=2, shortest=300, longest=300)
+    got = PagedRunner(load(folder, 512)).step([(Row(tokens[:other]), other)])
+    want = expected_logits(tiny_models.reference(folder, "sdpa"), tokens[:other])
+    torch.testing.assert_close(got[:same], want[:same], atol=1e-4, rtol=1e-5)
+    assert (got[-1] - want[-1]).abs().max() > 1e-3
 
 
 KERNELS = """

@@ -110,7 +110,7 @@ def rope(hf: Config, head_dim: int, trained_len: int, interleaved: bool = False)
         values["original_max_position_embeddings"] = outside
     values.setdefault("original_max_position_embeddings", trained_len)
     fraction = positive({"partial_rotary_factor": fraction}, "partial_rotary_factor", 1.0)
-    if kind == "proportional":  # turns every dim, those past the fraction by nothing
+    if kind == "proportional":  # rotates every dim, those past the fraction by nothing
         values["fraction"], fraction = fraction, 1.0
     kind = {"su": "longrope"}.get(kind, kind)
     return RopeSpec(int(head_dim * fraction), theta, kind, values, trained_len, interleaved)
@@ -146,13 +146,13 @@ def decoder(hf: Config, **changes: Any) -> DecoderSpec:
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
         )
     if "ropes" not in changes:
-        turn = changes.pop("rope") if "rope" in changes else rope(hf, head_dim, _length(hf))
-        if turn is not None and (turn.rotary_dim % 2 or not 0 < turn.rotary_dim <= head_dim):
+        rotary = changes.pop("rope") if "rope" in changes else rope(hf, head_dim, _length(hf))
+        if rotary is not None and (rotary.rotary_dim % 2 or not 0 < rotary.rotary_dim <= head_dim):
             raise ConfigError(
-                f"config.json: {turn.rotary_dim} dims of each head would turn (rotary_dim, partial_rotary_factor); "
+                f"config.json: {rotary.rotary_dim} dims of each head would turn (rotary_dim, partial_rotary_factor); "
                 f"it must be an even number of the head's {head_dim}."
             )
-        changes["ropes"] = (turn,) * layers
+        changes["ropes"] = (rotary,) * layers
     scale = changes.pop("attn_scale", head_dim**-0.5)
     bias = bool(hf.get("attention_bias"))
     values: dict[str, Any] = {

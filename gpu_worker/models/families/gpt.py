@@ -98,7 +98,7 @@ _NEOX_NAMES = WeightNames(
 
 
 def gptj(hf: Config) -> DecoderSpec:
-    """GPT-J: both halves from one norm, adjacent dims turn, and the head has a bias."""
+    """GPT-J: both halves from one norm, adjacent dims are rotary pairs, and the head has a bias."""
     return gpt(
         hf, parallel_residual=True, norms=("attn",), rope=RopeSpec(integer(hf, "rotary_dim", 64), interleaved=True),
         activation=activation(hf, default="gelu_new"), qkv_bias=False, o_bias=False, lm_head_bias=True,
@@ -107,7 +107,7 @@ def gptj(hf: Config) -> DecoderSpec:
 
 
 def neox(hf: Config) -> DecoderSpec:
-    """GPT-NeoX, Pythia: a quarter of each head turns; both halves from one input, each with its norm."""
+    """GPT-NeoX, Pythia: a quarter of each head is rotary; both halves from one input, each with its norm."""
     hf = {"partial_rotary_factor": hf.get("rotary_pct", 0.25), "rope_theta": hf.get("rotary_emb_base", 10000), **hf}
     head_dim, bias = integer(hf, "hidden_size") // integer(hf, "num_attention_heads"), hf.get("attention_bias")
     return gpt(
@@ -150,10 +150,10 @@ def falcon(hf: Config) -> DecoderSpec:
     single = not grouped and hf.get("multi_query") is not False
     scale = (hidden // heads) ** -0.5
     slopes = tuple(slope * scale for slope in alibi_slopes(heads)) if hf.get("alibi") else None
-    turn = None if slopes else rope(hf, hidden // heads, integer(hf, "max_position_embeddings", 2048))
+    rotary = None if slopes else rope(hf, hidden // heads, integer(hf, "max_position_embeddings", 2048))
     bias = bool(hf.get("bias"))
     return gpt(
-        {**hf, "num_key_value_heads": 1 if single else kv_heads}, rope=turn, alibi=slopes, parallel_residual=parallel,
+        {**hf, "num_key_value_heads": 1 if single else kv_heads}, rope=rotary, alibi=slopes, parallel_residual=parallel,
         norms=("attn", "mlp") if two else ("attn",), qkv_bias=bias, o_bias=bias, mlp_bias=bias,
         activation=activation(hf, "activation", "gelu"),
     )  # fmt: skip

@@ -114,12 +114,12 @@ def olmo2(hf: Config) -> DecoderSpec:
 
 
 def glm(hf: Config, **changes: Any) -> DecoderSpec:
-    """GLM-4 of 2024: half of each head turns, in pairs; a bias on queries, keys and values."""
+    """GLM-4 of 2024: half of each head is rotary, in pairs; a bias on queries, keys and values."""
     hf = {**hf, "head_dim": integer(hf, "head_dim", 128)}
     hf.setdefault("partial_rotary_factor", 0.5)
-    turn = rope(hf, hf["head_dim"], integer(hf, "max_position_embeddings", 131072), interleaved=True)
+    rotary = rope(hf, hf["head_dim"], integer(hf, "max_position_embeddings", 131072), interleaved=True)
     return decoder(
-        hf, rope=turn, qkv_bias=hf.get("attention_bias") is not False, o_bias=False,
+        hf, rope=rotary, qkv_bias=hf.get("attention_bias") is not False, o_bias=False,
         norm_eps=positive(hf, "rms_norm_eps", 1.5625e-07), **changes,
     )  # fmt: skip
 
@@ -145,11 +145,11 @@ def cohere2(hf: Config) -> DecoderSpec:
     hf = pattern(hf, hf.get("sliding_window_pattern") or 4)
     layers, head_dim = integer(hf, "num_hidden_layers"), hf.get("head_dim")
     head_dim = head_dim or integer(hf, "hidden_size") // integer(hf, "num_attention_heads")
-    turn = rope(hf, head_dim, integer(hf, "max_position_embeddings", 8192), interleaved=True)
+    rotary = rope(hf, head_dim, integer(hf, "max_position_embeddings", 8192), interleaved=True)
     spans = windows(hf, layers, integer(hf, "sliding_window", 4096))
     return decoder(
         hf, norm="ln", norm_eps=positive(hf, "layer_norm_eps", 1e-5), norms=("attn",), parallel_residual=True,
-        windows=spans, ropes=tuple(turn if span else None for span in spans),
+        windows=spans, ropes=tuple(rotary if span else None for span in spans),
         logit_scale=positive(hf, "logit_scale", 0.0625), tied=hf.get("tie_word_embeddings") is not False,
     )  # fmt: skip
 

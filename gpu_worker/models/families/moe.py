@@ -61,7 +61,7 @@ _DBRX_NAMES = WeightNames(
 
 
 def _gate_then_up(one: torch.Tensor) -> torch.Tensor:
-    """gpt-oss keeps an expert's products transposed, and the columns of gate and up in turn."""
+    """gpt-oss keeps an expert's weights transposed, and the columns of gate and up alternate."""
     rows = one.t()  # a bias stays as it is
     return torch.cat((rows[0::2], rows[1::2]))
 

@@ -33,7 +33,7 @@ _BAICHUAN2_NAMES = replace(_BAICHUAN_NAMES, layouts={"lm_head": Layout(convert=F
 
 
 def baichuan(hf: Config) -> DecoderSpec:
-    """Baichuan-7B (BaiChuan...) and Baichuan2-7B: Llama with one product for queries, keys and values."""
+    """Baichuan-7B (BaiChuan...) and Baichuan2-7B: Llama with one linear layer for queries, keys and values."""
     return decoder(hf)
 
 
@@ -67,7 +67,7 @@ _CHATGLM_NAMES = WeightNames(
 
 
 def chatglm(hf: Config) -> DecoderSpec:
-    """ChatGLM2 and 3: half of each head turns, in pairs; few key heads; a bias on queries, keys and values."""
+    """ChatGLM2 and 3: half of each head is rotary, in pairs; few key heads; a bias on queries, keys and values."""
     refuse(hf, original_rope=True, post_layer_norm=True, multi_query_attention=True)
     head_dim = integer(hf, "kv_channels", 128)
     hf = {**hf, "num_key_value_heads": integer(hf, "multi_query_group_num", 1), "head_dim": head_dim}
@@ -99,7 +99,7 @@ def decilm(hf: Config) -> DecoderSpec:
 
 
 def internlm(hf: Config) -> DecoderSpec:
-    """InternLM: biases on all four of attention's products."""
+    """InternLM: biases on all four of attention's linear layers."""
     refuse(hf.get("rotary") or {}, base=10000, scaling_factor=1.0)
     bias = hf.get("bias") is not False
     return decoder(hf, qkv_bias=bias, o_bias=bias)
