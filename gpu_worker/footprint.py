@@ -24,8 +24,7 @@ from .memory import gib, memory_limits, step_bytes
 from .models.dtypes import gpu_capability, stored_dtype
 from .models.fallback import uses_fallback
 from .models.files import Tensors, weight_files
-from .models.loader import spec_of
-from .models.parameters import parameters
+from .models.loader import size_of
 from .spec import Shard
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class Footprint:
     """What one process of a model needs: numbers of parameters and of tokens, and bytes."""
 
     parameters: int
-    itemsize: int  # of a parameter
+    itemsize: float  # of a parameter, on the average
     tokens: int  # that the cache must hold
     token_bytes: int  # of the cache of one token
     step: int  # bytes of the smallest step's activations
@@ -47,7 +46,7 @@ class Footprint:
     @property
     def weights(self) -> int:
         """Bytes of the weights."""
-        return self.parameters * self.itemsize
+        return int(self.parameters * self.itemsize)
 
     @property
     def cache(self) -> int:
@@ -81,7 +80,7 @@ def check_footprint(
     """Raises ConfigError, one line with the numbers and what would fit, where the model is larger than the memory."""
     need = footprint_of(args, config, pooler, dtype, shard)
     stored = stored_dtype(config)
-    if stored.itemsize < dtype.itemsize and args.load_format != "dummy":
+    if stored.itemsize < dtype.itemsize == need.itemsize and args.load_format != "dummy":
         log.info("the weights are cast from %s (%s) to %s (%s)", _name(stored), gib(need.parameters * stored.itemsize),
                  _name(dtype), gib(need.weights))  # fmt: skip
     refuse_larger(config, need, room_of(device, args.gpu_memory_utilization), dtype, device, shard)
@@ -108,14 +107,13 @@ def footprint_of(
     """The least that the part ``shard`` of the model takes. Raises ConfigError where config.json has no sizes."""
     if pooler is None and uses_fallback(config):  # its cache and steps are known once it is loaded
         return Footprint(_counted(args, config), dtype.itemsize, 0, 0, 0)
-    spec = spec_of(config, pooler)
-    count = sum(math.prod(parameter.shape) for parameter in parameters(spec, shard))
+    spec, count, itemsize = size_of(config, pooler, dtype, shard)
     local = spec.local(shard)
     tokens = 1 if args.max_model_len == AUTO_LENGTH else config.max_model_len
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
         tokens = 0  # the user has sized the cache
     per_token = KVCache.block_bytes(local, 1, dtype)
-    return Footprint(count, dtype.itemsize, tokens, per_token, step_bytes(local, 1, 1, dtype.itemsize))
+    return Footprint(count, itemsize, tokens, per_token, step_bytes(local, 1, 1, dtype.itemsize))
 
 
 def _counted(args: EngineArgs, config: ModelConfig) -> int:
@@ -145,7 +143,7 @@ def _remedies(need: Footprint, room: Room, dtype: torch.dtype, device: torch.dev
     """What would fit, by flag."""
     found = []
     half = _half(device)
-    if dtype == torch.float32 and half is not None:
+    if need.itemsize == torch.float32.itemsize and half is not None:
         smaller = replace(need, itemsize=2, token_bytes=need.token_bytes // 2)
         if smaller.total <= room.free:
             found.append(f"--dtype {half} ({gib(smaller.weights)} of weights)")

@@ -9,6 +9,7 @@ ends the load.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from ...proto.checkpoint.pooler_config import PoolerConfig
 from ...proto.config import ConfigError
 from ..layers.formats.registry import quantization
 from ..parallel.parallel import Group
-from ..spec import DecoderSpec, WeightNames
+from ..spec import DecoderSpec, Shard, WeightNames
 from .decoder import Decoder
 from .dtypes import resolve_dtype
 from .encoder import Encoder
@@ -31,7 +32,8 @@ from .fallback import load_fallback, uses_fallback
 from .families import find_family
 from .files import Entry, Tensors, check_load_format, some, weight_files
 from .model import Model
-from .parts import Parts
+from .parameters import parameters
+from .parts import Parts, in_tensors
 from .places import Place, formats_of, places, put
 from .pooled import find_pooled
 
@@ -85,10 +87,21 @@ def load_model(
         return Decoder(spec, parts.weights(), config.max_model_len, group)
 
 
-def spec_of(config: ModelConfig, pooler: PoolerConfig | None) -> DecoderSpec:
-    """The spec of a model that is not transformers' own. Raises ConfigError as ``load_model`` does."""
+def size_of(
+    config: ModelConfig, pooler: PoolerConfig | None, dtype: torch.dtype, shard: Shard
+) -> tuple[DecoderSpec, int, float]:
+    """Of a model that is not transformers' own: its spec, the number of parameters that ``shard`` holds, and the bytes
+    that each of them takes, in ``dtype`` or in the tensors of its format. Raises ConfigError as ``load_model`` does.
+    """
     with _named(config):
-        return _family(config, pooler)[0]
+        spec, names = _family(config, pooler)
+        formats, held = formats_of(spec, names, quantization(config.hf)), list(parameters(spec, shard))
+    count, device = sum(math.prod(parameter.shape) for parameter in held), torch.device("cpu")
+    if not formats:
+        return spec, count, dtype.itemsize
+    tensors = [tensor for parameter in held for tensor in in_tensors(parameter, formats, dtype, device)]
+    size = sum(math.prod(each.shape) * ((each.stored and each.stored.dtype) or dtype).itemsize for each in tensors)
+    return spec, count, size / count
 
 
 class _Malformed(Exception):

@@ -27,7 +27,7 @@ from quire.gpu_worker.kernels.moe import Blocks, grouped_product
 from quire.gpu_worker.layers.formats.base import Axis, ExpertProducts, Part, Run, Stored, Tensors, Weight
 from quire.gpu_worker.layers.formats.dense import Dequantized
 from quire.gpu_worker.layers.formats.registry import Quantization, register
-from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.models.loader import load_model, size_of
 from quire.gpu_worker.parallel.parallel import Group
 from quire.gpu_worker.spec import Shard
 from quire.proto.checkpoint.model_config import load_model_config
@@ -318,6 +318,14 @@ def test_random_weights_of_a_format_need_no_file(tmp_path: Path) -> None:
     quantized, _ = checkpoints("toy_words4", "llama", tmp_path)
     (quantized / "model.safetensors").unlink()
     assert hidden(load(quantized, load_format="dummy")).isfinite().all()
+
+
+def test_what_a_format_takes_is_known_before_it_is_loaded(tmp_path: Path) -> None:
+    quantized, plain = checkpoints("toy_rows8", "phi3", tmp_path)
+    _, count, each = size_of(load_model_config(str(quantized), 64), None, torch.float32, Shard())
+    tensors = load_file(quantized / "model.safetensors").values()
+    assert count * each == pytest.approx(sum(tensor.nbytes for tensor in tensors))
+    assert size_of(load_model_config(str(plain), 64), None, torch.float32, Shard())[1:] == (count, 4)
 
 
 # --- what cannot be is refused, in one line ---
