@@ -124,7 +124,8 @@ class EngineCore:
     # ------------------------------------------------------------ requests
 
     def submit(self, message: m.Tokenize, asked: Generate) -> OpenGeneration:
-        """Queue one request: ``message`` with the work that the user asked for. It is given its uid and arrival here.
+        """Queue one request: ``message`` with the work that the user asked for. It is given its uid here, and its
+        arrival where it has none.
 
         Raises RequestError: 400 where it could not be sent, 429 where too much is on its way.
         """
@@ -155,7 +156,7 @@ class EngineCore:
     def _admit(self, message: m.Tokenize) -> None:
         """Stamp it, and count what is on its way in."""
         self._uid += 1
-        message.uid, message.arrival = self._uid, self.wall_clock()
+        message.uid, message.arrival = self._uid, message.arrival or self.wall_clock()
         if (bad := bad_field(message)) is not None:
             raise RequestError(400, f"{bad[0]} cannot be sent: {bad[1]}.", bad[0])
         size = size_of(message)

@@ -128,20 +128,22 @@ class Engine:
         add_special_tokens: bool = True,
         api_key: str = "",
         priority: int = 0,
+        arrival: float = 0.0,
         seed: int | None = None,
         echo: bool = False,
     ) -> RequestStream:
         """Queue one request and return its stream at once; exactly one of prompt, ids and messages is given.
 
         ``seed`` is used where params has none; left out, it is random. ``echo`` has ``accepted.prompt`` set where ids
-        are given, too. With best_of and beam search every event comes at the end. What is wrong with the request is
-        raised by the stream as RequestError; only what could not be sent at all (ids that are no int32, messages that
-        are not JSON) is raised here, as RequestError 400.
+        are given, too. Requests of one ``arrival`` (seconds since the epoch; 0: now) take turns with others as if they
+        were one, as the prompts of one call should. With best_of and beam search every event comes at the end. What is
+        wrong with the request is raised by the stream as RequestError; only what could not be sent at all (ids that are
+        no int32, messages that are not JSON) is raised here, as RequestError 400.
         """
         params = params if params is not None else SamplingParams()
         seed = params.seed if params.seed is not None else seed
         work = Generate(params, self.core.rng.getrandbits(64) if seed is None else seed % 2**64)
-        message = _tokenize(work, prompt, ids, messages, template, add_special_tokens, api_key, priority, echo)
+        message = _tokenize(work, prompt, ids, messages, template, add_special_tokens, api_key, priority, arrival, echo)
         request = self.core.submit(message, work)
         self._flush()
         return RequestStream(request, self._abandon, self._abort)
@@ -158,6 +160,7 @@ class Engine:
         add_special_tokens: bool = True,
         api_key: str = "",
         priority: int = 0,
+        arrival: float = 0.0,
     ) -> Awaitable[Pooled]:
         """Queue one prompt to be pooled and return at once what its answer will be awaited on; cancelling that aborts
         the request. Exactly one of prompt, ids and messages is given; ``pair`` is the second text of a pair whose
@@ -169,7 +172,7 @@ class Engine:
         if pair is not None and prompt is None:
             raise ValueError("the first text of a pair must be given as prompt.")
         work = Pool(params if params is not None else PoolingParams(), pair)
-        message = _tokenize(work, prompt, ids, messages, template, add_special_tokens, api_key, priority)
+        message = _tokenize(work, prompt, ids, messages, template, add_special_tokens, api_key, priority, arrival)
         request = self.core.pool(message, work)
         self._flush()
         return answer_of(request, self._abort)
@@ -255,9 +258,10 @@ class Engine:
 
 def _tokenize(
     work: Work, prompt: str | None, ids: list[int] | None, messages: list[dict[str, Any]] | None,
-    template: dict[str, Any] | None, add_special_tokens: bool, api_key: str, priority: int, echo: bool = False,
+    template: dict[str, Any] | None, add_special_tokens: bool, api_key: str, priority: int, arrival: float,
+    echo: bool = False,
 ) -> m.Tokenize:  # fmt: skip
-    """The message of a request that has no uid and no arrival yet. Raises ValueError, and RequestError 400."""
+    """The message of a request that has no uid yet. Raises ValueError, and RequestError 400."""
     if sum(x is not None for x in (prompt, ids, messages)) != 1:
         raise ValueError("exactly one of prompt, ids and messages must be given.")
     try:
@@ -265,7 +269,7 @@ def _tokenize(
     except (TypeError, ValueError) as error:
         raise RequestError(400, str(error), "priority") from None
     return m.Tokenize(
-        uid=0, attempt=0, work=work, arrival=0.0, prompt=prompt, ids=None if ids is None else pack_ids(ids),
+        uid=0, attempt=0, work=work, arrival=arrival, prompt=prompt, ids=None if ids is None else pack_ids(ids),
         messages=messages, template=template, add_special_tokens=add_special_tokens, key=api_key, priority=priority,
         echo=echo,
     )  # fmt: skip

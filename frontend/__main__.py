@@ -79,6 +79,7 @@ def settings_of(args: EngineArgs) -> Settings:
         names=args.served_model_name or [args.model or DEMO_MODEL],
         api_key=api_key,
         max_request_bytes=args.max_request_bytes,
+        max_n=args.max_n,
         max_queued=args.max_num_queued_reqs,
         defaults=defaults,
         ceiling=defaults.get("max_tokens") if said else None,  # by flag it binds all; the model's own is a suggestion

@@ -37,6 +37,7 @@ class Settings:
     names: list[str]
     api_key: str | None = None
     max_request_bytes: int = 8 * 2**20
+    max_n: int = 128  # choices that may be asked for of one prompt
     max_queued: int = MAX_CHOICES  # requests that may wait in the scheduler; a longer list of prompts never fits
     defaults: dict[str, Any] = field(default_factory=dict)
     ceiling: int | None = None
@@ -138,6 +139,12 @@ class Front:
     def params(self, body: GenerateRequest, prompts: int = 1) -> SamplingParams:
         """The request's parameters; room for its choices. Raises ApiError."""
         params = body.sampling(self.settings.defaults, self.settings.ceiling)
+        most = self.settings.max_n
+        for name, value in (("n", params.n), ("best_of", params.best_of or 0)):
+            if value > most:
+                raise ApiError(
+                    400, f"{name} is {value}, over the limit of {most}; ask for fewer, or raise --max-n.", name
+                )
         if prompts * params.width > MAX_CHOICES:
             name = "n" if params.best_of is None else "best_of"
             asked = f"{prompts} prompts with {name}={params.width}"
@@ -180,7 +187,7 @@ class Front:
         **options: Any,
     ) -> list[RequestStream]:  # fmt: skip
         """Submit all prompts, or none: a refusal of one aborts those before it. Raises RequestError."""
-        options |= {"api_key": request.get(OWNER, ""), "priority": body.priority or 0}
+        options |= {"api_key": request.get(OWNER, ""), "priority": body.priority or 0, "arrival": time.time()}
         streams: list[RequestStream] = []
         blank: dict[str, Any] = {"prompt": None, "ids": None, "messages": None}
         try:

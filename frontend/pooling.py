@@ -89,7 +89,9 @@ async def pool_all(
         raise ApiError(400, str(error), error.param) from error
     front.check_room(len(inputs), _param(places[0]))
     await front.wait_ready()
-    options = {"params": params, "api_key": request.get(OWNER, ""), "priority": body.priority or 0}
+    options = {
+        "params": params, "api_key": request.get(OWNER, ""), "priority": body.priority or 0, "arrival": time.time(),
+    }  # fmt: skip
     began, numbers = time.monotonic(), 0
     answers: list[asyncio.Future[Pooled]] = []
 

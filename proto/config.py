@@ -159,6 +159,7 @@ class EngineArgs:
         None, _HTTP, "required as a bearer token; several with spaces or commas; also QUIRE_API_KEY", several=True
     )
     max_request_bytes: int = _flag(8 * 2**20, _HTTP, "largest request body in bytes; more gets 413")
+    max_n: int = _flag(128, _HTTP, "most choices of one prompt, n and best_of, that a request may ask for")
 
     # Processes (read by `quire serve` and LLM alone)
     data_parallel_size: int = _flag(1, (), "copies of the model to start, each with workers of its own")
@@ -198,7 +199,7 @@ class EngineArgs:
             raise ConfigError(f"block_size must be 8, 16 or 32, got {self.block_size}.")
         for name in ("max_num_seqs", "max_num_batched_tokens", "data_parallel_size", "api_server_count",
                      "tensor_parallel_size", "pipeline_parallel_size",
-                     "detokenizer_count", "max_num_queued_reqs", "max_request_bytes"):  # fmt: skip
+                     "detokenizer_count", "max_num_queued_reqs", "max_request_bytes", "max_n"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.max_model_len in ("auto", -1):

@@ -241,7 +241,7 @@ class WorkerRegistry:
         self.changed()
 
     def _expel(self, peer: str, why: str) -> None:
-        """A worker that breaks the protocol is out of its mind: it must go, and start again from nothing."""
+        """A worker that breaks the protocol is not to be trusted: it must end, and start again from nothing."""
         self.core.bad(peer, why)
         self._end(peer, why)
 

@@ -10,7 +10,8 @@ and does not read (``unread.py``): it is given up, and when it reads on it learn
 What finds a peer that went without a word: ZMTP heartbeats, sent and checked by ZeroMQ's own thread whatever the
 process does. A link that is cut in silence, a machine that is off, and a process that is stopped are disconnected
 12 s after the last sign of life at most, at both ends. A DEALER then connects again by itself, under the same
-identity; what it had not sent yet it sends then, what was under way is lost and found to be by Reconcile and Unknown.
+identity, and sends what it had not sent yet. What was on its way is lost. Every two seconds each process lists what it
+believes to be open (Reconcile) and is told what is not (Unknown): that is how the loss is found.
 """
 
 from __future__ import annotations

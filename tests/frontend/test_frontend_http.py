@@ -278,6 +278,25 @@ def test_one_bad_prompt_among_many_queues_none(server: FakeServer) -> None:
     assert not server.engine.requests
 
 
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("field", ["n", "best_of"])
+def test_max_n_bounds_the_choices_of_a_prompt(field: str, chat: bool) -> None:
+    body, path = (CHAT, "/v1/chat/completions") if chat else (HI, "/v1/completions")
+    with FakeServer(names=["fake"], max_n=3) as server:
+        error = error_of(post(server, {**body, field: 4}, path), 400)
+        assert (error["param"], server.engine.requests) == (field, [])
+        assert f"{field} is 4, over the limit of 3" in error["message"] and "--max-n" in error["message"]
+        assert post(server, {**body, field: 3}, path)[0] == 200
+
+
+def test_the_prompts_of_one_call_have_one_arrival(server: FakeServer) -> None:
+    for _ in range(2):
+        assert post(server, {**HI, "prompt": ["a", "b", "c"]})[0] == 200
+    arrivals = [request.message.arrival for request in server.engine.requests]
+    assert arrivals[0] > 1e9 and len(set(arrivals)) == 2
+    assert len(set(arrivals[:3])) == len(set(arrivals[3:])) == 1
+
+
 def test_greedy_with_n(server: FakeServer) -> None:
     assert error_of(post(server, {**HI, "temperature": 0, "n": 2}), 400)["param"] == "n"
 
