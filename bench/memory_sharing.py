@@ -138,7 +138,7 @@ def paged(data: str, n: int, beams: bool, sigma: float, steps: int, seed: int = 
     held = tokens = alone = running = 0
     for _ in range(steps):
         world.step()
-        tables = [(seq, table) for seq in world.replica.sequences() for table in seq.holdings()[2] if table]
+        tables = [(seq, table) for seq in world.replica.sequences() for table in seq.holdings().tables if table]
         held += world.replica.pool.used
         alone += sum(len(table) * _copies(world, seq) for seq, table in tables)
         tokens += sum(seq.scheduled for seq, _ in tables)

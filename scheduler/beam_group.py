@@ -28,7 +28,7 @@ from typing import NamedTuple
 from ..proto.codec import BadFrame, from_f32, from_i32, i8, i32, i64
 from ..proto.messages import BeamTokens, Finish, Logprobs, TokenBatch
 from .block_pool import BlockPool, PoolError, blocks_for
-from .request import Request, Sequence
+from .request import Holdings, Request, Sequence
 
 
 class Scores(NamedTuple):
@@ -108,13 +108,13 @@ class BeamGroup(Sequence):
         self.spare, self.filled = rows[1:], rows[:1]
         super().start(replica, rows, blocks, computed, block_size)
 
-    def holdings(self) -> tuple[list[int], list[int], list[list[int]]]:
-        """Rows held, those of them that exist at the worker, and block tables."""
-        return [self.row, *self.spare], self.filled, [self.blocks, *(beam.blocks for beam in self.beams)]
+    def holdings(self) -> Holdings:
+        """Rows and blocks of all beams."""
+        return Holdings([self.row, *self.spare], self.filled, [self.blocks, *(beam.blocks for beam in self.beams)])
 
     def requeue(self) -> None:
         """As for any sequence. It will come to the same point again, so it waits until it could get past it."""
-        self.reached = len({block for table in self.holdings()[2] for block in table})
+        self.reached = len({block for table in self.holdings().tables for block in table})
         super().requeue()
 
     def _leave(self) -> None:

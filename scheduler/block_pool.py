@@ -67,21 +67,22 @@ class BlockPool:
 
     def release(self, block: int) -> None:
         """Hold ``block`` once less; at 0 it becomes free and keeps its hash. PoolError where nobody holds it."""
-        refs = self.refs[block] - 1
-        if refs < 0:
-            raise PoolError(f"block {block} is released twice")
-        self.refs[block] = refs
-        if refs == 0:
-            head = self.num_blocks
-            if self._hash_of[block] is None:
-                self._link(block, head, self._next[head])
-            else:
-                self._link(block, self._prev[head], head)
+        self.release_table((block,))
 
     def release_table(self, blocks: Sequence[int]) -> None:
         """Release a sequence's whole table, tail first."""
+        refs, hash_of, head = self.refs, self._hash_of, self.num_blocks
         for block in reversed(blocks):
-            self.release(block)
+            held = refs[block] - 1
+            if held < 0:
+                raise PoolError(f"block {block} is released twice")
+            refs[block] = held
+            if held:
+                continue
+            if hash_of[block] is None:
+                self._link(block, head, self._next[head])
+            else:
+                self._link(block, self._prev[head], head)
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks that hold the longest cached prefix of ``hashes``, ``limit`` at most. Holds nothing yet."""

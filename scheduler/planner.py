@@ -9,6 +9,7 @@ whoever is preempted is not in the plan yet. The first in line is never preempte
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ..proto.messages import StepPlan
 from .beam_group import BeamGroup
@@ -143,7 +144,14 @@ def _fork(books: Books, replica: Replica, draft: Draft, parent: Sequence, seq: S
 # -- those who wait
 
 
-def _candidates(books: Books, replica: Replica) -> Iterator[tuple[Sequence, list[int]]]:
+class Candidate(NamedTuple):
+    """One in line, and the blocks of this replica's cache that it begins with."""
+
+    seq: Sequence
+    cached: list[int]
+
+
+def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     """Those in line that are this replica's to take, in order, each with its cached blocks: passed over are those that
     only a larger replica could ever hold, and those that are better off on another one."""
     now = books.clock()
@@ -154,7 +162,7 @@ def _candidates(books: Books, replica: Replica) -> Iterator[tuple[Sequence, list
             continue
         cached = cached_prefix(replica, seq)
         if not others or not belongs_elsewhere(seq, replica, cached, others, stalled):
-            yield seq, cached
+            yield Candidate(seq, cached)
         elif (passed := passed + 1) == LOOKAHEAD:
             return
 
@@ -187,7 +195,7 @@ def _take_quarantined(books: Books, replica: Replica, draft: Draft) -> bool:
     """Where the first in line may be what ends workers, admit it in a plan of its own, with nothing else in flight.
     True while that is still to come."""
     found = next(_candidates(books, replica), None)
-    if found is None or not found[0].quarantined or not has_room(replica, *found):
+    if found is None or not found.seq.quarantined or not has_room(replica, *found):
         return False
     if not replica.in_flight:
         _start(books, replica, draft, *found)

@@ -174,8 +174,8 @@ class Replica:
     def check_integrity(self) -> None:
         """Raises PoolError where rows, lists or blocks do not add up."""
         running = self.sequences()
-        self.pool.check_integrity([table for seq in running for table in seq.holdings()[2]])
-        rows = [row for seq in running for row in seq.holdings()[0]]
+        self.pool.check_integrity([table for seq in running for table in seq.holdings().tables])
+        rows = [row for seq in running for row in seq.holdings().rows]
         if sorted(rows + self.free_rows) != list(range(self.num_rows)):
             raise PoolError(f"rows {sorted(rows)} are held and {sorted(self.free_rows)} free of {self.num_rows}")
         for seq in running:
@@ -183,7 +183,7 @@ class Replica:
                 raise PoolError(
                     f"computed {seq.computed}, scheduled {seq.scheduled}, total {seq.total}, limit {seq.limit}"
                 )
-            table = max(seq.holdings()[2], key=len)
+            table = max(seq.holdings().tables, key=len)
             if seq.computed > seq.total or seq.scheduled > len(table) * self.block_size:
                 raise PoolError(f"scheduled {seq.scheduled} of {len(table)} blocks of {self.block_size}")
             seq.check_look_ahead(self.block_size, self.pool.refs)

@@ -26,12 +26,21 @@ from __future__ import annotations
 
 from array import array
 from enum import Enum
+from typing import NamedTuple
 
 from ..proto.hashing import ROOT, hash_block
 from ..proto.losses import Losses
 from ..proto.messages import Admit, Finish, Submit
 from ..proto.work import Pool, child_seed
 from .block_pool import PoolError, blocks_for
+
+
+class Holdings(NamedTuple):
+    """What a running sequence holds of its replica."""
+
+    rows: list[int]
+    filled: list[int]  # those of the rows that exist at the worker
+    tables: list[list[int]]  # block tables
 
 
 class State(Enum):
@@ -207,9 +216,9 @@ class Sequence:
 
     # -- what it holds
 
-    def holdings(self) -> tuple[list[int], list[int], list[list[int]]]:
-        """While running: rows held, those of them that exist at the worker, and block tables."""
-        return [self.row], [self.row], [self.blocks]
+    def holdings(self) -> Holdings:
+        """While running: rows and blocks."""
+        return Holdings([self.row], [self.row], [self.blocks])
 
     def most_blocks(self, block_size: int) -> int:
         """Blocks it holds at its longest."""

@@ -38,7 +38,7 @@ class Rows:
     def __init__(self, sequences: Iterable[Sequence] = ()):
         self._held: dict[int, tuple[int, int, int, bool]] = {}  # uid, index, seed, whether it is a beam
         for seq in sequences:
-            for row in seq.holdings()[0]:
+            for row in seq.holdings().rows:
                 self._held[row] = seq.uid, seq.index, seq.seed(), seq.width > 1
 
     def __getitem__(self, row: int) -> str:
