@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import count
 from operator import attrgetter
 
 from .request import Request, Sequence
@@ -70,7 +69,7 @@ class WaitingQueue:
         self.fresh_requests = 0
         self.fresh_tokens = 0
         self.rate = DrainRate()
-        self._turns = count(1)
+        self._turns = 0  # given out
         self._lines: dict[str, list[Sequence]] = {}  # none empty
 
     def __len__(self) -> int:
@@ -131,7 +130,8 @@ class WaitingQueue:
             return
         end = bisect_left(line, (seq.key[0], math.inf), key=_key)  # of its priority
         last = max(seq.key, line[end - 1].key if end else seq.key)
-        turn = (*last, next(self._turns))
+        self._turns += 1
+        turn = (*last, self._turns)
         seq.request.set_turn(turn)
         if after is not None:
             after.request.set_turn(turn)

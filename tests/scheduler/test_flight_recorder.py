@@ -140,7 +140,7 @@ def test_the_file_of_another_version(
 
 def test_a_plan_that_is_different(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     recorded(tmp_path / "r", 5)
-    monkeypatch.setattr("quire.scheduler.queue.LOOK", 1)  # changes nothing
+    monkeypatch.setattr("quire.scheduler.planner.LOOKAHEAD", 64)  # changes nothing
     assert run(["replay", str(tmp_path / "r")]) == 0
     assert "the same" in capsys.readouterr().out
     admit = Scheduler.submit
