@@ -29,7 +29,7 @@ class Accounts:
         return text, account.rate.seconds(1, now)
 
     def enter(self, request: Request, now: float) -> None:
-        """A request is open."""
+        """Count a request that is open now."""
         if self.limit is not None and request.account:
             account = self._accounts.setdefault(request.account, _Account())
             account.open += 1
@@ -37,7 +37,7 @@ class Accounts:
                 account.rate.waiting(now)
 
     def leave(self, request: Request, now: float) -> None:
-        """It has ended."""
+        """A request has ended."""
         account = self._accounts.get(request.account)
         if account is not None:
             account.open -= 1

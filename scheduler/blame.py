@@ -1,7 +1,7 @@
-"""Which request ended the scheduler before this one: what is being submitted is written down while it is.
+"""Which request ended the scheduler before this one: a submission is written down for as long as it is handled.
 
-It stands in the scheduler's lock file, in memory shared with the kernel: writing costs no system call, and what was
-written stays when the process is killed. A request that has ended so many schedulers gets a 500 instead of another.
+It is written into the scheduler's lock file, in memory shared with the kernel: that costs no system call, and what was
+written stays when the process is killed. A request that has ended too many schedulers gets a 500 and is not tried again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..proto.losses import Losses
 log = logging.getLogger(__name__)
 
 START, SLOTS = 64, 32
-"""Where in the lock file it begins (the epoch comes first), and how many requests are remembered: the last ones."""
+"""Where in the lock file this begins (the epoch comes before it), and how many requests are remembered, the last."""
 
 _NOW, _ENTRY = struct.Struct("<qq"), struct.Struct("<qq")  # (1 while busy, uid); (uid, deaths)
 _SIZE = START + _NOW.size + SLOTS * _ENTRY.size
@@ -44,7 +44,7 @@ class Blame:
         self.end()
 
     def begin(self, uid: int) -> None:
-        """The submission of ``uid`` (an int64) is being handled."""
+        """Write down that the submission of ``uid`` (an int64) is being handled."""
         _NOW.pack_into(self._memory, START, 1, uid)
 
     def end(self) -> None:

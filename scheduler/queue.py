@@ -155,7 +155,7 @@ class WaitingQueue:
         self.fresh_tokens += request.prompt_len
 
     def leave(self, request: Request) -> None:
-        """It runs, or ended before it did."""
+        """A request counted by ``enter`` runs now, or has ended before it ran."""
         self.fresh_requests -= 1
         self.fresh_tokens -= request.prompt_len
         if not self.fresh_requests:
