@@ -1,7 +1,7 @@
 """Which request ended the scheduler before this one: a submission is written down for as long as it is handled.
 
 It is written into the scheduler's lock file, in memory shared with the kernel: that costs no system call, and what was
-written stays when the process is killed. A request that has ended too many schedulers gets a 500 and is not tried again.
+written stays when the process is killed. A request that has ended too many schedulers gets a 500, and no other try.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import IO, cast
 
 from ...proto.process import EXIT_CONFIG, READY_FD
+from ...proto.standstill import Standstill
 from .decision import QUICK_EXITS, Exit
 
 START_S = 60.0
@@ -164,7 +165,11 @@ class Child:
         self._listen()
         return time.monotonic() - self._heard
 
-    def forgive(self) -> None:
+    def forgive(self, standstill: Standstill) -> None:
+        """Leave the time that this process stood still out of the child's silence."""
+        self._heard = standstill.since(self._heard)
+
+    def listen_anew(self) -> None:
         """Begin to count its silence again, where it is counted."""
         self._heard = max(self._heard, time.monotonic())
 

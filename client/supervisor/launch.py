@@ -31,6 +31,7 @@ from ...proto.checkpoint.pooler_config import pooler_of
 from ...proto.config import EngineArgs
 from ...proto.group import check_split
 from ...proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
+from ...proto.standstill import Standstill
 from ...proto.wire.sockets import load_keys
 from ..background import EngineThread
 from .child import Child, State, record_exit, say, without_errors
@@ -97,7 +98,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._alive_fd = self._read_end = self._lock_fd = self._held_fd = -1
         self._remover: subprocess.Popen[bytes] | None = None
-        self._looked = time.monotonic()
+        self._standstill = Standstill(STOOD_STILL_S, time.monotonic())
         self.hurry = threading.Event()  # set: end without patience
         self._lock = threading.RLock()
         self._closed = self._was_ready = False
@@ -245,10 +246,9 @@ class Supervisor:
                 self._look_after(self._children, starting)
 
     def _look_after(self, children: list[Child], starting: bool = False) -> None:
-        before, self._looked = self._looked, time.monotonic()
-        if self._looked - before > STOOD_STILL_S:
+        if self._standstill.notice(time.monotonic()):
             for child in self._children:
-                child.forgive()
+                child.forgive(self._standstill)
         for child in children:
             self._check_silence(child)
         self._handle_exits(children, starting)
@@ -263,7 +263,7 @@ class Supervisor:
                 child.service, child.process.pid, SILENCE_S,
             )  # fmt: skip
             child.kill()
-            child.forgive()  # said again only where it does not die of that
+            child.listen_anew()  # said again only where it does not die of that
 
     def _handle_exits(self, children: list[Child], starting: bool) -> None:
         """Restart what has ended, leave it, or raise LaunchError with the line of the one that says most."""

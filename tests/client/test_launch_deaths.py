@@ -163,7 +163,7 @@ def turn(stack, seconds):
     """So much more passes since its children were last heard, while the supervisor looks as often as it should."""
     for child in stack._children:
         child._heard -= seconds
-    stack._looked = math.inf
+    stack._standstill._turn = math.inf
     stack.check()
 
 
@@ -194,14 +194,15 @@ def test_a_heartbeat_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_i
     (child,) = stack._children
     wait_until(child.has_served, "it serves")
     child._heard -= 1000
-    stack._looked -= 1000
+    stack._standstill._turn -= 1000
     stack.check()
     assert child.silence() < 1000
     child._heard = before = time.monotonic() - 1000
     (tmp_path / "mark").touch()
     wait_until(lambda: child.silence() is not None and child._heard > before, "it is heard again")
     stack.check()
-    assert not child.dead() and not caplog.text
+    assert not child.dead() and "no sign of life" not in caplog.text
+    assert [record.name for record in caplog.records] == ["quire.proto.standstill"]
 
 
 def test_children_may_hold_more_connections_than_a_shell_allows(make_stack):
