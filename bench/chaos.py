@@ -28,6 +28,9 @@ from chaos.cluster import Cluster, Shape  # noqa: E402
 from chaos.faults import KILLS, PAUSES, SOCKETS, WORKERS  # noqa: E402
 from chaos.storm import Report, Storm, summary  # noqa: E402
 
+from quire.scheduler.recording import RecordingError  # noqa: E402
+from quire.scheduler.replay import Replay  # noqa: E402
+
 FAKE = ["--delay-ms", "0.5", "3", "--vocab-size=2048", "--num-blocks=1500"]
 REAL = ["--cpu-threads=1"]
 
@@ -43,11 +46,14 @@ def main() -> int:
     parser.add_argument("--worker-timeout", type=float, default=5.0, help="the scheduler's flag")
     parser.add_argument("--gap", type=float, default=0.5, help="mean seconds between two faults")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--record", type=Path, help="a folder for flight recordings of every scheduler, each replayed afterwards"
+    )
     parser.add_argument("--logs", action="store_true", help="print the ends of all logs where something failed")
     parser.add_argument("--output-json")
     args = parser.parse_args()
     kinds = ["fake", "real"] if args.workers == "both" else [args.workers]
-    shown = {name: value for name, value in vars(args).items() if name != "output_json"}
+    shown = {name: value for name, value in vars(args).items() if name not in ("output_json", "record")}
     found: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "machine": _machine(), "commit": _commit(),
         "settings": shown, "storms": {},
@@ -57,6 +63,10 @@ def main() -> int:
         report = asyncio.run(_storm(args, kind == "fake", -(-args.kills // len(kinds))))
         found["storms"][kind] = summary(report)
         sound = sound and _sound(report)
+        if args.record is not None:
+            found["replays"] = replays = replay_all(args.record)
+            sound = sound and not replays["different"]
+            print(f"replays: {json.dumps(replays)}", flush=True)
         print(f"{kind} workers: {json.dumps(summary(report), indent=1)}", flush=True)
     if args.output_json:
         Path(args.output_json).write_text(json.dumps(found, indent=1) + "\n")
@@ -70,7 +80,7 @@ async def _storm(args: argparse.Namespace, fake: bool, kills: int) -> Report:
     scheduler = [f"--worker-timeout={args.worker_timeout}", "--max-num-seqs=256"]
     shape = Shape(
         fake=fake, tcp=True, ranks=1 if fake else args.ranks, scheduler_flags=scheduler,
-        worker_flags=FAKE if fake else REAL,
+        worker_flags=FAKE if fake else REAL, record=args.record,
     )  # fmt: skip
     async with Cluster(shape, random.Random(args.seed)) as cluster:
         async with Storm(cluster, args.seed, args.streams, longest=60, kinds=72, pause=args.longest_pause) as storm:
@@ -81,6 +91,24 @@ async def _storm(args: argparse.Namespace, fake: bool, kills: int) -> Report:
         if args.logs and not _sound(report):
             print(cluster.logs(100))
         return report
+
+
+def replay_all(folder: Path) -> dict[str, Any]:
+    """Run each recording in ``folder`` again. ``different``: what did not come out as it was recorded."""
+    counts = {"recordings": 0, "turns": 0, "plans": 0}
+    different = []
+    for path in sorted(folder.glob("*.rec")):
+        counts["recordings"] += 1
+        try:
+            for turn in Replay(str(path)).turns():
+                counts["turns"] += 1
+                counts["plans"] += len(turn.plans)
+                if turn.different:
+                    different.append(f"{path.name}: {turn.different}")
+                    break
+        except RecordingError as error:
+            different.append(str(error))
+    return {**counts, "different": different}
 
 
 def _sound(report: Report) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-from ..proto.codec import encode, from_i32
+from ..proto.codec import encode, from_i32, i32
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.messages import StepFailed, StepResult, Submit
 from . import redact, request
@@ -36,7 +36,7 @@ class Kind(IntEnum):
 
     WORKER = 0  # a message, encoded
     FRONT = 1
-    DREW = 2  # a result that ended nothing: epoch, replica, counter, step, how many tokens
+    DREW = 2  # a plain result: lease, step, how many tokens, and (slot, number) of those that end somebody's sequence
     WORKER_GONE = 3  # why
     FRONT_GONE = 4
     UNDELIVERED = 5  # which message of the last that were taken
@@ -48,6 +48,7 @@ class Kind(IntEnum):
     TO_FRONT = 11
     HASHES = 12  # of blocks, as they were made in this turn: where token ids are not recorded
     STOP = 13  # the scheduler ended in order
+    EXPELLED = 14  # the result before made no sense: it was not what it was written down as
 
 
 class TurnClock:
@@ -75,8 +76,10 @@ class Recorder(Inputs):
         self._keys = redact.Keys()
         self._pending: list[tuple[Any, ...]] = []
         self._hashes: list[bytes] = []
-        self._ends: set[bytes] = set()  # tokens that end somebody's sequence, as int32
+        self._known: dict[int, int] = {}  # tokens that end somebody's sequence, and the numbers that stand for them
+        self._ends: dict[bytes, int] = {}  # the same by the token's int32
         self._sent: Outgoing = []
+        self._block_size = membership.config.block_size
         self._on = True
         if not tokens:
             self._hash, request.hash_block = request.hash_block, self._hash_block
@@ -96,6 +99,8 @@ class Recorder(Inputs):
     def worker(self, peer: str, message: Any) -> None:
         self._message(peer, message, self._from_worker)
         super().worker(peer, message)
+        if isinstance(message, StepResult) and peer not in self.registry.workers:
+            self._note(Kind.EXPELLED, peer, 0)
 
     def front(self, peer: str, message: Any) -> None:
         self._message(peer, message, self._from_front)
@@ -199,7 +204,6 @@ class Recorder(Inputs):
             self._ring.write(then)
 
     def _begin(self) -> bool:
-        self._ends = set() if self._tokens else redact.ends_of_all(self.core.requests.values())
         outside = {id(self._clock): "clock", id(self.core.clock): "clock"}
         try:
             return self._ring.begin(dump(self.membership, outside, self._hide))
@@ -235,32 +239,45 @@ class Recorder(Inputs):
     def _from_front(self, now: float, peer: str, message: Any) -> tuple[Any, ...]:
         if isinstance(message, Submit):
             key = self._keys.alias(message.key)
-            if not self._tokens:
-                self._ends.update(redact.ends_in(message))
-                message = redact.submit(message, self.membership.config.block_size, self.core.vocab_size)
-            message = redact.replace_key(message, key)
+            if self._tokens:
+                message = redact.replace_key(message, key)
+            else:
+                message = redact.submit(message, self._block_size, self.core.vocab_size, self._known, key)
+                if len(self._known) > len(self._ends):
+                    self._ends = {i32([token]): number for token, number in self._known.items()}
         return Kind.FRONT, now, peer, encode(message)
 
     def _result(self, now: float, peer: str, message: StepResult) -> tuple[Any, ...]:
-        """Nearly all results draw tokens that end nothing: of these, how many there are is all that counts."""
+        """Of nearly all results all that counts is how many tokens were drawn, and which of them may end a sequence."""
+        tokens, lease = message.tokens, message.lease
         plain = not (message.logprobs or message.prompts or message.failed or message.pooled or message.counts)
+        if plain and not message.logprob_slots and len(tokens) % 4 == 0:
+            head = lease.epoch, lease.replica, lease.counter, message.step
+            return Kind.DREW, now, peer, (*head, len(tokens) // 4, self._find_ends(tokens))
         worker = self.registry.workers.get(peer)
         replica = worker.replica if worker is not None else None
-        tokens = message.tokens
-        if plain and replica is not None and len(self._ends) <= MANY and not any(end in tokens for end in self._ends):
-            ids = from_i32(tokens) if len(tokens) % 4 == 0 else [-1]
-            if not ids or 0 <= min(ids) <= max(ids) < replica.vocab_size:
-                lease = message.lease
-                return Kind.DREW, now, peer, (lease.epoch, lease.replica, lease.counter, message.step, len(ids))
         sequences = []
         if replica is not None and replica.in_flight and replica.in_flight[0].number == message.step:
             sequences = [slot[0] for slot in replica.in_flight[0].slots()]
         vocab_size = replica.vocab_size if replica is not None else 0
-        return Kind.WORKER, now, peer, encode(redact.result(message, sequences, vocab_size))
+        return Kind.WORKER, now, peer, encode(redact.result(message, sequences, vocab_size, self._known))
+
+    def _find_ends(self, tokens: bytes) -> list[tuple[int, int]]:
+        found = []
+        if len(self._ends) > MANY:
+            known = self._known
+            return [(at, known[token]) for at, token in enumerate(from_i32(tokens)) if token in known]
+        for end, number in self._ends.items():
+            at = tokens.find(end)
+            while at >= 0:
+                if at % 4 == 0:
+                    found.append((at // 4, number))
+                at = tokens.find(end, at + 1)
+        return found
 
     def _hide(self, obj: Any, attributes: dict[str, Any]) -> dict[str, Any]:
         if not self._tokens:
-            attributes = redact.state(obj, attributes)
+            attributes = redact.state(obj, attributes, self._known)
         return self._keys.hide(obj, attributes)
 
 

@@ -1,27 +1,29 @@
 """What a recording says in place of prompts, outputs and API keys.
 
 The scheduler looks at a token for two reasons: whether it ends its sequence, and for the hash of a block. So a token
-becomes 0, or, where it ends its sequence, a number that stands for it in this request alone; hashes are recorded as
+becomes 0, or, where it ends somebody's sequence, a number that stands for it; hashes are recorded as
 they are. With these in place of the tokens the scheduler does the same as before. A beam search's candidates also
 compete, token against token where they are equally likely: their order is kept.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import typing
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
 import msgspec
-from msgspec.structs import FieldInfo
+from msgspec.structs import astuple
 
 from ..proto.codec import from_f32, from_i32, i32
 from ..proto.hashing import hash_blocks
 from ..proto.messages import Logprobs, SlotFailed, StepFailed, StepPlan, StepResult, Submit, TokenBatch
-from ..proto.params import SamplingParams
+from ..proto.params import RequestOutputKind, SamplingParams
 from ..proto.structured import StructuredOutputsParams
 from .request import Request, Sequence
 from .snapshot import Attributes
@@ -29,6 +31,7 @@ from .snapshot import Attributes
 BAD_ID = 2**31 - 1
 """Stands for an id that no vocabulary has."""
 _STOPS = ("eos", "stops", "stop_token_ids")
+_HARMLESS = frozenset((bool, int, float, RequestOutputKind))
 _WORDS = ("task", "pooling", "early_stopping")
 """Fields whose text is one of a few words."""
 
@@ -56,11 +59,15 @@ class Keys:
 
 
 class Ends:
-    """The tokens that end one request's sequences, by number. ``room`` numbers between two of them are free."""
+    """The tokens that end one request's sequences, by number: those of ``known``, which is added to. A beam search of
+    ``width`` has numbers of its own, in the tokens' order and with room for its candidates between them."""
 
-    def __init__(self, stops: Iterable[int], width: int):
-        self.room = 2 * width + 1 if width > 1 else 1
-        self._numbers = {token: self.room * (at + 1) for at, token in enumerate(sorted(set(stops)))}
+    def __init__(self, stops: Iterable[int], width: int, known: dict[int, int]):
+        if width > 1:
+            room = 2 * width + 1
+            self._numbers = {token: room * (at + 1) for at, token in enumerate(sorted(set(stops)))}
+        else:
+            self._numbers = {token: known.setdefault(token, len(known) + 1) for token in stops}
 
     def __getitem__(self, token: int) -> int:
         return self._numbers.get(token, 0)
@@ -69,9 +76,9 @@ class Ends:
         return token in self._numbers
 
 
-def ends_of(request: Request) -> Ends:
+def ends_of(request: Request, known: dict[int, int]) -> Ends:
     """Those of a request that the scheduler has."""
-    return Ends(request.stops, _width(getattr(request, "params", None)))
+    return Ends(request.stops, _width(getattr(request, "params", None)), known)
 
 
 def _width(params: SamplingParams | None) -> int:
@@ -81,26 +88,19 @@ def _width(params: SamplingParams | None) -> int:
 # -- what comes in
 
 
-def submit(message: Submit, block_size: int, vocab_size: int) -> Submit:
-    """A request without its tokens and its text. The hashes of its prompt's blocks are made where they are missing."""
-    parts = list(_inside(message))
-    params = next((part for part in parts if isinstance(part, SamplingParams)), None)
-    stops = (token for part in parts for name in _STOPS for token in getattr(part, name, None) or ())
+def submit(message: Submit, block_size: int, vocab_size: int, known: dict[int, int], key: str) -> Any:
+    """A request without its tokens, its text and its key, as what encodes to the same message. The hashes of its
+    prompt's blocks are made where they are missing."""
+    stops: list[int] = []
+    params = _look(message, stops)
     hashes = message.hashes
     if not hashes and len(message.ids) % 4 == 0:
         hashes = b"".join(hash_blocks(message.ids, block_size))
-    blank = _blank(message, Ends(stops, _width(params)), vocab_size)
-    return msgspec.structs.replace(blank, hashes=hashes, key=message.key)
-
-
-def ends_in(message: Submit) -> set[bytes]:
-    """The tokens that end its sequences, each as int32."""
-    return {i32([token]) for part in _inside(message) for name in _STOPS for token in getattr(part, name, None) or ()}
-
-
-def ends_of_all(requests: Iterable[Request]) -> set[bytes]:
-    """The same of all of these."""
-    return {i32([token]) for request in requests for token in request.stops}
+    ends = Ends(stops, _width(params), known)
+    plain = _plain(message, ends, vocab_size, {"hashes": hashes, "key": key})
+    if not message.hashes:
+        plain[1 + message.__struct_fields__.index("hashes")] = hashes
+    return plain
 
 
 def replace_key(message: Submit, key: str) -> Submit:
@@ -108,58 +108,80 @@ def replace_key(message: Submit, key: str) -> Submit:
     return message if message.key == key else msgspec.structs.replace(message, key=key)
 
 
-def _inside(struct: Any) -> Iterator[Any]:
-    """``struct`` and the structs in it."""
-    yield struct
-    for name in struct.__struct_fields__:
+def _look(struct: Any, stops: list[int]) -> SamplingParams | None:
+    """The sampling parameters in a struct; tokens that end sequences are added to ``stops``."""
+    _, _, _, lists, inner = _shape_of(struct.__class__)
+    for name in lists:
+        stops += getattr(struct, name) or ()
+    found = struct if isinstance(struct, SamplingParams) else None
+    for name in inner:
         if isinstance(value := getattr(struct, name), msgspec.Struct):
-            yield from _inside(value)
+            found = _look(value, stops) or found
+    return found
 
 
-def _blank(struct: Any, ends: Ends, vocab_size: int) -> Any:
+@functools.cache
+def _shape_of(cls: type) -> tuple[tuple[str, ...], tuple[Any, ...], Any, list[str], list[str]]:
+    """Names and defaults of its fields, its configuration, and which fields are stop ids, and which may be structs."""
+    found = msgspec.structs.fields(cls)
+    defaults = [[] if field.default is msgspec.NODEFAULT else field.default for field in found]
+    inner = [field.name for field in found if any(isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+             for kind in (field.type, *typing.get_args(field.type)))]  # fmt: skip
+    names = tuple(field.name for field in found)
+    return names, tuple(defaults), cls.__struct_config__, [n for n in names if n in _STOPS], inner  # type: ignore[attr-defined]
+
+
+def _plain(struct: Any, ends: Ends, vocab_size: int, given: Attributes) -> Any:
     """Numbers stay; tokens become what stands for them, and text goes."""
-    now: dict[str, Any] = {}
-    for field in msgspec.structs.fields(type(struct)):
-        name, value = field.name, getattr(struct, field.name)
-        if isinstance(value, bool | int | float) or (name in _WORDS and isinstance(value, str)):
-            continue
-        if isinstance(value, bytes):
-            now[name] = _ids(value, ends, vocab_size)
-        elif isinstance(value, msgspec.Struct) and not isinstance(value, StructuredOutputsParams):
-            now[name] = _blank(value, ends, vocab_size)
-        elif isinstance(value, list) and value:
-            now[name] = _blank_list(field, value, ends, vocab_size)
-        elif isinstance(value, str):
-            now[name] = ""
-        elif value:
-            now[name] = field.default
-    return msgspec.structs.replace(struct, **now)
+    values = astuple(struct)
+    if _HARMLESS.issuperset(map(type, filter(None, values))):
+        return struct
+    names, defaults, config, _, _ = _shape_of(struct.__class__)
+    hidden = [
+        value if not value or type(value) in _HARMLESS
+        else given[name] if name in given else _hide(name, value, default, ends, vocab_size)
+        for name, value, default in zip(names, values, defaults, strict=True)
+    ]  # fmt: skip
+    if config.array_like:
+        return [config.tag, *hidden] if config.tag is not None else hidden
+    left = {name: value for name, value, default in zip(names, hidden, defaults, strict=True) if value != default}
+    return {config.tag_field: config.tag, **left} if config.tag is not None else left
 
 
-def _blank_list(field: FieldInfo, items: list[Any], ends: Ends, vocab_size: int) -> Any:
-    if isinstance(items[0], msgspec.Struct):
-        return [_blank(item, ends, vocab_size) for item in items]
-    if isinstance(items[0], list):
-        return [[0] * len(item) for item in items]
-    if field.name in _STOPS:
-        return [ends[token] for token in items]
-    if field.name == "stop":
-        return ["x"] * len(items)
-    return [] if field.default is msgspec.NODEFAULT else field.default
+def _hide(name: str, value: Any, default: Any, ends: Ends, vocab_size: int) -> Any:
+    if name in _WORDS:
+        return value
+    if isinstance(value, bytes):
+        return _ids(value, ends, vocab_size)
+    if isinstance(value, StructuredOutputsParams):
+        return None
+    if isinstance(value, msgspec.Struct):
+        return _plain(value, ends, vocab_size, {})
+    if isinstance(value, str):
+        return ""
+    if not isinstance(value, list) or not value:
+        return default if value else value
+    if isinstance(value[0], msgspec.Struct):
+        return [_plain(item, ends, vocab_size, {}) for item in value]
+    if isinstance(value[0], list):
+        return [[0] * len(item) for item in value]
+    if name in _STOPS:
+        return [ends[token] for token in value]
+    return ["x"] * len(value) if name == "stop" else default
 
 
 def _ids(column: bytes, ends: Ends, vocab_size: int) -> bytes:
-    """Each id by what stands for it; what is in no vocabulary stays so."""
-    if len(column) % 4:
+    """Nothing of tokens but whether all are in the vocabulary, and whether the last one ends its sequence."""
+    if not column or len(column) % 4:
         return bytes(len(column))
-    limit = vocab_size or 2**31
-    return i32(ends[token] if 0 <= token < limit else -1 if token < 0 else BAD_ID
-               for token in from_i32(column))  # fmt: skip
+    if max(memoryview(column).cast("I")) >= (vocab_size or 2**31):  # or below 0
+        return i32([-1 if min(from_i32(column)) < 0 else BAD_ID]) * (len(column) // 4)
+    return bytes(len(column) - 4) + i32([ends[int.from_bytes(column[-4:], "little")]])
 
 
-def result(message: StepResult, sequences: list[Sequence], vocab_size: int) -> StepResult:
+def result(message: StepResult, sequences: list[Sequence], vocab_size: int, known: dict[int, int]) -> StepResult:
     """A step's result, given whose each slot is."""
-    ends = {seq.request: ends_of(seq.request) for seq in sequences}
+    ends = {seq.request: ends_of(seq.request, known) for seq in sequences}
     fits = len(message.tokens) == 4 * len(sequences)
     masked = bytes(len(message.tokens))
     if fits:
@@ -218,22 +240,22 @@ def failed(message: StepFailed) -> StepFailed:
 # -- what is there, in a snapshot
 
 
-def state(obj: Any, attributes: Attributes) -> Attributes:
+def state(obj: Any, attributes: Attributes, known: dict[int, int]) -> Attributes:
     """An object's attributes, or a message's fields, without tokens and text."""
     if isinstance(obj, Logprobs):
         return {"ids": bytes(len(obj.ids)), "values": bytes(len(obj.values)), "texts": [], "raw": {}}
     if isinstance(obj, Request):
-        ends, now = ends_of(obj), dict(attributes)
+        ends, now = ends_of(obj, known), dict(attributes)
         for name, value in attributes.items():
             if isinstance(value, bytes):
                 now[name] = bytes(len(value))
             elif isinstance(value, msgspec.Struct):
-                now[name] = _blank(value, ends, 0)
+                now[name] = msgspec.convert(_plain(value, ends, 0, {}), type(value))
             elif name in _STOPS:
                 now[name] = frozenset(ends[token] for token in value)
         return now
     if isinstance(obj, Sequence):
-        ends, now = ends_of(obj.request), dict(attributes)
+        ends, now = ends_of(obj.request, known), dict(attributes)
         now["outputs"] = array("i", [ends[token] for token in obj.outputs])
         now["stops"] = frozenset(ends[token] for token in obj.stops)
         if "candidates" in now:

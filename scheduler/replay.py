@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..proto.codec import BadFrame, Decoder, encode
+from ..proto.codec import BadFrame, Decoder, encode, i32
 from ..proto.hashing import HASH_SIZE
 from ..proto.messages import Lease, StepPlan, StepResult, ToSchedulerFront, ToSchedulerWorkers
 from . import redact, request
@@ -107,7 +107,7 @@ class Replay:
         for kind, _, _, more in turn:
             if kind == Kind.HASHES:
                 self._hashes.extend(more[i : i + HASH_SIZE] for i in range(0, len(more), HASH_SIZE))
-        for kind, at, peer, more in turn:
+        for place, (kind, at, peer, more) in enumerate(turn):
             if at:
                 self._clock.now = at
             if kind == Kind.TO_WORKERS:
@@ -121,6 +121,9 @@ class Replay:
                 inputs.undelivered(peer, sent[more][1])
             elif kind == Kind.STOP:
                 self.ended = "the scheduler ended"
+            elif kind == Kind.DREW:
+                wrong = any(later[0] == Kind.EXPELLED for later in turn[place + 1 : place + 2])
+                inputs.worker(peer, _drew(more, wrong))
             else:
                 _act(inputs, kind, peer, more)
         return sent
@@ -162,9 +165,6 @@ def _act(inputs: Transcript, kind: int, peer: str, more: Any) -> None:
     try:
         if kind == Kind.WORKER:
             inputs.worker(peer, _from_worker(more))
-        elif kind == Kind.DREW:
-            epoch, replica, counter, step, count = more
-            inputs.worker(peer, StepResult(Lease(epoch, replica, counter), step, bytes(4 * count)))
         elif kind == Kind.FRONT:
             inputs.front(peer, _from_front(more))
     except BadFrame as error:
@@ -181,6 +181,15 @@ def _act(inputs: Transcript, kind: int, peer: str, more: Any) -> None:
         inputs.tick()
     elif kind == Kind.PLANS:
         inputs.plans()
+
+
+def _drew(more: list[Any], wrong: bool) -> StepResult:
+    """A plain result. ``wrong``: some token was none of the vocabulary's."""
+    epoch, replica, counter, step, count, ends = more
+    tokens = [-1 if wrong else 0] * count
+    for slot, number in ends if not wrong else ():
+        tokens[slot] = number
+    return StepResult(Lease(epoch, replica, counter), step, i32(tokens))
 
 
 def about(lines: list[str], uid: int) -> list[str]:

@@ -73,6 +73,7 @@ class Shape:
     worker_flags: list[str] = field(default_factory=list)
     frontend_flags: list[str] = field(default_factory=list)
     commands: dict[str, list[str]] = field(default_factory=dict)  # by service, in place of `python -m quire...`
+    record: Path | None = None  # a folder for the flight recordings of all schedulers, each in a file of its own
 
 
 class Cluster:
@@ -215,9 +216,12 @@ class Cluster:
 
     def _spawn(self, member: Member) -> None:
         environment = dict(os.environ, **{PARENT_FD: str(self._read_end), "OMP_NUM_THREADS": "1"})
+        command = member.command
+        if member.service == "scheduler" and self.shape.record is not None:
+            command = [*command, f"--flight-recorder={self.shape.record / f'scheduler-{member.starts + 1:03}.rec'}"]
         with open(member.log, "ab") as log:
             member.process = subprocess.Popen(
-                member.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
                 pass_fds=(self._read_end,), start_new_session=True,
             )  # fmt: skip
         member.started, member.due, member.doomed, member.stopped = time.monotonic(), None, False, False
