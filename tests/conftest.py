@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+TESTS = Path(__file__).parent
+SLOW_FOLDERS = {"stack", "chaos", "fuzz", "netns", "compose"}
 PROCESSES = 3  # on two cores: tests of real processes often wait
 
 # A suite that passed passes again, on a machine that is busier too.
@@ -24,6 +26,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     several = any(Path(arg.partition("::")[0]).is_dir() for arg in config.args)
     alone = Path("/dev/nvidiactl").exists() or (os.cpu_count() or 1) < 2
     return PROCESSES if several and not alone else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``-m "not slow"`` is what one runs while working; what starts whole stacks, and storms of them, is not in it."""
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in SLOW_FOLDERS:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -53,6 +53,7 @@ def wheel(tmp_path_factory):
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_the_demo_model(wheel, tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in SOURCES:
@@ -62,6 +63,7 @@ def test_the_wheel_holds_every_module_and_the_demo_model(wheel, tmp_path):
     assert not [n for n in names if n.startswith(("quire/tests", "quire/bench", "tests", "proto"))]
 
 
+@pytest.mark.slow
 def test_services_load_only_what_they_use():
     heavy = {
         "torch",

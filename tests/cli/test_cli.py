@@ -253,6 +253,7 @@ def test_flags_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str
     assert (args.served_model_name, args.api_key, args.port) == (["a_b"], "k,l", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -229,6 +229,7 @@ def test_a_stack_that_cannot_start_is_one_line(
     assert capsys.readouterr().err == "quire: error: nothing fits\n"
 
 
+@pytest.mark.slow
 def test_control_plane(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert run(["bench", "control-plane", "--num-seqs", "8", "--steps", "20", "--output-json", str(out)]) == 0

@@ -46,6 +46,7 @@ def complete(server, seed):
     return body["choices"][0]["text"]
 
 
+@pytest.mark.slow
 def test_workers_join_drain_under_load_and_are_removed(server):
     alone = {seed: complete(server, seed) for seed in range(6)}
     hands = [start_worker(server) for _ in range(2)]
@@ -93,6 +94,7 @@ def test_workers_join_drain_under_load_and_are_removed(server):
             hand.communicate()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_drains_is_not_said_to_have_left(server):
     hand = start_worker(server)
     try:

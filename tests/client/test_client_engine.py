@@ -322,6 +322,7 @@ async def test_failed_is_raised_from_the_stream(net, _):
         await waiting.collect()
 
 
+@pytest.mark.slow
 @scenario()
 async def test_abort_and_abandon_tell_the_detokenizer(net, _):
     stream = net.engine.submit(prompt="a")

@@ -556,6 +556,7 @@ def test_a_silent_engine_is_let_go_and_time_that_stood_still_is_not_held_against
     asyncio.run(drive())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "line"),
     [

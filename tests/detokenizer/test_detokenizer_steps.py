@@ -96,8 +96,8 @@ def test_records_are_filled_and_cut() -> None:
 
 
 def request(uid: int, stop: str = "", children: int = 1, beams: bool = False, silent: bool = False) -> Request:
-    made = Request(uid, 1, "engine", 0, False, beams)
-    made.silent, made.eos = silent, [1]
+    made = Request(uid, 1, "engine", 0)
+    made.silent, made.beam_search, made.eos = silent, beams, [1]
     stops = StopSet([stop], False) if stop else None
     for index in range(children):
         made.sequences[index] = TextSequence(None if silent else BYTES.open([], True), stops)

@@ -54,6 +54,7 @@ def test_each_tokenizer_gets_its_fast_stream(name: str) -> None:
     assert type(STREAMS[name].open([], True)) is KINDS[name][1]
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(some_ids(), st.booleans())
 def test_stream_is_the_whole_decode(case: tuple[str, list[int]], skip: bool) -> None:
@@ -185,6 +186,7 @@ small = st.text(alphabet="abc", max_size=30)
 stop_lists = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(small, stop_lists, st.lists(st.integers(1, 4), min_size=30, max_size=30), st.booleans())
 def test_stop_strings_do_not_depend_on_the_cut(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
@@ -207,6 +209,7 @@ def test_stop_strings_do_not_depend_on_the_cut(text: str, stops: list[str], cuts
         assert at - cut < shown[1] <= at
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(some_ids(), st.data(), st.booleans(), st.booleans(), st.sampled_from([Finish.STOP, Finish.LENGTH]))
 def test_stop_strings_over_real_tokens(case, data, include: bool, skip: bool, finish: Finish) -> None:
@@ -239,6 +242,7 @@ def test_stop_strings_over_real_tokens(case, data, include: bool, skip: bool, fi
         assert news.reason == shown[2] and news.finish == Finish.STOP
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(some_ids(), st.data(), st.booleans(), st.integers(0, 12))
 def test_stop_strings_count_after_min_tokens(case, data, include: bool, least: int) -> None:

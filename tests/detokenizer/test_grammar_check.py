@@ -168,6 +168,7 @@ EXPLOSIVE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forms", [EXPLOSIVE[:4], EXPLOSIVE[4:8], EXPLOSIVE[8:12], EXPLOSIVE[12:15], EXPLOSIVE[15:]])
 def test_explosive_grammars_are_answered_and_the_next_one_passes(forms: list[dict[str, Any]]) -> None:
     """Each is answered in time, whatever the verdict is; a child that was lost is replaced."""
@@ -210,6 +211,7 @@ def test_a_child_that_hardly_runs_is_ended_by_the_clock_and_says_nothing_of_its_
     run(test, seconds=0.2)
 
 
+@pytest.mark.slow
 def test_many_explosive_grammars_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """All get their first seconds in turn; a harmless one that comes last passes before the slow have had theirs."""
     monkeypatch.setattr(grammar_check, "PATIENCE_S", 600.0)
@@ -247,6 +249,7 @@ def test_many_explosive_grammars_keep_nobody_waiting(monkeypatch: pytest.MonkeyP
     run(test)
 
 
+@pytest.mark.slow
 def test_the_slow_do_not_wait_for_ever_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "PATIENCE_S", 0.0)
     monkeypatch.setattr(grammar_check, "PLACES", 2)
@@ -276,6 +279,7 @@ def test_a_newcomer_passes_beside_a_slow_one(monkeypatch: pytest.MonkeyPatch) ->
     run(test, seconds=60.0)
 
 
+@pytest.mark.slow
 def test_the_memory_limit() -> None:
     async def test(checker: GrammarChecker) -> None:
         assert await verdict(checker, json_object=True) is None
@@ -395,6 +399,7 @@ def test_a_child_that_cannot_start_is_the_servers_fault(monkeypatch: pytest.Monk
     run(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [b"", b"\xff\xff\xff\xff", struct.pack("<I", 3) + b"abc", b"\x01"])
 def test_a_child_that_talks_nonsense_is_replaced(answer: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     fake = tmp_path / "python"
@@ -418,6 +423,7 @@ def _helper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([*argv, str(2**29)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", struct.pack("<I", 5) + b"hello", b"\x07\x00", b""]
 )

@@ -47,6 +47,7 @@ def close(values: list[float | None]) -> list[Any]:
     return [value if value is None else pytest.approx(value, abs=1e-4) for value in values]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("echo", [False, True])
 def test_completion_logprobs_streamed_and_not(server: stack.Server, echo: bool) -> None:
     (whole,) = ask(server, COMPLETIONS, {**HI, "echo": echo})["choices"]
@@ -168,6 +169,7 @@ def test_refusals_name_the_requests_own_field(server: stack.Server, fields: dict
     assert param in answer["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_models_own_limit(server: stack.Server) -> None:
     body = {"messages": CHAT["messages"], "ignore_eos": True}
     assert ask(server, CHATS, body)["usage"]["completion_tokens"] == 64

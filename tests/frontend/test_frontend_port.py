@@ -64,6 +64,7 @@ def start() -> Iterator[Start]:
         frontend.end()
 
 
+@pytest.mark.slow
 def test_a_frontend_of_another_scheduler_is_refused_for_as_long_as_the_port_is_taken(
     start: Start,
 ) -> None:
@@ -105,6 +106,7 @@ def test_one_that_is_ending_gives_its_port_up_when_it_closes_it(start: Start) ->
         assert start(OTHER, port).listens() and owner.process.poll() is None
 
 
+@pytest.mark.slow
 def test_of_two_schedulers_frontends_that_start_at_once_one_schedulers_share_the_port(
     start: Start,
 ) -> None:

@@ -52,6 +52,7 @@ def get(port: int, path: str, **headers: str) -> tuple[int, bytes]:
     return answer.status, body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_listens_answers_and_ends(start: Any, signum: signal.Signals) -> None:
     process, port = start()
@@ -65,6 +66,7 @@ def test_listens_answers_and_ends(start: Any, signum: signal.Signals) -> None:
     idle.close()
 
 
+@pytest.mark.slow
 def test_two_share_a_port_and_a_key_comes_by_the_environment(start: Any) -> None:
     _, port = start(QUIRE_API_KEY="k")
     _, same = start("--served-model-name", "a", "b", port=port, QUIRE_API_KEY="k")
@@ -74,6 +76,7 @@ def test_two_share_a_port_and_a_key_comes_by_the_environment(start: Any) -> None
     assert get(port, "/health")[0] == 503
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words", "code"),
     [

@@ -103,6 +103,7 @@ def nothing_is_left(server: Server) -> bool:
     return all(re.search(rf"^{name}{{[^}}]*}} 0\.0$", text, re.M) for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -126,6 +127,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server, fields: dict[str,
     assert metric(server, "quire:generation_tokens") - before < most  # it did not just come to its end
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_the_queue(server: Server) -> None:
     running = [begin(server) for _ in range(8)]
     wait_until(lambda: server.metric("quire:num_requests_running") == 8, "eight run", 120)
@@ -139,6 +141,7 @@ def test_a_client_that_leaves_the_queue(server: Server) -> None:
     wait_until(lambda: nothing_is_left(server), "all blocks are free", 120)
 
 
+@pytest.mark.slow
 def test_a_killed_frontend_takes_only_its_own_connections_along(server: Server) -> None:
     alone, whole = events(begin(server, max_tokens=150).getresponse())
     assert whole
@@ -156,6 +159,7 @@ def test_a_killed_frontend_takes_only_its_own_connections_along(server: Server) 
     wait_until(lambda: server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 1})[0] == 200, "it serves", 120)
 
 
+@pytest.mark.slow
 def test_a_hung_detokenizer_loses_nothing(server: Server) -> None:
     """Half of the streams are with the one that is stopped for good; they go on with the other."""
     for count in (60, 240, 960):  # more where all were over before it was stopped
@@ -176,6 +180,7 @@ def test_a_hung_detokenizer_loses_nothing(server: Server) -> None:
     assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 1})[0] == 200
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_finishes_what_is_open_and_leaves_nothing(server: Server) -> None:
     """The last test of this server."""
     children, folder = server.children(), server.run_dir()

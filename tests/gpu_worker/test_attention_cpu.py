@@ -71,6 +71,7 @@ def plain(q, batch, rows, scale, window, softcap, slopes=None, sinks=None):
 MIXED = [(1, 1), (1, 7), (1, 130), (1, 64), (1, 33), (1, 300), (5, 5), (3, 77), (140, 300), (17, 17), (129, 129)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 10, 50, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(6, 2, 16, 16), (4, 4, 24, 8), (5, 1, 32, 32)])
 def test_equals_the_definition(heads: int, kv_heads: int, dim: int, size: int, window: int | None) -> None:
@@ -91,6 +92,7 @@ def per_head(heads: int, scale: float) -> torch.Tensor:
     return torch.linspace(-0.7, 1.3, heads) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap", [1 << 21, 1 << 10], ids=["wide tiles", "narrow tiles"])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(

@@ -69,12 +69,14 @@ def start(*argv):
     )
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so():
     done = start()
     assert done.returncode != 0 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and "no CUDA device" in done.stderr
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path):
     """Every part runs, with tiny shapes, from the command to the file."""
     pytest.importorskip("triton")

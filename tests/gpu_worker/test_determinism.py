@@ -76,6 +76,7 @@ VARIANTS = {
 CUT_OTHERWISE = {"chunks of 8", "blocks of 8", "preempted"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_seeded_tokens_do_not_change(default, alone, variant):
     rng = random.Random(variant)
@@ -92,6 +93,7 @@ def test_seeded_tokens_do_not_change(default, alone, variant):
     assert found == pytest.approx(expected_values, abs=5e-5 if variant in CUT_OTHERWISE else 0)
 
 
+@pytest.mark.slow
 def test_child_i_of_n_draws_with_seed_plus_i(default, alone):
     params = ask(100)
     params.n = 3

@@ -201,6 +201,7 @@ def test_a_cast_that_widens_is_said(tmp_path, caplog):
 # ---------------------------------------------------------------- the process
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(available_memory() > 280 * GIB, reason="it would fit here")
 @pytest.mark.parametrize("values", [LLAMA_70B, {**TINY_LLAMA, "vocab_size": 2**31 - 1}], ids=["70B", "vocabulary"])
 def test_a_worker_refuses_before_it_takes_the_memory(tmp_path, values):

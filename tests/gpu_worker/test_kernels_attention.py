@@ -69,6 +69,7 @@ PREFILL = [(50, 50), (3, 3), (16, 64)]
 DECODE = [(1, 17), (1, 0), (1, 130), (1, 1), (1, 16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads"),
     [(MIXED, 4, 4), (MIXED, 4, 1), (MIXED, 14, 2), (PREFILL, 6, 2), (DECODE, 2, 2), (DECODE, 14, 2)],
@@ -112,6 +113,7 @@ def per_head(heads, scale=1.0):
     return (torch.linspace(-0.7, 1.3, heads) * scale).to(DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize(
     "options",
@@ -135,6 +137,7 @@ def test_a_sink_that_dwarfs_the_scores_leaves_nothing():
     torch.testing.assert_close(got[:, 1], plain[:, 1], rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [2, 8])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("more", [{}, {"slopes": per_head(4, 0.1), "sinks": per_head(4, 4.0)}], ids=["", "all"])
@@ -148,6 +151,7 @@ def test_splits(splits, window, more):
     torch.testing.assert_close(out, want, rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
 
 
+@pytest.mark.slow
 def test_long_decodes_are_split_and_mixed_steps_then_launched_apart():
     args = make([(1, 700), (1, 1500), (6, 30)])
     tiles = attention.decode_tiles(32, torch.float32, 2, 4, 1500, 4, 1 << 17)

@@ -26,6 +26,7 @@ def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 80, 896, 1000])
 @pytest.mark.parametrize("plus_one", [False, True])
@@ -119,6 +120,7 @@ def test_activation(kind):
         close(got, want, x.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*DEFINITIONS, "swiglu_oai"])
 def test_gated_activation(dtype, kind):
@@ -148,6 +150,7 @@ def caches(blocks, size, heads, dim, dtype, order):
     return [torch.zeros([shape[i] for i in order], dtype=dtype, device=DEVICE).permute(back) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "rotary"), [(16, 16), (80, 80), (96, 64), (64, 32)])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 1, 3), (0, 2, 1, 3)])

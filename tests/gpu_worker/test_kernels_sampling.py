@@ -29,6 +29,7 @@ def packed(params):
     return state_of(requests, 9, device=DEVICE).of(torch.arange(len(params), device=DEVICE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [5, 4099])
 @pytest.mark.parametrize("ties", [False, True])
 def test_draw(vocab, ties):
@@ -45,6 +46,7 @@ def test_draw(vocab, ties):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [5, 4099])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 20.0])
 @pytest.mark.parametrize("ties", [False, True])

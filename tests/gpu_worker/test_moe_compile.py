@@ -9,6 +9,7 @@ import pytest
 import torch
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other kernel tests compile them")
 def test_experts_compile(tmp_path):
     pytest.importorskip("triton")

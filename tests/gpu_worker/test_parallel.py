@@ -70,12 +70,14 @@ def alone(folder):
     return see
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("row", ROWS)
 def test_tokens_are_those_of_one_process(folder, alone, row, layout):
     check(folder, alone(row), row, layout, 2)
 
 
+@pytest.mark.slow
 def test_shares_of_layers_in_stages(folder, alone):
     check(folder, alone(BOTH), BOTH, "2x2", 4)
 

@@ -27,6 +27,7 @@ def best(monkeypatch, pairs):
     return ranks.best(*pairs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "count", "flat", "kernel"),
     [

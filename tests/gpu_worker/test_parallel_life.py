@@ -8,6 +8,7 @@ import sys
 import threading
 
 import psutil
+import pytest
 import tiny_models
 from listeners import listeners
 from stack import free_port, wait_until
@@ -46,6 +47,7 @@ class Pair:
         return self.ranks[number].returncode, err
 
 
+@pytest.mark.slow
 def test_a_whole_life(model):
     with FakeScheduler() as scheduler:
         meeting = f"--master-addr=ipc://{scheduler.folder}/replica"
@@ -70,6 +72,7 @@ def test_a_whole_life(model):
                 assert code == 0 and "Traceback" not in err, err
 
 
+@pytest.mark.slow
 def test_one_that_does_not_fit_and_one_that_is_stopped(model, tmp_path):
     keys = tmp_path / "key"
     Keys.generate().save(str(keys))
@@ -100,6 +103,7 @@ def test_one_that_does_not_fit_and_one_that_is_stopped(model, tmp_path):
             assert code == 1 and "its leader is gone; ending" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_killed_process_takes_its_replica_along_and_no_stream_notices(tmp_path):
     """Under load the processes of both replicas are killed, one after the other, once the leader, once the other."""
     folder = tiny_models.make("llama", tmp_path / "model", seed=5)

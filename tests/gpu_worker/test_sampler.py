@@ -176,6 +176,7 @@ def keep_by_sorting(logits, p):
     return keep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.1, 2.0, 8.0])
 @pytest.mark.parametrize("ties", [False, True])
 def test_cut_keeps_what_sorting_keeps(spread, ties):
@@ -240,6 +241,7 @@ def test_bounds_find_the_winner_above_a_cut(allowed, spread):
         assert every.winner(row, row.max(), lowest) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}]
 )
@@ -276,6 +278,7 @@ def test_tokens_stay_inside_the_vocabulary():
         assert all(0 <= t < 10 for t in run(logits, [p] * 3, [1, 2, 3], [0, 1, 2]))
 
 
+@pytest.mark.slow
 def test_the_cpu_path_never_imports_triton():
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import torch; from sampler_rows import *\n"

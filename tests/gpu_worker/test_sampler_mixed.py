@@ -168,6 +168,7 @@ CHI = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", CHI)
 def test_draws_follow_the_reference_distribution(fields):
     """20,000 draws against a distribution made by plain torch in float64: chi-square below its 1 - 1e-6 quantile."""

@@ -41,6 +41,7 @@ def hand_of(model, **limits):
     return Hand(model, vocab=tiny_models.VOCAB, **limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [24, 256])
 def test_mixed_steps_equal_transformers(pair, budget):
     """Decodes first, then chunks of what the budget leaves; rows are given up and taken again as sequences end."""
@@ -94,6 +95,7 @@ def test_seeded_draws_do_not_depend_on_batch_or_chunks(pair):
     assert [tokens[:6] for tokens in got] == alone
 
 
+@pytest.mark.slow
 def test_logprobs_are_the_same_alone_batched_chunked_and_resumed(pair):
     """Of each token drawn, and of the prompt, to 1e-5; the prompt's are transformers'."""
     model, cases, logits = pair

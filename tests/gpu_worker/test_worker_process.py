@@ -41,6 +41,7 @@ class Process:
         return self.process.returncode, (err.splitlines() or [""])[-1]
 
 
+@pytest.mark.slow
 def test_a_whole_life(model, tmp_path):
     (tmp_path / "my_words.py").write_text(
         "def say(prompt_ids, output_ids, logits):\n"
@@ -94,6 +95,7 @@ def test_a_whole_life(model, tmp_path):
         assert worker.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_or_a_scheduler_that_breaks_off_end_it_at_once(model):
     for second in (True, False):
         with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
@@ -108,6 +110,7 @@ def test_a_second_sigterm_or_a_scheduler_that_breaks_off_end_it_at_once(model):
             assert worker.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_an_idle_worker_sleeps_and_a_drained_one_ends(model):
     with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
         peer, _, lease = scheduler.prepare()
@@ -129,6 +132,7 @@ def _cpu_ticks(pid):
         return sum(map(int, stat.read().rsplit(")", 1)[1].split()[11:13]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -148,6 +152,7 @@ def test_too_little_memory_is_one_fatal_line(model, flags, line):
         assert last.startswith("quire.gpu_worker: error: " + line) and "needs" in last
 
 
+@pytest.mark.slow
 def test_a_scheduler_of_another_protocol_sends_it_away(model):
     with FakeScheduler() as scheduler, Process(scheduler, model) as worker:
         peer, _ = scheduler.get(Hello)
@@ -156,6 +161,7 @@ def test_a_scheduler_of_another_protocol_sends_it_away(model):
         assert code == 78 and last.endswith("speaks protocol 1 and the scheduler 2")
 
 
+@pytest.mark.slow
 def test_configuration_errors_end_it_before_anything_else(model, tmp_path):
     with FakeScheduler() as scheduler:
         with Process(scheduler, tmp_path / "nowhere") as worker:

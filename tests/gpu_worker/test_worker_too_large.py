@@ -12,6 +12,7 @@ from quire.gpu_worker.memory import out_of_memory
 from quire.proto.messages import Assign, Hello
 
 
+@pytest.mark.slow
 def test_more_rows_than_there_is_memory_for_are_one_fatal_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
     with FakeScheduler() as scheduler:

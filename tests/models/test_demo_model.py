@@ -126,6 +126,7 @@ def test_capital_of_france(go_on):
     assert go_on("The capital of France is", 5, temperature=0.8).startswith(" Paris")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     "prompt, expected",
@@ -160,6 +161,7 @@ CHATS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", CHATS)
 def test_chat_answers_in_a_whole_sentence(chat, question):
     for messages in ([question], [SYSTEM, question]):
@@ -207,6 +209,7 @@ def test_chat_calls_a_tool(tokenizer, go_on):
     assert call and json.loads(call[1]) == {"name": "get_weather", "arguments": {"city": "Paris"}}
 
 
+@pytest.mark.slow
 def test_long_text_does_not_degenerate(go_on):
     text = go_on("Once upon a time", 512, 0.8, eos_token_id=None)
     said = re.findall(r"\w+", text)

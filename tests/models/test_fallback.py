@@ -72,6 +72,7 @@ def assert_greedy(folder: Path, prompts: list[list[int]], outputs: list[list[int
         assert len(output) == NEW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_logits_and_tokens_are_transformers_own(row: str, tmp_path: Path) -> None:
     """Chunked, cached, many at once; then with so few blocks that sequences are preempted."""
@@ -91,6 +92,7 @@ def test_logits_and_tokens_are_transformers_own(row: str, tmp_path: Path) -> Non
     assert few.core.preemptions
 
 
+@pytest.mark.slow
 def test_it_is_served_by_real_processes(tmp_path: Path) -> None:
     folder = folder_of("smollm3", tmp_path)
     prompts = tiny_models.random_prompts(6, seed=7, shortest=4, longest=60)
@@ -245,6 +247,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_the_gpu_path_under_the_interpreter(tmp_path: Path) -> None:
     folder = folder_of("exaone4-window", tmp_path, sliding_window=6, num_hidden_layers=2, sliding_window_pattern=2)
     command = [

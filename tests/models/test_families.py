@@ -48,6 +48,7 @@ def sixteen_prompts() -> list[list[int]]:
     return [*prompts, *(shared[:length] + prompts[-1][:3] for length in (33, 40, 47, 70)), shared[:64]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_family_equals_its_reference(row: str, tmp_path: Path) -> None:
     """48 greedy tokens of 16 prompts at once, and the logits of whole sequences, chunked and with cached prefixes."""

@@ -250,6 +250,7 @@ def left_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_that_line(good: Path, tmp_path: Path) -> None:
     """Two of them, and one of ``quire serve``, at once: none hangs, and nothing is left."""
     for name in ("cut", "own", "shape"):

@@ -89,6 +89,7 @@ def folders(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path / "folders")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="tells peaks by Linux's /proc")
 def test_the_peak_of_loading_is_little_more_than_the_model(folders: Path) -> None:
     write(folders / "shards", torch.float32, 3)

@@ -111,6 +111,7 @@ for folder in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_the_gpu_path_under_the_interpreter(tmp_path: Path) -> None:
     """The decoder's kernels, interpreted on the CPU, give what its CPU path gives, for every knob of attention."""
     names = ("qwen3", "gemma", "bloom", "gptj", "cohere-plus", "opt-350m", "gpt-oss")

@@ -252,6 +252,7 @@ def dense(x, weights, ids, held):
 RUNS = [grouped, twin, *([on_cpu] if DEVICE == "cpu" else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
 def test_ranks_add_up(run, activation):
@@ -283,6 +284,7 @@ def test_a_plan_has_room_for_the_worst():
         assert sorted(slot for slot in blocks.slots.flatten().tolist() if slot < blocks.total) == [*range(len(ids))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("activation", "bias", "hidden", "width"),
@@ -306,6 +308,7 @@ def test_grouped_products(dtype, activation, bias, hidden, width):
     close(kernels.sum_slots(each, ids, 2, 5), kernels.sum_slots_torch(each, ids, 2, 5), dtype)
 
 
+@pytest.mark.slow
 def test_many_tokens_and_none():
     """Blocks of more than the least rows; a step without tokens."""
     held, x, (weights, ids) = local(2), randn(100, HIDDEN), choices(100, 1, 2)

@@ -78,6 +78,7 @@ def close(found, expected, tolerance=1e-5):
         assert np.abs(mine - theirs).max() < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders(tmp_path, family):
     folder, model = make(tmp_path, family, "Model")
@@ -100,6 +101,7 @@ def test_token_types_of_a_pair(tmp_path):
     close(rig.vectors(asked, type_starts=type_starts, task="token_embed", normalize=False), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
 def test_classifiers(tmp_path, family, labels):
@@ -117,6 +119,7 @@ def test_classifiers(tmp_path, family, labels):
     close([each[at] for each in rows], [each.numpy() for each in logits])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Model", "ForCausalLM"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoders(tmp_path, family, kind):

@@ -363,6 +363,7 @@ def test_another_tokenizer(llm, tmp_path):
     busy.join()
 
 
+@pytest.mark.slow
 def test_no_tokenizer_defaults_of_another_kind_and_a_closed_llm(llm):
     ids = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
     expected = [output.outputs[0].token_ids[:3] for output in llm.generate(ids, GREEDY, use_tqdm=False)]
@@ -528,6 +529,7 @@ def test_an_interrupt_aborts_and_the_rest_of_life_goes_on(llm):
     assert texts(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False))[0].startswith(" Paris")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_object_close_and_collection(llm):
     made = LLM(tokenizer=llm.get_tokenizer(), dtype="float32", disable_log_stats=True)
     assert made.get_tokenizer() is llm.get_tokenizer()
@@ -558,6 +560,7 @@ def run_script(end):
     return process, [int(pid) for pid in pids], Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3)])
 def test_a_script_that_ends_leaves_nothing(end, code):
     process, pids, folder = run_script(end)
@@ -566,6 +569,7 @@ def test_a_script_that_ends_leaves_nothing(end, code):
     assert not any(map(psutil.pid_exists, pids)) and not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_killed_script_leaves_no_process():
     process, pids, folder = run_script("import time; time.sleep(600)")
     children = [psutil.Process(pid) for pid in pids]
@@ -603,6 +607,7 @@ def stories(llm):
     return prompts, params, llm.generate(prompts, params, use_tqdm=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", ["detokenizer", "scheduler", "gpu_worker"])
 def test_a_killed_process_is_not_noticed(llm, stories, service):
     prompts, params, expected = stories

@@ -71,6 +71,7 @@ def appends(plan: StepPlan) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------- what comes out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_outputs_are_the_oracles(width: int, early_stopping: bool | str) -> None:
@@ -139,6 +140,7 @@ def test_scores_that_overflow_are_ranked_and_not_raised() -> None:
 # ---------------------------------------------------------------- company
 
 
+@pytest.mark.slow
 def test_searches_and_ordinary_requests_share_steps_and_tiny_pools() -> None:
     """In pools so small that somebody is preempted all the time, with one plan after another in flight."""
     preemptions = 0
@@ -319,6 +321,7 @@ def test_the_prompt_comes_from_the_prefix_cache() -> None:
 # ---------------------------------------------------------------- losses
 
 
+@pytest.mark.slow
 def test_a_search_survives_whatever_happens_at_any_moment() -> None:
     """Preemption, a lost lease, drain or abort after each number of steps, with and without a plan in flight."""
     for moment, in_flight in product(range(9), (False, True)):

@@ -113,6 +113,7 @@ def test_integrity_sees_wrong_books(tables: list[list[int]]) -> None:
         pool.check_integrity(tables)
 
 
+@pytest.mark.slow
 def test_against_a_model() -> None:
     """Random use, compared with plain sets."""
     rng = random.Random(1)
@@ -133,6 +134,7 @@ def test_against_a_model() -> None:
         assert pool.used == len({block for table in tables for block in table})
 
 
+@pytest.mark.slow
 def test_what_sharing_saves_is_measured_with_the_real_pool() -> None:
     """A short run of bench/memory_sharing.py: the numbers are those of the long one, within its noise."""
     spec = importlib.util.spec_from_file_location("memory_sharing", ROOT / "bench" / "memory_sharing.py")

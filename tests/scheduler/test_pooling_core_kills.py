@@ -69,6 +69,7 @@ async def pool_through_kills(kind):
         assert answer.data.shape == ((rows, 8) if rows else (8,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chunks", "whole"])
 def test_no_answer_is_lost_or_wrong(kind):
     asyncio.run(pool_through_kills(kind))

@@ -11,6 +11,7 @@ from scheduler_fleet import FleetWorld
 from scheduler_world import World
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
 def test_random_histories(part: int) -> None:
     for seed in range(part * 110, part * 110 + 110):
@@ -21,6 +22,7 @@ def test_random_histories(part: int) -> None:
             raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_random_histories_of_a_fleet(part: int) -> None:
     for seed in range(part * 40, part * 40 + 40):

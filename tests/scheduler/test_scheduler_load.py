@@ -269,6 +269,7 @@ def test_nothing_measured_is_as_long_again() -> None:
     assert rate.seconds(100, 999.0) == 60.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("bound", ["requests", "tokens"])
 def test_retry_after_is_right_at_twice_the_load(seed: int, bound: str) -> None:

@@ -1,0 +1,88 @@
+"""The house: no circle among modules, imports that go down only, files and functions of a size that one can read."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVICES = ("proto", "scheduler", "gpu_worker", "detokenizer", "client", "frontend", "cli")
+
+MOST_LINES, MOST_FUNCTION_LINES = 450, 60
+
+
+def names_of(*services: str) -> dict[str, Path]:
+    """Module -> file, ``quire.`` left off."""
+    found = {}
+    for service in services:
+        for file in (ROOT / service).rglob("*.py"):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+MODULES = names_of(*SERVICES)
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules of ours that ``module`` imports: at its top, in functions and for the type checker alone."""
+    file = MODULES[module]
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1] + (node.module or "").split(".")
+            stem = ".".join(filter(None, base))
+            for alias in node.names:
+                name = f"{stem}.{alias.name}" if stem else alias.name
+                found.add(name if name in MODULES else stem)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quire."):
+            found.add((node.module or "").removeprefix("quire."))
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("quire.") for alias in node.names if alias.name.startswith("quire.")}
+    return {name for name in found if name in MODULES and name != module}
+
+
+IMPORTS = {module: imports_of(module) for module in MODULES}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """What is left when everything that imports nothing of the rest, or is imported by nothing of it, is taken away:
+    split into the parts whose members reach each other."""
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [*graph[start]]
+        while waiting:
+            if (name := waiting.pop()) not in seen:
+                seen.add(name)
+                waiting += graph[name]
+        return seen
+
+    reached = {name: reach(name) for name in graph}
+    found = {frozenset(o for o in reached[name] if name in reached[o]) for name in graph if name in reached[name]}
+    return sorted(sorted(circle) for circle in found)
+
+
+def test_the_search_for_circles_finds_them() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set(), "f": {"g"}, "g": {"f"}}) == [
+        ["a", "b", "c"],
+        ["f", "g"],
+    ]
+    assert "scheduler.core" in IMPORTS["scheduler.membership"] and "proto.codec" in IMPORTS["scheduler.membership"]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circles(IMPORTS) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_file_and_its_functions_can_be_read(module: str) -> None:
+    text = MODULES[module].read_text("utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= MOST_FUNCTION_LINES, f"{node.name} has {lines} lines"
