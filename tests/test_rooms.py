@@ -12,6 +12,45 @@ SERVICES = ("proto", "scheduler", "gpu_worker", "detokenizer", "client", "fronte
 
 MOST_LINES, MOST_FUNCTION_LINES = 450, 60
 
+FLOORS = {
+    "proto": [
+        "proto",
+        "proto.messages proto.checkpoint proto.wire",
+        "proto.checks proto.group proto.grammars",
+    ],
+    "scheduler": [
+        "scheduler.block_pool scheduler.logprobs scheduler.blame",
+        "scheduler.request scheduler.beam_group scheduler.outbox scheduler.queue scheduler.accounts",  # requests
+        "scheduler.step scheduler.replica",  # where they run
+        "scheduler.placement scheduler.draft scheduler.books",  # all of the state, and its transitions
+        "scheduler.intake scheduler.beams scheduler.planner scheduler.commit",  # what is done with it
+        "scheduler.core",
+        "scheduler.worker_phase scheduler.worker_registry scheduler.membership",
+        "scheduler.inputs scheduler.recording scheduler.redact scheduler.snapshot scheduler.transcript",
+        "scheduler.recorder scheduler.replay",
+        "scheduler",
+        "scheduler.fake",
+    ],
+    "gpu_worker": [
+        "gpu_worker.spec gpu_worker.batch gpu_worker.device gpu_worker.transfer gpu_worker.link",
+        "gpu_worker.kernels",
+        "gpu_worker.parallel.parallel gpu_worker.parallel.group_link",
+        "gpu_worker.layers.formats",
+        "gpu_worker.layers",
+        "gpu_worker.models.families",
+        "gpu_worker.models",
+        "gpu_worker.sampling",
+        "gpu_worker.parallel",
+        "gpu_worker",
+    ],
+    "detokenizer": ["detokenizer"],
+    "client": ["client.results client.logprobs client.best", "client", "client.supervisor", "client.offline"],
+    "frontend": ["frontend"],
+    "cli": ["cli"],
+}
+"""Of each service from the ground up: modules, or packages with all that is not named apart. Beside its own floor and
+those below, a module may import lower services; which those are is import-linter's to say (pyproject.toml)."""
+
 
 def names_of(*services: str) -> dict[str, Path]:
     """Module -> file, ``quire.`` left off."""
@@ -76,6 +115,21 @@ def test_the_search_for_circles_finds_them() -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert circles(IMPORTS) == []
+
+
+def floor_of(module: str) -> int:
+    """The floor that names the module, or else the nearest package above it."""
+    named = {name: n for n, names in enumerate(FLOORS[module.partition(".")[0]]) for name in names.split()}
+    while module not in named:
+        module = module.rpartition(".")[0]
+    return named[module]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module: str) -> None:
+    if MODULES[module].name != "__init__.py":  # a package's own file only says what it holds
+        within = [name for name in IMPORTS[module] if name.partition(".")[0] == module.partition(".")[0]]
+        assert [name for name in within if floor_of(name) > floor_of(module)] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
