@@ -129,11 +129,13 @@ class Engine:
         api_key: str = "",
         priority: int = 0,
         arrival: float = 0.0,
+        cache_salt: str = "",
         seed: int | None = None,
         echo: bool = False,
     ) -> RequestStream:
         """Queue one request and return its stream at once; exactly one of prompt, ids and messages is given.
 
+        Requests share cached blocks only with those of the same ``cache_salt``.
         ``seed`` is used where params has none; left out, it is random. ``echo`` has ``accepted.prompt`` set where ids
         are given, too. Requests of one ``arrival`` (seconds since the epoch; 0: now) take turns with others as if they
         were one, as the prompts of one call should. With best_of and beam search every event comes at the end. What is
@@ -143,7 +145,9 @@ class Engine:
         params = params if params is not None else SamplingParams()
         seed = params.seed if params.seed is not None else seed
         work = Generate(params, self.core.rng.getrandbits(64) if seed is None else seed % 2**64)
-        message = _tokenize(work, prompt, ids, messages, template, add_special_tokens, api_key, priority, arrival, echo)
+        message = _tokenize(
+            work, prompt, ids, messages, template, add_special_tokens, api_key, priority, arrival, cache_salt, echo
+        )
         request = self.core.submit(message, work)
         self._flush()
         return RequestStream(request, self._abandon, self._abort)
@@ -161,6 +165,7 @@ class Engine:
         api_key: str = "",
         priority: int = 0,
         arrival: float = 0.0,
+        cache_salt: str = "",
     ) -> Awaitable[Pooled]:
         """Queue one prompt to be pooled and return at once what its answer will be awaited on; cancelling that aborts
         the request. Exactly one of prompt, ids and messages is given; ``pair`` is the second text of a pair whose
@@ -172,7 +177,9 @@ class Engine:
         if pair is not None and prompt is None:
             raise ValueError("the first text of a pair must be given as prompt.")
         work = Pool(params if params is not None else PoolingParams(), pair)
-        message = _tokenize(work, prompt, ids, messages, template, add_special_tokens, api_key, priority, arrival)
+        message = _tokenize(
+            work, prompt, ids, messages, template, add_special_tokens, api_key, priority, arrival, cache_salt
+        )
         request = self.core.pool(message, work)
         self._flush()
         return answer_of(request, self._abort)
@@ -259,7 +266,7 @@ class Engine:
 def _tokenize(
     work: Work, prompt: str | None, ids: list[int] | None, messages: list[dict[str, Any]] | None,
     template: dict[str, Any] | None, add_special_tokens: bool, api_key: str, priority: int, arrival: float,
-    echo: bool = False,
+    cache_salt: str, echo: bool = False,
 ) -> m.Tokenize:  # fmt: skip
     """The message of a request that has no uid yet. Raises ValueError, and RequestError 400."""
     if sum(x is not None for x in (prompt, ids, messages)) != 1:
@@ -271,5 +278,5 @@ def _tokenize(
     return m.Tokenize(
         uid=0, attempt=0, work=work, arrival=arrival, prompt=prompt, ids=None if ids is None else pack_ids(ids),
         messages=messages, template=template, add_special_tokens=add_special_tokens, key=api_key, priority=priority,
-        echo=echo,
+        echo=echo, cache_salt=cache_salt,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.checks import check_params, check_prompt, check_text, tokens_kept
 from ..proto.codec import BadFrame, from_i32
 from ..proto.errors import Refused
-from ..proto.hashing import hash_blocks
+from ..proto.hashing import hash_blocks, root_of
 from ..proto.messages import Child, Finish, Tokenize
 from ..proto.params import ParamError, SamplingParams
 from ..proto.work import Generate, Pool, Work
@@ -105,7 +105,7 @@ class Preparer:
         if params.bad_words and self.bad_words is not None:
             words = self.bad_words.forms(params.bad_words, self.model.vocab_size)
         work = Generate(params, asked.seed, [] if params.ignore_eos else self.eos, suppressed, words)
-        prepared = _prepared(ids, prompt, block_size, work)
+        prepared = _prepared(message, ids, prompt, block_size, work)
         self._open(message, ids, prepared, work)
         return prepared
 
@@ -129,7 +129,8 @@ class Preparer:
                 tokenizer, [each.lower() for each in texts] if pooler.lower else texts, special, keep
             )
         pooling.check(encoded, params, pooler, self.model, max_model_len)
-        return _prepared(encoded.ids, prompt, block_size, Pool(params, token_type_start=encoded.token_type_start))
+        work = Pool(params, token_type_start=encoded.token_type_start)
+        return _prepared(message, encoded.ids, prompt, block_size, work)
 
     def _resolve(self, params: SamplingParams, room: int) -> None:
         """``max_tokens`` and logprobs as numbers that fit; the model's further EOS ids among the stop ids."""
@@ -236,9 +237,10 @@ class Preparer:
                 prepared.children.append(Child(resume.index, resume.ids))
 
 
-def _prepared(ids: list[int], prompt: str | None, block_size: int, work: Work) -> Prepared:
+def _prepared(message: Tokenize, ids: list[int], prompt: str | None, block_size: int, work: Work) -> Prepared:
     packed = array("i", ids).tobytes()
-    return Prepared(packed, prompt, b"".join(hash_blocks(packed, block_size)), block_size, work)
+    hashes = hash_blocks(packed, block_size, root_of(message.cache_salt))
+    return Prepared(packed, prompt, b"".join(hashes), block_size, work)
 
 
 def _encode_end(tokenizer: TextTokenizer, text: str, special: bool, keep: int | None) -> tuple[list[int], bool]:

@@ -187,7 +187,12 @@ class Front:
         **options: Any,
     ) -> list[RequestStream]:  # fmt: skip
         """Submit all prompts, or none: a refusal of one aborts those before it. Raises RequestError."""
-        options |= {"api_key": request.get(OWNER, ""), "priority": body.priority or 0, "arrival": time.time()}
+        options |= {
+            "api_key": request.get(OWNER, ""),
+            "priority": body.priority or 0,
+            "arrival": time.time(),
+            "cache_salt": body.cache_salt or "",
+        }
         streams: list[RequestStream] = []
         blank: dict[str, Any] = {"prompt": None, "ids": None, "messages": None}
         try:

@@ -33,6 +33,12 @@ class Request(msgspec.Struct):
         """Refuse combinations that mean nothing. Raises ApiError."""
 
 
+def check_salt(salt: Any) -> None:
+    """Raises ApiError, in vLLM's words."""
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ApiError(400, "Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+
+
 R = TypeVar("R", bound=Request)
 
 

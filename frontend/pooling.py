@@ -91,6 +91,7 @@ async def pool_all(
     await front.wait_ready()
     options = {
         "params": params, "api_key": request.get(OWNER, ""), "priority": body.priority or 0, "arrival": time.time(),
+        "cache_salt": body.cache_salt or "",
     }  # fmt: skip
     began, numbers = time.monotonic(), 0
     answers: list[asyncio.Future[Pooled]] = []

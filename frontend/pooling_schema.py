@@ -12,14 +12,14 @@ from ..client.offline.scoring import check_pairs
 from ..proto.params import ParamError
 from ..proto.pooling import PoolingParams
 from .errors import ApiError
-from .parsing import Request, kind_of
+from .parsing import Request, check_salt, kind_of
 from .prompts import check_count, conversation_of, prompts_of, template_of
 
 _SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 """What the two sides of a score may be called."""
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "cache_salt": (), "chat_template": (), "embed_dtype": ("float32",), "endianness": ("native", "little"),
+    "chat_template": (), "embed_dtype": ("float32",), "endianness": ("native", "little"),
     "max_chunks_per_doc": (), "max_tokens_per_doc": (), "mm_processor_kwargs": ({},), "padding": ("do_not_pad",),
     "prompt_embeds": (), "rank_fields": (), "truncation_side": ("right",),
 }  # fmt: skip
@@ -34,6 +34,7 @@ class PoolRequest(Request, kw_only=True):
     model: str | None = None
     user: str | None = None
     priority: int | None = None
+    cache_salt: Any = None
     request_id: str | None = None
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None
@@ -51,6 +52,7 @@ class PoolRequest(Request, kw_only=True):
     def check(self) -> None:
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise ApiError(400, f"priority must be a 32-bit integer, got {self.priority}.", "priority")
+        check_salt(self.cache_salt)
 
 
 class InputRequest(PoolRequest, kw_only=True):

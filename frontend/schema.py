@@ -16,7 +16,7 @@ from ..proto.params import ParamError, SamplingParams
 from ..proto.structured import StructuredOutputsParams
 from .errors import ApiError
 from .extras import Extras
-from .parsing import Request, parse
+from .parsing import Request, check_salt, parse
 from .prompts import MAX_PROMPTS, conversation_of, prompts_of, template_of
 from .structured import OBJECT, form_field, form_of
 
@@ -35,7 +35,6 @@ _PASSED_ON = (
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "ec_transfer_params": (),
@@ -128,6 +127,7 @@ class GenerateRequest(Request, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
+    cache_salt: Any = None
     request_id: str | None = None
     user: str | None = None
 
@@ -223,6 +223,7 @@ class GenerateRequest(Request, kw_only=True):
             raise ApiError(400, "stream_options is only allowed with stream=true.", "stream_options")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise ApiError(400, f"priority must be a 32-bit integer, got {self.priority}.", "priority")
+        check_salt(self.cache_salt)
         if self.stream:
             self._check_stream()
 

@@ -1,9 +1,11 @@
 """Chained block hashes for prefix caching.
 
-The hash of a full block covers its parent's hash, its tokens and a salt, so equal hashes mean equal prefixes: 128 bits
-of BLAKE2b, which is cryptographic and the fastest in the standard library. The salt is for what else keys and values
-may depend on; nothing gives one yet, so all requests of a deployment share what is cached. Prompts' hashes are made by
-the detokenizer, off the scheduler's core.
+The hash of a full block covers its parent's hash and its tokens, so equal hashes mean equal prefixes: 128 bits of
+BLAKE2b, which is cryptographic and the fastest in the standard library. Prompts' hashes are made by the detokenizer,
+off the scheduler's core; those of blocks that fill while decoding by the scheduler.
+
+Whatever else makes equal token ids mean different keys and values, or must keep them apart, goes into the root, the
+parent of a first block, and through the chain into every hash: ``root_of`` is the one place for it.
 """
 
 from __future__ import annotations
@@ -14,16 +16,21 @@ HASH_SIZE = 16
 ROOT = bytes(HASH_SIZE)
 
 
-def hash_block(parent: bytes, tokens: bytes, salt: bytes = b"") -> bytes:
+def root_of(cache_salt: str) -> bytes:
+    """The parent of a request's first block. Requests share cached blocks only where their salts are equal."""
+    return blake2b(cache_salt.encode(), digest_size=HASH_SIZE, person=b"cache salt").digest() if cache_salt else ROOT
+
+
+def hash_block(parent: bytes, tokens: bytes) -> bytes:
     """The 16-byte hash of a full block; ``tokens`` are its int32 bytes, ``parent`` the previous block's hash."""
-    return blake2b(parent + tokens + salt, digest_size=HASH_SIZE).digest()
+    return blake2b(parent + tokens, digest_size=HASH_SIZE).digest()
 
 
-def hash_blocks(ids: bytes, block_size: int, salt: bytes = b"", parent: bytes = ROOT) -> list[bytes]:
+def hash_blocks(ids: bytes, block_size: int, root: bytes = ROOT) -> list[bytes]:
     """Hashes of every full block of ``ids`` (int32 bytes), in order."""
     step = 4 * block_size
-    hashes = []
+    hashes, parent = [], root
     for start in range(0, len(ids) - step + 1, step):
-        parent = hash_block(parent, ids[start : start + step], salt)
+        parent = hash_block(parent, ids[start : start + step])
         hashes.append(parent)
     return hashes

@@ -224,8 +224,8 @@ class Recorder(Inputs):
 
     # -- what is written in place of tokens and keys
 
-    def _hash_block(self, parent: bytes, tokens: bytes, salt: bytes = b"") -> bytes:
-        made = self._hash(parent, tokens, salt)
+    def _hash_block(self, parent: bytes, tokens: bytes) -> bytes:
+        made = self._hash(parent, tokens)
         self._hashes.append(made)
         return made
 

@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from ..proto.codec import from_f32, from_i32, i32
-from ..proto.hashing import hash_blocks
+from ..proto.hashing import hash_blocks, root_of
 from ..proto.messages import Logprobs, SlotFailed, StepFailed, StepPlan, StepResult, Submit, TokenBatch
 from ..proto.params import RequestOutputKind, SamplingParams
 from ..proto.structured import StructuredOutputsParams
@@ -95,7 +95,7 @@ def submit(message: Submit, block_size: int, vocab_size: int, known: dict[int, i
     params = _look(message, stops)
     hashes = message.hashes
     if not hashes and len(message.ids) % 4 == 0:
-        hashes = b"".join(hash_blocks(message.ids, block_size))
+        hashes = b"".join(hash_blocks(message.ids, block_size, root_of(message.cache_salt)))
     ends = Ends(stops, _width(params), known)
     plain = _plain(message, ends, vocab_size, {"hashes": hashes, "key": key})
     if not message.hashes:

@@ -154,7 +154,7 @@ class Replay:
             request.hash_block = before
             logging.disable(level)
 
-    def _next_hash(self, parent: bytes, tokens: bytes, salt: bytes = b"") -> bytes:
+    def _next_hash(self, parent: bytes, tokens: bytes) -> bytes:
         if not self._hashes:
             raise NoMoreHashes
         return self._hashes.popleft()

@@ -28,7 +28,7 @@ from array import array
 from enum import Enum
 from typing import NamedTuple
 
-from ..proto.hashing import ROOT, hash_block
+from ..proto.hashing import hash_block, root_of
 from ..proto.losses import Losses
 from ..proto.messages import Admit, Finish, Submit
 from ..proto.work import Pool, child_seed
@@ -56,14 +56,14 @@ class Request:
 
     __slots__ = (
         "account", "arrival", "attempt", "eos", "hashes", "live", "max_tokens", "owner", "params", "pools", "priority",
-        "prompt", "prompt_done", "prompt_len", "reads_cache", "seed", "started", "stops", "turn", "uid",
+        "prompt", "prompt_done", "prompt_len", "reads_cache", "root", "seed", "started", "stops", "turn", "uid",
         "work",
     )  # fmt: skip
 
     def __init__(self, owner: str, message: Submit, hashes: list[bytes], priority: int = 0):
         self.uid, self.attempt, self.owner = message.uid, message.attempt, owner
         self.prompt, self.prompt_len = message.ids, len(message.ids) // 4
-        self.hashes = hashes
+        self.hashes, self.root = hashes, root_of(message.cache_salt)
         self.arrival, self.priority = message.arrival, priority
         self.account = message.key  # the API key it came with, "" for none
         self.live: list[Sequence] = []
@@ -322,7 +322,8 @@ class Sequence:
         if not hashes:
             hashes.extend(self.request.hashes)
         while len(hashes) < count:
-            hashes.append(hash_block(hashes[-1] if hashes else ROOT, self._tokens(len(hashes), block_size)))
+            parent = hashes[-1] if hashes else self.request.root
+            hashes.append(hash_block(parent, self._tokens(len(hashes), block_size)))
         return hashes
 
     def _tokens(self, slot: int, block_size: int) -> bytes:

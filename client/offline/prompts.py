@@ -14,9 +14,10 @@ Params = TypeVar("Params")
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text; a plain dict does as well."""
+    """A prompt as text; a plain dict does as well. Cached blocks are shared only where ``cache_salt`` is the same."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -24,6 +25,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Input:
 
     ``pair`` is the second text of a pair whose first is ``text``.
     ``special``: special tokens are added to the text, as they are not to one that a template has rendered.
+    ``salt``: cached blocks are shared only with prompts of the same.
     """
 
     text: str | None = None
@@ -40,6 +43,7 @@ class Input:
     template: dict[str, Any] | None = None
     special: bool = True
     pair: str | None = None
+    salt: str = ""
 
     def asked(self) -> dict[str, Any]:
         """The same as arguments of ``Engine.submit``, or of ``Engine.pool``, which alone takes pairs."""
@@ -47,7 +51,11 @@ class Input:
             "prompt": self.text if self.ids is None else None, "ids": self.ids, "messages": self.messages,
             "template": self.template, "add_special_tokens": self.special,
         }  # fmt: skip
-        return fields if self.pair is None else {**fields, "pair": self.pair}
+        if self.pair is not None:
+            fields["pair"] = self.pair
+        if self.salt:
+            fields["cache_salt"] = self.salt
+        return fields
 
 
 def parse_prompts(prompts: Any, prompt_token_ids: Any, tokenization: Any = None) -> list[Input]:
@@ -180,13 +188,20 @@ def _from_dict(prompt: dict[str, Any]) -> Input:
     if prompt.get("multi_modal_data"):
         raise ValueError("multi_modal_data is not supported yet by this version; leave it out.")
     given = {key for key, value in prompt.items() if value is not None}
-    unknown = given - {"prompt", "prompt_token_ids", "multi_modal_data"}
+    unknown = given - {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}
     if unknown:
-        raise ValueError(f"a prompt has no {sorted(unknown)[0]!r}; its keys are 'prompt' and 'prompt_token_ids'.")
+        raise ValueError(
+            f"a prompt has no {sorted(unknown)[0]!r}; its keys are prompt, prompt_token_ids and cache_salt."
+        )
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and ids is None:
         raise ValueError("Either prompts or prompt_token_ids must be provided.")
-    return Input(text=None if text is None else _text(text), ids=None if ids is None else _ids(ids))
+    salt = prompt.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ValueError(f"cache_salt must be a non-empty string, got {salt!r:.80}.")
+    return Input(
+        text=None if text is None else _text(text), ids=None if ids is None else _ids(ids), salt=_text(salt or "")
+    )
 
 
 def _text(text: Any) -> str:

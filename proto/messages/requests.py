@@ -54,6 +54,7 @@ class Tokenize(Message):
     losses: int = 0
     echo: bool = False  # the client wants the prompt's text: decode it where ids alone were given
     prompt_logprobs_from: int = 0  # on a resubmission: leading prompt tokens whose logprobs Engine has
+    cache_salt: str = ""  # cached blocks are shared only with requests of the same
 
 
 class Child(msgspec.Struct, array_like=True, gc=False):
@@ -77,6 +78,7 @@ class Submit(Message):
     priority: int = 0
     losses: int = 0
     prompt_logprobs_from: int = 0  # leading prompt tokens whose logprobs the client has
+    cache_salt: str = ""  # what ``hashes`` were made with
 
 
 class Abort(Message):

@@ -211,13 +211,15 @@ def test_prompts_as_ids(server: FakeServer) -> None:
 
 
 def test_options_reach_the_engine(server: FakeServer) -> None:
-    post(server, {**HI, "seed": 7, "stop": "x", "priority": -3, "add_special_tokens": False, "top_k": 4})
+    post(server, {**HI, "seed": 7, "stop": "x", "priority": -3, "add_special_tokens": False, "top_k": 4,
+                  "cache_salt": "s"})  # fmt: skip
     message = server.engine.requests[0].message
     assert (message.work.seed, message.priority, message.add_special_tokens) == (7, -3, False)
     assert (message.work.params.stop, message.work.params.top_k, message.work.params.max_tokens) == (["x"], 4, 3)
     post(server, {"messages": CHAT["messages"], "add_special_tokens": True}, "/v1/chat/completions")
+    assert message.cache_salt == "s"
     message = server.engine.requests[1].message
-    assert message.template["add_special_tokens"] is True
+    assert message.template["add_special_tokens"] is True and message.cache_salt == ""
     assert message.work.params.max_tokens is None
 
 

@@ -48,8 +48,9 @@ def refused(body: bytes | dict[str, Any], kind: type[Any] = CompletionRequest) -
         ("stream_options", {"include_usage": True}), ("stream_options", 5), ("best_of", 0),
         ("min_tokens", -1), ("return_token_ids", 1), ("return_tokens_as_token_ids", "x"),
         ("guided_decoding_backend", 5), ("guided_whitespace_pattern", 5), ("detokenize", 0),
+        ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", ["x"]),
         # known, not honoured yet
-        ("suffix", "x"), ("cache_salt", "x"), ("prompt_embeds", "x"), ("repetition_detection", {}),
+        ("suffix", "x"), ("prompt_embeds", "x"), ("repetition_detection", {}),
     ],
 )  # fmt: skip
 def test_bad_value_names_its_field(field: str, value: Any) -> None:

@@ -233,6 +233,7 @@ def test_ids_are_the_clients_own(servers: dict[str, FakeServer]) -> None:
 
 TEXTS = ("text_1", "text_2")
 ANY: list[tuple[str, Any, str]] = [
+    ("cache_salt", "", "Parameter 'cache_salt' must be a non-empty string if provided."),
     ("truncate_prompt_tokens", 0, "truncate_prompt_tokens must be at least 1, got 0"),
     ("truncate_prompt_tokens", -2, "truncate_prompt_tokens must be at least 1, got -2"),
     ("truncate_prompt_tokens", WIDE, f"truncate_prompt_tokens must be at least 1, got {WIDE}"),

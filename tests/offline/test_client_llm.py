@@ -154,8 +154,12 @@ def test_prompts_by_vllms_names():
     assert (text.text, text.ids, ids.text, ids.ids) == ("a", None, "b", [1, 2])
     (given,) = parse_prompts({"prompt": "a", "prompt_token_ids": None, "cache_salt": None}, None)
     assert given == text
-    with pytest.raises(ValueError, match="cache_salt"):
-        parse_prompts({"prompt": "a", "cache_salt": "x"}, None)
+    assert "cache_salt" not in given.asked()
+    (salted,) = parse_prompts(TextPrompt(prompt="a", cache_salt="x"), None)
+    assert salted.asked()["cache_salt"] == "x"
+    for bad in ("", 5, ["x"]):
+        with pytest.raises(ValueError, match="cache_salt must be a non-empty string"):
+            parse_prompts({"prompt": "a", "cache_salt": bad}, None)
 
 
 def test_texts_without_special_tokens():

@@ -62,7 +62,9 @@ def test_block_hashes_are_chained_and_salted():
     first, second = hashing.hash_blocks(ids, 16)
     assert len(hashing.hash_blocks(ids, 16)) == 2 and len(first) == 16
     assert hashing.hash_block(first, ids[64:128]) == second
-    assert hashing.hash_blocks(ids, 16, salt=b"tenant")[0] != first
+    assert hashing.root_of("") == hashing.ROOT
+    salted = [hashing.hash_blocks(ids, 16, hashing.root_of(salt)) for salt in ("a", "b", "a")]
+    assert salted[0] == salted[2] and len({first, second, *salted[0], *salted[1]}) == 6
     assert hashing.hash_blocks(codec.i32([9, *range(1, 40)]), 16)[1] != second
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from scheduler_rig import VOCAB, Rig
 
@@ -17,8 +19,11 @@ from quire.proto.messages import (
     StepPlan,
     StepResult,
     Stopped,
+    Submit,
     Unknown,
 )
+from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
 from quire.scheduler.fake.fake_model import expected_logprobs, expected_tokens, join
 from quire.scheduler.logprobs import skip_logprobs
 
@@ -154,6 +159,47 @@ def test_a_prefix_is_found_once_its_step_has_committed() -> None:
     assert columns(plan)[-1][1:] == (16, 8)
     rig.run()
     assert (rig.core.prefix_queries, rig.core.prefix_hits) == (72, 16)
+
+
+@pytest.mark.parametrize("how", [{}, {"n": 2, "temperature": 1.0}, {"use_beam_search": True, "best_of": 2,
+                                                                    "temperature": 0.0}])  # fmt: skip
+def test_blocks_are_shared_only_under_one_cache_salt(how: dict[str, Any]) -> None:
+    rig = Rig(max_num_batched_tokens=64)
+    prompt, found = rig.prompt(24, 9), []
+    for salt in ("", "a", "b", "a", "", "b"):
+        uid = rig.submit(prompt, cache_salt=salt, **how)
+        rig.run()
+        found.append(rig.started[uid])
+    assert found == [0, 0, 0, 16, 16, 16]
+
+
+def test_a_cache_salt_holds_for_blocks_that_fill_while_decoding_and_for_resumed_requests() -> None:
+    rig = Rig(max_num_batched_tokens=64)
+    uid = rig.submit(5, max_tokens=30, cache_salt="a")  # shorter than a block
+    rig.run()
+    history = rig.prompt(5, uid) + rig.tokens[uid, 0]
+    found = []
+    for salt in ("", "b", "a"):
+        turn = rig.submit([*history, 5, 6, 7], max_tokens=2, cache_salt=salt)
+        rig.run()
+        found.append(rig.started[turn])
+    assert found == [0, 0, 32]
+    for salt, cached in (("c", 0), ("a", 32)):  # after a loss: the prompt, and outputs that the client has
+        before, children = rig.core.prefix_hits, [Child(0, i32(history[5:]))]
+        rig.submit(history[:5], attempt=1, max_tokens=40, cache_salt=salt, children=children)
+        rig.run()
+        assert rig.core.prefix_hits - before == cached
+
+
+def test_hashes_that_are_missing_are_made_with_the_salt() -> None:
+    rig = Rig(max_num_batched_tokens=64)
+    first = rig.submit(24, cache_salt="a")
+    rig.run()
+    ids, work = i32(rig.prompt(24, first)), Generate(SamplingParams(max_tokens=4), 1)
+    for uid, salt, cached in ((50, "", 0), (51, "a", 16)):  # of a detokenizer that did not know the block size yet
+        rig.core.submit("detok", Submit(uid, 0, ids, b"", work, float(uid), cache_salt=salt))
+        rig.run()
+        assert rig.started[uid] == cached
 
 
 def test_blocks_in_flight_are_not_registered() -> None:

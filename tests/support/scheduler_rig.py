@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from quire.proto.codec import from_i8, from_i32, from_i64, i32
 from quire.proto.config import EngineArgs
-from quire.proto.hashing import hash_blocks
+from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import (
     BeamStopped,
     BeamTokens,
@@ -70,18 +70,19 @@ class Rig:
         self, prompt: list[int] | int, *, uid: int = 0, attempt: int = 0, eos: tuple[int, ...] = (), priority: int = 0,
         children: list[Child] | None = None, losses: int = 0, arrival: float | None = None, suppressed: bytes = b"",
         bad_words: list[list[int]] | None = None, prompt_from: int = 0, key: str = "",
+        cache_salt: str = "",
         **params: object,
     ) -> int:  # fmt: skip
         self.last_uid += 1
         uid = uid or self.last_uid
         prompt = self.prompt(prompt, uid) if isinstance(prompt, int) else prompt
         ids = i32(prompt)
-        hashes = b"".join(hash_blocks(ids, self.core.config.block_size))
+        hashes = b"".join(hash_blocks(ids, self.core.config.block_size, root_of(cache_salt)))
         sampling = SamplingParams(**{"max_tokens": 4, **params})
         message = Submit(
             uid, attempt, ids, hashes, Generate(sampling, uid, list(eos), suppressed, bad_words or []),
             float(self.last_uid) if arrival is None else arrival, children or [], priority=priority, losses=losses,
-            prompt_logprobs_from=prompt_from, key=key,
+            prompt_logprobs_from=prompt_from, key=key, cache_salt=cache_salt,
         )  # fmt: skip
         self.core.submit("detok", message)
         return uid
