@@ -25,14 +25,6 @@ __all__ = ["MAX_CHOICES", "MAX_PROMPTS", "ChatRequest", "CompletionRequest", "Ge
 MAX_CHOICES = 16384
 """Prompts times n (or best_of) of one request at most."""
 
-_PASSED_ON = (
-    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
-    "min_p", "seed", "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "bad_words",
-    "include_stop_str_in_output", "ignore_eos", "min_tokens", "detokenize", "skip_special_tokens",
-    "spaces_between_special_tokens", "truncate_prompt_tokens", "logits_processors", "logit_bias", "allowed_token_ids",
-    "skip_reading_prefix_cache",
-)  # fmt: skip
-
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
@@ -238,6 +230,13 @@ class GenerateRequest(Request, kw_only=True):
             raise ApiError(400, said + ": which are the best is known at the end.", "best_of")
         if _count(self.prompt_logprobs) is not None:
             raise ApiError(400, "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+
+
+_PASSED_ON = [
+    name for name in GenerateRequest.__struct_fields__
+    if name in SamplingParams.__struct_fields__ and name not in ("max_tokens", "prompt_logprobs", "structured_outputs")
+]  # fmt: skip
+"""Fields that are SamplingParams' own, as they are; the three left out are worked out from several fields."""
 
 
 class CompletionRequest(GenerateRequest):
