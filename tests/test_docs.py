@@ -1,0 +1,124 @@
+"""The documents name only what there is: files, links, headings, flags, environment variables, metrics."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = tuple(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+SUFFIX = re.compile(r"\.(py|md|txt|toml|ya?ml|json|log|jinja|example|target|service)$")
+NOT_OURS = frozenset(
+    {
+        # of a model's folder
+        "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
+        "chat_template.jinja", "modules.json", "config_sentence_transformers.json", "1_Pooling/config.json",
+        # of the reader's, in examples; of others
+        "my_rules.py", "compose.override.yaml", "modeling_granite.py", "report.log",
+        "bench/results/gpu.json",  # nobody has run it yet
+        # of a pull request that adds a family: a pattern
+        "tiny_*.py",
+    }
+)  # fmt: skip
+FOREIGN_FLAGS = frozenset(
+    {
+        "--scale", "--profile", "--build-arg", "--no-deps", "--now",  # docker, systemctl
+        "--stat",  # git
+    }
+)  # fmt: skip
+
+
+def prose(page: Path) -> str:
+    return page.read_text("utf-8")
+
+
+@cache
+def tree() -> frozenset[str]:
+    """Every path of ours, whole and without its first folders: ``scheduler/fake/fake_model.py``, ``fake_model.py``."""
+    found = set()
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            if "__pycache__" not in path.parts:
+                parts = path.relative_to(ROOT).parts
+                found.update("/".join(parts[at:]) for at in range(len(parts)))
+    return frozenset(found | {path.name for path in ROOT.iterdir()})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    missing = []
+    inside = rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./*-]*\w/?"  # of commands and sentences
+    for name in [*re.findall(r"`([\w./*-]+)`", prose(page)), *re.findall(inside, prose(page))]:
+        folder = name.endswith("/")
+        if name in NOT_OURS or name.startswith(("/", "~")) or not (SUFFIX.search(name) or folder):
+            continue
+        if "*" in name:
+            ours = any(ROOT.glob(name)) or any(ROOT.rglob(name))
+        else:
+            ours = name.rstrip("/") in tree() or (page.parent / name).exists()
+        if not ours:
+            missing.append(name)
+    assert missing == []
+
+
+def slug(heading: str) -> str:
+    """GitHub's anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        at = (page.parent / path).resolve() if path else page
+        assert at.exists(), target
+        if anchor:
+            assert anchor in {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose(at), re.M)}, target
+
+
+@cache
+def sources() -> list[Path]:
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return [path for path in found if path != Path(__file__).resolve()]
+
+
+@cache
+def flags() -> frozenset[str]:
+    """Every flag that our parsers, our scripts and our tests define, in both forms of those that are true or false."""
+    text = "\n".join(path.read_text("utf-8") for path in sources())
+    found = set(re.findall(r"[\"'](--[a-z][\w-]*)[\"'=]", text))
+    from quire.proto.config import EngineArgs
+
+    for name in EngineArgs.__dataclass_fields__:
+        flag = name.replace("_", "-")
+        found |= {f"--{flag}", f"--no-{flag}"}
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_that_are_named_exist(page: Path) -> None:
+    named = {flag.rstrip("-") for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", prose(page))}
+    assert sorted(flag for flag in named if flag.replace("_", "-") not in flags() | FOREIGN_FLAGS) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_and_variables_that_are_named_exist(page: Path) -> None:
+    text = "\n".join(path.read_text("utf-8") for path in (*sources(), ROOT / ".env", ROOT / "compose.yaml"))
+    named = set(re.findall(r"\b(QUIRE_[A-Z_]+)\b|\b(test_\w+)\b(?!\.py)", prose(page)))
+    assert sorted(name for pair in named for name in pair if name not in text) == []
+
+
+def test_metrics_that_are_named_exist() -> None:
+    source = "".join((ROOT / folder / "metrics.py").read_text("utf-8") for folder in ("frontend", "client/offline"))
+    section = prose(ROOT / "docs" / "deployment.md").partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    named = {name for row in re.findall(r"^\|.*\|$", section, re.M) for name in re.findall(r"`([a-z0-9_]+)`", row)}
+    named |= {name for page in PAGES for name in re.findall(r"quire:([a-z_]+)", prose(page))}
+    labels = {"_total", "_seconds"}
+    assert len(named) > 20
+    assert sorted(name for name in named - labels if name.removesuffix("_total") not in source) == []
