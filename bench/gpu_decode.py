@@ -20,7 +20,8 @@ from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.runner import Runner
 from quire.gpu_worker.sampling.sample_batch import SampleBatch
-from quire.gpu_worker.sampling.sampler import SamplingState, sample
+from quire.gpu_worker.sampling.sampler import sample
+from quire.gpu_worker.sampling.sampling_state import SamplingState
 from quire.gpu_worker.state import RowState
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.codec import i32
@@ -121,8 +122,8 @@ def runner_step(model: Any, batch: int, context: int, dtype: torch.dtype, device
     begin = time.perf_counter()
     for step in range(1, STEPS):
         waiting.append(runner.launch(plan(step)))
-        waiting.pop(0).wait()
+        waiting.pop(0).arrival.wait()
         if step == 8:
             begin = time.perf_counter()
-    waiting.pop().wait()
+    waiting.pop().arrival.wait()
     return (time.perf_counter() - begin) / (STEPS - 9)

@@ -13,7 +13,8 @@ from gpu_timing import seconds_each
 from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import activation, attention, norm, rope
 from quire.gpu_worker.sampling.sample_batch import SampleBatch
-from quire.gpu_worker.sampling.sampler import SamplingState, sample
+from quire.gpu_worker.sampling.sampler import sample
+from quire.gpu_worker.sampling.sampling_state import SamplingState
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
 

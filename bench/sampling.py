@@ -26,7 +26,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.gpu_worker.sampling.sample_batch import SampleBatch
-from quire.gpu_worker.sampling.sampler import SamplingState, sample
+from quire.gpu_worker.sampling.sampler import sample
+from quire.gpu_worker.sampling.sampling_state import SamplingState
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
 

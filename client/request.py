@@ -13,10 +13,6 @@ from ..proto.messages import Accepted, Tokenize
 from .results import Prompt, RequestError, RequestMetrics
 
 
-def _nobody() -> None:
-    """Nobody waits for a change."""
-
-
 class OpenRequest:
     """What generation and pooling have in common. ``now`` is in seconds of the owner's clock.
 
@@ -35,7 +31,7 @@ class OpenRequest:
         self.metrics = RequestMetrics(arrival_time=now)
         self.done = False
         self.error: RequestError | None = None
-        self.on_change: Callable[[], None] = _nobody
+        self.on_change: Callable[[], None] = lambda: None  # nobody waits yet
 
     # -- towards the model
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from .batch import StepBatch
 
-
-class Recorder(Protocol):
-    """Runs ``step`` once while recording it; the result replays it. The outputs of all recordings stay in place."""
-
-    def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]: ...
+Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
+"""Runs a step once while recording it; the result replays it. The outputs of all recordings stay in place."""
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:

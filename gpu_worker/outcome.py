@@ -67,10 +67,6 @@ class Outcome:
         tensors += [tensor for group in prompts for tensor in (group.ids, group.values, group.ranks)]
         self.arrival: Arrival = download(tokens, [*tensors, *beside])
 
-    def wait(self) -> bytes:
-        """The tokens as an int32 column; sleeps until they are there."""
-        return self.arrival.wait()
-
     def result(self, lease: Lease, step: int) -> StepResult:
         """All of it, packed; sleeps until it is there. Call once, before the ring's buffer comes round again."""
         tokens = self.arrival.wait()

@@ -27,9 +27,10 @@ from .kv_cache import KVCache
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
 from .parallel.parallel import Group
 from .sampling.followers import Follower
+from .sampling.logprobs import token_logprobs
 from .sampling.processors import Processors, SlotError
 from .sampling.sample_batch import Failure, SampleBatch
-from .sampling.sampler import Sampled, sample, sample_share, token_logprobs
+from .sampling.sampler import Sampled, sample, sample_share
 from .state import RowState, Run, Span
 from .transfer import Download
 

@@ -60,7 +60,7 @@ class Upload:
 
 def packed_size(arrays: Sequence[np.ndarray]) -> int:
     """Bytes of ``arrays`` one after another, each from a multiple of 16 on."""
-    return sum(_padded(array) for array in arrays)
+    return sum(_aligned(array.nbytes) for array in arrays)
 
 
 def pack(arrays: Sequence[np.ndarray], into: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ def pack(arrays: Sequence[np.ndarray], into: torch.Tensor) -> None:
     memory, start = into.numpy(), 0
     for array in arrays:
         memory[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
-        start += _padded(array)
+        start += _aligned(array.nbytes)
 
 
 def unpack(arrays: Sequence[np.ndarray], packed: torch.Tensor) -> list[torch.Tensor]:
@@ -77,12 +77,8 @@ def unpack(arrays: Sequence[np.ndarray], packed: torch.Tensor) -> list[torch.Ten
     for array in arrays:
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
         views.append(packed[start : start + array.nbytes].view(dtype).view(array.shape))
-        start += _padded(array)
+        start += _aligned(array.nbytes)
     return views
-
-
-def _padded(array: np.ndarray) -> int:
-    return _aligned(array.nbytes)
 
 
 def _aligned(size: int) -> int:

@@ -44,7 +44,7 @@ from .outcome import ROOM, Outcome
 from .parallel.parallel import Group, Ranks
 from .pooling import Pooler
 from .runner import PROMPT_SLICE, Runner
-from .sampling.followers import Elsewhere, Follower
+from .sampling.followers import Follower, Histories
 from .sampling.processors import Function, Processors
 from .state import PlanError, RowState, logprob_bytes
 from .transfer import RING
@@ -113,7 +113,7 @@ class Worker:
         self._grammars: Follower[Any] | None = None if grammars is None else Follower(grammars)
         self._processors: Follower[Any] = Follower(Processors(functions or {}))
         if not self._group.leader:
-            self._grammars, self._processors = Follower(Elsewhere()), Follower(Elsewhere())
+            self._grammars, self._processors = Follower(Histories()), Follower(Histories())
         self._lease: Lease | None = None
         self._epoch = 0
         self._phase = Phase.UNASSIGNED

@@ -173,11 +173,6 @@ class Child:
         """Begin to count its silence again, where it is counted."""
         self._heard = max(self._heard, time.monotonic())
 
-    def has_served(self) -> bool:
-        """Whether its process said so (``proto.process.tell_ready``), or had before it ended."""
-        self._listen()
-        return self.served
-
     def close_ready(self) -> None:
         """Give up the descriptor."""
         if self._ready_fd >= 0:

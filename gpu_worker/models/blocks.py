@@ -12,13 +12,13 @@ from typing import TypeVar
 import torch
 
 from ..batch import StepBatch
+from ..kv_cache import KVCache
 from ..layers import dispatch
 from ..layers.attention import Attention, StepContext
 from ..layers.mlp import MLP, MoEBlock
 from ..layers.norm import NoNorm, Norm, ResidualFromNorm
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
-from .model import Cache
 from .weights import Weights
 
 # Prefill tokens that go through an MLP at a time on a CPU. Wider activations come fresh from the system each time,
@@ -36,7 +36,7 @@ class Step:
     """What all layers of one step are given. ``context`` is None on a GPU."""
 
     batch: StepBatch
-    kv: Cache
+    kv: KVCache
     context: StepContext | None
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..batch import StepBatch
+from ..kv_cache import KVCache
 from ..layers import dispatch
 from ..layers.attention import StepContext
 from ..layers.norm import NoNorm
@@ -13,7 +14,7 @@ from ..layers.rope import query_scales, rope_tables
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec, RopeSpec
 from .blocks import Rotary, Step, block_of
-from .model import Cache, Model
+from .model import Model
 from .weights import Weights
 
 
@@ -51,7 +52,7 @@ class Decoder(Model):
         return made[-1][1]
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Cache, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, kv: KVCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         x = self._enter(batch) if hidden is None else hidden
         step = Step(batch, kv, None if dispatch.use_kernels(x) else StepContext(batch))
         residual: torch.Tensor | None = None

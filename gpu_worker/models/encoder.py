@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from ...proto.checkpoint.pooler_config import ENCODERS, position_offset
 from ...proto.config import ConfigError
 from ..batch import StepBatch
+from ..kv_cache import KVCache
 from ..layers.mlp import MLP
 from ..spec import DecoderSpec, WeightNames
 from .families.common import Config, decoder, integer, positive, with_aliases
 from .families.common import activation as activation_of
-from .model import Cache, Model
+from .model import Model
 from .weights import Weights
 
 _BERT_LAYER = {
@@ -116,7 +117,7 @@ class Encoder(Model):
         self.head, self.classes = weights.linears.get("head"), weights.linears.get("lm_head")
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Cache, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, kv: KVCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of the last layer, [T, hidden] or [S, hidden] of ``batch.outputs``; ``kv`` is not touched."""
         x = F.embedding(batch.token_ids, self.table)
         if self.types is not None:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
 from ..batch import StepBatch
+from ..kv_cache import KVCache
 from ..layers import dispatch
 from ..layers.attention import StepContext, write_cache
 from ..layers.attention_cpu import paged_attention as attention_cpu
@@ -32,7 +33,7 @@ from ..spec import DecoderSpec, Shard
 from .fallback_probe import PROBE, check_class, probe, register, run
 from .families import FAMILIES
 from .files import Tensors, some, weight_files
-from .model import Cache, Model
+from .model import Model
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class _Step:
     """What the attention of every layer needs of the step that runs. ``context`` is None on a GPU."""
 
     batch: StepBatch
-    kv: Cache
+    kv: KVCache
     windows: tuple[int | None, ...]
     context: StepContext | None
 
@@ -105,7 +106,7 @@ class TransformersModel(Model):
         self._head = model
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Cache, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, kv: KVCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         context = None if dispatch.use_kernels(batch.token_ids) else StepContext(batch)
         token = _step.set(_Step(batch, kv, self.spec.windows, context))
         try:

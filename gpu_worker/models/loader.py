@@ -104,17 +104,16 @@ def size_of(
     return spec, count, size / count
 
 
-class _Malformed(Exception):
-    """A value of config.json that no family's reader could take."""
-
-
 def _family(config: ModelConfig, pooler: PoolerConfig | None) -> tuple[DecoderSpec, WeightNames]:
     try:
         found = find_family(config.hf) if pooler is None else find_pooled(config.hf, pooler)
     except ConfigError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise _Malformed(f"{type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{config.path}/config.json holds a value of another kind than {config.architecture} needs "
+            f"({type(error).__name__}: {error}); correct it, or download it again."
+        ) from error
     return found
 
 
@@ -123,11 +122,6 @@ def _named(config: ModelConfig) -> Iterator[None]:
     """Put the folder before what is said of a config.json; families see only its values."""
     try:
         yield
-    except _Malformed as error:
-        raise ConfigError(
-            f"{config.path}/config.json holds a value of another kind than {config.architecture} needs ({error}); "
-            "correct it, or download it again."
-        ) from error
     except ConfigError as error:
         text = str(error)
         if config.path in text:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from ..batch import StepBatch
+from ..kv_cache import KVCache
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
-
-
-class Cache(Protocol):
-    """The paged cache, per layer, of logical shape [num_blocks, block_size, kv_heads, head_dim]."""
-
-    k: list[torch.Tensor]
-    v: list[torch.Tensor]
 
 
 class Model:
@@ -26,14 +18,12 @@ class Model:
 
     capturable = True  # by CUDA graphs
 
-    def __init__(
-        self, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, group: Group | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, group: Group | None = None) -> None:
         self.whole, self.group = spec, group or Group.alone()
         self.spec, self.vocabulary = spec.local(self.group.shard), self.group.shard.share(spec.vocab_size)
         self.device, self.dtype = device, dtype
 
-    def forward(self, batch: StepBatch, kv: Cache, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, kv: KVCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states after the last norm, [T, hidden] or [S, hidden] of ``batch.outputs``; writes the cache.
 
         ``hidden`` [T, hidden] is what the stage before gave, for all stages but the first; all but the last return

@@ -19,7 +19,7 @@ class Weights:
         self.spec, self.linears, self.experts, self.tensors = spec, linears, experts, tensors
         self.dtype, self.device = dtype, device
 
-    def norm(self, name: str, kind: str | None = None, affine: bool = True) -> RMSNorm | LayerNorm:
+    def norm(self, name: str, kind: str | None = None) -> RMSNorm | LayerNorm:
         """The norm ``name``, of the model's kind unless another is given."""
         spec, weight, bias = self.spec, self.tensors.get(f"{name}.weight"), self.tensors.get(f"{name}.bias")
         if (kind or spec.norm) == "ln":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -19,8 +19,11 @@ from ...proto.work import Generate
 from ..transfer import Arrival
 
 
-class Histories(Protocol):
-    """The state of rows that a ``Follower`` keeps up to date: ``grammar.Grammars`` or ``processors.Processors``."""
+class Histories:
+    """The state of rows that a ``Follower`` keeps up to date: ``grammar.Grammars`` or ``processors.Processors``.
+
+    This class itself keeps none: another process does, and here it is only known of which rows there is any.
+    """
 
     def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
         """``row`` begins; ``ids`` are its prompt of ``prompt_len`` tokens and the outputs it resumes from."""
@@ -36,25 +39,6 @@ class Histories(Protocol):
 
     def reset(self) -> None:
         """Release everything."""
-
-
-class Elsewhere:
-    """Histories that another process keeps: here it is only known of which rows there are any."""
-
-    def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
-        """Nothing."""
-
-    def copy(self, src: list[int], dst: list[int]) -> None:
-        """Nothing."""
-
-    def drop(self, rows: list[int]) -> None:
-        """Nothing."""
-
-    def advance(self, rows: list[int], tokens: list[int]) -> None:
-        """Nothing."""
-
-    def reset(self) -> None:
-        """Nothing."""
 
 
 H = TypeVar("H", bound=Histories)

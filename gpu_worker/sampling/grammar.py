@@ -27,6 +27,7 @@ from ...proto.config import ConfigError, EngineArgs
 from ...proto.grammars.grammar import GrammarError, fault, grammar_of, spec_key, spelled, start_matcher, token_table
 from ...proto.structured import StructuredOutputsParams
 from ...proto.work import Generate
+from .followers import Histories
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -39,7 +40,7 @@ MAX_KEPT = 32
 _REJECTED = "doesn't satisfy the grammar"
 
 
-class Grammars:
+class Grammars(Histories):
     """Matchers by row. Every method may be called from any thread."""
 
     def __init__(self, config: ModelConfig, args: EngineArgs):
@@ -54,10 +55,6 @@ class Grammars:
         self._executor: LLExecutor | None = None
         self._parallel = threads if threads > 1 else 0
         self._table: Future[LLTokenizer] = self._pool.submit(_load_table, config, args)
-
-    def has(self, rows: Iterable[int]) -> bool:
-        """Whether any of these rows has a grammar."""
-        return bool(self._rows) and any(row in self._rows for row in rows)
 
     def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
         """Start the grammar that ``work`` asks for in ``row`` and replay the output tokens among ``ids``."""

@@ -20,6 +20,7 @@ import torch
 
 from ...proto.config import ConfigError
 from ...proto.work import Generate
+from .followers import Histories
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ class _History:
     outputs: list[int]
 
 
-class Processors:
-    """The tokens of each row that named functions, and the calls. Follows rows as ``followers.Histories`` says."""
+class Processors(Histories):
+    """The tokens of each row that named functions, and the calls."""
 
     def __init__(self, functions: dict[str, Function]):
         self._functions = functions

@@ -30,21 +30,10 @@ import torch
 
 from ..kernels import masks, penalties, sampling
 from ..kernels.logprobs import Source
-from .logprobs import LogprobGroup, grouped, token_logprobs
+from .logprobs import LogprobGroup, grouped
 from .sample_batch import SampleBatch
 from .sampling_state import SamplingNeeds, SamplingState
 from .sampling_tables import to_device
-
-__all__ = [
-    "LogprobGroup",
-    "Sampled",
-    "SamplingNeeds",
-    "SamplingState",
-    "greedy",
-    "sample",
-    "sample_share",
-    "token_logprobs",
-]
 
 
 class Sampled(NamedTuple):

@@ -171,7 +171,7 @@ def test_what_has_served_and_then_stands_still_is_killed_and_started_again(make_
     stack = make_stack(("detokenizer", SERVES + SLEEP), ("gpu_worker", SLEEP))
     (child, loads) = stack._children
     silent, other = child.process.pid, loads.process.pid
-    wait_until(child.has_served, "it serves")
+    wait_until(lambda: child.silence() and child.served, "it serves")
     turn(stack, launch.SILENCE_S / 2)
     assert not child.dead() and "no sign of life" not in caplog.text
     turn(stack, launch.SILENCE_S)
@@ -192,7 +192,7 @@ def test_a_heartbeat_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_i
     """
     stack = make_stack(("frontend", code))
     (child,) = stack._children
-    wait_until(child.has_served, "it serves")
+    wait_until(lambda: child.silence() and child.served, "it serves")
     child._heard -= 1000
     stack._standstill._turn -= 1000
     stack.check()
@@ -239,7 +239,7 @@ def test_each_service_says_that_it_serves(service, monkeypatch):
     )
     try:
         child.start(read_end)
-        wait_until(child.has_served, "it says that it serves", 60)
+        wait_until(lambda: child.silence() and child.served, "it says that it serves", 60)
         assert child.state is State.SERVING
     finally:
         os.close(alive)

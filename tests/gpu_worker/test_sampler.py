@@ -11,8 +11,8 @@ import torch
 from sampler_rows import DEVICE, Request, state_of, step
 
 from quire.gpu_worker.kernels import sampling
-from quire.gpu_worker.sampling.sampler import SamplingNeeds, greedy
-from quire.gpu_worker.sampling.sampling_state import PLAIN
+from quire.gpu_worker.sampling.sampler import greedy
+from quire.gpu_worker.sampling.sampling_state import PLAIN, SamplingNeeds
 from quire.proto.params import SamplingParams
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sampler_rows import DEVICE, Request, state_of, step
 
-from quire.gpu_worker.sampling.sampler import token_logprobs
+from quire.gpu_worker.sampling.logprobs import token_logprobs
 from quire.proto.params import SamplingParams
 
 VOCAB = 401

@@ -8,8 +8,8 @@ import torch
 from sampler_rows import DEVICE, Request, bits_of, plain_penalties, real_logits, state_of, step
 
 from quire.gpu_worker.sampling.sample_batch import SampleBatch
-from quire.gpu_worker.sampling.sampler import SamplingNeeds, sample
-from quire.gpu_worker.sampling.sampling_state import PLAIN
+from quire.gpu_worker.sampling.sampler import sample
+from quire.gpu_worker.sampling.sampling_state import PLAIN, SamplingNeeds
 from quire.proto.params import SamplingParams
 
 VOCAB = 997

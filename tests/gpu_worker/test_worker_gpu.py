@@ -114,8 +114,8 @@ def test_results_wait_for_their_own_step(models):
     got = []
     for _ in range(29):
         hand.run((1, 1))
-        got.append(int.from_bytes(arrivals.pop(0).wait(), "little"))
-    got.append(int.from_bytes(arrivals.pop(0).wait(), "little"))
+        got.append(int.from_bytes(arrivals.pop(0).arrival.wait(), "little"))
+    got.append(int.from_bytes(arrivals.pop(0).arrival.wait(), "little"))
     assert got == alone
 
 

@@ -181,7 +181,7 @@ def test_a_frontend_that_stands_still_for_good_is_replaced(stack: Supervisor) ->
 
 def test_what_serves_shows_again_and_again_that_it_lives(stack: Supervisor) -> None:
     for child in stack._children:
-        asyncio.run(until(child.has_served))
+        asyncio.run(until(lambda child=child: child.silence() and child.served))
     before = {child: child._heard for child in stack._children}
 
     def all_heard() -> bool:

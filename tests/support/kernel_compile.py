@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import activation, attention, logprobs, masks, norm, penalties, rope, sampling
-from quire.gpu_worker.sampling.sampler import SamplingState
+from quire.gpu_worker.sampling.sampling_state import SamplingState
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 TARGET = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)

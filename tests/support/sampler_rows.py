@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from quire.gpu_worker.sampling.sample_batch import SampleBatch
-from quire.gpu_worker.sampling.sampler import SamplingState, sample
+from quire.gpu_worker.sampling.sampler import sample
+from quire.gpu_worker.sampling.sampling_state import SamplingState
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 
 import torch
 
-from .base import ExpertProducts, Format, Run, Stored, Tensors, Weight
+from .base import ExpertProducts, Format, Run, Tensors, Weight
 from .mkl import MKL
 from .onednn import OneDNN
 from .plain import Plain
@@ -71,19 +70,11 @@ def dense(weight: Weight) -> Format:
     return DENSE[cpu_backend(weight.dtype)] if packed else PLAIN
 
 
-class Dequantized:
+class Dequantized(Format):
     """The products of a format that says its tensors and ``dequantize`` alone: by the weight itself, made at load.
 
     A format overrides ``linear`` and ``experts`` where it multiplies without making it, and so saves memory.
     """
-
-    def tensors(self, weight: Weight) -> Sequence[Stored]:
-        """See ``Format``."""
-        raise NotImplementedError
-
-    def dequantize(self, tensors: Tensors, weight: Weight) -> torch.Tensor:
-        """See ``Format``."""
-        raise NotImplementedError
 
     def linear(self, tensors: Tensors, weight: Weight) -> Run:
         return dense(weight).linear({"weight": self.dequantize(tensors, weight)}, weight)

@@ -22,7 +22,15 @@ from .common import (
 )  # fmt: skip
 
 _BUFFERS = r".*\.(masked_bias|rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.bias|attention\.bias)"
-_MEGATRON = {
+GPT2_LAYER = {
+    "qkv": ("attn.c_attn",),
+    "o": ("attn.c_proj",),
+    "up": ("mlp.c_fc",),
+    "down": ("mlp.c_proj",),
+    "attn_norm": ("ln_1",),
+    "mlp_norm": ("ln_2",),
+}
+MEGATRON_LAYER = {
     "qkv": ("self_attention.query_key_value",),
     "o": ("self_attention.dense",),
     "up": ("mlp.dense_h_to_4h",),
@@ -46,15 +54,7 @@ def gpt(hf: Config, **changes: Any) -> DecoderSpec:
 # -- GPT-2 and GPT-BigCode
 
 _GPT2_NAMES = WeightNames(
-    {
-        "qkv": ("attn.c_attn",),
-        "o": ("attn.c_proj",),
-        "up": ("mlp.c_fc",),
-        "down": ("mlp.c_proj",),
-        "attn_norm": ("ln_1",),
-        "mlp_norm": ("ln_2",),
-    },
-    layer_prefix="transformer.h.{}.", embed="transformer.wte", final_norm="transformer.ln_f",
+    GPT2_LAYER, layer_prefix="transformer.h.{}.", embed="transformer.wte", final_norm="transformer.ln_f",
     outer={"positions": "transformer.wpe"}, layouts=CONV1D, prefix="transformer.", skip=(_BUFFERS,),
 )  # fmt: skip
 _BIGCODE_NAMES = replace(_GPT2_NAMES, layouts=BY_KEY_HEAD)
@@ -91,7 +91,7 @@ _GPTJ_NAMES = WeightNames(
     skip=(_BUFFERS,),
 )  # fmt: skip
 _NEOX_NAMES = WeightNames(
-    {**_MEGATRON, "qkv": ("attention.query_key_value",), "o": ("attention.dense",)},
+    {**MEGATRON_LAYER, "qkv": ("attention.query_key_value",), "o": ("attention.dense",)},
     layer_prefix="gpt_neox.layers.{}.", embed="gpt_neox.embed_in", final_norm="gpt_neox.final_layer_norm",
     layouts=BY_KEY_HEAD, prefix="gpt_neox.", renamed=(("embed_out", "lm_head"),), skip=(_BUFFERS,),
 )  # fmt: skip
@@ -120,8 +120,9 @@ def neox(hf: Config) -> DecoderSpec:
 # -- BLOOM and Falcon
 
 _BLOOM_NAMES = WeightNames(
-    _MEGATRON, layer_prefix="transformer.h.{}.", embed="transformer.word_embeddings", final_norm="transformer.ln_f",
-    outer={"embed_norm": "transformer.word_embeddings_layernorm"}, layouts=BY_KEY_HEAD, prefix="transformer.",
+    MEGATRON_LAYER, layer_prefix="transformer.h.{}.", embed="transformer.word_embeddings",
+    final_norm="transformer.ln_f", outer={"embed_norm": "transformer.word_embeddings_layernorm"}, layouts=BY_KEY_HEAD,
+    prefix="transformer.",
 )  # fmt: skip
 _FALCON_NAMES = replace(
     _BLOOM_NAMES, outer={}, renamed=(("ln_attn", "input_layernorm"), ("ln_mlp", "post_attention_layernorm")),

@@ -125,11 +125,8 @@ def qwen3_moe(hf: Config) -> DecoderSpec:
 
 def deepseek(hf: Config) -> DecoderSpec:
     """DeepSeek-MoE, the first: dense layers, then experts beside one MLP for all. (V2 and V3 attend otherwise.)"""
-    layers, first, every = (
-        integer(hf, "num_hidden_layers"),
-        hf.get("first_k_dense_replace") or 0,
-        hf.get("moe_layer_freq"),
-    )
+    layers = integer(hf, "num_hidden_layers")
+    first, every = hf.get("first_k_dense_replace") or 0, hf.get("moe_layer_freq") or 1
     if (hf.get("scoring_func") or "softmax") != "softmax":
         raise ConfigError(f"config.json: scoring_func {hf['scoring_func']!r} is not supported; it may be 'softmax'.")
     width = integer(hf, "moe_intermediate_size")
@@ -138,7 +135,7 @@ def deepseek(hf: Config) -> DecoderSpec:
         renormalise=bool(hf.get("norm_topk_prob")), shared_width=width * (hf.get("n_shared_experts") or 0),
         activation=activation(hf),
     )  # fmt: skip
-    sparse = tuple(layer >= first and layer % (every or 1) == 0 for layer in range(layers))
+    sparse = tuple(layer >= first and layer % every == 0 for layer in range(layers))
     return decoder(hf, moe=moe, moe_layers=sparse)
 
 

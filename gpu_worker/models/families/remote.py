@@ -24,6 +24,7 @@ from .common import (
     refuse,
     rope,
 )
+from .gpt import GPT2_LAYER, MEGATRON_LAYER
 from .llama import llama
 
 # -- Baichuan
@@ -52,14 +53,7 @@ def _baichuan_names(hf: Config) -> WeightNames:
 # -- ChatGLM2 and 3
 
 _CHATGLM_NAMES = WeightNames(
-    {
-        "qkv": ("self_attention.query_key_value",),
-        "o": ("self_attention.dense",),
-        "gate_up": ("mlp.dense_h_to_4h",),
-        "down": ("mlp.dense_4h_to_h",),
-        "attn_norm": ("input_layernorm",),
-        "mlp_norm": ("post_attention_layernorm",),
-    },
+    {**MEGATRON_LAYER, "gate_up": ("mlp.dense_h_to_4h",)},
     layer_prefix="transformer.encoder.layers.{}.", embed="transformer.embedding.word_embeddings",
     final_norm="transformer.encoder.final_layernorm", lm_head="transformer.output_layer",
     skip=(r"transformer\.rotary_pos_emb\.inv_freq",),
@@ -134,15 +128,7 @@ def internlm2(hf: Config) -> DecoderSpec:
 # -- Jais
 
 _JAIS_NAMES = WeightNames(
-    {
-        "qkv": ("attn.c_attn",),
-        "o": ("attn.c_proj",),
-        "gate_up": ("mlp.c_fc2", "mlp.c_fc"),
-        "up": ("mlp.c_fc",),
-        "down": ("mlp.c_proj",),
-        "attn_norm": ("ln_1",),
-        "mlp_norm": ("ln_2",),
-    },
+    {**GPT2_LAYER, "gate_up": ("mlp.c_fc2", "mlp.c_fc")},
     layer_prefix="transformer.h.{}.", embed="transformer.wte", final_norm="transformer.ln_f",
     outer={"positions": "transformer.wpe"}, layouts=CONV1D,
     prefix="transformer.", skip=(r".*attn\.(bias|masked_bias)", r".*relative_pe.*"),
@@ -173,14 +159,7 @@ def jais(hf: Config) -> DecoderSpec:
 # -- Qwen, the first
 
 _QWEN_NAMES = WeightNames(
-    {
-        "qkv": ("attn.c_attn",),
-        "o": ("attn.c_proj",),
-        "gate_up": ("mlp.w2", "mlp.w1"),
-        "down": ("mlp.c_proj",),
-        "attn_norm": ("ln_1",),
-        "mlp_norm": ("ln_2",),
-    },
+    {**GPT2_LAYER, "gate_up": ("mlp.w2", "mlp.w1")},
     layer_prefix="transformer.h.{}.", embed="transformer.wte", final_norm="transformer.ln_f",
     skip=(r"transformer\.rotary_emb\.inv_freq",),
 )  # fmt: skip
