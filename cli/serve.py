@@ -64,7 +64,7 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
 
 
 def _is_ready(supervisor: Supervisor, stop: threading.Event) -> bool:
-    """Wait for it. False where the server is to end first. Raises LaunchError."""
+    """Wait until the server is ready. False where it is to end first. Raises LaunchError."""
     while not stop.wait(POLL_S):
         with suppress(TimeoutError):
             supervisor.wait_ready(0.0)

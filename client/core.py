@@ -42,11 +42,11 @@ SILENCE_S = 10.0
 """A peer not heard for so long, though it sends a heartbeat each second, is hung. A detokenizer's requests are sent
 again, to another or to itself once it is heard; a scheduler is waited for, and new requests are refused meanwhile."""
 STOOD_STILL_S = 3.0
-"""Where a heartbeat comes so long after the one before it was this process that stood still."""
+"""A heartbeat of this process that comes so long after the one before means that this process stood still."""
 NO_DETOKENIZER_S = 10.0
 """How long a new request waits for a detokenizer before it is refused with 503."""
 NO_DETOKENIZER_RESUMED_S = 120.0
-"""How long one that has been sent once waits for another: processes are being restarted."""
+"""How long a request that was sent before waits for another detokenizer, while processes are being restarted."""
 ACCEPT_S = 15.0
 """A request not accepted within this time goes to another detokenizer, if there is one."""
 MAX_UNACCEPTED, MAX_UNACCEPTED_BYTES = 8192, 256 * 2**20
@@ -143,7 +143,7 @@ class EngineCore:
         return request
 
     def abort(self, uid: int) -> None:
-        """Nobody wants it any more. A uid that is not open is ignored."""
+        """End a request that nobody wants any more. A uid that is not open is ignored."""
         request = self.open.get(uid)
         if request is not None:
             self.finish(request, None, tell=True)
@@ -154,7 +154,7 @@ class EngineCore:
             self.finish(request, error, tell=True)
 
     def _admit(self, message: m.Tokenize) -> None:
-        """Stamp it, and count what is on its way in."""
+        """Give a request its uid and arrival. RequestError 429 where too much is on its way in."""
         self._uid += 1
         message.uid, message.arrival = self._uid, message.arrival or self.wall_clock()
         if (bad := bad_field(message)) is not None:
@@ -184,7 +184,7 @@ class EngineCore:
             self._place_waiting()
 
     def _place(self, request: OpenRequest, besides: Link | None = None) -> None:
-        """Send the present attempt to the detokenizer it has, or to another; else let it wait."""
+        """Send the present attempt to the request's detokenizer, or to another one; else let it wait."""
         request.since = self.clock()
         link = request.link or self._placement.place(request, besides)
         if link is not None:
@@ -196,12 +196,12 @@ class EngineCore:
             self._put(link.identity, request.again())
 
     def _resubmit(self, request: OpenRequest, counts: bool, besides: Link | None = None) -> None:
-        """After a loss, which ``counts`` or not. One that was accepted stays with the detokenizer it has."""
+        """Send a request again after a loss, which ``counts`` or not. An accepted request keeps its detokenizer."""
         if request.accepted is None and request.link is not None:
             request.link.remove(request)
         if request.lost(counts):
             self._place(request, besides)
-            self._place_waiting()  # for one in quarantine, there is one less beside it
+            self._place_waiting()  # a request in quarantine may wait until this one is gone
         else:
             message = f"the processes serving this request failed {request.losses.count} times at the same point of it."
             self.finish(request, RequestError(500, message), tell=True)
@@ -289,13 +289,13 @@ class EngineCore:
         self._put(identity, Connect(peer.endpoint))
 
     def _use(self, link: Link) -> None:
-        """It takes requests from now on."""
+        """The link takes requests from now on."""
         link.ready, link.heard = True, self.clock()
         self._place_waiting()
 
     def _lose(self, link: Link, left: bool = False, silent: bool = False) -> None:
-        """A detokenizer is gone or hung, or its connection is: what it held goes elsewhere, or back under a new
-        identity, so that nothing it may still say or hear about the attempts before is taken for the present ones.
+        """A detokenizer, or the connection to it, is gone or hung. Its requests go to another one, or back to it under
+        a new identity, so that no message about the attempts before is taken for one about the present attempts.
         """
         del self.links[link.identity]
         self._put(link.identity, Disconnect())
@@ -351,7 +351,7 @@ class EngineCore:
         for uid, attempt in zip(from_i64(message.uids), from_i32(message.attempts), strict=True):
             request = link.open.get(uid)
             if request is not None and request.attempt == attempt:
-                # One that is never accepted may be one that cannot be read there.
+                # A request that is never accepted may be what keeps the detokenizer from reading on.
                 self._resubmit(request, counts=request.started or request.accepted is None)
 
     def _broken(self, request: OpenRequest) -> None:

@@ -24,29 +24,29 @@ class Link:
         self.quarantined: int | None = None  # the one request there that is in quarantine
 
     def add(self, request: OpenRequest) -> None:
-        """``request`` is there from now on."""
+        """``request`` is held by this detokenizer from now on."""
         self.open[request.uid] = request
         request.link = self
         if request.in_quarantine:
             self.quarantined = request.uid
 
     def remove(self, request: OpenRequest) -> None:
-        """It is there no longer."""
+        """``request`` is held by this detokenizer no longer."""
         self.open.pop(request.uid, None)
         request.link = None
         self.release(request)
 
     def release(self, request: OpenRequest) -> None:
-        """Its quarantine, if it was in one, is over."""
+        """End the quarantine of ``request``, if it is in one."""
         if self.quarantined == request.uid:
             self.quarantined = None
 
     def takes(self, request: OpenRequest) -> bool:
-        """Whether ``request`` may go there now.
+        """Whether ``request`` may go to this detokenizer now.
 
         A detokenizer that dies may have died of any request that it had not accepted yet. One more such loss fails a
-        request in quarantine: so that it fails by its own fault alone, nothing else is read there meanwhile. And a
-        detokenizer that dies meanwhile has died of that request.
+        request in quarantine. So a detokenizer reads a request in quarantine alone: if it dies meanwhile, it died of
+        that request.
         """
         if not self.ready:
             return False
@@ -66,12 +66,12 @@ class Placement:
 
     @property
     def ready(self) -> list[Link]:
-        """Those that take requests."""
+        """The links that take requests."""
         return [link for link in self.links.values() if link.ready]
 
     @property
     def waiting(self) -> list[OpenRequest]:
-        """All that wait."""
+        """All requests that wait for a detokenizer."""
         return [*self.resumed.values(), *self.new.values()]
 
     def place(self, request: OpenRequest, besides: Link | None = None) -> Link | None:
@@ -88,8 +88,8 @@ class Placement:
         return link
 
     def place_waiting(self) -> Iterator[tuple[OpenRequest, Link]]:
-        """Who need wait no longer, and where it goes. No new one overtakes another: one in
-        quarantine might wait for ever."""
+        """Requests that need wait no longer, each with the link that has it now. No new request overtakes another, or
+        one in quarantine might wait for ever."""
         for line in (self.resumed, self.new):
             while line:
                 request = next(iter(line.values()))
@@ -101,7 +101,7 @@ class Placement:
                 yield request, link
 
     def forget(self, request: OpenRequest) -> None:
-        """It is over, or waits for nothing any more."""
+        """Forget a request that has ended, or has no need of a detokenizer any more."""
         self.new.pop(request.uid, None)
         self.resumed.pop(request.uid, None)
         if request.link is not None:

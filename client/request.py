@@ -37,7 +37,7 @@ class OpenRequest:
 
     @property
     def in_quarantine(self) -> bool:
-        """One more loss before it is accepted, and it is taken for the cause of them all."""
+        """True where one more loss before it is accepted fails it as the cause of all of them."""
         return self.accepted is None and self.losses.in_quarantine()
 
     @property
@@ -62,12 +62,12 @@ class OpenRequest:
     def accept(self, message: Accepted) -> None:
         """The prompt's ids are known; the first acceptance is kept, later ones repeat it without its text."""
         if self.accepted is None:
-            self.losses = Losses()  # those before were of reading it, which is done
+            self.losses = Losses()  # the losses before were while it was read, and that is done
             self.accepted = Prompt(from_i32(message.ids), message.prompt)
             self.on_change()
 
     def start(self, now: float, cached: int) -> None:
-        """It is in its first step of this attempt."""
+        """The request has come into its first step of this attempt."""
         self.started = True
         if self.metrics.first_scheduled_time is None:
             self.metrics.first_scheduled_time = now

@@ -32,7 +32,7 @@ class Gate:
     def check(
         self, spec: StructuredOutputsParams, done: Callable[[Exception | None], None], patient: bool = False
     ) -> None:
-        """Then ``done(None)``, or ``done(error)`` (a Refused, or what went wrong here), from the loop.
+        """Check ``spec``, then call ``done(None)`` in the loop, or ``done(error)``: a Refused, or what went wrong here.
 
         ``patient``: a request submitted again, which is never refused for load, tries until there is room.
         """

@@ -4,8 +4,8 @@ A request lives here from its Tokenize to the end of its last child: encoded in 
 checked (`gate.py`), submitted, its tokens turned into text (`step.py`). Four things end it early: its Engine aborts
 it, its Engine is lost, the scheduler fails it, or the scheduler does not know it (Unknown, which its Engine is told).
 
-An Engine is lost when its connection breaks, or when it reads nothing: one that has not beaten for a while is let go,
-so what it leaves unread is bounded by what is generated for it in that time. A silent scheduler is waited for.
+An Engine is lost when its connection breaks, or when it reads nothing: one that sends no heartbeat for a while is let
+go, so what it leaves unread is bounded by what is generated for it in that time. A silent scheduler is waited for.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 OPEN_S = 2.0
 HEALTH_CHECK = "health-"
-"""How the identities of deploy/healthcheck.py begin. It comes and goes every few seconds, for ever."""
+"""How the identities of deploy/healthcheck.py begin, which connects and leaves every few seconds."""
 SILENCE_S = 20.0
 """An Engine not heard for so long, though it sends a Heartbeat each second, is hung; on its return it submits again."""
 STOOD_STILL_S = 3.0
-"""Where so long lies between two heartbeats it was this process that stood still: Engines get the time it missed."""
+"""So many seconds between two heartbeats mean that this process stood still: Engines get the time it missed."""
 MAX_QUEUED = 8192
 MAX_QUEUED_BYTES = 256 * 2**20
 THREADS = 2
@@ -182,7 +182,7 @@ class Detokenizer:
         log.log(level, "%s %s; dropped %d of its requests", engine, why, len(lost))
 
     def _router_event(self, event: str) -> None:
-        if event == DISCONNECTED:  # someone went; sending tells who
+        if event == DISCONNECTED:  # some peer went, and only sending to each tells which
             self._find_lost_engines()
 
     def _dealer_event(self, event: str) -> None:
@@ -326,7 +326,7 @@ class Detokenizer:
             self._send(request.peer, outbox.batch())
         if isinstance(work, Generate):
             request.open(work, prepared.sequences, prepared.beams)
-            if not request.sequences:  # all had ended before; only the news of it was lost
+            if not request.sequences:  # all children had ended before; only the news of it was lost
                 self.requests.pop(uid, None)
                 return
         request.submitted = True
@@ -351,7 +351,7 @@ class Detokenizer:
                 self._prompt_logprobs(message)
             elif isinstance(message, Peers):
                 self._peers(message)
-            elif isinstance(message, Failed | Pooled):  # either ends it
+            elif isinstance(message, Failed | Pooled):  # either ends the process
                 request = self.requests.get(message.uid)
                 if request is not None and request.attempt == message.attempt:
                     del self.requests[message.uid]
@@ -375,7 +375,7 @@ class Detokenizer:
         self.epoch, self.block_size = message.epoch, message.block_size
         own = self.preparer.model.max_model_len
         self.max_model_len = min(own, message.max_model_len) if message.max_model_len > 0 else own
-        if restarted:  # it knows nothing of us, nor of what we sent to the one before
+        if restarted:  # a new scheduler knows nothing of this process, nor of what was sent to the one before
             self._hello()
             self._open()
         while self._early:
@@ -417,7 +417,7 @@ class Detokenizer:
         self.dealer.send(BeamStopped(request.uid, request.attempt, message.step, i32(stopped)))
 
     def _prompt_logprobs(self, message: PromptLogprobs) -> None:
-        """Give them texts, and pass them on."""
+        """Give the prompt's logprobs their texts, and pass them on."""
         request = self.requests.get(message.uid)
         if request is None or request.attempt != message.attempt:
             return

@@ -86,7 +86,7 @@ class Step:
             self._requests.pop(request.uid, None)
 
     def _lose(self, request: Request, index: int, have: int, offset: int) -> None:
-        """Tokens are missing, which must not happen; its Engine has the rest of the truth and starts it again."""
+        """Tokens of a request are missing, which must not happen. Its Engine has all before them and sends it again."""
         log.error("request %d.%d has %d tokens and was sent those from %d on", request.uid, index, have, offset)
         self._requests.pop(request.uid, None)
         self.lost.append(request)

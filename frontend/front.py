@@ -69,7 +69,7 @@ class Front:
         self.active += 1
 
     def leave(self) -> None:
-        """It has been answered, or its client is gone."""
+        """A request has been answered, or its client is gone."""
         self.active -= 1
         if not self.active:
             self._quiet.set()
@@ -91,7 +91,7 @@ class Front:
         self._check_engine()
 
     async def wait_ready(self) -> None:
-        """For a request that has been let in: while processes, or this one, are being restarted it waits a little."""
+        """Wait a little, for a request that was let in, while processes are being restarted."""
         young = time.monotonic() - self._born < self.settings.restart_s
         if (self._was_ready or young) and not self.engine.ready:
             with suppress(TimeoutError):

@@ -122,7 +122,7 @@ async def pool_all(
     finally:
         for answer in answers:
             if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # it has been told, or another has
+                answer.exception()  # this failure has been told, or that of another input
 
 
 def _in_words(error: RequestError, place: str) -> RequestError:

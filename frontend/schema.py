@@ -128,7 +128,7 @@ class GenerateRequest(Request, kw_only=True):
         return self.max_tokens
 
     def usual_limit(self) -> int | None:
-        """The same where it does not say; None: as many as the context holds."""
+        """Output tokens at most where the request does not say; None: as many as the context holds."""
         return None
 
     @property

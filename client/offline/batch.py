@@ -191,7 +191,7 @@ class Offline:
                 future.cancel()
 
     async def _again(self, one: Any, engine: Engine, job: AnyJob) -> AnyOutput:
-        """Run a job, as often as it is refused for load."""
+        """Run a job, again each time that it is refused for load."""
         while True:
             try:
                 output = await one(engine, job)

@@ -69,8 +69,8 @@ class Child:
         self.started = self.ended = 0.0
         self.due = math.inf  # when to start the next process, in WAITING
         self.alone_since: float | None = None  # when another process of its replica was first found dead
-        self.served = False  # the process has said that it does
-        self.killed = False  # by ``kill``
+        self.served = False  # the process has said that it serves
+        self.killed = False  # ``kill`` ended the process
         self._heard = math.inf  # when its last heartbeat came; inf: it owes none yet
         self._ready_fd = -1  # on which it says that it serves, and its heartbeats come
         self.carry = b""
@@ -140,12 +140,12 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def restart_at(self, due: float) -> None:
-        """Decided: another process is started here then (``time.monotonic``)."""
+        """Another process is to be started here at that time (``time.monotonic``)."""
         self._become(State.WAITING)
         self.due = due
 
     def leave(self) -> None:
-        """Decided: no other process is started here."""
+        """No other process is to be started here."""
         self._become(State.LEFT)
 
     def is_due(self) -> bool:
@@ -204,7 +204,7 @@ def spokesman(children: Sequence[Child]) -> Child:
 
 
 def record_exit(together: Sequence[Child], starting: bool) -> Child:
-    """Write down, for each process of one place, how that place ended. Returns the one that says why."""
+    """Add to the history of each process of one place how they ended. Returns the process that says why."""
     child = spokesman(together)
     served = any(each.served for each in together)
     last = Exit(child.code, child.ended - child.started, served, starting)

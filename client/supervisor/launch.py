@@ -50,11 +50,11 @@ HURRY_S = 2.0
 REPLICA_S = 3.0
 """How long the rest of a replica has to end by itself when one of its processes has died."""
 SILENCE_S = 60.0
-"""What serves and sends no heartbeat for so long is killed and started again; its requests go on elsewhere."""
+"""A serving process that sends no heartbeat for so long is killed and started again; its requests go on elsewhere."""
 SETTLE_S = 0.2
 """While the server starts, one failure may end several processes, and the one that says why is wanted."""
 STOOD_STILL_S = 5.0
-"""Where so much passes between two looks it was this process that was stopped, and perhaps the machine with it."""
+"""So many seconds between two looks mean that this process was stopped, and perhaps the machine with it."""
 
 
 class LaunchError(RuntimeError):

@@ -61,7 +61,7 @@ def _rounded(blocks: int) -> int:
     """The next of 1, 2, 3, 4, 6, 8, 12, ...: rows of one width share a product.
 
     A row's width comes from its own context alone, for another width sums in another order: so a row's result has the
-    same bits in any company.
+    same bits in any batch.
     """
     power = 1 << (blocks - 1).bit_length()
     return power * 3 // 4 if blocks <= power * 3 // 4 else power

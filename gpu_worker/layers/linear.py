@@ -10,7 +10,7 @@ from .formats.base import Format, Tensors, Weight, whole
 from .formats.dense import SMALL, dense
 
 # Fewer rows are filled up with zeros. Below four the libraries sum in another order; from four on a row's product has
-# the same bits in any company, so that a token does not depend on its batch. With oneDNN four rows are also faster.
+# the same bits in any batch, so that a token does not depend on its neighbours. With oneDNN four rows are also faster.
 LEAST_ROWS = 4
 
 

@@ -35,7 +35,7 @@ class Unread:
 
     @property
     def owed(self) -> int:
-        """Bytes sent that it has not said it has read."""
+        """Bytes sent that the peer has not said it has read."""
         return self.sent - self.read
 
     def hopeless(self, now: float) -> bool:
@@ -52,7 +52,7 @@ class Unread:
         self.sent += size + OVERHEAD
 
     def question(self, now: float) -> bytes | None:
-        """One that is due: asked again after a second, for a broken connection may have lost it."""
+        """Whether a question is due. One is asked again after a second, for a broken connection may have lost it."""
         if self.sent - self.asked < ASK_EVERY and (self.asked <= self.read or now - self.asked_at < 1.0):
             return None
         return self.ask(now)

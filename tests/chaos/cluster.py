@@ -40,7 +40,7 @@ class Member:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     kept: bool = True  # another is started when it ends
-    doomed: bool = False  # it was told to end, or killed
+    told_to_end: bool = False  # or killed
     stopped: bool = False
     due: float | None = None
     started: float = 0.0
@@ -181,7 +181,7 @@ class Cluster:
 
     def of(self, service: str) -> list[Member]:
         """The living processes of one service that have not been told to end."""
-        return [m for m in self.members if m.service == service and m.alive and not m.doomed]
+        return [m for m in self.members if m.service == service and m.alive and not m.told_to_end]
 
     def resident(self) -> dict[str, int]:
         """Resident bytes by member."""
@@ -224,7 +224,7 @@ class Cluster:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
                 pass_fds=(self._read_end,), start_new_session=True,
             )  # fmt: skip
-        member.started, member.due, member.doomed, member.stopped = time.monotonic(), None, False, False
+        member.started, member.due, member.told_to_end, member.stopped = time.monotonic(), None, False, False
         member.starts += 1
 
     async def _keep(self) -> None:
@@ -245,7 +245,7 @@ class Cluster:
         member.codes.append(code)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(member.process.pid, signal.SIGKILL)  # what it had started
-        if not member.doomed:
+        if not member.told_to_end:
             lines = member.log.read_text("utf-8", "replace").splitlines()[-1:]
             self.surprises.append(f"{member.name} ended with code {code}: {lines}")
         if member.kept:

@@ -99,7 +99,7 @@ class Faults:
             os.kill(member.pid, signal.SIGSTOP)  # it takes no more connections while they are counted
             fault.ports = _ports_of(member.pid)
         for each in self.cluster.together(member):
-            each.doomed = True
+            each.told_to_end = True
         os.kill(member.pid, signal.SIGKILL)
         if service == "frontend":
             self._background(self._note_end(member, fault))
@@ -121,7 +121,7 @@ class Faults:
         os.kill(pid, signal.SIGSTOP)
         member.stopped = True
         for each in self.cluster.together(member):  # taken for hung, it is sent away, and ends when it hears of it
-            each.doomed = True
+            each.told_to_end = True
         try:
             await asyncio.sleep(seconds)
         finally:
@@ -131,7 +131,7 @@ class Faults:
         await asyncio.sleep(3.0)
         if member.pid == pid and member.alive:
             for each in self.cluster.together(member):
-                each.doomed = False
+                each.told_to_end = False
 
     def _join(self) -> bool:
         if len(self.cluster.of("worker")) > self.cluster.shape.workers * self.cluster.shape.ranks:
@@ -149,7 +149,7 @@ class Faults:
 
     async def _drained(self, member: Member) -> None:
         for each in self.cluster.together(member):
-            each.doomed = True
+            each.told_to_end = True
         process = member.process
         assert process is not None
         if self.rng.random() < 0.5 or not await asyncio.to_thread(self._ask_to_drain, process.pid):

@@ -14,7 +14,7 @@ from chaos.cluster import Cluster, Shape, until
 from quire.client.engine import Engine
 
 LIMIT_S = 60.0
-"""For what takes --worker-timeout, which is 1 s here, and a few beats."""
+"""For what takes --worker-timeout, which is 1 s here, and a few heartbeats."""
 
 
 def ready(port: int) -> int:
@@ -60,7 +60,7 @@ async def hang() -> None:
             assert await until(lambda: any(child.tokens for stream in streams for child in stream.children), 30)
             (hung,) = cluster.of("worker")
             os.kill(hung.pid, signal.SIGSTOP)
-            hung.doomed = True
+            hung.told_to_end = True
             late = [engine.submit(params=ask.params(), **ask.prompt_field()) for ask in asks[6:]]
             assert await is_ready(cluster, 503), "nobody can run a request, and readiness does not say so"
             assert not any(stream.done for stream in late)

@@ -430,7 +430,7 @@ def test_a_silent_detokenizer_hands_over_what_it_held():
     sent = hung.next(m.Tokenize)
     hung.accept(sent)
     hung.text(sent, 0, [1], "a")
-    old, hung.beats = hung.identity, False
+    old, hung.heartbeats = hung.identity, False
     rig.wait(SILENCE_S)
     assert not other.has(m.Tokenize)
     rig.wait(1)
@@ -440,14 +440,14 @@ def test_a_silent_detokenizer_hands_over_what_it_held():
     other.text(again, 1, [2], "b", m.Finish.STOP)
     assert text_of(request) == "ab"
     assert hung.identity not in ("", old) and not rig.core.links[hung.identity].ready  # not heard yet
-    hung.beats = True
+    hung.heartbeats = True
     rig.wait(1)
     assert rig.core.links[hung.identity].ready
 
 
 def test_what_the_only_detokenizer_held_waits_for_its_return(rig):
     taken, words = rig.submit(prompt="never accepted"), one(rig)
-    sent, words.beats = words.next(m.Tokenize), False
+    sent, words.heartbeats = words.next(m.Tokenize), False
     rig.wait(SILENCE_S + 1)
     assert not rig.core.ready
     new = rig.submit(prompt="new")
@@ -455,7 +455,7 @@ def test_what_the_only_detokenizer_held_waits_for_its_return(rig):
     assert "no detokenizer" in new.error.message  # a new one does not wait as long
     rig.wait(NO_DETOKENIZER_RESUMED_S - NO_DETOKENIZER_S - 1)
     assert not taken.done
-    words.beats = True
+    words.heartbeats = True
     rig.wait(1)
     again = words.next(m.Tokenize)
     assert (again.uid, again.attempt) == (sent.uid, 1)

@@ -71,7 +71,7 @@ class History:
         elif kind in ("away", "back"):
             each.reachable = kind == "back"
         elif kind == "silent":
-            each.beats = not each.beats
+            each.heartbeats = not each.heartbeats
         elif kind == "leave" and each.identity:
             self.held[each.name].clear()
             each.send(m.Bye())
@@ -121,7 +121,7 @@ def test_every_request_comes_to_what_it_must(seed):
         history.serve(lose=0.05)
         history.check()
     for each in rig.detokenizers:
-        each.reachable = each.beats = True
+        each.reachable = each.heartbeats = True
     for _ in range(3000):
         if not rig.core.open:
             break

@@ -69,7 +69,7 @@ class Stack:
         return self.engines[-1]
 
     def scheduler(self, kind: Any, where: Callable[[Any], bool] = lambda message: True) -> Any:
-        """The next message of this kind the scheduler is sent; beats and empty Opens are passed over."""
+        """The next message of this kind the scheduler is sent; Heartbeats and empty Reconciles are passed over."""
         return self._next(lambda: (got := self.front.recv()) and got[1], self.front.socket, kind, where)
 
     def got(self, engine: Dealer[Any], kind: Any) -> Any:
@@ -299,7 +299,7 @@ def test_attempts(stack: Stack) -> None:
     assert from_i32(stack.got(engine, m.Unknown).attempts) == [3]
 
 
-def test_a_restarted_scheduler_is_greeted_and_its_gone_passed_on(stack: Stack) -> None:
+def test_a_restarted_scheduler_is_greeted_and_its_unknown_passed_on(stack: Stack) -> None:
     engine = stack.engine()
     stack.ask(engine, 1, prompt="Hello")
     stack.scheduler(m.Submit)

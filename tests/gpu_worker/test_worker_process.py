@@ -69,7 +69,7 @@ def test_a_whole_life(model, tmp_path):
         third, hello, lease = scheduler.prepare()
         assert third not in (first, second) and hello.loaded
         assert steps(scheduler, third, lease, 6) == tokens
-        assert scheduler.beats[-1].memory > 0
+        assert scheduler.heartbeats[-1].memory > 0
 
         params = SamplingParams(temperature=1.0, logits_processors=["my_words:say"])
         scheduler.send(third, plan(

@@ -53,7 +53,7 @@ async def pool_through_kills(kind):
                 while sum(not each.done() for each in asked) < 40:  # however fast they were: some are open when it dies
                     ask()
                 member = rng.choice(cluster.of(service))
-                member.doomed = True
+                member.told_to_end = True
                 member.process.kill()
                 if hit:  # a prompt that three processes in a row die over would be taken for the cause
                     await asyncio.wait(hit, timeout=60)

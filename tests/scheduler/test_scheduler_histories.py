@@ -1,13 +1,13 @@
 """Thousands of random histories: whatever happens, every stream is the oracle's and no block is lost.
 
-``scheduler_world`` has the scheduler alone; ``scheduler_fleet`` puts it behind its membership, with workers that join,
-drain, fall silent, hang, break off and come back.
+``scheduler_world`` has the scheduler alone; ``scheduler_members`` puts it behind its membership, with workers that
+join, drain, fall silent, hang, break off and come back.
 """
 
 from __future__ import annotations
 
 import pytest
-from scheduler_fleet import FleetWorld
+from scheduler_members import MembersWorld
 from scheduler_world import World
 
 
@@ -27,7 +27,7 @@ def test_random_histories(part: int) -> None:
 def test_random_histories_of_a_fleet(part: int) -> None:
     for seed in range(part * 40, part * 40 + 40):
         try:
-            FleetWorld(seed).run()
+            MembersWorld(seed).run()
         except BaseException as error:
             error.add_note(f"registry history {seed}")
             raise

@@ -202,14 +202,14 @@ PROMPTS = {uid: [(uid * 7 + i) % VOCAB for i in range(3 + 9 * uid)] for uid in r
 
 def test_streams_survive_kill_9_of_a_worker(stack: Stack, front: Front) -> None:
     stack.scheduler()
-    doomed = stack.worker("--delay-ms", "2", "6", stops_at=12)
+    victim = stack.worker("--delay-ms", "2", "6", stops_at=12)
     other = stack.worker("--delay-ms", "2", "6", "--seed=1")
     front.until(lambda: front.peers and sum(p.kind == "gpu_worker" for p in front.peers.peers) == 2)
     front.until(lambda: len(front.stats().replicas) == 2)
     for uid, prompt in PROMPTS.items():
         front.submit(uid, prompt, max_tokens=60)
-    front.until(lambda: stopped(doomed) and any(front.tokens[u] for u in PROMPTS if u not in front.finished))
-    stack.stop(doomed, signal.SIGKILL)
+    front.until(lambda: stopped(victim) and any(front.tokens[u] for u in PROMPTS if u not in front.finished))
+    stack.stop(victim, signal.SIGKILL)
     front.until(lambda: len(front.finished) == len(PROMPTS))
     for uid, prompt in PROMPTS.items():
         assert front.tokens[uid] == expected_tokens(prompt, uid, 60, VOCAB)

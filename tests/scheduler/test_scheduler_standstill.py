@@ -25,7 +25,7 @@ def test_a_stop_while_it_reads(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> N
     loop.core.clock = lambda: now
 
     def read() -> None:
-        """Each turn hears one worker's beat, and then takes its time."""
+        """Each turn hears one worker's heartbeat, and then takes its time."""
         nonlocal now
         loop.membership.registry.on_worker("heard", Heartbeat(0))
         now += next(turns, 0.0)
@@ -36,7 +36,8 @@ def test_a_stop_while_it_reads(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("heard", "hung"):
         loop.membership.registry.on_worker(name, FakeWorker(64, 128, 100).hello(name, loaded=True))
         worker = loop.membership.registry.workers[name]
-        worker.replica = Replica(worker.lease.replica, worker.lease, name, 4, 64, 16, 128, 100)  # judged by its beats
+        # With a replica it is judged by its heartbeats.
+        worker.replica = Replica(worker.lease.replica, worker.lease, name, 4, 64, 16, 128, 100)
         loop.core.replicas[worker.replica.number] = worker.replica
     monkeypatch.setattr(loop, "_ingest", read)
     monkeypatch.setattr(loop, "_send", lambda: False)  # to nobody, and with the next turn at once

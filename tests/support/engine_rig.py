@@ -63,12 +63,12 @@ def logprobs_of(tokens: list[int], value: float = -0.5) -> m.Logprobs:
 
 
 class FakeDetokenizer(Words):
-    """``identity`` is that of the core's present connection to it, "" while there is none. ``beats``: it says each
+    """``identity`` is that of the core's present connection to it, "" while there is none. ``heartbeats``: it says each
     second that it lives. ``reachable``: a connection to it can be made."""
 
     def __init__(self, rig: EngineRig, name: str):
         self.rig, self.name, self.identity = rig, name, ""
-        self.beats = self.reachable = True
+        self.heartbeats = self.reachable = True
         self.got: deque[Any] = deque()
 
     def send(self, message: Any) -> None:
@@ -144,7 +144,7 @@ class EngineRig:
         for _ in range(round(seconds / HEARTBEAT_S)):
             self.now += HEARTBEAT_S
             for each in self.detokenizers:
-                if each.beats and each.identity:
+                if each.heartbeats and each.identity:
                     each.send(m.Heartbeat())
             self.core.received(SCHEDULER, m.Heartbeat())
             self.heartbeat()

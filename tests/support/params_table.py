@@ -1,6 +1,6 @@
 """Every field of SamplingParams: its default, values on the good side of each bound, and bad ones with what is said.
 
-One table for the class itself, for HTTP and for LLM. A value may need company (``use_beam_search`` needs a width): a
+One table for the class itself, for HTTP and for LLM. A value may need others beside it (``use_beam_search`` needs a width): a
 ``With`` names it. Where HTTP spells a field otherwise, or cannot hold a value at all (JSON has no NaN), a row says so.
 """
 

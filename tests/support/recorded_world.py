@@ -1,4 +1,4 @@
-"""The world of ``scheduler_fleet`` with a flight recorder between: all that happens there comes in by one door."""
+"""The world of ``scheduler_members`` with a flight recorder between: all that happens there comes in by one door."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scheduler_fleet import FleetWorld
+from scheduler_members import MembersWorld
 
 from quire.proto.messages import Abort
 from quire.scheduler.inputs import Inputs
@@ -36,7 +36,7 @@ class Workers(Facade):
         """They were taken."""
 
 
-class RecordedWorld(FleetWorld):
+class RecordedWorld(MembersWorld):
     """``taken`` counts turns; the history begins to be recorded when its first workers are there."""
 
     def __init__(self, seed: int, path: Path, megabytes: float = 1.0, tokens: bool = False):

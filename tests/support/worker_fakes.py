@@ -18,14 +18,14 @@ TINY_LLAMA = {
 
 
 class FakeScheduler:
-    """``address`` is what a worker is given. Beats are counted in ``beats`` and passed over."""
+    """``address`` is what a worker is given. Heartbeats are counted in ``heartbeats`` and passed over."""
 
     def __init__(self, folder=None, epoch=1):
         self.folder = folder or tempfile.mkdtemp(prefix="quire-test-")
         self.address = f"ipc://{self.folder}"
         self.router = Router(ToSchedulerWorkers, worker_endpoint(self.address))
         self.epoch, self.counter = epoch, 0
-        self.beats = []
+        self.heartbeats = []
 
     def __enter__(self):
         return self
@@ -45,7 +45,7 @@ class FakeScheduler:
         self.epoch += 1
 
     def get(self, kind=None, peer=None, wait=WAIT_S):
-        """The next (peer, message), Beats apart; of ``kind`` and from ``peer`` where given, or AssertionError."""
+        """The next (peer, message), Heartbeats apart; of ``kind`` and from ``peer`` where given, or AssertionError."""
         deadline = time.monotonic() + wait
         while (left := deadline - time.monotonic()) > 0:
             self.router.socket.poll(int(1000 * left) + 1)
@@ -53,7 +53,7 @@ class FakeScheduler:
             if item is None:
                 continue
             if isinstance(item[1], Heartbeat):
-                self.beats.append(item[1])
+                self.heartbeats.append(item[1])
                 if kind is Heartbeat:
                     return item
                 continue

@@ -1,4 +1,4 @@
-"""The world of ``scheduler_world`` with the whole registry between: workers say Hello, beat, drain, and come back."""
+"""The world of ``scheduler_world`` behind the whole registry: workers say Hello, send heartbeats, drain and return."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sim:
         self.stopped = self.hung = 0.0
 
 
-class FleetWorld(World):
+class MembersWorld(World):
     """Nothing that happens here is enough to take a request for poison, so every stream must come whole."""
 
     def __init__(self, seed: int):
