@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.gpu_worker.batch import StepBatch
+from quire.gpu_worker.kernels.attention import Scores
 from quire.gpu_worker.layers.attention_cpu import paged_attention
 from quire.gpu_worker.layers.formats.dense import DENSE, cpu_backend, cpu_flags
 from quire.gpu_worker.layers.linear import weight_of
@@ -142,7 +143,7 @@ def bench_attention(dtype: torch.dtype, results: dict[str, Any]) -> None:
         dense_q = q.view(rows, length, 14, 64).transpose(1, 2)
         k, v = (torch.randn(rows, 14, n, 64, dtype=dtype) for _ in range(2))
         values = {
-            "paged": timed(lambda: paged_attention(q, cache.k[0], cache.v[0], batch, 0.125), 15),  # noqa: B023
+            "paged": timed(lambda: paged_attention(q, cache.k[0], cache.v[0], batch, Scores(0.125)), 15),  # noqa: B023
             "dense": timed(
                 lambda: F.scaled_dot_product_attention(dense_q, k, v, is_causal=length > 1),  # noqa: B023
                 15,

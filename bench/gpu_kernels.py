@@ -121,7 +121,7 @@ class Bench:
         blocks = rows * -(-context // PAGE)
         layers = 1 if self.dry else min(32, max(2, (512 << 20) // size))
         batch, q = self._batch(rows, 1, context, blocks), self._randn(rows, self.heads, self.dim)
-        return [(q, *self._caches(blocks), batch, self.dim**-0.5) for _ in range(layers)], size
+        return [(q, *self._caches(blocks), batch, attention.Scores(self.dim**-0.5)) for _ in range(layers)], size
 
     def decode_attention(self) -> Iterator[Row]:
         """Share of the copy bandwidth that reading the keys and values reaches."""
@@ -138,7 +138,7 @@ class Bench:
         """Arguments of paged attention for whole prompts, and the operations they take."""
         blocks = rows * -(-tokens // PAGE)
         q = self._randn(rows * tokens, self.heads, self.dim)
-        case = (q, *self._caches(blocks), self._batch(rows, tokens, tokens, blocks), self.dim**-0.5)
+        case = (q, *self._caches(blocks), self._batch(rows, tokens, tokens, blocks), attention.Scores(self.dim**-0.5))
         return case, rows * prefill_flops(tokens, self.heads, self.dim)
 
     def prefill_attention(self) -> Iterator[Row]:
@@ -205,7 +205,7 @@ class Bench:
 
     def _launch(self, cases: list, rows: int, tiles: attention.Tiles) -> float | None:
         out = torch.empty_like(cases[0][0])
-        calls = [lambda c=c: attention.launch(*c[:3], out, c[3], attention.Scores(c[4]), 0, rows, tiles) for c in cases]
+        calls = [lambda c=c: attention.launch(*c[:3], out, c[3], c[4], 0, rows, tiles) for c in cases]
         try:
             return seconds_each(calls, self.device)
         except Exception as error:  # noqa: BLE001 - too much shared memory is an exception of Triton's own

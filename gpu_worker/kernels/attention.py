@@ -41,25 +41,19 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What becomes of q k^T before and in the softmax; see ``paged_attention``."""
+    """What becomes of q k^T before and in the softmax."""
 
-    scale: float
-    window: int | None = None
-    softcap: float = 0.0
+    scale: float  # factor of the scores
+    window: int | None = None  # a query at position p sees keys p - window + 1 .. p; None sees all
+    softcap: float = 0.0  # scores become cap * tanh(score / cap); 0 is off
+    # float32 [heads], ALiBi: slope * (key's position - query's) is added to the scaled and capped score.
     slopes: torch.Tensor | None = None
+    # float32 [heads], a score of each head that counts in the softmax's sum and brings no value.
     sinks: torch.Tensor | None = None
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: StepBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: StepBatch, scores: Scores
 ) -> torch.Tensor:
     """Causal attention of every token of ``batch`` to its row's keys; [T, heads, head_dim], contiguous.
 
@@ -68,20 +62,14 @@ def paged_attention(
         k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim], last axis contiguous, other strides free.
             This step's keys and values are already in them.
         batch: rows, lengths and block tables. Rows with context length 0 are padding: nothing is read, the result is 0.
-        scale: factor of the scores.
-        window: a query at position p sees keys p - window + 1 .. p; None sees all.
-        softcap: scores become cap * tanh(score / cap); 0 is off.
-        slopes: float32 [heads], ALiBi: slope * (key's position - query's) is added to the scaled and capped score.
-        sinks: float32 [heads], a score of each head that counts in the softmax's sum and brings no value.
     """
     rows, decodes = len(batch.context_lens), batch.num_decodes
     group = q.shape[1] // k_cache.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not len(q):
         return out
-    context = batch.max_context_len if window is None else min(batch.max_context_len, window)
+    context = batch.max_context_len if scores.window is None else min(batch.max_context_len, scores.window)
     memory = _shared_memory(q.device)
-    scores = Scores(scale, window, softcap, slopes, sinks)
     decode = decode_tiles(
         q.shape[2], q.dtype, group, decodes * k_cache.shape[2], context, _processors(q.device), memory
     )
@@ -188,15 +176,7 @@ def launch(
 
 
 def paged_attention_torch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: StepBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: StepBatch, scores: Scores
 ) -> torch.Tensor:
     """The twin of ``paged_attention``: one row at a time, in float32. The oracle, not the fast path of the CPU."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -208,20 +188,20 @@ def paged_attention_torch(
         begin, end = starts[row], starts[row + 1]
         pages = batch.block_tables[row, : -(-context // batch.block_size)].long()
         k, v = (c[pages].flatten(0, 1)[:context].float().repeat_interleave(group, 1) for c in (k_cache, v_cache))
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        score = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scores.scale
+        if scores.softcap:
+            score = scores.softcap * torch.tanh(score / scores.softcap)
         keys = torch.arange(context, device=q.device)
         at = torch.arange(context - (end - begin), context, device=q.device)[:, None]
-        if slopes is not None:
-            scores += slopes[:, None, None] * (keys - at)
+        if scores.slopes is not None:
+            score += scores.slopes[:, None, None] * (keys - at)
         seen = keys <= at
-        if window is not None:
-            seen &= keys > at - window
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat((scores, sinks[:, None, None].expand(-1, end - begin, 1)), dim=-1)
-        weights = scores.softmax(-1)[..., :context]
+        if scores.window is not None:
+            seen &= keys > at - scores.window
+        score = score.masked_fill(~seen, float("-inf"))
+        if scores.sinks is not None:
+            score = torch.cat((score, scores.sinks[:, None, None].expand(-1, end - begin, 1)), dim=-1)
+        weights = score.softmax(-1)[..., :context]
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..batch import StepBatch
+from ..kernels.attention import Scores, paged_attention
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
 from .attention_cpu import AttentionPlan
@@ -58,12 +59,12 @@ class Attention:
     ) -> None:  # fmt: skip
         self.qkv, self.o, self.q_norm, self.k_norm, self.group = qkv, o, q_norm, k_norm, group
         self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads[layer], spec.head_dim
-        self.scale, self.window, self.softcap = spec.attn_scales[layer], spec.windows[layer], spec.attn_softcap
+        sinks = None if sinks is None else sinks.float()
+        self.scores = Scores(spec.attn_scales[layer], spec.windows[layer], spec.attn_softcap, slopes, sinks)
         self.tables, self.clip, self.norm_all = tables, spec.clip_qkv, spec.qk_norm == "full"
         rope = spec.ropes[layer]
         self.interleaved = rope is not None and rope.interleaved
-        self.sinks = None if sinks is None else sinks.float()
-        self.slopes, self.growth = slopes, growth
+        self.growth = growth
 
     def __call__(
         self, x: torch.Tensor, batch: StepBatch, k_cache: torch.Tensor, v_cache: torch.Tensor, step: StepContext | None
@@ -87,10 +88,8 @@ class Attention:
                 rotate(k, cos, sin, self.interleaved)
             write_cache(k_cache, k, step)
             write_cache(v_cache, v, step)
-            plan = step.plan(self.window, q.dtype, k_cache.shape[1] * self.kv_heads * self.head_dim)
-            out = attention_cpu(
-                q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, plan, self.slopes, self.sinks
-            )
+            plan = step.plan(self.scores.window, q.dtype, k_cache.shape[1] * self.kv_heads * self.head_dim)
+            out = attention_cpu(q, k_cache, v_cache, batch, self.scores, plan)
         return self.o(out.view(x.shape[0], -1))
 
     def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
@@ -113,14 +112,11 @@ class Attention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch,
         k_cache: torch.Tensor, v_cache: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        from ..kernels.attention import paged_attention
         from ..kernels.rope import rope_write
 
         cos, sin = self.tables or (None, None)
         rope_write(q, k, v, cos, sin, batch.positions, batch.slots, k_cache, v_cache, self.interleaved)
-        return paged_attention(
-            q, k_cache, v_cache, batch, self.scale, self.window, self.softcap, self.slopes, self.sinks
-        )
+        return paged_attention(q, k_cache, v_cache, batch, self.scores)
 
 
 def write_cache(cache: torch.Tensor, x: torch.Tensor, step: StepContext) -> None:

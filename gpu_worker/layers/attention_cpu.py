@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..batch import StepBatch
+from ..kernels.attention import Scores
 
 # Values of keys gathered at a time; with the values' own that is 2 MB of float32.
 _GATHER = 1 << 18
@@ -181,26 +182,20 @@ def paged_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     batch: StepBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
+    scores: Scores,
     plan: AttentionPlan | None = None,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, head_dim] over each row's own pages -> [T, heads, head_dim].
 
-    A query at position p sees keys max(0, p - window + 1) to p. ``plan`` saves planning again for each layer.
-    ``slopes`` (ALiBi) and ``sinks`` are float32 [heads], as the kernel's.
-    Pages must hold finite values, also where nothing was written yet.
+    ``plan`` saves planning again for each layer. Pages must hold finite values, also where nothing was written yet.
     """
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     if plan is None:
-        plan = AttentionPlan(batch, window, q.dtype, k_cache.shape[1] * kv_heads * dim)
+        plan = AttentionPlan(batch, scores.window, q.dtype, k_cache.shape[1] * kv_heads * dim)
     q = q.view(tokens, kv_heads, heads // kv_heads, dim)
     # Shaped for scores [kv_heads, group, queries, keys].
-    slopes, sinks = (None if x is None else x.view(kv_heads, -1, 1, 1) for x in (slopes, sinks))
+    slopes, sinks = (None if x is None else x.view(kv_heads, -1, 1, 1) for x in (scores.slopes, scores.sinks))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.decodes:
         keys = _gather("k", k_cache, group.pages, group.count)
@@ -209,12 +204,12 @@ def paged_attention(
         mask = group.mask[None]
         if slopes is not None:
             mask = _buffers.biased(mask, slopes.transpose(1, 2), group.distances())
-        seen = _attend(query, keys, values, mask, scale, softcap, None if sinks is None else sinks.transpose(1, 2))
+        seen = _attend(query, keys, values, mask, scores, None if sinks is None else sinks.transpose(1, 2))
         out[group.rows] = seen.transpose(0, 1)
     for row in plan.prefills:
         keys = _gather("k", k_cache, row.pages, 1)
         values = _gather("v", v_cache, row.pages, 1)
-        _prefill(q, out, keys, values, row, scale, window, softcap, slopes, sinks)
+        _prefill(q, out, keys, values, row, scores, slopes, sinks)
     return out.view(tokens, heads, dim)
 
 
@@ -236,16 +231,14 @@ def _prefill(
     keys: torch.Tensor,
     values: torch.Tensor,
     row: _Prefill,
-    scale: float,
-    window: int | None,
-    softcap: float,
+    scores: Scores,
     slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
     """One row's chunk: a plain causal product where it starts its sequence, else tiles under a corner of the mask."""
-    count = row.stop - row.start
+    count, window = row.stop - row.start, scores.window
     bare = slopes is None and sinks is None
-    plain = row.position == 0 and (window is None or window >= count) and not softcap and bare
+    plain = row.position == 0 and (window is None or window >= count) and not scores.softcap and bare
     step = count if plain else _TILE
     if not bare:  # something of every head's scores is written out
         step = max(_TILE // 8, min(step, _SCORES // (q.shape[1] * q.shape[2] * (row.position + count))))
@@ -264,7 +257,7 @@ def _prefill(
             distances = torch.arange(first, end) - torch.arange(position, end)[:, None]
             mask = _buffers.biased(mask, slopes, distances.float())
         tokens = slice(row.start + at, row.start + at + n)
-        seen = _attend(q[tokens].permute(1, 2, 0, 3), k, v, mask, scale, softcap, sinks)
+        seen = _attend(q[tokens].permute(1, 2, 0, 3), k, v, mask, scores, sinks)
         out[tokens] = seen.permute(2, 0, 1, 3)
 
 
@@ -273,18 +266,17 @@ def _attend(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    softcap: float,
+    of: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """softmax(q k^T scale + mask) v over the last two dims; no mask is causal (and has no soft cap and no sinks)."""
-    if mask is None or not (softcap or sinks is not None):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    if mask is None or not (of.softcap or sinks is not None):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=of.scale)
     scores = torch.matmul(q, k.transpose(-1, -2)).float()
-    if softcap:
-        scores.mul_(scale / softcap).tanh_().mul_(softcap)
+    if of.softcap:
+        scores.mul_(of.scale / of.softcap).tanh_().mul_(of.softcap)
     else:
-        scores.mul_(scale)
+        scores.mul_(of.scale)
     scores += mask
     if sinks is None:
         weights = torch.softmax(scores, dim=-1)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
 from ..batch import StepBatch
+from ..kernels.attention import Scores, paged_attention
 from ..kv_cache import KVCache
 from ..layers import dispatch
 from ..layers.attention import StepContext, write_cache
@@ -156,18 +157,17 @@ def attend(
     k_cache, v_cache, window = step.kv.k[layer], step.kv.v[layer], step.windows[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (_tokens(x, k_cache) for x in (query, key, value))
-    sinks = None if s_aux is None else s_aux.float()
+    scores = Scores(scale, window, softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if step.context is None:
-        from ..kernels.attention import paged_attention
         from ..kernels.rope import rope_write
 
         rope_write(q, k, v, None, None, step.batch.positions, step.batch.slots, k_cache, v_cache)
-        out = paged_attention(q, k_cache, v_cache, step.batch, scale, window, softcap or 0.0, None, sinks)
+        out = paged_attention(q, k_cache, v_cache, step.batch, scores)
     else:
         write_cache(k_cache, k, step.context)
         write_cache(v_cache, v, step.context)
         plan = step.context.plan(window, q.dtype, k_cache.shape[1] * k.shape[1] * k.shape[2])
-        out = attention_cpu(q, k_cache, v_cache, step.batch, scale, window, softcap or 0.0, plan, None, sinks)
+        out = attention_cpu(q, k_cache, v_cache, step.batch, scores, plan)
     return out[None, ..., : value.shape[-1]], None
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.gpu_worker.batch import StepBatch
+from quire.gpu_worker.kernels.attention import Scores
 from quire.gpu_worker.layers import attention_cpu
 from quire.gpu_worker.layers.attention_cpu import paged_attention
 
@@ -76,14 +77,14 @@ MIXED = [(1, 1), (1, 7), (1, 130), (1, 64), (1, 33), (1, 300), (5, 5), (3, 77), 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(6, 2, 16, 16), (4, 4, 24, 8), (5, 1, 32, 32)])
 def test_equals_the_definition(heads: int, kv_heads: int, dim: int, size: int, window: int | None) -> None:
     q, k, v, batch, rows = make_case(MIXED, heads, kv_heads, dim, size)
-    got = paged_attention(q, k, v, batch, 0.3, window)
+    got = paged_attention(q, k, v, batch, Scores(0.3, window))
     torch.testing.assert_close(got, plain(q, batch, rows, 0.3, window, 0.0), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_softcap(window: int | None) -> None:
     q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
-    got = paged_attention(q, k, v, batch, 0.5, window, 2.0)
+    got = paged_attention(q, k, v, batch, Scores(0.5, window, 2.0))
     torch.testing.assert_close(got, plain(q, batch, rows, 0.5, window, 2.0), atol=2e-5, rtol=1e-5)
 
 
@@ -105,7 +106,7 @@ def test_slopes_and_sinks(monkeypatch, slopes, sinks, softcap, window, cap) -> N
         "slopes": None if slopes is None else per_head(6, slopes),
         "sinks": None if sinks is None else per_head(6, sinks),
     }
-    got = paged_attention(q, k, v, batch, 0.3, window, softcap, **more)
+    got = paged_attention(q, k, v, batch, Scores(0.3, window, softcap, **more))
     torch.testing.assert_close(got, plain(q, batch, rows, 0.3, window, softcap, **more), atol=2e-5, rtol=1e-5)
 
 
@@ -113,14 +114,14 @@ def test_one_plan_serves_layers_with_and_without_slopes() -> None:
     q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
     plan = attention_cpu.AttentionPlan(batch, None, q.dtype, 2 * 16 * 16)
     for slopes in (per_head(4, 0.1), None, per_head(4, -0.2)):
-        got = paged_attention(q, k, v, batch, 0.3, None, 0.0, plan, slopes)
+        got = paged_attention(q, k, v, batch, Scores(0.3, slopes=slopes), plan)
         torch.testing.assert_close(got, plain(q, batch, rows, 0.3, None, 0.0, slopes), atol=2e-5, rtol=1e-5)
 
 
 def test_other_memory_orders_and_no_host_lists() -> None:
     q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
     batch.host_query_starts, batch.host_context_lens = [], []
-    got = paged_attention(q, k.contiguous(), v.contiguous(), batch, 0.25)
+    got = paged_attention(q, k.contiguous(), v.contiguous(), batch, Scores(0.25))
     batch.host_query_starts = batch.query_starts.tolist()
     torch.testing.assert_close(got, plain(q, batch, rows, 0.25, None, 0.0), atol=2e-5, rtol=1e-5)
 
@@ -129,14 +130,14 @@ def test_decodes_in_many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_cpu, "_GATHER", 4096)
     lens = [(1, n) for n in (3, 500, 20, 90, 91, 92, 17, 260, 500, 1, 40)]
     q, k, v, batch, rows = make_case(lens, 4, 2, 16, 16)
-    got = paged_attention(q, k, v, batch, 0.25)
+    got = paged_attention(q, k, v, batch, Scores(0.25))
     torch.testing.assert_close(got, plain(q, batch, rows, 0.25, None, 0.0), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("more", [{}, {"slopes": per_head(4, 0.1)}, {"sinks": per_head(4, 4.0)}])
 def test_bfloat16(more: dict[str, torch.Tensor]) -> None:
     q, k, v, batch, rows = make_case(MIXED, 4, 2, 16, 16)
-    got = paged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), batch, 0.25, 40, **more)
+    got = paged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), batch, Scores(0.25, 40, **more))
     torch.testing.assert_close(got.float(), plain(q, batch, rows, 0.25, 40, 0.0, **more), atol=0.05, rtol=0.05)
 
 
@@ -144,7 +145,7 @@ def test_slopes_keep_their_precision_far_from_the_first_key_in_bfloat16() -> Non
     """Distances above 256 are no bfloat16 numbers: neighbouring keys would get one bias."""
     q, k, v, batch, rows = make_case([(1, 900), (40, 700)], 2, 2, 16, 16)
     q, slopes = q * 0, torch.tensor([0.01, -0.01])
-    got = paged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), batch, 0.25, slopes=slopes)
+    got = paged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), batch, Scores(0.25, slopes=slopes))
     want = plain(q, batch, [(a.bfloat16(), b.bfloat16()) for a, b in rows], 0.25, None, 0.0, slopes)
     torch.testing.assert_close(got.float(), want, atol=3e-3, rtol=1e-2)
 
@@ -152,6 +153,6 @@ def test_slopes_keep_their_precision_far_from_the_first_key_in_bfloat16() -> Non
 def test_rows_without_context_are_left_out() -> None:
     q, k, v, batch, rows = make_case([(1, 9), (1, 20)], 4, 2, 16, 16)
     batch.context_lens[1] = batch.host_context_lens[1] = 0
-    got = paged_attention(q, k, v, batch, 0.25)
+    got = paged_attention(q, k, v, batch, Scores(0.25))
     assert torch.isfinite(got[0]).all()
     torch.testing.assert_close(got[:1], plain(q, batch, rows, 0.25, None, 0.0)[:1], atol=2e-5, rtol=1e-5)

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import attention
+from quire.gpu_worker.kernels.attention import Scores
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 PLAIN = torch.float32 if DEVICE == "cpu" else torch.float16  # compiled, float32 takes long to compile; tested once
@@ -58,8 +59,8 @@ def check(args, **options):
     """Kernel and twin agree, and padding comes out as zeros."""
     q, k_cache, v_cache, batch = args
     scale = q.shape[2] ** -0.5
-    got = attention.paged_attention(q, k_cache, v_cache, batch, scale, **options)
-    want = attention.paged_attention_torch(q, k_cache, v_cache, batch, scale, **options)
+    got = attention.paged_attention(q, k_cache, v_cache, batch, Scores(scale, **options))
+    want = attention.paged_attention_torch(q, k_cache, v_cache, batch, Scores(scale, **options))
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
@@ -131,9 +132,9 @@ def test_slopes_and_sinks(rows, options):
 def test_a_sink_that_dwarfs_the_scores_leaves_nothing():
     q, k_cache, v_cache, batch = make([(1, 40), (5, 20)], heads=2)
     sinks = torch.tensor([1e4, -1e4], device=DEVICE)
-    got = attention.paged_attention(q, k_cache, v_cache, batch, 0.3, sinks=sinks)
+    got = attention.paged_attention(q, k_cache, v_cache, batch, Scores(0.3, sinks=sinks))
     assert got[:, 0].abs().max() == 0
-    plain = attention.paged_attention(q, k_cache, v_cache, batch, 0.3)
+    plain = attention.paged_attention(q, k_cache, v_cache, batch, Scores(0.3))
     torch.testing.assert_close(got[:, 1], plain[:, 1], rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
 
 
@@ -144,9 +145,9 @@ def test_a_sink_that_dwarfs_the_scores_leaves_nothing():
 def test_splits(splits, window, more):
     """Any number of splits gives what one gives, also where some have no keys."""
     q, k_cache, v_cache, batch = make([(1, 500), (1, 1), (1, 0), (1, 165)], dim=48)
-    want = attention.paged_attention_torch(q, k_cache, v_cache, batch, 0.2, window, **more)
+    want = attention.paged_attention_torch(q, k_cache, v_cache, batch, Scores(0.2, window, **more))
     out = torch.full_like(q, float("nan"))
-    scores, tiles = attention.Scores(0.2, window, **more), attention.Tiles(16, 32, splits=splits)
+    scores, tiles = Scores(0.2, window, **more), attention.Tiles(16, 32, splits=splits)
     attention.launch(q, k_cache, v_cache, out, batch, scores, 0, 4, tiles)
     torch.testing.assert_close(out, want, rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
 
@@ -192,14 +193,14 @@ def test_graph_padding():
 def test_queries_inside_a_fused_projection():
     q, k_cache, v_cache, batch = make(MIXED)
     fused = torch.cat([q, q, q], dim=1)
-    got = attention.paged_attention(fused[:, :4], k_cache, v_cache, batch, 0.3)
+    got = attention.paged_attention(fused[:, :4], k_cache, v_cache, batch, Scores(0.3))
     assert got.is_contiguous()
-    assert torch.equal(got, attention.paged_attention(q, k_cache, v_cache, batch, 0.3))
+    assert torch.equal(got, attention.paged_attention(q, k_cache, v_cache, batch, Scores(0.3)))
 
 
 def test_no_tokens():
     q, k_cache, v_cache, batch = make([(1, 1)])
-    assert attention.paged_attention(q[:0], k_cache, v_cache, batch, 1.0).shape == (0, 4, 32)
+    assert attention.paged_attention(q[:0], k_cache, v_cache, batch, Scores(1.0)).shape == (0, 4, 32)
 
 
 def test_twin_is_plain_attention():
@@ -210,7 +211,7 @@ def test_twin_is_plain_attention():
     want = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), is_causal=True
     )[0].transpose(0, 1)
-    got = attention.paged_attention_torch(q, k_cache, v_cache, batch, 32**-0.5)
+    got = attention.paged_attention_torch(q, k_cache, v_cache, batch, Scores(32**-0.5))
     torch.testing.assert_close(got, want, rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
 
 
@@ -234,5 +235,5 @@ def test_twin_of_slopes_and_sinks_is_the_definition(window):
                 ]
                 total = sum(weights) + torch.exp(sinks[head].double())
                 want[row + token, head] = sum(w * v[first + i, head // 2] / total for i, w in enumerate(weights))
-    got = attention.paged_attention_torch(q, k_cache, v_cache, batch, 0.3, window, slopes=slopes, sinks=sinks)
+    got = attention.paged_attention_torch(q, k_cache, v_cache, batch, Scores(0.3, window, slopes=slopes, sinks=sinks))
     torch.testing.assert_close(got, want.to(q.dtype), rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])

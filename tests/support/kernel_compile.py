@@ -66,9 +66,8 @@ def batch(rows, tokens, context=4096, page=16):
 def attend(heads, kv_heads, dim, rows, tokens, dtype=torch.bfloat16, **options):
     """One launch of attention as an H100 (or A100) would get it."""
     cache = torch.empty(2, kv_heads, 16, dim, dtype=dtype).transpose(1, 2)
-    attention.paged_attention(
-        torch.empty(tokens, heads, dim, dtype=dtype), cache, cache, batch(rows, tokens), 0.1, **options
-    )
+    q, scores = torch.empty(tokens, heads, dim, dtype=dtype), attention.Scores(0.1, **options)
+    attention.paged_attention(q, cache, cache, batch(rows, tokens), scores)
 
 
 def edit_and_look(logits, params, positions, thresholds):
