@@ -175,7 +175,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     check_footprint(args, config, pooler, dtype, device, shard)
     functions = load_functions(args.logits_processor or [])
     grammars = Grammars(config, args)
-    group = _join(args, config, dtype, device, shard, keys, links) if count > 1 else Group.alone()
+    group = _join(args, config, dtype, device, shard, keys, links) if count > 1 else Group()
     if links.link is None:
         shared = f", one of {count}" if count > 1 else ""
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)

@@ -50,7 +50,7 @@ class Runner:
         group: Group | None = None,
     ):  # fmt: skip
         """With a ``pooler`` nothing is generated. ``group``: the processes this one shares the model with."""
-        self.group = group or Group.alone()
+        self.group = group or Group()
         self.model, self.state, self.kv = model, state, kv
         self.max_tokens = max_tokens
         self.graphs: DecodeGraphs | None = None

@@ -107,7 +107,7 @@ class Worker:
         others: group_link.Leader | None = None,
         pooler: PoolerConfig | None = None,
     ):
-        self._group, self._others = group or Group.alone(), others
+        self._group, self._others = group or Group(), others
         self._args, self._config, self._model, self._pooler = args, config, model, pooler
         self._dtype, self._device = dtype, device
         self._grammars: Follower[Any] | None = None if grammars is None else Follower(grammars)

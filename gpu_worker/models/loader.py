@@ -64,7 +64,7 @@ def load_model(
     ConfigError, one line that names the file and the remedy.
     """
     check_load_format(load_format)
-    group = group or Group.alone()
+    group = group or Group()
     with _named(config):
         if pooler is None and uses_fallback(config):
             return load_fallback(config, dtype, device, load_format, seed, group)

@@ -19,7 +19,7 @@ class Model:
     capturable = True  # by CUDA graphs
 
     def __init__(self, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, group: Group | None = None) -> None:
-        self.whole, self.group = spec, group or Group.alone()
+        self.whole, self.group = spec, group or Group()
         self.spec, self.vocabulary = spec.local(self.group.shard), self.group.shard.share(spec.vocab_size)
         self.device, self.dtype = device, dtype
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from ...proto.config import ConfigError
 from ...proto.group import check_split
-from ..spec import DecoderSpec, Shard
+from ..spec import WHOLE, DecoderSpec, Shard
 
 TIMEOUT = timedelta(hours=1)
 """Longest wait within one exchange. What is dead is found by the links long before (``group_link.py``)."""
@@ -28,13 +28,8 @@ TIMEOUT = timedelta(hours=1)
 class Group:
     """One process's place among them, and what they exchange. This one is alone; ``Ranks`` are many."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard = WHOLE) -> None:
         self.shard = shard
-
-    @staticmethod
-    def alone() -> Group:
-        """One process that holds all of the model."""
-        return Group(Shard())
 
     @property
     def leader(self) -> bool:

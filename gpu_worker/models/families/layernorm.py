@@ -8,6 +8,7 @@ from typing import Any
 from ...spec import DecoderSpec, WeightNames
 from .common import BY_KEY_HEAD, LLAMA_LAYER, LLAMA_NAMES, Config, Family, activation, integer, positive, rope, windows
 from .gpt import gpt
+from .llama import QWEN3_NAMES
 
 
 def rotary(hf: Config, fraction: float = 1.0, interleaved: bool = False, **changes: Any) -> DecoderSpec:
@@ -97,9 +98,6 @@ def olmo(hf: Config) -> DecoderSpec:
     )  # fmt: skip
 
 
-_COHERE_NAMES = WeightNames({**LLAMA_LAYER, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)})
-
-
 def cohere(hf: Config) -> DecoderSpec:
     """Command-R: both halves from one norm without bias, rotary positions in pairs; R+ norms each query and key."""
     bias = bool(hf.get("attention_bias"))
@@ -118,5 +116,5 @@ FAMILIES: dict[str, Family] = {
     "StableLMEpochForCausalLM": (stablelm, _STABLELM_NAMES),
     "Starcoder2ForCausalLM": (starcoder2, _STARCODER2_NAMES),
     "OlmoForCausalLM": (olmo, LLAMA_NAMES),
-    "CohereForCausalLM": (cohere, _COHERE_NAMES),
+    "CohereForCausalLM": (cohere, QWEN3_NAMES),
 }
