@@ -263,7 +263,7 @@ class Supervisor:
                 child.service, child.process.pid, SILENCE_S,
             )  # fmt: skip
             child.kill()
-            child.listen_anew()  # said again only where it does not die of that
+            child.listen_anew()  # so that it is said again only if the process survives that
 
     def _handle_exits(self, children: list[Child], starting: bool) -> None:
         """Restart what has ended, leave it, or raise LaunchError with the line of the one that says most."""

@@ -82,7 +82,7 @@ class Submit(Message):
 
 
 class Abort(Message):
-    """Along the path: the client no longer wants it. Unknown uids are ignored."""
+    """Along the path: the client no longer wants the request. Unknown uids are ignored."""
 
     uid: int
     attempt: int

@@ -241,7 +241,7 @@ class Router(Wire[T]):
 
     def recv(self) -> tuple[str, T] | None:
         """The next (peer, message), or None when nothing waits (but bad frames, which are counted and dropped)."""
-        for _ in range(DRAIN_LIMIT):  # and no more: who sends nothing else must not keep the process from its work
+        for _ in range(DRAIN_LIMIT):  # a peer that sends bad frames alone must not keep the process from its work
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -297,7 +297,7 @@ class Router(Wire[T]):
                 return False
             raise
         finally:
-            self._look_again()  # to nobody too: what others have sent is news that any send may have taken
+            self._look_again()  # in any case: a send may have taken the signal that others have sent something
         return True
 
     def _control(self, peer: str, frame: bytes) -> bool:
@@ -353,7 +353,7 @@ class Dealer(Wire[T]):
 
     def recv(self) -> T | None:
         """The next message, or None when nothing waits (but bad frames, which are counted and dropped)."""
-        for _ in range(DRAIN_LIMIT):  # and no more: who sends nothing else must not keep the process from its work
+        for _ in range(DRAIN_LIMIT):  # a peer that sends bad frames alone must not keep the process from its work
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

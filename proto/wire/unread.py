@@ -39,7 +39,7 @@ class Unread:
         return self.sent - self.read
 
     def hopeless(self, now: float) -> bool:
-        """Too much, for too long. A sender that was stopped itself counts one second of that."""
+        """Whether the peer owes too much for too long. A sender that was stopped itself counts one second of that."""
         if self.asked <= self.read:
             self.waited = 0.0
         else:
@@ -52,7 +52,7 @@ class Unread:
         self.sent += size + OVERHEAD
 
     def question(self, now: float) -> bytes | None:
-        """Whether a question is due. One is asked again after a second, for a broken connection may have lost it."""
+        """The question to send, where one is due: again after a second, for a broken connection may have lost it."""
         if self.sent - self.asked < ASK_EVERY and (self.asked <= self.read or now - self.asked_at < 1.0):
             return None
         return self.ask(now)
