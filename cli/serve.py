@@ -85,7 +85,7 @@ def engine_args_of(args: argparse.Namespace) -> EngineArgs:
 
 def _check_is_no_model(flag: str, values: list[str]) -> None:
     """Raises ConfigError where the last of a flag's values may have been meant as the model."""
-    if ":" in values[-1]:  # a function's name; no folder or hub id looks so
+    if "logits" in flag and ":" in values[-1]:  # a function's name; no hub id looks so
         return
     given = f"{len(values)} values" if "key" in flag else " ".join(map(repr, values))
     raise ConfigError(

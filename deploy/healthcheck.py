@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     checks: dict[str, Callable[..., None]] = {"http": http, "answers": answers, "link": link}
     try:
         checks[argv[0]](*argv[1:])
-    except (Unwell, OSError) as error:
+    except (Unwell, OSError, ValueError) as error:  # ValueError: of the key file
         print(error)
         return 1
     return 0

@@ -31,6 +31,7 @@ CLAIM_S = 10.0
 """How long another process may take to claim the port."""
 _NAMES = Path("/proc/self/net/unix")
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_MAPPED = "::ffff:"  # before an address of IPv4 that is written as one of IPv6
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -125,6 +126,7 @@ def _claims(port: int) -> Iterator[tuple[str, str, str]]:
 
 def _overlap(one: str, other: str) -> bool:
     """Whether a connection may reach either of two hosts that are listened on."""
+    one, other = one.removeprefix(_MAPPED), other.removeprefix(_MAPPED)
     if one == other or "::" in (one, other):
         return True
     return "0.0.0.0" in (one, other) and ":" not in one + other

@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 SERVICES = ("frontend", "detokenizer", "scheduler", "gpu_worker")
 EVERY = SERVICES
@@ -273,7 +273,7 @@ class EngineArgs:
             if isinstance(value, bool):
                 argv.append(name if value else "--no-" + name[2:])
             elif isinstance(value, list):
-                argv += [name, *map(str, value)]
+                argv += [f"{name}={one}" for one in value]  # one by one, for a value may begin with a dash
             else:
                 argv.append(f"{name}={value}")
         return argv
@@ -296,13 +296,18 @@ def human_length(text: str) -> int:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser that takes ``--max_num_seqs`` for ``--max-num-seqs``, as vLLM's does; so do its subcommands."""
+    """A parser that takes ``--max_num_seqs`` for ``--max-num-seqs``, as vLLM's does, and says in one line what is
+    wrong. So do its subcommands."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """The same as argparse's."""
         given = list(sys.argv[1:] if args is None else args)
         end = given.index("--") if "--" in given else len(given)
         return super().parse_known_args([*map(_dashed, given[:end]), *given[end:]], namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End this process with one line and code 2; the usage would be a page."""
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}; `{self.prog} --help` lists what there is.\n")
 
 
 def _dashed(word: str) -> str:

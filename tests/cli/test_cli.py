@@ -216,7 +216,10 @@ def test_serve_takes_vllms_flags() -> None:
 
 @pytest.mark.parametrize("flag", ["--served-model-name", "--served_model_name", "--api-key", "--logits-processor"])
 def test_serve_does_not_take_the_model_for_a_flags_last_value(flag: str) -> None:
-    for argv in (["one", "/path/to/model"], ["one", "org/model", "--port=0"], ["one", "two", "three"]):
+    ways = [["one", "/path/to/model"], ["one", "org/model", "--port=0"], ["one", "two", "three"]]
+    if "logits" not in flag:
+        ways.append(["one", "/path/to/model:8b"])  # only a function's name has a colon for certain
+    for argv in ways:
         with pytest.raises(ConfigError, match=r"no model is named, and --[a-z-]+ takes all .* `quire serve MODEL --"):
             parsed(flag, *argv)
     for argv in (
@@ -231,6 +234,33 @@ def test_serve_does_not_take_the_model_for_a_flags_last_value(flag: str) -> None
     assert parsed(flag, "one").model is None  # nothing else can have been meant
     with pytest.raises(ConfigError, match="no model is named"):
         parsed("--served-model-name", "one", "/path/to/model", "--logits-processor", "a:f", "b:g")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "--port=abc"], "quire serve: error: argument --port: 'abc' is not a number"),
+        (["serve", "m", "n"], "quire: error: unrecognized arguments: n;"),
+        (["workers"], "quire workers: error: the following arguments are required: ACTION;"),
+        (["bench", "nothing"], "quire bench: error: argument KIND: invalid choice: 'nothing'"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(argv)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(words)
+    assert said.endswith("--help` lists what there is.\n") and said.count("\n") == 1
+
+
+def test_a_services_bad_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_service_args("frontend", ["--port=99999"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert said.startswith("python -m quire.frontend: error: port must be in [0, 65535], got 99999; ")
 
 
 def test_a_refused_command_line_does_not_show_its_keys() -> None:

@@ -132,3 +132,17 @@ def test_hosts_that_no_connection_can_reach_both_of_may_have_different_scheduler
                 third = claim(over, f"ipc://{tmp_path}/b")
                 assert third is not None
                 third.close()
+
+
+def test_an_address_of_version_four_is_the_same_in_the_form_of_version_six() -> None:
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        first = claim(sock, ONE)
+        assert first is not None
+        refused = pytest.raises(ConfigError, match=f"port {port} on ::ffff:127.0.0.1 is served .*{os.getpid()}")
+        with listen("::ffff:127.0.0.1", port) as mapped, refused:
+            claim(mapped, OTHER)
+        with first, listen("::ffff:127.0.0.2", port) as beside:
+            second = claim(beside, OTHER)
+            assert second is not None
+            second.close()

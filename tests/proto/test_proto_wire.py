@@ -163,7 +163,10 @@ def test_flags_reach_the_services_that_name_them():
     assert both.logits_processor == ["a:b", "c:d", "e:f"]
     args = config.EngineArgs(max_num_seqs=4, enable_prefix_caching=False, served_model_name=["a", "b"], model="m")
     assert args.argv_for("scheduler") == ["--max-num-seqs=4", "--no-enable-prefix-caching"]
-    assert args.argv_for("frontend") == ["--model=m", "--served-model-name", "a", "b"]
+    assert args.argv_for("frontend") == ["--model=m", "--served-model-name=a", "--served-model-name=b"]
+    dashes = config.EngineArgs(served_model_name=["-a", "--b_c", "d"])
+    passed_on = config.parse_service_args("frontend", dashes.argv_for("frontend"))
+    assert passed_on.served_model_name == ["-a", "--b_c", "d"]
     again = config.parse_service_args("scheduler", [*args.argv_for("scheduler"), "--max-num-batched-tokens", "4K"])
     assert (again.max_num_seqs, again.enable_prefix_caching, again.max_num_batched_tokens) == (4, False, 4096)
     assert again.scheduler.startswith("ipc://")

@@ -167,6 +167,15 @@ def test_link_reads_the_kernel_s_table(tmp_path):
             health.link(str(port))
 
 
+def test_a_check_whose_key_file_is_lacking_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("QUIRE_KEYS", str(tmp_path / "none"))
+    assert script("healthcheck").main(["answers", "1"]) == 1
+    assert (
+        capsys.readouterr().out
+        == f"key file {tmp_path}/none is not a file; make one with `quire keygen {tmp_path}/none`.\n"
+    )
+
+
 def test_a_scheduler_answers_who_has_its_key(tmp_path, monkeypatch):
     health = script("healthcheck")
     monkeypatch.setattr(health, "TIMEOUT_S", 60.0)
