@@ -10,6 +10,7 @@ parent of a first block, and through the chain into every hash: ``root_of`` is t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
 HASH_SIZE = 16
@@ -24,6 +25,16 @@ def root_of(cache_salt: str) -> bytes:
 def hash_block(parent: bytes, tokens: bytes) -> bytes:
     """The 16-byte hash of a full block; ``tokens`` are its int32 bytes, ``parent`` the previous block's hash."""
     return blake2b(parent + tokens, digest_size=HASH_SIZE).digest()
+
+
+def noting(made: list[bytes]) -> Callable[[bytes, bytes], bytes]:
+    """A ``hash_block`` that also adds to ``made`` what it makes."""
+
+    def noted(parent: bytes, tokens: bytes) -> bytes:
+        made.append(digest := blake2b(parent + tokens, digest_size=HASH_SIZE).digest())
+        return digest
+
+    return noted
 
 
 def hash_blocks(ids: bytes, block_size: int, root: bytes = ROOT) -> list[bytes]:

@@ -76,6 +76,15 @@ class Outbox:
             sink.seqs.append(seq)
         sink.finishes.append(Ending(len(sink.seqs) - 1, finish, stop_id, with_token))
 
+    def stopped(self) -> list[tuple[int, int]]:
+        """(uid, index) of those whose last token ended them, since the last batch was closed."""
+        return [
+            (sink.seqs[end.at].uid, sink.seqs[end.at].index)
+            for sink in self._sinks.values()
+            for end in sink.finishes
+            if end.finish is Finish.STOP and end.with_token
+        ]
+
     def put(self, peer: str, message: Any) -> None:
         """A message of its own."""
         self.flush()

@@ -1,8 +1,10 @@
-"""The flight recorder: every input of the scheduler is written down before it is acted on, and a digest of what goes
-out after, so that ``replay.py`` can do the same again and say whether the same came of it.
+"""The flight recorder: every input of the scheduler is written down, and a digest of each plan that came of it, so that
+``replay.py`` can do the same again and say whether the same comes of it.
 
-Time is an input, too: with a recorder the scheduler's clock stands still between two of them. The rest of what it does
-follows from its state and its inputs, in the order in which they are written.
+Time is an input, too: with a recorder the scheduler's clock stands still but where ``notice`` reads it, twice in a turn
+of the loop. The rest of what the scheduler does follows from its state and its inputs, in the order in which they are
+written. A turn is one record, written at its end. Where token ids are not recorded, what the scheduler found in them
+is, so those entries are made after it looked.
 """
 
 from __future__ import annotations
@@ -14,41 +16,40 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-from ..proto.codec import encode, from_i32, i32
+from msgspec.structs import replace
+
+from ..proto.codec import encode, from_i64
 from ..proto.config import ConfigError, EngineArgs
-from ..proto.messages import StepFailed, StepResult, Submit
+from ..proto.hashing import noting
+from ..proto.messages import BeamTokens, PromptLogprobs, StepFailed, StepPlan, StepResult, Submit, TokenBatch
 from . import redact, request
 from .inputs import Inputs, Outgoing
 from .membership import Membership
 from .recording import Ring
+from .request import Sequence
 from .snapshot import SnapshotError, dump
 
 log = logging.getLogger(__name__)
 
-RESERVE = 1024
-"""Bytes of a segment for the rest of the turn that fills it."""
-MANY = 16
-"""So many different ids that end somebody's sequence: more are not looked for one by one."""
-
 
 class Kind(IntEnum):
-    """What an entry is: [kind, time, peer, more]."""
+    """What an entry is; what follows the kind in its list."""
 
-    WORKER = 0  # a message, encoded
-    FRONT = 1
-    DREW = 2  # a plain result: lease, step, how many tokens, and (slot, number) of those that end somebody's sequence
-    WORKER_GONE = 3  # why
-    FRONT_GONE = 4
-    UNDELIVERED = 5  # which message of the last that were taken
-    BAD_FRAMES = 6
-    NOTICE = 7
-    TICK = 8
-    PLANS = 9
-    TO_WORKERS = 10  # how many messages, and their digest
-    TO_FRONT = 11
-    HASHES = 12  # of blocks, as they were made in this turn: where token ids are not recorded
-    STOP = 13  # the scheduler ended in order
-    EXPELLED = 14  # the result before made no sense: it was not what it was written down as
+    NOTICE = 0  # the time
+    WORKER = 1  # peer, the message encoded
+    FRONT = 2
+    SUBMIT = 3  # peer, ``redact.submit`` encoded
+    DREW = 4  # peer, lease, step, how many tokens, (uid, index) of those whose token ended them: a plain result
+    UNFIT = 5  # peer, lease, step: a result that was not taken
+    WORKER_GONE = 6  # peer, why
+    FRONT_GONE = 7  # peer
+    UNDELIVERED = 8  # peer, the kind of message, whose tokens were in it
+    BAD_FRAMES = 9  # how many
+    TICK = 10
+    PLANS = 11
+    TO_WORKERS = 12  # a digest of each plan
+    TO_FRONT = 13
+    STOP = 14  # the scheduler ended in order
 
 
 class TurnClock:
@@ -74,142 +75,156 @@ class Recorder(Inputs):
         super().__init__(membership)
         self._ring, self._clock, self._tokens = ring, clock, tokens
         self._keys = redact.Keys()
-        self._pending: list[tuple[Any, ...]] = []
+        self._turn: list[tuple[Any, ...]] = []
         self._hashes: list[bytes] = []
-        self._known: dict[int, int] = {}  # tokens that end somebody's sequence, and the numbers that stand for them
-        self._ends: dict[bytes, int] = {}  # the same by the token's int32
-        self._sent: Outgoing = []
-        self._block_size = membership.config.block_size
         self._on = True
         if not tokens:
-            self._hash, request.hash_block = request.hash_block, self._hash_block
-        if not self._begin():
+            self._hash_block = request.hash_block
+            setattr(request, "hash_block", noting(self._hashes))  # noqa: B010
+        if not self._begin(b""):
             raise ConfigError("--flight-recorder-size is too small for the scheduler's state; give it more.")
 
     def close(self) -> None:
         """The scheduler ends in order, or by an exception."""
         if self._on:
-            self._pending.append((Kind.STOP, self._clock.now, "", 0))
-            self._flush()
+            self._turn.append((Kind.STOP,))
+            self._write()
         if self._on:
             self._off()
 
     # -- inputs
 
     def worker(self, peer: str, message: Any) -> None:
-        self._message(peer, message, self._from_worker)
-        super().worker(peer, message)
-        if isinstance(message, StepResult) and peer not in self.registry.workers:
-            self._note(Kind.EXPELLED, peer, 0)
+        if self._tokens or type(message) not in (StepResult, StepFailed):
+            self._turn.append((Kind.WORKER, peer, encode(message)))
+            self.registry.on_worker(peer, message)
+        elif isinstance(message, StepFailed):
+            self._turn.append((Kind.WORKER, peer, encode(replace(message, error=""))))
+            self.registry.on_worker(peer, message)
+        else:
+            self._result(peer, message)
+
+    def _result(self, peer: str, message: StepResult) -> None:
+        """Of nearly all results all that counts is how many tokens were drawn, and whom they ended."""
+        more = message.logprobs or message.prompts or message.failed or message.pooled
+        sequences = self._sequences(peer) if more else []
+        steps, taken = self.core.steps, True
+        try:
+            self.registry.on_worker(peer, message)
+            taken = self.core.steps != steps
+        finally:
+            if not taken:
+                self._turn.append((Kind.UNFIT, peer, message.lease, message.step))
+            elif more:
+                self._turn.append((Kind.WORKER, peer, encode(redact.result(message, sequences))))
+            else:
+                count, stopped = len(message.tokens) // 4, self.core.outbox.stopped()
+                self._turn.append((Kind.DREW, peer, message.lease, message.step, count, stopped))
+
+    def _sequences(self, peer: str) -> list[Sequence]:
+        """Whose the slots of a worker's oldest step are."""
+        worker = self.registry.workers.get(peer)
+        steps = worker.replica.in_flight if worker is not None and worker.replica is not None else ()
+        return [slot.seq for slot in steps[0].slots()] if steps else []
 
     def front(self, peer: str, message: Any) -> None:
-        self._message(peer, message, self._from_front)
-        super().front(peer, message)
-
-    def _message(self, peer: str, message: Any, entry: Callable[[float, str, Any], tuple[Any, ...]]) -> None:
-        now = self._clock.read()
-        if self._on:
+        if not isinstance(message, Submit):
+            self._turn.append((Kind.FRONT, peer, encode(message)))
+            self.membership.on_front(peer, message)
+        elif self._tokens:
+            self._turn.append((Kind.FRONT, peer, encode(replace(message, key=self._keys.alias(message.key)))))
+            self.membership.on_front(peer, message)
+        else:
+            vocab_size = self.core.vocab_size
             try:
-                self._pending.append(entry(now, peer, message))
-            except (ValueError, TypeError, LookupError, AttributeError):
-                log.exception("a %s of %s cannot be recorded", type(message).__name__, peer)
-                self._fail("of that")
-            else:
-                self._flush(ahead=True)
+                self.membership.on_front(peer, message)
+            finally:
+                self._submit(peer, message, vocab_size)
+
+    def _submit(self, peer: str, message: Submit, vocab_size: int) -> None:
+        """Whoever was taken in was sound; of others it is looked for once more."""
+        taken = self.core.requests.get(message.uid)
+        here = taken is not None and taken.attempt == message.attempt
+        hashes = message.hashes if message.hashes or taken is None else b"".join(taken.hashes)
+        sound = here or redact.is_sound(message, vocab_size)
+        bare = redact.submit(message, hashes, self._keys.alias(message.key), sound)
+        self._turn.append((Kind.SUBMIT, peer, encode(bare)))
 
     def worker_gone(self, peer: str, why: str) -> None:
-        self._note(Kind.WORKER_GONE, peer, why)
-        super().worker_gone(peer, why)
+        self._turn.append((Kind.WORKER_GONE, peer, why))
+        self.registry.gone(peer, why)
 
     def front_gone(self, peer: str) -> None:
-        self._note(Kind.FRONT_GONE, peer, 0)
-        super().front_gone(peer)
+        self._turn.append((Kind.FRONT_GONE, peer))
+        self.membership.front_gone(peer)
 
     def undelivered(self, peer: str, message: Any) -> None:
-        at = next(at for at, (_, sent) in enumerate(self._sent) if sent is message)
-        self._note(Kind.UNDELIVERED, peer, at)
-        super().undelivered(peer, message)
+        uids: list[int] = []
+        if isinstance(message, TokenBatch | PromptLogprobs | BeamTokens):
+            uids = from_i64(message.uids) if isinstance(message, TokenBatch) else [message.uid]
+        self._turn.append((Kind.UNDELIVERED, peer, type(message).__name__, uids))
+        self.membership.undelivered(peer, message)
 
     def bad_frames(self, count: int) -> None:
-        self._note(Kind.BAD_FRAMES, "", count)
+        self._turn.append((Kind.BAD_FRAMES, count))
         super().bad_frames(count)
 
     def notice(self) -> None:
-        self._note(Kind.NOTICE, "", 0)
-        super().notice()
+        self._turn.append((Kind.NOTICE, self._clock.read()))
+        self.membership.notice()
 
     def tick(self) -> None:
-        self._note(Kind.TICK, "", 0)
-        super().tick()
+        self._turn.append((Kind.TICK,))
+        self.membership.tick()
 
     # -- what goes out
 
     def plans(self) -> None:
-        self._note(Kind.PLANS, "", 0)
-        super().plans()
+        self._turn.append((Kind.PLANS,))
+        self.registry.plans()
 
     def to_workers(self) -> Outgoing:
         out = super().to_workers()
-        self._pending.append((Kind.TO_WORKERS, 0.0, "", (len(out), self._digest(out))))
+        self._turn.append((Kind.TO_WORKERS, digests(out, self._tokens)))
         return out
 
     def to_front(self) -> Outgoing:
-        self._sent = out = super().to_front()
+        out = self.core.outbox.take()
         if self._on:
-            self._note_hashes()
-            self._pending.append((Kind.TO_FRONT, 0.0, "", (len(out), self._digest(out))))
-            self._flush()
+            self._turn.append((Kind.TO_FRONT,))
+            self._write()
         else:
-            self._pending.clear()
+            self._turn.clear()
         return out
-
-    def _digest(self, out: Outgoing) -> int:
-        digest = 0
-        what = encode if self._tokens else redact.visible
-        for peer, message in out:
-            digest = zlib.crc32(what(message), zlib.crc32(peer.encode(), digest))
-        return digest
 
     # -- the file
 
-    def _note(self, kind: Kind, peer: str, more: Any) -> None:
-        self._pending.append((kind, self._clock.read(), peer, more))
-
-    def _note_hashes(self) -> None:
-        if self._hashes:
-            self._pending.append((Kind.HASHES, 0.0, "", b"".join(self._hashes)))
-            self._hashes.clear()
-
-    def _flush(self, ahead: bool = False) -> None:
-        """Write what is pending. ``ahead``: the last entry has not been acted on yet."""
-        record = encode(self._pending)
-        if self._ring.fits(len(record) + RESERVE):
+    def _write(self) -> None:
+        """The turn is over: one record. What finds no room in its segment opens the next."""
+        try:
+            record = encode((b"".join(self._hashes), self._turn))
+        except (ValueError, TypeError, OverflowError):
+            log.exception("a turn cannot be recorded")
+            return self._fail("of that")
+        self._turn.clear()
+        self._hashes.clear()
+        if self._ring.fits(len(record)):
             self._ring.write(record)
-            self._pending.clear()
-        else:
-            self._turn_over(self._pending.pop() if ahead else None)
+        elif not self._begin(record):
+            self._fail("its file has no room for the scheduler's state, or for what came in a turn")
+        return None
 
-    def _turn_over(self, last: tuple[Any, ...] | None) -> None:
-        """The segment is full: what has been acted on still belongs to it, and ``last`` to the next."""
-        self._note_hashes()
-        done, then = encode(self._pending), encode([last])
-        self._pending.clear()
-        if self._ring.fits(len(done)):
-            self._ring.write(done)
-        if not self._begin():
-            self._fail("the scheduler's state has grown")
-        elif last is not None and not self._ring.fits(len(then) + RESERVE):
-            self._fail(f"a message of {len(then)} bytes came")
-        elif last is not None:
-            self._ring.write(then)
-
-    def _begin(self) -> bool:
+    def _begin(self, before: bytes) -> bool:
+        """The next segment: the state as it is now, and the turn ``before`` it, which the last one has no room for."""
         outside = {id(self._clock): "clock", id(self.core.clock): "clock"}
         try:
-            return self._ring.begin(dump(self.membership, outside, self._hide))
+            return self._ring.begin(dump(self.membership, outside, self._hide), self._clock.now, before)
         except SnapshotError:
             log.exception("the scheduler's state cannot be recorded")
             return False
+
+    def _hide(self, obj: Any, attributes: dict[str, Any]) -> dict[str, Any]:
+        return self._keys.hide(obj, attributes if self._tokens else redact.state(obj, attributes))
 
     def _fail(self, why: str) -> None:
         log.error("the flight recorder stops, because %s; a larger --flight-recorder-size may help", why)
@@ -217,68 +232,17 @@ class Recorder(Inputs):
 
     def _off(self) -> None:
         self._on = False
-        self._pending.clear()
+        self._turn.clear()
         if not self._tokens:
-            request.hash_block = self._hash
+            request.hash_block = self._hash_block
+            self._hashes.clear()
         self._ring.close()
 
-    # -- what is written in place of tokens and keys
 
-    def _hash_block(self, parent: bytes, tokens: bytes) -> bytes:
-        made = self._hash(parent, tokens)
-        self._hashes.append(made)
-        return made
-
-    def _from_worker(self, now: float, peer: str, message: Any) -> tuple[Any, ...]:
-        if not self._tokens and isinstance(message, StepResult):
-            return self._result(now, peer, message)
-        if not self._tokens and isinstance(message, StepFailed):
-            message = redact.failed(message)
-        return Kind.WORKER, now, peer, encode(message)
-
-    def _from_front(self, now: float, peer: str, message: Any) -> tuple[Any, ...]:
-        if isinstance(message, Submit):
-            key = self._keys.alias(message.key)
-            if self._tokens:
-                message = redact.replace_key(message, key)
-            else:
-                message = redact.submit(message, self._block_size, self.core.vocab_size, self._known, key)
-                if len(self._known) > len(self._ends):
-                    self._ends = {i32([token]): number for token, number in self._known.items()}
-        return Kind.FRONT, now, peer, encode(message)
-
-    def _result(self, now: float, peer: str, message: StepResult) -> tuple[Any, ...]:
-        """Of nearly all results all that counts is how many tokens were drawn, and which of them may end a sequence."""
-        tokens, lease = message.tokens, message.lease
-        plain = not (message.logprobs or message.prompts or message.failed or message.pooled or message.counts)
-        if plain and not message.logprob_slots and len(tokens) % 4 == 0:
-            head = lease.epoch, lease.replica, lease.counter, message.step
-            return Kind.DREW, now, peer, (*head, len(tokens) // 4, self._find_ends(tokens))
-        worker = self.registry.workers.get(peer)
-        replica = worker.replica if worker is not None else None
-        sequences = []
-        if replica is not None and replica.in_flight and replica.in_flight[0].number == message.step:
-            sequences = [slot[0] for slot in replica.in_flight[0].slots()]
-        vocab_size = replica.vocab_size if replica is not None else 0
-        return Kind.WORKER, now, peer, encode(redact.result(message, sequences, vocab_size, self._known))
-
-    def _find_ends(self, tokens: bytes) -> list[tuple[int, int]]:
-        found = []
-        if len(self._ends) > MANY:
-            known = self._known
-            return [(at, known[token]) for at, token in enumerate(from_i32(tokens)) if token in known]
-        for end, number in self._ends.items():
-            at = tokens.find(end)
-            while at >= 0:
-                if at % 4 == 0:
-                    found.append((at // 4, number))
-                at = tokens.find(end, at + 1)
-        return found
-
-    def _hide(self, obj: Any, attributes: dict[str, Any]) -> dict[str, Any]:
-        if not self._tokens:
-            attributes = redact.state(obj, attributes, self._known)
-        return self._keys.hide(obj, attributes)
+def digests(out: Outgoing, tokens: bool) -> list[int]:
+    """Of each plan; ``tokens``: with the token ids in it."""
+    what = encode if tokens else redact.visible
+    return [zlib.crc32(what(message), zlib.crc32(peer.encode())) for peer, message in out if type(message) is StepPlan]
 
 
 def open_recorder(config: EngineArgs, membership: Membership, clock: TurnClock) -> Recorder:

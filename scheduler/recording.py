@@ -1,5 +1,6 @@
 """A flight recorder's file: a ring of segments, each begun with the whole state, so that the oldest whole one is where
-a replay can begin.
+a replay can begin. After the state comes the turn before it, where the segment before had no room for that, and then
+one record for each turn.
 
 The file has its full size from the start and is mapped into memory: what was written is there when the process is
 killed, and a full disk is found before anything is served. Each record has its length and a checksum, which is seeded
@@ -23,14 +24,18 @@ from ..proto.config import ConfigError
 from ..proto.messages import PROTOCOL
 
 MAGIC = b"quire flight recording\n"
-FORMAT = 1
+FORMAT = 2
 SEGMENTS = 4
 HEAD = 4096
 """Bytes of the file before the first segment."""
 
 _NUMBER = struct.Struct("<Q")
 _RECORD = struct.Struct("<II")  # length and checksum of what follows
+_TIME = struct.Struct("<d")
 _END = bytes(_RECORD.size)
+
+Turn = tuple[bytes, list[list[Any]]]
+"""The hashes of blocks that were made in a turn, where token ids are not recorded, and its entries."""
 
 
 class RecordingError(Exception):
@@ -73,15 +78,17 @@ class Ring:
         self.write(header)
         self.number = 0
 
-    def begin(self, state: bytes) -> bool:
-        """The next segment, over the oldest. False where ``state`` leaves no room in it for half as much again."""
-        if len(state) * 3 // 2 > self.size:
+    def begin(self, state: bytes, now: float, before: bytes) -> bool:
+        """The next segment, over the oldest: the state ``now``, after the turn ``before`` it. False where they leave
+        no room in it for half as much again."""
+        if (len(state) + len(before)) * 3 // 2 > self.size:
             return False
         start = HEAD + self.number % SEGMENTS * self.size
         self.number += 1
         self._map[start : start + _NUMBER.size] = bytes(_NUMBER.size)  # nobody reads it while it is half written
         self._at, self._end, self._seed = start + _NUMBER.size, start + self.size, self.number & 0xFFFFFFFF
         self.write(state)
+        self.write(_TIME.pack(now) + before)
         self._map[start : start + _NUMBER.size] = _NUMBER.pack(self.number)
         return True
 
@@ -114,12 +121,21 @@ def _keep(path: str) -> None:
 
 
 @dataclass
+class Segment:
+    """A state, what time it was then, and the turns from there on."""
+
+    state: bytes
+    now: float
+    turns: list[Turn]
+
+
+@dataclass
 class Recording:
-    """What a file holds: segments, each a state and the entries from there on. ``torn``: the last record was being
-    written, or is damaged; ``number`` is that of the first segment, 1 where nothing was overwritten."""
+    """What a file holds. ``torn``: the last record was being written, or is damaged; ``number`` is that of the first
+    segment, 1 where nothing was overwritten."""
 
     header: Header
-    segments: list[tuple[bytes, list[list[Any]]]]
+    segments: list[Segment]
     number: int
     torn: bool
 
@@ -147,14 +163,18 @@ def read(path: str) -> Recording:
         first -= 1
     if not last:
         raise RecordingError(f"{path} holds nothing: the scheduler ended before it began.")
-    segments, torn = [], False
+    segments: list[Segment] = []
+    torn = False
     for number in range(first, last + 1):
         records = _Records(data, found[number] + _NUMBER.size, found[number] + header.size, number)
         read = list(records)
         torn = records.torn
-        if not read or (torn and number < last):
+        if len(read) < 2 or len(read[1]) < _TIME.size or (torn and number < last):
             raise RecordingError(f"{path} is damaged in segment {number}; nothing after it can be trusted.")
-        segments.append((read[0], [entry for record in read[1:] for entry in _entries(path, record)]))
+        state, (now,), before = read[0], _TIME.unpack_from(read[1]), read[1][_TIME.size :]
+        if segments and before:
+            segments[-1].turns.append(_turn(path, before))
+        segments.append(Segment(state, now, [_turn(path, record) for record in read[2:]]))
     return Recording(header, segments, first, torn)
 
 
@@ -180,9 +200,9 @@ def _header(path: str, data: bytes) -> Header:
     raise RecordingError(f"{path} is cut off or damaged: its head cannot be read.")
 
 
-def _entries(path: str, record: bytes) -> list[list[Any]]:
+def _turn(path: str, record: bytes) -> Turn:
     try:
-        return msgspec.msgpack.decode(record, type=list[list[Any]])
+        return msgspec.msgpack.decode(record, type=Turn)
     except msgspec.MsgspecError as error:
         raise RecordingError(f"{path} is damaged: {error}.") from error
 

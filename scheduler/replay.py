@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..proto.codec import BadFrame, Decoder, encode, i32
+from ..proto.codec import BadFrame, Decoder, i32, i64
 from ..proto.hashing import HASH_SIZE
-from ..proto.messages import Lease, StepPlan, StepResult, ToSchedulerFront, ToSchedulerWorkers
-from . import redact, request
+from ..proto.messages import Lease, StepPlan, StepResult, TokenBatch, ToSchedulerFront, ToSchedulerWorkers
+from . import request
 from .inputs import Outgoing
-from .recorder import Kind
+from .recorder import Kind, digests
 from .recording import RecordingError, read
+from .redact import given
 from .snapshot import SnapshotError, load
 from .transcript import Transcript
 
@@ -26,7 +26,7 @@ _from_front: Decoder[Any] = Decoder(ToSchedulerFront)
 
 
 class NoMoreHashes(Exception):
-    """The recording ends in the middle of a turn."""
+    """More blocks became full than when it was recorded."""
 
 
 class Clock:
@@ -71,75 +71,48 @@ class Replay:
     def turns(self) -> Iterator[Turn]:
         """Every turn, in order. Raises RecordingError where the file's state is not of this version."""
         with self._hashing():
-            for state, entries in self._recording.segments:
+            for segment in self._recording.segments:
+                self._clock.now = segment.now
                 try:
-                    members = load(state, {"clock": self._clock})
+                    members = load(segment.state, {"clock": self._clock})
                 except SnapshotError as error:
                     raise RecordingError(f"{self.path} cannot be replayed: {error}.") from error
-                for entry in entries[:1]:
-                    self._clock.now = entry[1]
                 inputs = Transcript(members, self.tokens, self._began)
                 self._began = inputs.began
-                yield from self._segment(inputs, entries)
+                for hashes, entries in segment.turns:
+                    yield self._turn(inputs, hashes, entries)
         if not self.ended:
             torn = ", in the middle of a record" if self._recording.torn else ""
             self.ended = f"the scheduler was killed, or still ran{torn}"
 
-    def _segment(self, inputs: Transcript, entries: list[list[Any]]) -> Iterator[Turn]:
-        sent: Outgoing = []
-        turn: list[list[Any]] = []
-        for at, entry in enumerate(entries):
-            turn.append(entry)
-            if entry[0] == Kind.TO_FRONT or at == len(entries) - 1:
-                done = Turn([], [])
-                try:
-                    sent = self._turn(inputs, turn, sent, done)
-                except NoMoreHashes:
-                    inputs.take()
-                    return
-                done.lines = inputs.take()
-                yield done
-                turn = []
+    def _turn(self, inputs: Transcript, hashes: bytes, entries: list[list[Any]]) -> Turn:
+        """Do what was done in a turn."""
+        done = Turn([], [])
+        self._hashes = deque(hashes[i : i + HASH_SIZE] for i in range(0, len(hashes), HASH_SIZE))
+        try:
+            for kind, *more in entries:
+                if kind == Kind.TO_WORKERS:
+                    self._compare(done, inputs.to_workers(), *more)
+                elif kind == Kind.NOTICE:
+                    (self._clock.now,) = more
+                    inputs.notice()
+                elif kind == Kind.STOP:
+                    self.ended = "the scheduler ended"
+                else:
+                    _act(inputs, kind, *more)
+        except NoMoreHashes:
+            done.different = done.different or "more blocks became full than were recorded"
+        done.lines = inputs.take()
+        return done
 
-    def _turn(self, inputs: Transcript, turn: list[list[Any]], sent: Outgoing, done: Turn) -> Outgoing:
-        """Act on the entries of a turn; the messages to the front side that came of it."""
-        self._hashes.clear()
-        for kind, _, _, more in turn:
-            if kind == Kind.HASHES:
-                self._hashes.extend(more[i : i + HASH_SIZE] for i in range(0, len(more), HASH_SIZE))
-        for place, (kind, at, peer, more) in enumerate(turn):
-            if at:
-                self._clock.now = at
-            if kind == Kind.TO_WORKERS:
-                plans = inputs.to_workers()
-                done.plans += [(to, message.step) for to, message in plans if isinstance(message, StepPlan)]
-                done.different = done.different or self._compare("to workers", plans, more)
-            elif kind == Kind.TO_FRONT:
-                sent = inputs.to_front()
-                done.different = done.different or self._compare("to the front side", sent, more)
-            elif kind == Kind.UNDELIVERED:
-                inputs.undelivered(peer, sent[more][1])
-            elif kind == Kind.STOP:
-                self.ended = "the scheduler ended"
-            elif kind == Kind.DREW:
-                wrong = any(later[0] == Kind.EXPELLED for later in turn[place + 1 : place + 2])
-                inputs.worker(peer, _drew(more, wrong))
-            else:
-                _act(inputs, kind, peer, more)
-        return sent
-
-    def _compare(self, where: str, out: Outgoing, recorded: list[int]) -> str:
-        digest = 0
-        for peer, message in out:
-            what = encode(message) if self.tokens else redact.visible(message)
-            digest = zlib.crc32(what, zlib.crc32(peer.encode(), digest))
-        if [len(out), digest] == recorded:
-            return ""
-        steps = [f"step {message.step} of {peer}" for peer, message in out if isinstance(message, StepPlan)]
-        return (
-            f"messages {where}{' (' + ', '.join(steps) + ')' if steps else ''}: {recorded[0]} with digest "
-            f"{recorded[1]:08x} were recorded, and {len(out)} with digest {digest:08x} came out"
-        )
+    def _compare(self, done: Turn, out: Outgoing, recorded: list[int]) -> None:
+        plans = [(peer, message.step) for peer, message in out if isinstance(message, StepPlan)]
+        done.plans += plans
+        if (came := digests(out, self.tokens)) != recorded and not done.different:
+            steps = ", ".join(f"step {step} of {peer}" for peer, step in plans) or "none"
+            done.different = (
+                f"plans with the digests {_hex(recorded)} were recorded, and {_hex(came)} came out ({steps})"
+            )
 
     @contextmanager
     def _hashing(self) -> Iterator[None]:
@@ -160,36 +133,59 @@ class Replay:
         return self._hashes.popleft()
 
 
-def _act(inputs: Transcript, kind: int, peer: str, more: Any) -> None:
+def _hex(found: list[int]) -> str:
+    return " ".join(f"{digest:08x}" for digest in found) or "(none)"
+
+
+def _act(inputs: Transcript, kind: int, peer: Any = "", *more: Any) -> None:
     """One input."""
-    try:
-        if kind == Kind.WORKER:
-            inputs.worker(peer, _from_worker(more))
-        elif kind == Kind.FRONT:
-            inputs.front(peer, _from_front(more))
-    except BadFrame as error:
-        raise RecordingError(f"a message of {peer} in the recording does not decode: {error}.") from error
-    if kind == Kind.WORKER_GONE:
-        inputs.worker_gone(peer, more)
+    if kind in (Kind.WORKER, Kind.FRONT, Kind.SUBMIT):
+        _take(inputs, kind, peer, *more)
+    elif kind == Kind.DREW:
+        inputs.worker(peer, _drew(inputs, peer, *more))
+    elif kind == Kind.UNFIT:
+        lease, step = more
+        inputs.worker(peer, StepResult(Lease(*lease), step, i32([-1])))
+    elif kind == Kind.WORKER_GONE:
+        inputs.worker_gone(peer, *more)
     elif kind == Kind.FRONT_GONE:
         inputs.front_gone(peer)
+    elif kind == Kind.UNDELIVERED:
+        name, uids = more
+        inputs.undelivered(
+            peer, TokenBatch(i64(uids), b"", b"", b"", b"", b"", b"", b"") if uids else type(name, (), {})()
+        )
     elif kind == Kind.BAD_FRAMES:
-        inputs.bad_frames(more)
-    elif kind == Kind.NOTICE:
-        inputs.notice()
+        inputs.bad_frames(peer)
     elif kind == Kind.TICK:
         inputs.tick()
     elif kind == Kind.PLANS:
         inputs.plans()
+    elif kind == Kind.TO_FRONT:
+        inputs.to_front()
 
 
-def _drew(more: list[Any], wrong: bool) -> StepResult:
-    """A plain result. ``wrong``: some token was none of the vocabulary's."""
-    epoch, replica, counter, step, count, ends = more
-    tokens = [-1 if wrong else 0] * count
-    for slot, number in ends if not wrong else ():
-        tokens[slot] = number
-    return StepResult(Lease(epoch, replica, counter), step, i32(tokens))
+def _take(inputs: Transcript, kind: int, peer: str, frame: bytes) -> None:
+    try:
+        if kind == Kind.WORKER:
+            inputs.worker(peer, _from_worker(frame))
+        else:
+            message = _from_front(frame)
+            inputs.front(peer, given(message) if kind == Kind.SUBMIT else message)
+    except BadFrame as error:
+        raise RecordingError(f"a message of {peer} in the recording does not decode: {error}.") from error
+
+
+def _drew(inputs: Transcript, peer: str, lease: list[int], step: int, count: int, ended: list[list[int]]) -> StepResult:
+    """A plain result: no token is known but that those of ``ended`` end their sequences."""
+    tokens = [0] * count
+    worker = inputs.registry.workers.get(peer)
+    if ended and worker is not None and worker.replica is not None and worker.replica.in_flight:
+        by = {(slot.seq.uid, slot.seq.index): at for at, slot in enumerate(worker.replica.in_flight[0].slots())}
+        for uid, index in ended:
+            if (at := by.get((uid, index))) is not None and at < count:
+                tokens[at] = min(worker.replica.in_flight[0].slots()[at].seq.stops, default=0)
+    return StepResult(Lease(*lease), step, i32(tokens))
 
 
 def about(lines: list[str], uid: int) -> list[str]:

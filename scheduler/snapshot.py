@@ -23,6 +23,7 @@ from .block_pool import BlockPool
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _ROOMS = (f"{__package__}.", f"{__package__.rpartition('.')[0]}.proto.")
 _KINDS: dict[type, str] = {list: "list", dict: "dict", set: "set", deque: "deque", array: "array", Counter: "counter"}
+_FEW = 64  # bytes that are written down as they are
 _RUN = 4096  # items of an array that are compared at once
 _NOT_OURS = frozenset(("scheduler", "keys", "flight_recorder", "log_level", "advertise", "bind"))
 
@@ -77,7 +78,7 @@ class _Dump:
         """A plain value as it is, anything else as a list that begins with what it is."""
         kind = type(value)
         if kind in _PLAIN:
-            return value
+            return ["zeros", len(value)] if kind is bytes and _zeros(value) else value
         if id(value) in self._outside:
             return ["outside", self._outside[id(value)]]
         if isinstance(value, Enum):
@@ -108,7 +109,8 @@ class _Dump:
         if kind in (dict, Counter):
             return [_KINDS[kind], [self._value(k) for k in obj], [self._value(v) for v in obj.values()]]
         if kind is array:
-            return ["array", obj.typecode, obj.tobytes()]
+            data = obj.tobytes()
+            return ["array", obj.typecode, len(data) if _zeros(data) else data]
         if isinstance(obj, tuple):
             items = list(obj)
             if self._redact is not None and kind is not tuple:
@@ -166,6 +168,8 @@ class _Load:
         kind, *rest = value
         if kind == "at":
             return self._made[rest[0]]
+        if kind == "zeros":
+            return bytes(rest[0])
         if kind == "tuple":
             return tuple(rest)
         if kind == "outside":
@@ -200,7 +204,7 @@ def _shell(entry: list[Any]) -> Any:
     """What ``entry`` is, still empty; None for a tuple, which cannot be."""
     kind, *rest = entry
     if kind == "array":
-        return array(rest[0], rest[1])
+        return array(rest[0], bytes(rest[1]))
     if kind == "deque":
         return deque(maxlen=rest[1])
     if kind == "object":
@@ -210,6 +214,11 @@ def _shell(entry: list[Any]) -> Any:
         return EngineArgs() if cls is EngineArgs else cls.__new__(cls)
     makers: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "set": set, "counter": Counter}
     return makers[kind]() if kind in makers else None
+
+
+def _zeros(data: bytes) -> bool:
+    """These are to be written as their number: prompts and outputs whose tokens are left out."""
+    return len(data) > _FEW and data == bytes(len(data))
 
 
 def _name(cls: type) -> str:

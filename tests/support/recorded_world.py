@@ -44,7 +44,7 @@ class RecordedWorld(MembersWorld):
         super().__init__(seed)
         assert self.members is not None
         core, members = self.core, self.members
-        clock = TurnClock(lambda: self.now)
+        clock = core.clock = TurnClock(lambda: self.now)
         self.ring = Ring(str(path), megabytes, tokens)
         self.recorder = Recorder(members, self.ring, clock, tokens)
         inputs = self.inputs = self.recorder
