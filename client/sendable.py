@@ -69,5 +69,8 @@ def pack_ids(ids: list[int]) -> bytes:
 def size_of(message: Tokenize) -> int:
     """Roughly the bytes that a request holds while it waits to be tokenized."""
     chat = sum(len(v) if isinstance(v, (str, list)) else 64 for each in message.messages or () for v in each.values())
+    options = len(encode(message.template)) if message.template else 0
     pair = message.work.pair or "" if isinstance(message.work, Pool) else ""
-    return 512 + len(message.prompt or "") + len(pair) + len(message.ids or b"") + chat
+    return (
+        512 + len(message.prompt or "") + len(pair) + len(message.ids or b"") + len(message.cache_salt) + chat + options
+    )

@@ -335,7 +335,7 @@ class Detokenizer:
             Submit(
                 uid=uid, attempt=attempt, ids=prepared.ids, hashes=hashes, work=work, arrival=message.arrival,
                 children=prepared.children, key=message.key, priority=message.priority, losses=message.losses,
-                prompt_logprobs_from=message.prompt_logprobs_from, cache_salt=message.cache_salt,
+                prompt_logprobs_from=message.prompt_logprobs_from, root=prepared.root,
             )
         )  # fmt: skip
 

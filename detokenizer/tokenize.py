@@ -38,6 +38,7 @@ class Prepared:
 
     ids: bytes  # i32
     prompt: str | None
+    root: bytes  # of the chain of hashes
     hashes: bytes
     block_size: int
     work: Work  # resolved
@@ -239,8 +240,8 @@ class Preparer:
 
 def _prepared(message: Tokenize, ids: list[int], prompt: str | None, block_size: int, work: Work) -> Prepared:
     packed = array("i", ids).tobytes()
-    hashes = hash_blocks(packed, block_size, root_of(message.cache_salt))
-    return Prepared(packed, prompt, b"".join(hashes), block_size, work)
+    root = root_of(message.cache_salt)
+    return Prepared(packed, prompt, root, b"".join(hash_blocks(packed, block_size, root)), block_size, work)
 
 
 def _encode_end(tokenizer: TextTokenizer, text: str, special: bool, keep: int | None) -> tuple[list[int], bool]:

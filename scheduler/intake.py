@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from ..proto.codec import BadFrame, from_i32
 from ..proto.errors import Refused
-from ..proto.hashing import HASH_SIZE, hash_blocks, root_of
+from ..proto.hashing import HASH_SIZE, hash_blocks
 from ..proto.losses import MAX_LOSSES
 from ..proto.messages import Failed, Submit
 from ..proto.work import Pool
@@ -91,6 +91,8 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
         raise BadFrame(f"uid {message.uid} or attempt {message.attempt} is out of range")
     if not math.isfinite(message.arrival):
         raise BadFrame(f"arrival is {message.arrival}")
+    if len(message.root) != HASH_SIZE:
+        raise BadFrame(f"the root of the hashes has {len(message.root)} bytes")
     prompt_len = len(from_i32(message.ids))
     if not prompt_len:
         raise Refused("The prompt is empty; give at least one token.", param="prompt")
@@ -101,7 +103,7 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
     if len(message.hashes) == prompt_len // block_size * HASH_SIZE:
         hashes = [message.hashes[i : i + HASH_SIZE] for i in range(0, len(message.hashes), HASH_SIZE)]
     elif not message.hashes:  # of one who did not know the block size yet
-        hashes = hash_blocks(message.ids, block_size, root_of(message.cache_salt))
+        hashes = hash_blocks(message.ids, block_size, message.root)
     else:
         raise BadFrame(f"{len(message.hashes)} bytes of hashes for {prompt_len} tokens in blocks of {block_size}")
     request = Request(owner, message, hashes, message.priority if by_priority else 0)

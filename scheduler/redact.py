@@ -20,6 +20,7 @@ from typing import Any, get_args
 from msgspec.structs import asdict, fields, replace
 
 from ..proto.codec import BadFrame, encode, from_f32, from_i32, i32
+from ..proto.hashing import HASH_SIZE
 from ..proto.messages import Child, Logprobs, SlotFailed, StepPlan, StepResult, Submit
 from ..proto.params import MAX_BEAMS, RequestOutputKind, SamplingParams
 from ..proto.work import Generate, Pool, Work
@@ -82,7 +83,7 @@ def given(message: Submit) -> Submit:
 
 
 def is_sound(message: Submit, vocab_size: int) -> bool:
-    """All of a request's ids are in the vocabulary."""
+    """All of a request's ids are in the vocabulary, and its root is one."""
     asked, words = message.work, []
     columns = [message.ids, *(child.ids for child in message.children)]
     if isinstance(asked, Generate):
@@ -92,7 +93,8 @@ def is_sound(message: Submit, vocab_size: int) -> bool:
         ids = [from_i32(column) for column in columns] + words
     except BadFrame:
         return False
-    return all(words) and all(0 <= min(found) <= max(found) < (vocab_size or 2**31) for found in ids if found)
+    fits = len(message.root) == HASH_SIZE
+    return fits and all(words) and all(0 <= min(found) <= max(found) < (vocab_size or 2**31) for found in ids if found)
 
 
 def work(asked: Work) -> Work:

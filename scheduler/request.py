@@ -28,7 +28,7 @@ from array import array
 from enum import Enum
 from typing import NamedTuple
 
-from ..proto.hashing import hash_block, root_of
+from ..proto.hashing import hash_block
 from ..proto.losses import Losses
 from ..proto.messages import Admit, Finish, Submit
 from ..proto.work import Pool, child_seed
@@ -63,7 +63,7 @@ class Request:
     def __init__(self, owner: str, message: Submit, hashes: list[bytes], priority: int = 0):
         self.uid, self.attempt, self.owner = message.uid, message.attempt, owner
         self.prompt, self.prompt_len = message.ids, len(message.ids) // 4
-        self.hashes, self.root = hashes, root_of(message.cache_salt)
+        self.hashes, self.root = hashes, message.root
         self.arrival, self.priority = message.arrival, priority
         self.account = message.key  # the API key it came with, "" for none
         self.live: list[Sequence] = []

@@ -200,16 +200,18 @@ def _from_dict(prompt: dict[str, Any]) -> Input:
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ValueError(f"cache_salt must be a non-empty string, got {salt!r:.80}.")
     return Input(
-        text=None if text is None else _text(text), ids=None if ids is None else _ids(ids), salt=_text(salt or "")
+        text=None if text is None else _text(text),
+        ids=None if ids is None else _ids(ids),
+        salt=_text(salt or "", "cache_salt"),
     )
 
 
-def _text(text: Any) -> str:
+def _text(text: Any, name: str = "prompt") -> str:
     if not isinstance(text, str):
         raise TypeError(f"a prompt must be a string or a list of token ids, got {type(text).__name__}.")
     text = str.__str__(text)  # what numpy and jinja make of strings could not be sent
     if not text.isascii() and (why := unsendable(text, str)) is not None:
-        raise ValueError(f"prompt {text[:80]!r} cannot be sent: {why}.")
+        raise ValueError(f"{name} {text[:80]!r} cannot be sent: {why}.")
     return text
 
 

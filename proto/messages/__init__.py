@@ -60,7 +60,7 @@ __all__ = [
     "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch", "Tokenize", "Unknown", "WorkerInfo",
 ]  # fmt: skip
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ..hashing import ROOT
 from ..work import Work
 from .base import Logprobs, Message
 
@@ -78,7 +79,7 @@ class Submit(Message):
     priority: int = 0
     losses: int = 0
     prompt_logprobs_from: int = 0  # leading prompt tokens whose logprobs the client has
-    cache_salt: str = ""  # what ``hashes`` were made with
+    root: bytes = ROOT  # of the chain of ``hashes``; see ``root_of``
 
 
 class Abort(Message):

@@ -145,6 +145,17 @@ def test_what_waits_to_be_tokenized_is_bounded(rig, monkeypatch):
         rig.submit(prompt="b")
 
 
+@pytest.mark.parametrize("many", [
+    {"prompt": "a", "cache_salt": "s" * 5000},
+    {"messages": [{"role": "user", "content": "a"}], "template": {"tools": [{"description": "t" * 5000}]}},
+])  # fmt: skip
+def test_what_waits_is_counted_with_its_salt_and_its_tools(rig, monkeypatch, many):
+    monkeypatch.setattr(core_module, "MAX_UNACCEPTED_BYTES", 2000)
+    rig.submit(**many)
+    with pytest.raises(RequestError, match=r"1 requests \(5... bytes"):
+        rig.submit(prompt="b")
+
+
 # ---------------------------------------------------------------- logprobs
 
 

@@ -25,6 +25,7 @@ from quire.proto import messages as m
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.codec import f32, from_i8, from_i32, from_i64, i8, i32, i64
 from quire.proto.errors import Refused
+from quire.proto.hashing import ROOT, root_of
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
 from quire.proto.wire.sockets import Dealer, Router, front_endpoint
@@ -144,7 +145,8 @@ def rows(batch: m.TextBatch) -> list[tuple[Any, ...]]:
 def test_a_request_from_prompt_to_text(stack: Stack) -> None:
     engine, other = stack.engine(), stack.engine()
     ids = TOKENIZER.encode("The capital", True)
-    stack.ask(engine, 5, prompt="The capital", priority=2, key="k", params=SamplingParams(n=2, max_tokens=None))
+    stack.ask(engine, 5, prompt="The capital", priority=2, key="k", cache_salt="s",
+              params=SamplingParams(n=2, max_tokens=None))  # fmt: skip
     accepted = stack.got(engine, m.Accepted)
     assert (accepted.ids, accepted.prompt) == (i32(ids), "The capital")
     assert accepted.work.params.max_tokens == 128 - len(ids)
@@ -156,7 +158,9 @@ def test_a_request_from_prompt_to_text(stack: Stack) -> None:
     stack.ask(other, 6, messages=[{"role": "user", "content": "Hi 😀"}], params=SamplingParams(ignore_eos=True))
     chat = stack.got(other, m.Accepted)
     assert "Hi 😀" in chat.prompt and TOKENIZER.decode(from_i32(chat.ids), False) == chat.prompt
-    assert stack.scheduler(m.Submit).work.eos == []
+    assert submit.root == root_of("s") != ROOT
+    submit = stack.scheduler(m.Submit)
+    assert (submit.work.eos, submit.root) == ([], ROOT)
     out = TOKENIZER.encode(" is Paris, zqx", False)
     assert len(out) > 3
     stack.tokens(

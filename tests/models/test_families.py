@@ -141,6 +141,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("FalconForCausalLM", {"parallel_attn": 0}, "parallel_attn must be true or false, got 0"),
     ("MPTForCausalLM", {"attn_config": {"alibi": "no"}}, "alibi must be true or false, got 'no'"),
     ("LlamaForCausalLM", {"num_attention_heads": 10**30}, "num_attention_heads must be a positive integer"),
+    ("LlamaForCausalLM", {"vocab_size": 2**40}, "vocab_size must be a positive integer of at most 2147483647, got 109"),
 ]  # fmt: skip
 
 

@@ -160,6 +160,8 @@ def test_prompts_by_vllms_names():
     for bad in ("", 5, ["x"]):
         with pytest.raises(ValueError, match="cache_salt must be a non-empty string"):
             parse_prompts({"prompt": "a", "cache_salt": bad}, None)
+    with pytest.raises(ValueError, match=r"cache_salt '\\ud800' cannot be sent"):
+        parse_prompts({"prompt": "a", "cache_salt": "\ud800"}, None)
 
 
 def test_texts_without_special_tokens():

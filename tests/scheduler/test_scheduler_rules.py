@@ -8,7 +8,7 @@ import pytest
 from scheduler_rig import VOCAB, Rig
 
 from quire.proto.codec import BadFrame, from_i32, i32, i64
-from quire.proto.hashing import hash_blocks
+from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import (
     Child,
     Finish,
@@ -197,7 +197,7 @@ def test_hashes_that_are_missing_are_made_with_the_salt() -> None:
     rig.run()
     ids, work = i32(rig.prompt(24, first)), Generate(SamplingParams(max_tokens=4), 1)
     for uid, salt, cached in ((50, "", 0), (51, "a", 16)):  # of a detokenizer that did not know the block size yet
-        rig.core.submit("detok", Submit(uid, 0, ids, b"", work, float(uid), cache_salt=salt))
+        rig.core.submit("detok", Submit(uid, 0, ids, b"", work, float(uid), root=root_of(salt)))
         rig.run()
         assert rig.started[uid] == cached
 

@@ -77,12 +77,13 @@ class Rig:
         uid = uid or self.last_uid
         prompt = self.prompt(prompt, uid) if isinstance(prompt, int) else prompt
         ids = i32(prompt)
-        hashes = b"".join(hash_blocks(ids, self.core.config.block_size, root_of(cache_salt)))
+        root = root_of(cache_salt)
+        hashes = b"".join(hash_blocks(ids, self.core.config.block_size, root))
         sampling = SamplingParams(**{"max_tokens": 4, **params})
         message = Submit(
             uid, attempt, ids, hashes, Generate(sampling, uid, list(eos), suppressed, bad_words or []),
             float(self.last_uid) if arrival is None else arrival, children or [], priority=priority, losses=losses,
-            prompt_logprobs_from=prompt_from, key=key, cache_salt=cache_salt,
+            prompt_logprobs_from=prompt_from, key=key, root=root,
         )  # fmt: skip
         self.core.submit("detok", message)
         return uid

@@ -75,7 +75,8 @@ def integer(hf: Config, key: str, default: int | None = None) -> int:
     value = hf.get(key)
     value = default if value is None else value
     if type(value) is not int or not 0 < value < 2**31:
-        raise ConfigError(f"config.json: {key} must be a positive integer, got {value!r}.")
+        most = f" of at most {2**31 - 1}" if type(value) is int and value > 0 else ""
+        raise ConfigError(f"config.json: {key} must be a positive integer{most}, got {value!r}.")
     return value
 
 
