@@ -48,6 +48,8 @@ def _replay(args: argparse.Namespace) -> int:
             shown += len(turn.plans)
             lines = turn.lines if args.request is None else about(turn.lines, args.request)
             print("\n".join(lines), end="\n" if lines else "")
+        if turn.trace:
+            print(*turn.lines, turn.trace, sep="\n")
         if turn.different:
             print(f"DIFFERENT in turn {turns}: {turn.different}", *turn.lines, sep="\n")
             return DIFFERENT

@@ -220,7 +220,7 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number of seconds of at least 0, got {value}.")
-        if not self.flight_recorder_size >= 1:
+        if not 1 <= self.flight_recorder_size < float("inf"):
             raise ConfigError(f"flight_recorder_size must be at least 1 (MB), got {self.flight_recorder_size}.")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs must be at least -1 (no limit), got {self.max_logprobs}.")

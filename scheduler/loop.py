@@ -17,7 +17,7 @@ from .blame import Blame
 from .core import Scheduler
 from .inputs import Inputs
 from .membership import Membership
-from .recorder import TurnClock, open_recorder
+from .recorder import Recorder, TurnClock, open_ring
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +35,12 @@ class Loop:
             )
         self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
         self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
-        clock = TurnClock() if config.flight_recorder else None
-        self.core = Scheduler(config, clock or time.monotonic)
+        ring, clock = open_ring(config), TurnClock()
+        self.core = Scheduler(config, time.monotonic if ring is None else clock)
         self.membership = Membership(self.core, epoch, blame)
         self.inputs, self.recorder = Inputs(self.membership), None
-        if clock is not None:
-            self.inputs = self.recorder = open_recorder(config, self.membership, clock)
+        if ring is not None:
+            self.inputs = self.recorder = Recorder(self.membership, ring, clock, config.flight_recorder_tokens)
         self._wake, self._waker = socket.socketpair()
         self._poller = zmq.Poller()
         for readable in (self.front.socket, self.front.monitor(), self.workers.socket, self.workers.monitor()):

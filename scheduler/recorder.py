@@ -25,7 +25,7 @@ from ..proto.messages import BeamTokens, PromptLogprobs, StepFailed, StepPlan, S
 from . import redact, request
 from .inputs import Inputs, Outgoing
 from .membership import Membership
-from .recording import Ring
+from .recording import Ring, holds_recording
 from .request import Sequence
 from .snapshot import SnapshotError, dump
 
@@ -245,9 +245,19 @@ def digests(out: Outgoing, tokens: bool) -> list[int]:
     return [zlib.crc32(what(message), zlib.crc32(peer.encode())) for peer, message in out if type(message) is StepPlan]
 
 
-def open_recorder(config: EngineArgs, membership: Membership, clock: TurnClock) -> Recorder:
-    """The recorder that the flags ask for. Raises ConfigError."""
-    path, size, tokens = config.flight_recorder or "", config.flight_recorder_size, config.flight_recorder_tokens
-    recorder = Recorder(membership, Ring(path, size, tokens), clock, tokens)
+def open_ring(config: EngineArgs) -> Ring | None:
+    """The file that the flags ask for, or None. Raises ConfigError where there never was one: where a scheduler has
+    recorded there before, a disk that is full by now must not keep the next one from serving."""
+    path, size, tokens = config.flight_recorder, config.flight_recorder_size, config.flight_recorder_tokens
+    if path is None:
+        return None
+    earlier = holds_recording(path)
+    try:
+        ring = Ring(path, size, tokens)
+    except ConfigError as error:
+        if not earlier:
+            raise
+        log.error("nothing is recorded: %s", error)
+        return None
     log.info("records what happens into %s (%g MB, %s token ids)", path, size, "with" if tokens else "without")
-    return recorder
+    return ring

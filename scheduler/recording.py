@@ -9,13 +9,15 @@ with the segment's number, so that neither a torn record nor what stands behind 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -58,15 +60,12 @@ class Ring:
     def __init__(self, path: str, megabytes: float, tokens: bool):
         self.size = max(int(megabytes * 2**20) // SEGMENTS, 4096)
         total = HEAD + SEGMENTS * self.size
+        kept = _keep(path)
         try:
-            _keep(path)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(handle, 0, total)
-                self._map = mmap.mmap(handle, total)
-            finally:
-                os.close(handle)
+            self._map = _make(path, total)
         except OSError as error:
+            if kept:
+                os.replace(f"{path}.1", path)
             raise ConfigError(
                 f"cannot record into {path} ({megabytes:g} MB): {error.strerror}; name another --flight-recorder."
             ) from error
@@ -108,16 +107,54 @@ class Ring:
         self._map.close()
 
 
-def _keep(path: str) -> None:
-    """The recording of the process before stays, as PATH.1: it may be the one that is wanted."""
+def _make(path: str, size: int) -> mmap.mmap:
+    """A new file of its full size, in memory. Raises OSError, and leaves no file then."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        with open(path, "rb") as file:
-            start = file.read(len(MAGIC))
+        os.posix_fallocate(handle, 0, size)
+        return mmap.mmap(handle, size)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(handle)
+
+
+def _keep(path: str) -> bool:
+    """The recording of the process before stays, as PATH.1: it may be the one that is wanted. False where there was
+    none. Raises ConfigError where a file would be lost that is no recording."""
+    for name in (path, f"{path}.1"):
+        empty = os.path.isfile(name) and not os.path.getsize(name)
+        if os.path.lexists(name) and not empty and not holds_recording(name):
+            raise ConfigError(f"{name} exists and is no recording; name another --flight-recorder.")
+    try:
+        if not holds_recording(path):
+            os.unlink(path)
+            return False
+        os.replace(path, f"{path}.1")
     except FileNotFoundError:
-        return
-    if start not in (MAGIC, b""):
-        raise ConfigError(f"{path} exists and is no recording; name another --flight-recorder.")
-    os.replace(path, f"{path}.1")
+        return False
+    except OSError as error:
+        raise ConfigError(f"cannot rename {path}: {error.strerror}; name another --flight-recorder.") from error
+    return True
+
+
+def holds_recording(path: str) -> bool:
+    """Whether a recording is there, of whatever version."""
+    try:
+        with _open(path) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _open(path: str) -> BinaryIO:
+    """Open a file to read. Raises OSError, also for what may have no end, or keep its reader waiting."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no plain file", path)
+    return file
 
 
 @dataclass
@@ -131,7 +168,7 @@ class Segment:
 
 @dataclass
 class Recording:
-    """What a file holds. ``torn``: the last record was being written, or is damaged; ``number`` is that of the first
+    """What a file holds. ``torn``: the last record was being written; ``number`` is that of the first
     segment, 1 where nothing was overwritten."""
 
     header: Header
@@ -143,15 +180,14 @@ class Recording:
 def read(path: str) -> Recording:
     """Read a file. Raises RecordingError."""
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        with _open(path) as file:
+            header = _header(path, data := file.read(HEAD))
+            size, whole = os.fstat(file.fileno()).st_size, HEAD + SEGMENTS * header.size
+            if size != whole:
+                raise RecordingError(f"{path} is cut off: it has {size} bytes of {whole}; copy it whole.")
+            data += file.read(whole - HEAD)
     except OSError as error:
         raise RecordingError(f"cannot read {path}: {error.strerror}.") from error
-    header = _header(path, data)
-    if len(data) != HEAD + SEGMENTS * header.size:
-        raise RecordingError(
-            f"{path} is cut off: it has {len(data)} bytes of {HEAD + SEGMENTS * header.size}; copy it whole."
-        )
     found = {}
     for start in range(HEAD, len(data), header.size):
         (number,) = _NUMBER.unpack_from(data, start)
@@ -169,7 +205,7 @@ def read(path: str) -> Recording:
         records = _Records(data, found[number] + _NUMBER.size, found[number] + header.size, number)
         read = list(records)
         torn = records.torn
-        if len(read) < 2 or len(read[1]) < _TIME.size or (torn and number < last):
+        if len(read) < 2 or len(read[1]) < _TIME.size or (torn and number < last) or records.more():
             raise RecordingError(f"{path} is damaged in segment {number}; nothing after it can be trusted.")
         state, (now,), before = read[0], _TIME.unpack_from(read[1]), read[1][_TIME.size :]
         if segments and before:
@@ -226,3 +262,11 @@ class _Records:
                 return
             yield record
             self._at = start + length
+
+    def more(self) -> bool:
+        """Behind what is torn stands another record: so it was not being written, and is damaged."""
+        if not self.torn:
+            return False
+        length, _ = _RECORD.unpack_from(self._data, self._at)
+        behind = _Records(self._data, self._at + _RECORD.size + length, self._end, self._seed)
+        return next(iter(behind), None) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from ..proto.hashing import HASH_SIZE
 from ..proto.messages import Lease, StepPlan, StepResult, TokenBatch, ToSchedulerFront, ToSchedulerWorkers
 from . import request
 from .inputs import Outgoing
+from .membership import Membership
 from .recorder import Kind, digests
 from .recording import RecordingError, read
 from .redact import given
@@ -47,6 +49,8 @@ class Turn:
     plans: list[tuple[str, int]]
     different: str = ""
     """What did not come out as it was recorded; "" where all did."""
+    trace: str = ""
+    """Of the exception that ended the scheduler, then and now."""
 
 
 @dataclass
@@ -77,6 +81,8 @@ class Replay:
                     members = load(segment.state, {"clock": self._clock})
                 except SnapshotError as error:
                     raise RecordingError(f"{self.path} cannot be replayed: {error}.") from error
+                if not isinstance(members, Membership):
+                    raise RecordingError(f"{self.path} cannot be replayed: it holds no scheduler's state.")
                 inputs = Transcript(members, self.tokens, self._began)
                 self._began = inputs.began
                 for hashes, entries in segment.turns:
@@ -87,10 +93,11 @@ class Replay:
 
     def _turn(self, inputs: Transcript, hashes: bytes, entries: list[list[Any]]) -> Turn:
         """Do what was done in a turn."""
-        done = Turn([], [])
+        done, left = Turn([], []), len(entries)
         self._hashes = deque(hashes[i : i + HASH_SIZE] for i in range(0, len(hashes), HASH_SIZE))
         try:
             for kind, *more in entries:
+                left -= 1
                 if kind == Kind.TO_WORKERS:
                     self._compare(done, inputs.to_workers(), *more)
                 elif kind == Kind.NOTICE:
@@ -101,7 +108,18 @@ class Replay:
                 else:
                     _act(inputs, kind, *more)
         except NoMoreHashes:
-            done.different = done.different or "more blocks became full than were recorded"
+            if entries[-left:] == [[Kind.STOP]]:  # it was ended in the midst of that
+                self.ended = "the scheduler ended by an exception that does not come now"
+            else:
+                done.different = done.different or "more blocks became full than were recorded"
+        except RecordingError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever ended the scheduler then
+            said = f"{type(error).__name__}: {error}".rstrip(": ")
+            if entries[-left:] == [[Kind.STOP]]:
+                self.ended, done.trace = f"the scheduler ended by {said}", traceback.format_exc()
+            else:
+                done.different = f"{said} came out, where the recording goes on"
         done.lines = inputs.take()
         return done
 

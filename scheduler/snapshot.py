@@ -25,6 +25,7 @@ _ROOMS = (f"{__package__}.", f"{__package__.rpartition('.')[0]}.proto.")
 _KINDS: dict[type, str] = {list: "list", dict: "dict", set: "set", deque: "deque", array: "array", Counter: "counter"}
 _FEW = 64  # bytes that are written down as they are
 _RUN = 4096  # items of an array that are compared at once
+_MOST = 2**23  # blocks of a pool: more than any scheduler takes (worker_registry.MAX_BLOCKS)
 _NOT_OURS = frozenset(("scheduler", "keys", "flight_recorder", "log_level", "advertise", "bind"))
 
 Attributes = dict[str, Any]
@@ -44,7 +45,7 @@ def load(data: bytes, outside: dict[str, Any]) -> Any:
     """The root, made anew. Raises SnapshotError."""
     try:
         return _Load(msgspec.msgpack.decode(data), outside).run()
-    except (msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"its state is not of this version of quire ({error})") from error
 
 
@@ -148,7 +149,7 @@ class _Load:
         return self._made[0]
 
     def _tuple(self, at: int) -> None:
-        waiting = [at]
+        waiting, begun = [at], set()
         while waiting:
             now = waiting[-1]
             if now in self._made:
@@ -159,7 +160,10 @@ class _Load:
             missing = [index for index in inner if index not in self._made]
             if not missing:
                 values = tuple(map(self._value, items))
-                self._made[waiting.pop()] = values if kind == "tuple" else tuple.__new__(_class(kind), values)
+                self._made[waiting.pop()] = values if kind == "tuple" else tuple.__new__(_class(kind, tuple), values)
+            elif now in begun:
+                raise SnapshotError("a tuple is within itself")
+            begun.add(now)
             waiting += missing
 
     def _value(self, value: Any) -> Any:
@@ -175,9 +179,9 @@ class _Load:
         if kind == "outside":
             return self._outside[rest[0]]
         if kind == "enum":
-            return _class(rest[0])(rest[1])
+            return _class(rest[0], Enum)(rest[1])
         if kind == "struct":
-            return msgspec.msgpack.decode(rest[1], type=_class(rest[0]))
+            return msgspec.msgpack.decode(rest[1], type=_class(rest[0], msgspec.Struct))
         if kind == "frozenset":
             return frozenset(map(self._value, rest[0]))
         if kind == "method" and not rest[1].startswith("_"):
@@ -227,11 +231,11 @@ def _name(cls: type) -> str:
     return f"{cls.__module__.partition('.')[2]}:{cls.__qualname__}"
 
 
-def _class(name: str) -> Any:
+def _class(name: str, base: type = object) -> Any:
     module, _, cls = name.partition(":")
     path = f"{__package__.partition('.')[0]}.{module}"
     found = getattr(sys.modules.get(path), cls, None) if path.startswith(_ROOMS) else None
-    if not isinstance(found, type) or found.__module__ != path:
+    if not isinstance(found, type) or found.__module__ != path or not issubclass(found, base):
         raise SnapshotError(f"no class {name}")
     return found
 
@@ -256,7 +260,7 @@ def _pack_pool(pool: BlockPool) -> Attributes:
 
 def _unpack_pool(packed: Attributes) -> Attributes:
     attributes = {name: _unpack_links(value) if isinstance(value, list) else value for name, value in packed.items()}
-    hash_of: list[bytes | None] = [None] * packed["num_blocks"]
+    hash_of: list[bytes | None] = [None] * len(attributes["refs"])
     for block_hash, block in packed["_by_hash"].items():
         hash_of[block] = block_hash
     return {**attributes, "_hash_of": hash_of}
@@ -280,6 +284,8 @@ def _pack_links(values: array[int]) -> list[Any]:
 
 def _unpack_links(packed: list[Any]) -> array[int]:
     count, *parts = packed
+    if not 0 <= count <= _MOST:
+        raise SnapshotError(f"a pool of {count} blocks")
     values = array("i")
     for part in parts:
         size = min(_RUN, count - len(values))

@@ -160,7 +160,7 @@ class Transcript(Inputs):
 
     def _line(self, line: str) -> None:
         now = self.core.clock()
-        if now != self._said:
+        if f"{now - self.began:.3f}" != f"{self._said - self.began:.3f}":
             self._said = now
             self.lines.append(f"@ {now - self.began:.3f} s")
         self.lines.append(line)

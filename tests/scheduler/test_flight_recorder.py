@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 from flight_requests import submits
 from recorded_world import RecordedWorld
@@ -14,14 +16,22 @@ from recorded_world import RecordedWorld
 from quire.cli.main import run
 from quire.proto.codec import from_i32, i32
 from quire.proto.config import ConfigError, EngineArgs
-from quire.proto.messages import PROTOCOL, Hello, Lease, Logprobs, StepPlan, StepResult
+from quire.proto.messages import (
+    PROTOCOL,
+    Hello,
+    Lease,
+    Logprobs,
+    StepPlan,
+    StepResult,
+)
 from quire.proto.process import EXIT_CONFIG
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_worker import FakeWorker
 from quire.scheduler.membership import Membership
-from quire.scheduler.recorder import Recorder, TurnClock
-from quire.scheduler.recording import FORMAT, HEAD, MAGIC, SEGMENTS, Ring
+from quire.scheduler.recorder import Recorder, TurnClock, open_ring
+from quire.scheduler.recording import FORMAT, HEAD, MAGIC, SEGMENTS, RecordingError, Ring
 from quire.scheduler.replay import Replay
+from quire.scheduler.snapshot import SnapshotError, load
 
 
 def replayed(path: Path) -> tuple[int, Replay]:
@@ -57,9 +67,10 @@ def test_random_histories(part: int, tokens: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(200, 208))
 def test_a_ring_that_has_wrapped(seed: int, tokens: bool, tmp_path: Path) -> None:
     """It begins with the state at some moment, whatever was going on then."""
-    world = RecordedWorld(seed, tmp_path / "r", 0.1, tokens)
+    world = RecordedWorld(seed, tmp_path / "r", 0.15, tokens)
     while world.ring.number <= SEGMENTS + 1:
         world.run()
+        assert world.recorder._on
     world.recorder.close()
     plans, replay = replayed(tmp_path / "r")
     assert plans and not replay.whole
@@ -127,6 +138,51 @@ def test_files_that_cannot_be_replayed(tmp_path: Path, capsys: pytest.CaptureFix
     assert "cannot read" in capsys.readouterr().err
 
 
+def test_a_record_that_is_damaged_is_not_taken_for_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    recorded(path, 5, 0.5)
+    data = bytearray(path.read_bytes())
+    second = HEAD + 16 + struct.unpack_from("<I", data, HEAD + 8)[0]
+    data[second + 12] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RecordingError, match="is damaged in segment 1"):
+        Replay(str(path))
+
+
+def test_what_is_no_plain_file_or_too_long_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe would keep its reader waiting, and a file of a TB would fill the memory."""
+    path = tmp_path / "r"
+    recorded(path, 5, 0.5)
+    os.truncate(path, 2**40)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "letter").touch()
+    os.truncate(tmp_path / "letter", 2**40)
+    for name, line in (("r", "is cut off"), ("pipe", "no plain file"), ("letter", "is no flight"), (".", "directory")):
+        assert run(["replay", str(tmp_path / name)]) == EXIT_CONFIG
+        said = capsys.readouterr().err
+        assert line in said and said.count("\n") == 1, said
+    with pytest.raises(ConfigError, match="is no recording"):
+        Ring(str(tmp_path / "pipe"), 1, False)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [["object", "scheduler.block_pool:BlockPool", {"refs": [2**40, 0], "_by_hash": ["at", 1]}], ["dict", [], []]],
+        [["tuple", [["at", 0]]]],
+        [["list", [["enum", "scheduler.replay:Replay", "/etc/passwd"]], None]],
+        [["list", [["struct", "scheduler.replay:Replay", msgspec.msgpack.encode({"path": "/etc/passwd"})]], None]],
+        [["list", [["outside", "nothing"]], None]],
+    ],
+)
+def test_a_state_made_up_by_somebody(table: list[object]) -> None:
+    """It fills no memory, goes round in no circle, and runs no code of a class of ours."""
+    with pytest.raises(SnapshotError):
+        load(msgspec.msgpack.encode(table), {})
+
+
 def test_the_file_of_another_version(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +204,43 @@ def test_a_plan_that_is_different(tmp_path: Path, capsys: pytest.CaptureFixture[
         self, owner, message) if message.uid != 1 else None)  # fmt: skip
     assert run(["replay", str(tmp_path / "r")]) == 1
     assert "DIFFERENT in turn" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["submit", "plan", "commit"])
+def test_an_exception_that_ended_the_scheduler_comes_again(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = getattr(Scheduler, name)
+
+    def fails(self: Scheduler, *args: object) -> object:
+        if self.steps == 4:
+            raise RuntimeError("of all things")
+        return before(self, *args)
+
+    world = Secretive(tmp_path / "r", False)
+    first, second = submits([[7] * 20] * 4, [5], world.token, SECRETS)[2:]
+    monkeypatch.setattr(Scheduler, name, fails)
+    world.inputs.front("d", first)
+    with pytest.raises(RuntimeError):
+        for _ in range(9):
+            world.turn()
+            world.run()
+            if world.core.steps == 4:
+                world.inputs.front("d", second)
+    world.inputs.close()
+    assert run(["replay", str(tmp_path / "r")]) == 0
+    said = capsys.readouterr().out
+    assert "the scheduler ended by RuntimeError: of all things" in said and "Traceback" in said
+    monkeypatch.undo()
+    _, replay = replayed(tmp_path / "r")  # mended
+    assert "RuntimeError" not in replay.ended
+
+
+def test_an_exception_that_did_not_come_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(tmp_path / "r", 5)
+    monkeypatch.setattr("quire.scheduler.planner._plan_chunk", None)
+    found = [turn.different for turn in Replay(str(tmp_path / "r")).turns() if turn.different]
+    assert "TypeError" in found[0] and "where the recording goes on" in found[0]
 
 
 def test_lines_of_a_step_and_of_a_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +266,44 @@ def test_the_recording_before_is_kept(tmp_path: Path) -> None:
         Ring(str(tmp_path / "letter"), 1, False)
     with pytest.raises(ConfigError, match="cannot record into"):
         Ring(str(tmp_path / "no" / "folder"), 1, False)
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start says so. A later one serves without, and what is there stays as it is."""
+
+    def full(handle: int, at: int, size: int) -> None:
+        os.truncate(handle, size)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "r"
+    config = EngineArgs(flight_recorder=str(path), flight_recorder_size=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            open_ring(config)
+        assert not list(tmp_path.iterdir())
+    Ring(str(path), 1, False).close()
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for _ in range(2):
+        assert open_ring(config) is None
+        assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_beside_it_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    Ring(str(path), 1, False).close()
+    (tmp_path / "r.1").write_text("Dear all")
+    with pytest.raises(ConfigError, match=r"r\.1 exists and is no recording"):
+        Ring(str(path), 1, False)
+    (tmp_path / "new").touch()  # as mktemp makes one
+    Ring(str(tmp_path / "new"), 1, False).close()
+    assert not (tmp_path / "new.1").exists()
+
+
+def test_a_size_without_end() -> None:
+    with pytest.raises(ConfigError, match="flight_recorder_size"):
+        EngineArgs(flight_recorder_size=float("inf")).check()
 
 
 def test_a_ring_too_small_for_the_state(tmp_path: Path) -> None:
@@ -260,3 +391,24 @@ def test_no_token_text_or_key_is_in_the_file(tokens: bool, tmp_path: Path) -> No
     found = [t for t in world.tokens if any(p in data for p in (i32([t]), struct.pack(">I", t), str(t).encode()))]
     assert bool(found) is tokens
     assert set(from_i32(requests[0].ids)) <= world.tokens
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_message_that_did_not_arrive(tokens: bool, over: bool, tmp_path: Path) -> None:
+    """``over``: a segment has begun since it was sent."""
+    world = Secretive(tmp_path / "r", tokens)
+    for message in submits([[world.token() for _ in range(20)] for _ in range(4)], [5], world.token, SECRETS):
+        world.inputs.front("d", message)
+    for _ in range(6):
+        world.turn()
+        world.run()
+    (lost,) = world.inputs.to_front()
+    if over:
+        assert world.inputs._begin(b"")
+    world.inputs.undelivered(*lost)
+    assert list(world.core.requests) == [4]  # the beam search had no token in it
+    world.turn()
+    world.inputs.close()
+    plans, _ = replayed(tmp_path / "r")
+    assert plans > 3
