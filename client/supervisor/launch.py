@@ -341,7 +341,8 @@ class Supervisor:
                 if data:
                     say(without_errors(child, data))
                 else:
-                    self._selector.unregister(key.fileobj)
+                    with contextlib.suppress(KeyError):  # another process has been started in its place meanwhile
+                        self._selector.unregister(key.fileobj)
                     say(child.carry)
                     child.carry = b""
                     drained.set()

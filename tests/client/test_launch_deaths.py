@@ -116,6 +116,32 @@ def test_who_was_killed_by_nobody_here_was_probably_out_of_memory(make_stack, ca
     assert "quire.gpu_worker was killed by signal 9, probably out of memory; what it said" in caplog.text
 
 
+def test_what_is_printed_is_passed_on_after_its_reader_stood_still(make_stack, monkeypatch):
+    """Two end at once; while nobody reads what is said of the first, another takes the second one's place."""
+    gates, calls = [threading.Event(), threading.Event()], []
+
+    def say(data):
+        calls.append(data)
+        if len(calls) <= len(gates):
+            gates[len(calls) - 1].wait(60)
+
+    monkeypatch.setattr(launch, "say", say)
+    stack = make_stack(
+        ("frontend", f"import os; os.write(1, b'a word'); {SLEEP}"), ("scheduler", SLEEP), ("detokenizer", SLEEP)
+    )
+    talks, *others = stack._children
+    wait_until(lambda: len(calls) == 1, "a word is being passed on", 60)
+    for child in others:
+        child.kill()
+    wait_until(lambda: all(child.dead() for child in others), "both have ended", 60)
+    gates[0].set()
+    wait_until(lambda: len(calls) == 2, "the end of one is being passed on", 60)
+    wait_until(lambda: stack.check() or all(child.state is State.LOADING for child in others), "both are replaced", 60)
+    gates[1].set()
+    talks.kill()
+    wait_until(lambda: stack.check() or calls.count(b"a word") == 2, "another word is passed on", 60)
+
+
 def test_of_a_replica_the_one_that_failed_is_named_and_not_the_rest_that_was_killed_for_it(make_stack, monkeypatch):
     monkeypatch.setattr(launch, "REPLICA_S", 0.1)
     stack = make_stack(("gpu_worker", SLEEP, 0), ("gpu_worker", "import sys; sys.exit(3)", 0))
