@@ -2,9 +2,9 @@
 
     python bench/recorder.py --output-json bench/results/flight-recorder.json
 
-256 sequences decode, and each that ends is replaced, as in `quire bench control-plane`; a turn takes a result's frame,
-commits, plans, and encodes what goes out. One scheduler runs a few steps with its recorder, a few without, and so on.
-CPU time of this thread, the median of the rounds.
+1, 32 or 256 sequences decode, and each that ends is replaced, as in `quire bench control-plane`; a turn takes a
+result's frame, commits, plans, and encodes what goes out. One scheduler runs a few steps with its recorder, a few
+without, and so on. CPU time of this thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.proto.codec import Decoder, encode, from_i8, i32
 from quire.proto.config import EngineArgs
@@ -51,6 +51,13 @@ from_front: Decoder[Any] = Decoder(ToSchedulerFront)
 to_worker: Decoder[Any] = Decoder(FromSchedulerWorkers)
 
 
+class Times(NamedTuple):
+    """Microseconds of a turn, and of commit and plan in it."""
+
+    turn: float
+    core: float
+
+
 class World:
     """A scheduler, a worker that answers at once, and clients that replace each request that ends."""
 
@@ -69,7 +76,7 @@ class World:
         self.waiting: deque[bytes] = deque()
         self.arrivals: list[bytes] = []
         self.results: deque[bytes] = deque()
-        self.count, self.seconds = 0, 0.0
+        self.count, self.seconds, self.core_seconds = 0, 0.0, 0.0
         for i in range(rows):
             self.arrive(1 + i * self.output // rows)
 
@@ -87,13 +94,18 @@ class World:
         inputs, frames = self.inputs, [self.results.popleft()] if self.results else []
         begin = time.thread_time()
         inputs.notice()
-        for frame in frames:
-            inputs.worker("worker", from_worker(frame))
+        results = [from_worker(frame) for frame in frames]
+        commit = time.thread_time()
+        for result in results:
+            inputs.worker("worker", result)
+        committed = time.thread_time()
         for frame in arrivals:
             inputs.front("detokenizer", from_front(frame))
         inputs.notice()
         inputs.tick()
+        plan = time.thread_time()
         inputs.plans()
+        self.core_seconds += committed - commit + time.thread_time() - plan
         to_workers = [encode(message) for _, message in inputs.to_workers()]
         messages = inputs.to_front()
         for _, message in messages:
@@ -115,54 +127,66 @@ class World:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=150)
-    parser.add_argument("--steps", type=int, default=20, help="of each scheduler in a round")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=10, help="with the recorder and without, in each round")
     parser.add_argument("--size", type=float, default=64, help="--flight-recorder-size")
     parser.add_argument("--output-json")
     args = parser.parse_args()
-    found: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, tokens in (("on", False), ("with tokens", True)):
-            world = World(args.rows, f"{folder}/{name}", tokens, args.size)
-            off, on = measure(world, args.rounds, args.steps)
-            found[name] = [b / a - 1 for a, b in zip(off, on, strict=True)]
-            found[f"{name}, off"], found[f"{name}, on"] = off, on
-    report = {
+    report: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "machine": f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores",
-        "rows": args.rows,
-        "rounds": args.rounds,
-        "turn_us": {name: round(statistics.median(times), 1) for name, times in found.items() if "," in name},
-        "cost_percent": {
-            name: round(100 * statistics.median(costs), 2) for name, costs in found.items() if "," not in name
-        },
-    }  # fmt: skip
+        "load": os.getloadavg()[0],
+        "pairs": args.rounds,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for rows in args.rows:
+            for name, tokens in (("lengths", False), ("tokens", True)):
+                world = World(rows, f"{folder}/{rows}-{name}", tokens, args.size)
+                report[f"{rows} rows, {name}"] = summarise(*measure(world, args.rounds, args.steps))
+                world.inputs.close()
     print(json.dumps(report, indent=1))
     if args.output_json:
         Path(args.output_json).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(world: World, rounds: int, steps: int) -> tuple[list[float], list[float]]:
+def summarise(off: list[Times], on: list[Times]) -> dict[str, float]:
+    """Medians over the pairs. The cost is that of the pairs' quieter half: the rest is what else the machine does."""
+    pairs = sorted(zip(off, on, strict=True), key=lambda pair: pair[0].turn + pair[1].turn)
+    quiet = pairs[: len(pairs) // 2]
+    cost = statistics.median(b.turn - a.turn for a, b in quiet)
+    turn, core = (statistics.median(getattr(a, name) for a, _ in quiet) for name in ("turn", "core"))
+    return {
+        "turn_us": round(turn, 1),
+        "plan_commit_us": round(core, 1),
+        "cost_us": round(cost, 1),
+        "percent_of_turn": round(100 * cost / turn, 1),
+        "percent_of_plan_commit": round(100 * cost / core, 1),
+        "percent_of_a_core_at_200_turns_a_second": round(cost * 200 / 1e4, 2),
+        "median_ratio_all_pairs": round(statistics.median(b.turn / a.turn for a, b in pairs), 3),
+    }
+
+
+def measure(world: World, rounds: int, steps: int) -> tuple[list[Times], list[Times]]:
     """Microseconds of a turn in each round, first without the recorder, then with it, over the same scheduler. (What
     is recorded then has gaps, which costs nothing.)"""
     recorder, plain = world.inputs, Inputs(world.inputs.membership)
     recording = request.hash_block
-    off: list[float] = []
-    on: list[float] = []
+    off: list[Times] = []
+    on: list[Times] = []
     for number in range(-20, rounds):
         for times in (off, on) if number % 2 else (on, off):
             world.inputs = recorder if times is on else plain
             setattr(request, "hash_block", recording if times is on else hash_block)  # noqa: B010
-            world.seconds = 0.0
+            world.seconds = world.core_seconds = 0.0
             for _ in range(steps):
                 world.turn()
             if number >= 0:
-                times.append(world.seconds / steps * 1e6)
+                times.append(Times(world.seconds / steps * 1e6, world.core_seconds / steps * 1e6))
         if number == -1:
             gc.collect()
             gc.freeze()
-    request.hash_block = hash_block
+    world.inputs, request.hash_block = recorder, recording
     return off, on
 
 

@@ -205,14 +205,17 @@ class Recorder(Inputs):
             record = encode((b"".join(self._hashes), self._turn))
         except (ValueError, TypeError, OverflowError):
             log.exception("a turn cannot be recorded")
-            return self._fail("of that")
+            self._fail("of that")
+            return
         self._turn.clear()
         self._hashes.clear()
-        if self._ring.fits(len(record)):
+        fits = self._ring.fits(len(record))
+        if fits:
             self._ring.write(record)
-        elif not self._begin(record):
+            if self.core.requests or self._ring.fits(self._ring.size // 4):
+                return  # else the next segment is due soon, and nobody waits now while the state is written down
+        if not self._begin(b"" if fits else record):
             self._fail("its file has no room for the scheduler's state, or for what came in a turn")
-        return None
 
     def _begin(self, before: bytes) -> bool:
         """The next segment: the state as it is now, and the turn ``before`` it, which the last one has no room for."""

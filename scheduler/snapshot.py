@@ -16,7 +16,9 @@ from typing import Any
 
 import msgspec
 
+from ..proto.codec import from_i32
 from ..proto.config import EngineArgs
+from ..proto.hashing import HASH_SIZE
 from .blame import Blame
 from .block_pool import BlockPool
 
@@ -99,7 +101,9 @@ class _Dump:
 
     def _struct(self, value: msgspec.Struct) -> bytes:
         if self._redact is not None:
-            value = msgspec.structs.replace(value, **self._redact(value, msgspec.structs.asdict(value)))
+            there = msgspec.structs.asdict(value)
+            if (hidden := self._redact(value, there)) != there:
+                value = msgspec.structs.replace(value, **hidden)
         return msgspec.msgpack.encode(value)
 
     def _entry(self, obj: Any) -> list[Any]:
@@ -253,6 +257,8 @@ def _pack_pool(pool: BlockPool) -> Attributes:
     for name, value in fields(pool).items():
         if isinstance(value, array):
             packed[name] = _pack_links(value)
+        elif name == "_by_hash":
+            packed[name] = b"".join(value), array("i", value.values()).tobytes()
         elif name != "_hash_of":  # the same as _by_hash, the other way round
             packed[name] = value
     return packed
@@ -260,22 +266,25 @@ def _pack_pool(pool: BlockPool) -> Attributes:
 
 def _unpack_pool(packed: Attributes) -> Attributes:
     attributes = {name: _unpack_links(value) if isinstance(value, list) else value for name, value in packed.items()}
+    joined, blocks = packed["_by_hash"]
+    hashes = [joined[at : at + HASH_SIZE] for at in range(0, len(joined), HASH_SIZE)]
+    by_hash = dict(zip(hashes, from_i32(blocks), strict=True))
     hash_of: list[bytes | None] = [None] * len(attributes["refs"])
-    for block_hash, block in packed["_by_hash"].items():
+    for block_hash, block in by_hash.items():
         hash_of[block] = block_hash
-    return {**attributes, "_hash_of": hash_of}
+    return {**attributes, "_by_hash": by_hash, "_hash_of": hash_of}
 
 
 def _pack_links(values: array[int]) -> list[Any]:
     """Runs of one number, or of numbers that rise by one, as their first; the rest as bytes."""
     data, size = values.tobytes(), values.itemsize
     packed: list[int | bytes] = []
-    ramp, zeros = array("i", range(len(values) + _RUN)).tobytes(), bytes(size * _RUN)
     for start in range(0, len(values), _RUN):
         part, first = data[size * start : size * (start + _RUN)], values[start]
-        if part == zeros[: len(part)]:
+        last = values[start + len(part) // size - 1]
+        if not first and part == bytes(len(part)):
             packed.append(-1)
-        elif first >= 0 and part == ramp[size * first : size * first + len(part)]:
+        elif 0 <= first == last + 1 - len(part) // size and part == array("i", range(first, last + 1)).tobytes():
             packed.append(first)
         else:
             packed.append(part)
