@@ -89,6 +89,14 @@ def made(result: Any) -> Any:
     return result
 
 
+def concat(texts: Any) -> str:
+    """The texts in one, which are counted before."""
+    listed = list(texts)
+    if sum(map(len, listed)) > MAX_RENDERED:
+        raise too_large()
+    return made("".join(listed))
+
+
 def too_large() -> Refused:
     text = f"the chat template makes texts of more than {MAX_RENDERED} characters; shorten the messages."
     return Refused(text, "messages")
@@ -109,7 +117,8 @@ def check_replaced(text: Any = "", old: Any = "", new: Any = "") -> None:
 
 def check_joined(items: Any, between: Any) -> list[Any]:
     listed = list(items)
-    if len(listed) * len(str(between)) > MAX_RENDERED:
+    size = len(listed) * len(str(between)) + sum(len(item) for item in listed if isinstance(item, SIZED))
+    if size > MAX_RENDERED:
         raise too_large()
     return listed
 

@@ -257,6 +257,10 @@ def test_bad_chats_name_the_field(messages: Any, options: Any, param: str) -> No
         "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s|length }}",
         "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s|length }}",
         "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s|length }}",
+        "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set b %}{{ n.s }}{{ n.s }}{% endset %}"
+        "{% set n.s = b %}{% endfor %}{{ n.s|length }}",
+        "{{ ([ 'a' * 9999999 ] * 1000)|join|length }}",
+        "{% set n = namespace(x=2**32) %}{% for i in range(30) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
         "{{ ([[1] * 1000] * 90000)|sum(start=[])|length }}",
         "{{ ([[1] * 1000] * 90000)|sum(None, [])|length }}",
         "{{ 'a'.ljust(10**12)|length }}",
