@@ -14,7 +14,7 @@ from flight_requests import submits
 from recorded_world import RecordedWorld
 
 from quire.cli.main import run
-from quire.proto.codec import from_i32, i32
+from quire.proto.codec import from_i32, i32, i64
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import (
     PROTOCOL,
@@ -23,8 +23,10 @@ from quire.proto.messages import (
     Logprobs,
     StepPlan,
     StepResult,
+    TokenBatch,
 )
 from quire.proto.process import EXIT_CONFIG
+from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_worker import FakeWorker
 from quire.scheduler.membership import Membership
@@ -412,3 +414,30 @@ def test_a_message_that_did_not_arrive(tokens: bool, over: bool, tmp_path: Path)
     world.inputs.close()
     plans, _ = replayed(tmp_path / "r")
     assert plans > 3
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_what_was_refused_is_refused_again(tokens: bool, tmp_path: Path) -> None:
+    """No id is in the file, so what the scheduler thought of them must be."""
+    world = Secretive(tmp_path / "r", tokens)
+    requests = submits([[world.token() for _ in range(20)] for _ in range(4)], [5, 6, 7], world.token, SECRETS)
+    requests[0].ids = i32([VOCAB] * 20)
+    requests[1].children[0].ids = i32([-1])
+    requests[2].work = Generate(requests[2].work.params, 1, [], bad_words=[[]])
+    for message in requests:
+        world.inputs.front("d", message)
+    world.turn()
+    assert list(world.core.requests) == [4] and world.core.bad_messages == 1
+    world.run({0: VOCAB})  # whose worker is expelled
+    assert not world.inputs.registry.workers
+    world.turn()
+    world.inputs.undelivered("d", TokenBatch(i64([4]), *[b""] * 7))
+    assert not world.core.requests
+    world.turn()
+    world.inputs.close()
+    lines = []
+    for turn in Replay(str(tmp_path / "r")).turns():
+        assert not turn.different
+        lines += turn.lines
+    assert sum("failed: uid" in line for line in lines) == 3
+    assert any("this worker's lease" in line for line in lines) and "! TokenBatch did not reach d" in lines
