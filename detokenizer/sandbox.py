@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError, nodes, pass_context
+from jinja2 import utils as jinja_utils
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
@@ -58,7 +59,7 @@ def _guard_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 class Bounded(NodeTransformer):
-    """Loops count their turns, and ``~`` becomes a filter, which has limits."""
+    """Loops count their turns, lists and dicts are weighed, and ``~`` becomes a filter, which has limits."""
 
     def visit_For(self, node: Any) -> Any:
         self.generic_visit(node)
@@ -70,6 +71,21 @@ class Bounded(NodeTransformer):
         self.generic_visit(node)
         listed = nodes.List(node.nodes, lineno=node.lineno)
         return nodes.Filter(listed, "_concat", [], [], None, None, lineno=node.lineno)
+
+    def visit_Container(self, node: Any) -> Any:
+        self.generic_visit(node)
+        if getattr(node, "ctx", "load") != "load":
+            return node  # names that are set
+        return nodes.Filter(node, "_made", [], [], None, None, lineno=node.lineno)
+
+    visit_List = visit_Tuple = visit_Dict = visit_Container
+
+
+class Namespace(jinja_utils.Namespace):
+    """Shown without what it holds, which may be others."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
 
 
 class Generation(Extension):
@@ -142,9 +158,10 @@ def make_sandbox() -> Sandbox:
         environment.filters[name] = _guard_filter(name, function)
     # With the context they are not constant, so that the compiler leaves them where they are.
     environment.filters["_turn"] = pass_context(lambda context, value: tick())
+    environment.filters["_made"] = pass_context(lambda context, value: made(value))
     environment.filters["_concat"] = pass_context(lambda context, items: concat(map(str, items)))
     environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form)
+        namespace=Namespace, raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form)
     )
     environment.globals.pop("lipsum", None)
     return environment

@@ -16,7 +16,7 @@ MAX_MADE = 64
 MAX_SECONDS = 5.0
 """Processor time one rendering may take."""
 
-SIZED = (str, list, tuple, bytes)
+SIZED = (str, list, tuple, dict, bytes)
 _LONG_NUMBER = re.compile(r"\d{6}|\*")
 
 
@@ -59,6 +59,9 @@ class _Use(threading.local):
     calls: int = 0
     made: int = 0
 
+    def __init__(self) -> None:
+        self.weights: dict[int, tuple[int, Any]] = {}  # by id, with what keeps that id taken
+
 
 _use = _Use()
 
@@ -71,6 +74,7 @@ class Limits:
 
     def __exit__(self, *_: object) -> None:
         _use.until = None
+        _use.weights.clear()
 
 
 def tick() -> None:
@@ -84,9 +88,20 @@ def made(result: Any) -> Any:
     """Count what an operation has made."""
     if isinstance(result, SIZED):
         _use.made += len(result)
-        if len(result) > MAX_RENDERED or _use.made > MAX_MADE * MAX_RENDERED:
+        if _weight(result) > MAX_RENDERED or _use.made > MAX_MADE * MAX_RENDERED:
             raise too_large()
     return result
+
+
+def _weight(value: Any) -> int:
+    """What showing or comparing it walks over: a list that holds another twice weighs twice as much, though it takes no
+    more memory. Nothing in a template changes a container, so each is weighed once."""
+    if isinstance(value, str | bytes) or not isinstance(value, SIZED):
+        return len(value) if isinstance(value, str | bytes) else 1
+    if id(value) not in _use.weights:
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        _use.weights[id(value)] = 1 + sum(map(_weight, items)), value
+    return _use.weights[id(value)][0]
 
 
 def concat(texts: Any) -> str:

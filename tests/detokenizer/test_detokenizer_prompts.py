@@ -276,6 +276,20 @@ def test_bad_chats_name_the_field(messages: Any, options: Any, param: str) -> No
         "{{ range(50000)|join('b' * 50000)|length }}",
         "{{ range(90000)|map('center', 50000)|list|length }}",
         "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        *[
+            "{% set n = namespace(s=['a']) %}{% for i in range(60) %}{% set n.s = " + twice + " %}{% endfor %}" + shown
+            for twice in (
+                "[n.s, n.s]",
+                "(n.s, n.s)",
+                "{'a': n.s, 'b': n.s}",
+                "dict(a=n.s, b=n.s)",
+                "[n.s] + [n.s]",
+                "[n.s] * 2",
+                "([n.s] * 2)|list",
+                "[messages, n.s, n.s][1:]",
+            )
+            for shown in ("{{ n.s|tojson|length }}", "{{ n.s }}", "{{ n.s == [n.s] }}")
+        ],
     ],
 )
 def test_bad_templates_are_refused_in_bounded_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
