@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .proto.version import __version__
+
 if TYPE_CHECKING:
     from .client.engine import Engine
     from .client.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from .proto.params import RequestOutputKind, SamplingParams
     from .proto.pooling import PoolingParams
     from .proto.structured import GuidedDecodingParams, StructuredOutputsParams
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Engine": ".client.engine",

@@ -7,9 +7,9 @@ import sys
 from importlib import import_module
 from typing import Any, NoReturn
 
-from .. import __version__
 from ..proto.config import ConfigError, FlagParser
 from ..proto.process import EXIT_CONFIG, complain
+from ..proto.version import __version__
 from .errors import CommandError
 
 COMMANDS = {

@@ -6,9 +6,9 @@ from typing import Any
 
 from aiohttp import web
 
-from .. import __version__
 from ..client.engine import Engine
 from ..client.results import RequestError
+from ..proto.version import __version__
 from .auth import auth_middleware, keys_of
 from .calls import json_body
 from .chat import chat_completions

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from .. import __version__
 from ..proto.config import ConfigError
 from ..proto.messages import PROTOCOL
+from ..proto.version import __version__
 
 MAGIC = b"quire flight recording\n"
 FORMAT = 2
