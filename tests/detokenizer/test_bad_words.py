@@ -99,6 +99,7 @@ def test_whatever_is_drawn_the_word_does_not_come_out() -> None:
         assert not ended
 
 
+@pytest.mark.slow
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     table = of(DEMO)
     long = "x" * 1000

@@ -197,6 +197,7 @@ def test_the_time_limit_ends_the_child_and_is_remembered() -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_a_child_that_hardly_runs_is_ended_by_the_clock_and_says_nothing_of_its_grammar(
     idle: Callable[[str], None],
 ) -> None:

@@ -72,6 +72,7 @@ def test_completion_logprobs_streamed_and_not(server: stack.Server, echo: bool) 
             assert sum(map(math.exp, top.values())) < 1.001
 
 
+@pytest.mark.slow
 def test_chat_logprobs_streamed_and_not(server: stack.Server) -> None:
     answer = ask(server, CHATS, CHAT)
     (whole,) = answer["choices"]

@@ -80,6 +80,7 @@ def test_a_frontend_of_another_scheduler_is_refused_for_as_long_as_the_port_is_t
     assert not start(OTHER, port).listens()  # the others are still there
 
 
+@pytest.mark.slow
 def test_a_port_whose_owner_was_killed_is_free(start: Start) -> None:
     port = free_port()
     owner = start(ONE, port)

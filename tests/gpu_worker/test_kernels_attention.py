@@ -14,6 +14,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 PLAIN = torch.float32 if DEVICE == "cpu" else torch.float16  # compiled, float32 takes long to compile; tested once
 LAYOUTS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)]
 
+pytestmark = pytest.mark.slow
+
 
 def make(rows, heads=4, kv_heads=2, dim=32, page=16, dtype=PLAIN, order=(0, 2, 1, 3), seed=0, reach=None):
     """A step over ``rows`` of (query length, context length), decodes first; pages shuffled, unused memory NaN.

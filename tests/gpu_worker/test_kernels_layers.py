@@ -17,6 +17,8 @@ from quire.gpu_worker.layers.rope import rotate
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
 
+pytestmark = pytest.mark.slow
+
 
 def close(got, want, dtype):
     torch.testing.assert_close(got.float(), want.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -22,6 +22,8 @@ MIXED = [
     SamplingParams(temperature=2.0, top_k=10**6, top_p=0.999),
 ]
 
+pytestmark = pytest.mark.slow
+
 
 def packed(params):
     """The parameter rows of a state, on the device under test."""

@@ -80,6 +80,7 @@ def texts(outputs):
 # ---------------------------------------------------------------- what comes out
 
 
+@pytest.mark.slow
 def test_outputs_come_in_the_order_of_the_prompts(llm):
     prompts = [f"{i} and {'so on and ' * (i % 7)}" for i in range(40)]
     params = [SamplingParams(temperature=0.8, max_tokens=1 + 37 * i % 50, ignore_eos=True) for i in range(40)]

@@ -91,6 +91,7 @@ def resolve(hub, cache, *args, **env):
     return done.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("revision", [None, "v1"])
 def test_a_hub_id_is_downloaded_without_what_is_not_needed(hub, tmp_path, revision):
     folder = resolve(hub, tmp_path, "org/tiny", revision, True)
@@ -105,6 +106,7 @@ def test_weights_stay_where_they_are_when_only_text_is_needed(hub, tmp_path):
     assert sorted(os.listdir(folder)) == ["config.json", "tokenizer.json"]
 
 
+@pytest.mark.slow
 def test_what_was_downloaded_is_found_with_no_hub(hub, tmp_path):
     folder = resolve(hub, tmp_path, "org/tiny", None, True)
     asked = len(hub.asked)
@@ -112,6 +114,7 @@ def test_what_was_downloaded_is_found_with_no_hub(hub, tmp_path):
     assert len(hub.asked) == asked
 
 
+@pytest.mark.slow
 def test_an_unknown_id_is_one_line_that_names_it(hub, tmp_path):
     said = resolve(hub, tmp_path, "org/none", None, True)
     assert said.startswith("refused:") and "'org/none'" in said

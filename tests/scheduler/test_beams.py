@@ -29,6 +29,8 @@ from quire.scheduler.fake.fake_model import expected_beams, expected_logprobs, e
 VOCAB = 40
 EOS = 3
 
+pytestmark = pytest.mark.slow
+
 
 class Search(Rig):
     """A rig of a small vocabulary, where beams end now and then."""

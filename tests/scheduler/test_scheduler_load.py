@@ -309,6 +309,7 @@ def beams(rig: Rig) -> int:
     return rig.submit(8, max_tokens=18, use_beam_search=True, temperature=0.0, n=2, best_of=3)
 
 
+@pytest.mark.slow
 def test_what_a_small_replica_cannot_hold_goes_to_a_large_one_past_everyone() -> None:
     rig = Rig(blocks=[6, 64])
     large = [beams(rig) for _ in range(34)]  # more than one plan looks at

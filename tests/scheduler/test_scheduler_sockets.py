@@ -200,6 +200,7 @@ def stopped(process: subprocess.Popen) -> bool:
 PROMPTS = {uid: [(uid * 7 + i) % VOCAB for i in range(3 + 9 * uid)] for uid in range(1, 7)}
 
 
+@pytest.mark.slow
 def test_streams_survive_kill_9_of_a_worker(stack: Stack, front: Front) -> None:
     stack.scheduler()
     victim = stack.worker("--delay-ms", "2", "6", stops_at=12)
@@ -225,6 +226,7 @@ def test_streams_survive_kill_9_of_a_worker(stack: Stack, front: Front) -> None:
     assert front.other == []
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_found_and_comes_back_with_a_new_name(stack: Stack, front: Front) -> None:
     scheduler = stack.scheduler("--worker-timeout=2", "--step-timeout=60")
     worker = stack.worker(stops_at=12)
@@ -241,6 +243,7 @@ def test_a_stopped_worker_is_found_and_comes_back_with_a_new_name(stack: Stack, 
     assert "was silent for 2 s" in said and "its weights still loaded" in said
 
 
+@pytest.mark.slow
 def test_a_stopped_scheduler_loses_nothing(stack: Stack, front: Front) -> None:
     scheduler = stack.scheduler_that_jumps("--worker-timeout=60", "--step-timeout=60")
     stack.worker("--delay-ms", "2", "4")
@@ -257,6 +260,7 @@ def test_a_stopped_scheduler_loses_nothing(stack: Stack, front: Front) -> None:
     assert "stood still for" in said and "loses its lease" not in said
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_asked_to_end_drains(stack: Stack, front: Front) -> None:
     scheduler = stack.scheduler("--drain-timeout=0.5")
     leaving = stack.worker("--delay-ms", "30", "40")  # a minute for all of it
@@ -275,6 +279,7 @@ def test_a_worker_that_is_asked_to_end_drains(stack: Stack, front: Front) -> Non
     assert len(told) == 2 and "2 sequences" in told[0] and "2 of 2 sequences go back in line" in told[1], told
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_workers_ends_with_a_500(stack: Stack, front: Front) -> None:
     stack.scheduler()
     flags = ("--delay-ms", "1", "2", "--poison=666")
@@ -396,6 +401,7 @@ def test_second_scheduler_is_refused_and_the_first_leaves_no_files(stack: Stack,
     assert [p.name for p in stack.folder.iterdir()] == ["scheduler.lock"]
 
 
+@pytest.mark.slow
 def test_a_new_scheduler_takes_over_after_kill_9(stack: Stack, front: Front) -> None:
     first = stack.scheduler()
     stack.worker("--delay-ms", "2", "4")
