@@ -1,0 +1,147 @@
+/* What the CPU kernels share: how values lie in memory, and the table of functions that each instruction set fills.
+ *
+ * Every file here but team.c and library.c is compiled once for each instruction set (build.py lists them), with
+ * Q_VARIANT as the suffix of its functions; library.c picks a table at run time. One row's result never depends on the
+ * rows beside it: sums are made in one order, whatever the number of rows, threads or tiles.
+ */
+#ifndef QUIRE_KERNELS_H
+#define QUIRE_KERNELS_H
+
+#include <stdint.h>
+
+#define Q_EXPORT __attribute__((visibility("default")))
+#define Q_PASTE_(a, b) a##_##b
+#define Q_PASTE(a, b) Q_PASTE_(a, b)
+#define Q_NAME(name) Q_PASTE(name, Q_VARIANT) /* linear -> linear_avx2 */
+
+/* How a number is stored. */
+enum { Q_F32 = 0, Q_BF16 = 1, Q_I8 = 2, Q_I4 = 3 };
+
+/* Columns of a panel: a weight is kept as panels of so many outputs, each with all inputs of its outputs. */
+enum { Q_PANEL = 32 };
+/* Values of a row are padded with zeros to a multiple of this many, so that no loop needs a tail. */
+enum { Q_ROW_UNIT = 64 };
+/* Values of a group of int4 weights, which share a scale. */
+enum { Q_GROUP = 128 };
+/* Most query tokens of one sequence that attention takes at a time. */
+enum { Q_TILE = 16 };
+
+/* ---------------------------------------------------------------- linear.c */
+
+/* A weight [outputs, inputs], packed by pack (linear.c). */
+typedef struct {
+  int32_t type;    /* Q_F32, Q_BF16, Q_I8, Q_I4 */
+  int32_t outputs; /* as the model has them, without padding */
+  int32_t inputs;
+  int32_t padded_inputs; /* a multiple of Q_ROW_UNIT (int4: of Q_GROUP) */
+  int32_t panels;        /* ceil(outputs / Q_PANEL) */
+  int32_t gated;         /* 1: a panel is 16 rows of the gate, then the same 16 of up */
+  const void *data;      /* panels, 64-byte aligned */
+  const float *scales;   /* int8: of each output, [panels * Q_PANEL]; else NULL */
+  const int32_t *offsets;       /* int8: takes back the 128 that was added to activations, [panels * Q_PANEL] */
+  const uint16_t *group_scales; /* int4: float16 of each group and output, [panels][groups][Q_PANEL] */
+  const float *bias;            /* [panels * Q_PANEL] in the panels' order, or NULL */
+} q_weight;
+
+/* Rows of activations as a product with a weight reads them (prepare makes them). */
+typedef struct {
+  const void *data;     /* float32, bfloat16; int8 + 128 as uint8 for an int8 weight, int8 for an int4 weight */
+  int64_t stride;       /* bytes from row to row, a multiple of 64 */
+  const float *scales;  /* int8, int4: of each row */
+  const int32_t *sums;  /* int4: of each row and group, [rows][inputs / Q_GROUP] */
+} q_rows;
+
+/* What becomes of the sums. */
+enum { Q_STORE = 0, Q_ADD = 1, Q_GATED = 2 };
+typedef struct {
+  int32_t kind;       /* Q_STORE: out = scale * (sum + bias); Q_ADD: out += that; Q_GATED: activation(gate) * up */
+  int32_t out_type;   /* Q_F32, or Q_BF16 where kind is Q_STORE or Q_GATED */
+  int32_t activation; /* of Q_GATED */
+  float scale;
+  void *out;          /* [rows, outputs], of Q_GATED [rows, outputs / 2] */
+  int64_t stride;     /* bytes from row to row */
+} q_epilogue;
+
+/* ---------------------------------------------------------------- elementwise.c */
+
+enum { Q_SILU = 0, Q_GELU, Q_GELU_TANH, Q_RELU, Q_RELU2, Q_QUICK_GELU, Q_SWIGLU_OAI };
+
+enum { Q_RMS = 0, Q_LAYER = 1 };
+typedef struct {
+  int32_t kind; /* Q_RMS or Q_LAYER */
+  int32_t size;
+  float eps;
+  const float *weight; /* [size], Gemma's 1 + w already added, or NULL */
+  const float *bias;   /* [size] or NULL */
+} q_norm;
+
+/* ---------------------------------------------------------------- attention.c */
+
+/* One layer's attention. The cache is [kv_heads][blocks][head_dim][block_size] for keys, so that a vector holds one
+ * dim of many keys, and [kv_heads][blocks][block_size][head_dim] for values. */
+typedef struct {
+  int32_t heads, kv_heads, head_dim, block_size;
+  int32_t window; /* keys that a query sees, itself included; 0: all */
+  int32_t cache_type; /* Q_F32 or Q_BF16 */
+  float scale, softcap; /* softcap 0: none */
+  const float *slopes;  /* ALiBi, [heads], or NULL */
+  const float *sinks;   /* [heads] or NULL */
+  void *keys, *values;
+  int64_t head_stride; /* bytes from one key head to the next, in keys and in values */
+} q_attention;
+
+/* ``count`` <= Q_TILE tokens of one sequence, one after another. */
+typedef struct {
+  int32_t token;    /* the first, among those of the batch */
+  int32_t count;
+  int32_t position; /* of the first, in its sequence */
+  int32_t row;      /* of the block tables */
+} q_tile;
+
+/* The tokens of one pass through the model. */
+typedef struct {
+  int32_t tokens, num_tiles;
+  const int32_t *ids;
+  const int32_t *positions;
+  const int64_t *slots;  /* block * block_size + offset, where its key and value go; -1: nowhere */
+  const int32_t *tables; /* block tables */
+  int64_t table_stride;  /* entries from row to row */
+  const q_tile *tiles;
+} q_batch;
+
+/* ---------------------------------------------------------------- the table of one instruction set */
+
+typedef struct {
+  const char *name;
+
+  /* out of ``rows`` rows, panels [first, last). */
+  void (*linear)(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to, int32_t first, int32_t last);
+  /* One row of float32 [size], padded with zeros to ``padded``, as a weight of ``type`` wants it. */
+  void (*prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scale, int32_t *sums);
+
+  /* Query heads of key head ``kv_head`` of one tile: out = softmax(scores) values. q is [tokens][q_stride] with the
+   * heads of a token one after another, rotated and not scaled; out alike, of out_type. Strides are in bytes. */
+  void (*attention)(const q_attention *layer, const q_batch *batch, int32_t tile, int32_t kv_head, const float *q,
+                    int64_t q_stride, void *out, int64_t out_stride, int32_t out_type);
+  /* One token's keys and values [kv_heads][head_dim] to its slot, rounded to the cache's type. */
+  void (*write_kv)(const q_attention *layer, int64_t slot, const float *k, const float *v);
+
+  /* One row; out may be x. */
+  void (*norm)(const q_norm *norm, const float *x, float *out);
+  /* ``heads`` heads in place; cos, sin [rotary_dim / 2] of the token's position. */
+  void (*rotate)(float *x, int32_t heads, int32_t head_dim, const float *cos, const float *sin, int32_t rotary_dim,
+                 int32_t interleaved);
+  /* out = activation(x), and out = activation(gate) * up, each [size]. */
+  void (*activate)(int32_t kind, const float *x, float *out, int32_t size);
+  void (*gate)(int32_t kind, const float *gate, const float *up, float *out, int32_t size);
+  /* out = scale * row of a table of ``type``. */
+  void (*embed)(int32_t type, const void *row, float scale, float *out, int32_t size);
+  /* out += scale * x. */
+  void (*add)(const float *x, float scale, float *out, int32_t size);
+} q_kernels;
+
+extern const q_kernels q_kernels_plain, q_kernels_avx2, q_kernels_avx512, q_kernels_avx512bf16;
+/* What library.c chose. */
+extern const q_kernels *q_kernel;
+
+#endif

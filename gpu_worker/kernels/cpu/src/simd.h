@@ -1,0 +1,161 @@
+/* Vectors of float32 in the width of the instruction set that a file is compiled for.
+ *
+ * Plain code uses the compiler's vectors, which become SSE or NEON. Every function here gives the same bits wherever
+ * it is inlined: products and sums are fused only where fma says so (the build turns contraction off).
+ */
+#ifndef QUIRE_SIMD_H
+#define QUIRE_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX2__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+
+typedef float vfloat __attribute__((vector_size(LANES * 4)));
+typedef int32_t vint __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vuint __attribute__((vector_size(LANES * 4)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vfloat vf_load(const float *at) {
+  vfloat x;
+  memcpy(&x, at, sizeof x);
+  return x;
+}
+
+INLINE void vf_store(float *at, vfloat x) { memcpy(at, &x, sizeof x); }
+
+INLINE vfloat vf_set(float x) { return x - (vfloat){0}; }
+
+INLINE vint vi_set(int32_t x) { return x - (vint){0}; }
+
+/* a * b + c, rounded once where the processor can. */
+INLINE vfloat vf_fma(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+/* ``a`` where a lane of ``mask`` is all ones, else ``b``. */
+INLINE vfloat vf_select(vint mask, vfloat a, vfloat b) { return (vfloat)(((vint)a & mask) | ((vint)b & ~mask)); }
+
+INLINE vfloat vf_max(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vfloat)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return vf_select(a > b, a, b);
+#endif
+}
+
+INLINE vfloat vf_min(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vfloat)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return vf_select(a < b, a, b);
+#endif
+}
+
+/* The sum of all lanes: halves are added until one is left. */
+INLINE float vf_sum(vfloat x) {
+  float lanes[LANES];
+  vf_store(lanes, x);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+/* The largest lane. */
+INLINE float vf_largest(vfloat x) {
+  float lanes[LANES], best;
+  vf_store(lanes, x);
+  best = lanes[0];
+  for (int lane = 1; lane < LANES; lane++) best = lanes[lane] > best ? lanes[lane] : best;
+  return best;
+}
+
+/* LANES bfloat16 as float32: their bits are a float32's upper half. */
+INLINE vfloat vf_load_bf16(const uint16_t *at) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16);
+#elif defined(__AVX2__)
+  return (vfloat)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at)), 16);
+#else
+  vuint bits;
+  for (int lane = 0; lane < LANES; lane++) bits[lane] = (uint32_t)at[lane] << 16;
+  return (vfloat)bits;
+#endif
+}
+
+/* To bfloat16, to the nearest, ties to even; NaN stays NaN. */
+INLINE uint16_t to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 0x40);
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE float from_bf16(uint16_t x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+INLINE void vf_store_bf16(uint16_t *at, vfloat x) {
+  vuint bits = (vuint)x;
+  vuint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  vuint nan = (bits >> 16) | 0x40;
+  vint is_nan = (vint)((bits & 0x7fffffff) > 0x7f800000);
+  vuint both = (nan & (vuint)is_nan) | (rounded & ~(vuint)is_nan);
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16((__m512i)both));
+#else
+  for (int lane = 0; lane < LANES; lane++) at[lane] = (uint16_t)both[lane];
+#endif
+}
+
+/* e^x within 2 units in the last place; 0 below -87.3 (so also at -infinity), infinity above 88.7. */
+INLINE vfloat vf_exp(vfloat x) {
+  const float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+  vint too_small = x < vf_set(-87.33f), too_large = x > vf_set(88.72f);
+  vfloat held = vf_min(vf_max(x, vf_set(-87.33f)), vf_set(88.72f));
+  /* Adding and taking away 1.5 * 2^23 rounds to a whole number. */
+  vfloat whole = vf_fma(held, vf_set(log2e), vf_set(12582912.0f)) - vf_set(12582912.0f);
+  vfloat rest = vf_fma(whole, vf_set(-ln2_high), held);
+  rest = vf_fma(whole, vf_set(-ln2_low), rest);
+  /* The polynomial of Cephes' expf. */
+  vfloat y = vf_set(1.9875691500e-4f);
+  y = vf_fma(y, rest, vf_set(1.3981999507e-3f));
+  y = vf_fma(y, rest, vf_set(8.3334519073e-3f));
+  y = vf_fma(y, rest, vf_set(4.1665795894e-2f));
+  y = vf_fma(y, rest, vf_set(1.6666665459e-1f));
+  y = vf_fma(y, rest, vf_set(5.0000001201e-1f));
+  y = vf_fma(y, rest * rest, rest) + vf_set(1.0f);
+  /* 2^whole in two factors, so that 2^128 is never made. */
+  vint power = __builtin_convertvector(whole, vint), half = power >> 1;
+  vfloat first = (vfloat)((half + 127) << 23), second = (vfloat)((power - half + 127) << 23);
+  y = y * first * second;
+  y = vf_select(too_small, vf_set(0.0f), y);
+  return vf_select(too_large, vf_set(INFINITY), y);
+}
+
+#endif

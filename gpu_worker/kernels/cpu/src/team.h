@@ -1,0 +1,29 @@
+/* A team of threads that works on one step together: awake inside a step, asleep between steps. */
+#ifndef QUIRE_TEAM_H
+#define QUIRE_TEAM_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "kernels.h"
+
+typedef struct q_team q_team;
+/* ``id`` of ``threads``; the caller's own is 0. */
+typedef void (*q_task)(void *argument, int id, int threads);
+
+/* A team of ``threads``, the caller among them, or NULL where the system gives no more threads. */
+Q_EXPORT q_team *q_team_new(int threads);
+Q_EXPORT void q_team_free(q_team *team);
+Q_EXPORT int q_team_threads(const q_team *team);
+
+/* Runs ``task`` on every thread and returns when all have ended. One caller at a time. */
+void q_team_run(q_team *team, q_task task, void *argument);
+/* Within a task: waits until every thread has come here. */
+void q_team_barrier(q_team *team);
+
+/* The next ``size`` items of a shared counter, as [start, start + size). */
+static inline int32_t q_take(_Atomic int32_t *counter, int32_t size) {
+  return atomic_fetch_add_explicit(counter, size, memory_order_relaxed);
+}
+
+#endif
