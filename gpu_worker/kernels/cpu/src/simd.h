@@ -54,6 +54,7 @@ INLINE vfloat vf_fma(vfloat a, vfloat b, vfloat c) {
 /* ``a`` where a lane of ``mask`` is all ones, else ``b``. */
 INLINE vfloat vf_select(vint mask, vfloat a, vfloat b) { return (vfloat)(((vint)a & mask) | ((vint)b & ~mask)); }
 
+/* The larger; b where either is NaN. */
 INLINE vfloat vf_max(vfloat a, vfloat b) {
 #if defined(__AVX512F__)
   return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
@@ -64,6 +65,7 @@ INLINE vfloat vf_max(vfloat a, vfloat b) {
 #endif
 }
 
+/* The smaller; b where either is NaN. */
 INLINE vfloat vf_min(vfloat a, vfloat b) {
 #if defined(__AVX512F__)
   return (vfloat)_mm512_min_ps((__m512)a, (__m512)b);
@@ -133,11 +135,12 @@ INLINE void vf_store_bf16(uint16_t *at, vfloat x) {
 #endif
 }
 
-/* e^x within 2 units in the last place; 0 below -87.3 (so also at -infinity), infinity above 88.7. */
+/* e^x within 2 units in the last place; 0 below -87.3 (so also at -infinity), infinity above 88.7,
+ * NaN of NaN. */
 INLINE vfloat vf_exp(vfloat x) {
   const float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
   vint too_small = x < vf_set(-87.33f), too_large = x > vf_set(88.72f);
-  vfloat held = vf_min(vf_max(x, vf_set(-87.33f)), vf_set(88.72f));
+  vfloat held = vf_min(vf_set(88.72f), vf_max(vf_set(-87.33f), x)); /* in this order NaN goes through */
   /* Adding and taking away 1.5 * 2^23 rounds to a whole number. */
   vfloat whole = vf_fma(held, vf_set(log2e), vf_set(12582912.0f)) - vf_set(12582912.0f);
   vfloat rest = vf_fma(whole, vf_set(-ln2_high), held);
