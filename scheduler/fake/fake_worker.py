@@ -47,6 +47,8 @@ from .fake_model import cell, distribution, draw, join, pooled, record
 
 HEARTBEAT_S = 1.0
 UNWRITTEN = -1
+ORDINARY = 10
+"""Ids below are special tokens in many vocabularies: such a token has no text, or ends a sequence."""
 PROMPT_SLICE = 16
 """Prompt logprobs in one piece, at most; a longer chunk's come in several."""
 
@@ -65,7 +67,7 @@ class Row:
 
 
 class PageStore:
-    """Rows and pages of one lease. ``pages=False`` keeps none and draws 1 every time, for benches. ``whole`` prompts
+    """Rows and pages of one lease. ``pages=False`` keeps none and draws ids in turn, for benches. ``whole`` prompts
     must come in one piece.
 
     Slots of requests in ``failing`` (uids) draw nothing and are reported as failed.
@@ -78,6 +80,7 @@ class PageStore:
         self.vocab_size, self.whole = vocab_size, whole
         self.rows: dict[int, Row] = {}
         self.pages = [array("q", [UNWRITTEN] * block_size) for _ in range(num_blocks if pages else 0)]
+        self._in_turn = b"" if pages else _ids_in_turn(vocab_size, num_rows)
         self.last_step = 0
         self.failing: set[int] = set()
 
@@ -87,7 +90,8 @@ class PageStore:
             raise PlanError(f"step {plan.step} after step {self.last_step}")
         self.last_step = plan.step
         if not self.pages:
-            return StepResult(plan.lease, plan.step, i32([1] * (len(plan.sample_rows) // 4)))
+            first = 4 * (plan.step % self.vocab_size)
+            return StepResult(plan.lease, plan.step, self._in_turn[first : first + len(plan.sample_rows)])
         for row in from_i32(plan.drops):
             if self.rows.pop(row, None) is None:
                 raise PlanError(f"dropped row {row} is empty")
@@ -250,6 +254,11 @@ class PageStore:
         return self.pages[block]
 
 
+def _ids_in_turn(vocab_size: int, num_rows: int) -> bytes:
+    """Ids (int32) from which each step's are cut; none of the first few of a vocabulary."""
+    return i32([ORDINARY + at % (vocab_size - ORDINARY) for at in range(vocab_size + num_rows)])
+
+
 def _same_length(*columns: list[int]) -> None:
     if len({len(column) for column in columns}) > 1:
         raise PlanError(f"columns of {[len(column) for column in columns]}")
@@ -310,7 +319,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--num-blocks", type=int, default=512)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--vocab-size", type=int, default=1000)
-    parser.add_argument("--page-store", choices=("on", "off"), default="on", help="off: every token is 1")
+    parser.add_argument("--page-store", choices=("on", "off"), default="on", help="off: ids in turn")
     parser.add_argument("--pools", choices=("no", "chunks", "whole"), default="no", help="pool prompts; whole: uncut")
     parser.add_argument("--delay-ms", type=float, nargs=2, default=(0.0, 0.0), metavar=("LOW", "HIGH"))
     parser.add_argument("--seed", type=int, default=0, help="of the delays")
