@@ -9,6 +9,7 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from sysconfig import get_config_var
 
@@ -22,19 +23,31 @@ F32, BF16, I8, I4 = range(4)
 """How a number is stored: kernels.h's Q_F32, Q_BF16, Q_I8, Q_I4."""
 
 
+FUNCTIONS = (
+    "linear", "prepare", "attention", "write_kv", "norm", "rotate", "activate", "gate", "embed", "add",
+)  # fmt: skip
+"""The functions of an instruction set, in the order of kernels.h's q_kernels."""
+
+
 class Library:
-    """The kernels of one instruction set; ``name`` is its name, ``c`` the functions."""
+    """The kernels of one instruction set; ``name`` is its name, ``c`` the functions of the library itself."""
 
     def __init__(self, path: Path, asked: str) -> None:
         """Raises OSError where the file cannot be opened, ConfigError where this processor lacks what is asked for."""
-        self.c = ctypes.CDLL(str(path))
+        self.path, self.c = path, ctypes.CDLL(str(path))
         self.c.q_use.restype = ctypes.c_char_p
         name = self.c.q_use(asked.encode())
         if name is None:
             raise ConfigError(f"QUIRE_CPU_KERNELS={asked}: this processor cannot run it; use auto.")
         self.name = name.decode()
+        self.c.q_table.restype = ctypes.POINTER(ctypes.c_void_p)
         self.c.q_team_new.restype = ctypes.c_void_p
         self._teams: dict[int, int] = {}
+
+    def function(self, name: str, *types: type) -> Callable[..., None]:
+        """One of FUNCTIONS of the instruction set in use, which takes arguments of these types."""
+        address = self.c.q_table()[1 + FUNCTIONS.index(name)]
+        return ctypes.CFUNCTYPE(None, *types)(address)
 
     def team(self, threads: int) -> int:
         """The address of the team of ``threads`` threads, made at the first call and kept."""

@@ -39,3 +39,6 @@ Q_EXPORT const char *q_use(const char *name) {
   q_kernel = table;
   return table->name;
 }
+
+/* The table in use. */
+Q_EXPORT const q_kernels *q_table(void) { return q_kernel; }

@@ -36,6 +36,15 @@ INLINE vfloat vf_load(const float *at) {
 
 INLINE void vf_store(float *at, vfloat x) { memcpy(at, &x, sizeof x); }
 
+/* The first ``count`` <= LANES values, zeros after them. */
+INLINE vfloat vf_load_part(const float *at, int32_t count) {
+  vfloat x = {0};
+  memcpy(&x, at, (size_t)count * sizeof(float));
+  return x;
+}
+
+INLINE void vf_store_part(float *at, vfloat x, int32_t count) { memcpy(at, &x, (size_t)count * sizeof(float)); }
+
 INLINE vfloat vf_set(float x) { return x - (vfloat){0}; }
 
 INLINE vint vi_set(int32_t x) { return x - (vint){0}; }
@@ -53,6 +62,8 @@ INLINE vfloat vf_fma(vfloat a, vfloat b, vfloat c) {
 
 /* ``a`` where a lane of ``mask`` is all ones, else ``b``. */
 INLINE vfloat vf_select(vint mask, vfloat a, vfloat b) { return (vfloat)(((vint)a & mask) | ((vint)b & ~mask)); }
+
+INLINE vfloat vf_abs(vfloat x) { return (vfloat)((vint)x & 0x7fffffff); }
 
 /* The larger; b where either is NaN. */
 INLINE vfloat vf_max(vfloat a, vfloat b) {

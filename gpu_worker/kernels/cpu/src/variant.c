@@ -4,6 +4,20 @@
 #define Q_TEXT_(x) #x
 #define Q_TEXT(x) Q_TEXT_(x)
 
+void Q_NAME(norm)(const q_norm *norm, const float *x, float *out);
+void Q_NAME(rotate)(float *x, int32_t heads, int32_t head_dim, const float *cos, const float *sin, int32_t rotary_dim,
+                    int32_t interleaved);
+void Q_NAME(activate)(int32_t kind, const float *x, float *out, int32_t size);
+void Q_NAME(gate)(int32_t kind, const float *gate, const float *up, float *out, int32_t size);
+void Q_NAME(embed)(int32_t type, const void *row, float scale, float *out, int32_t size);
+void Q_NAME(add)(const float *x, float scale, float *out, int32_t size);
+
 const q_kernels Q_NAME(q_kernels) = {
     .name = Q_TEXT(Q_VARIANT),
+    .norm = Q_NAME(norm),
+    .rotate = Q_NAME(rotate),
+    .activate = Q_NAME(activate),
+    .gate = Q_NAME(gate),
+    .embed = Q_NAME(embed),
+    .add = Q_NAME(add),
 };
