@@ -55,7 +55,6 @@ class Runner:
         self.max_tokens = max_tokens
         self.graphs: DecodeGraphs | None = None
         self.pooler = pooler
-        self._on_host = state.device.type == "cpu"
         self._download = Download(state.max_rows, state.device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=state.device)
 
@@ -92,7 +91,7 @@ class Runner:
         prompts = self._prompts(hidden[len(slots) :], run, spans) if spans else []
         if not len(slots):
             return Outcome(self._download, self._nothing, prompts=prompts)
-        sampled = self._sample(hidden[: len(slots)] if spans else hidden, slots)
+        sampled = self._sample(self.model.logits(hidden[: len(slots)] if spans else hidden), slots)
         tokens = sampled.tokens.to(torch.int32)
         self._write(slots, tokens)
         outcome = Outcome(self._download, tokens, sampled.logprobs or (), prompts, slots.failed)
@@ -137,16 +136,20 @@ class Runner:
 
     def _write(self, slots: SampleBatch, tokens: torch.Tensor) -> None:
         """Tokens that were drawn, to their rows."""
+        state, rows = self.state, slots.host_rows
         # A beam's token lands beyond those its row has, where nothing reads it before an append replaces it.
-        self.state.tokens.index_put_((slots.rows, slots.positions), tokens)
-        self.state.known[slots.host_rows] = slots.host_positions + self.state.grows[slots.host_rows]
+        if state.on_host:
+            state.tokens_host[rows, slots.host_positions] = tokens.numpy()
+        else:
+            state.tokens.index_put_((slots.rows, slots.positions), tokens)
+        state.known[rows] = slots.host_positions + state.grows[rows]
 
-    def _sample(self, hidden: torch.Tensor, slots: SampleBatch) -> Sampled:
-        """Draw from ``hidden`` [S, hidden]; in a group every process learns the tokens."""
-        group, logits = self.group, self.model.logits(hidden)
+    def _sample(self, logits: torch.Tensor, slots: SampleBatch) -> Sampled:
+        """Draw from ``logits`` [S, V], or this process's share of them; in a group every process learns the tokens."""
+        group = self.group
         if group.shard.size > 1 and slots.needs.shareable and not self._guided(slots):
             found = group.best(*sample_share(logits, self.state.sampling, slots, self.model.vocabulary.start))
-            if self._on_host:
+            if self.state.on_host:
                 refuse(found[0].numpy(), slots.failed)
             sampled = Sampled(found[1], None)
             if group.shard.stages == 1:
@@ -167,7 +170,7 @@ class Runner:
         if any(follower.rows for follower in self.state.followers):
             self._guide(slots)
         sampled = sample(logits, self.state.sampling, slots)
-        if self._on_host:  # on a GPU the look would cost each step; there NaN shows where logprobs are asked for
+        if self.state.on_host:  # on a GPU the look would cost each step; there NaN shows where logprobs are asked for
             refuse(logits.numpy()[np.arange(len(logits)), sampled.tokens.numpy()], slots.failed)
         return sampled
 
@@ -220,43 +223,49 @@ class Runner:
     def _batch(self, run: Run, spans: list[Span]) -> tuple[StepBatch, SampleBatch]:
         """What the model computes and what is drawn from it. Its outputs are of each sample slot, then of the tokens
         before those of ``spans``."""
-        state, size = self.state, self.state.block_size
-        ends = run.starts + run.counts
-        query_starts = np.zeros(len(run.rows) + 1, np.int64)
-        np.cumsum(run.counts, out=query_starts[1:])
-        longest = int(run.counts.max())
-        if longest == 1:
-            num_decodes, token_rows, positions = len(run.rows), run.rows, run.starts
+        state, size, count = self.state, self.state.block_size, len(run.rows)
+        if run.pure_decode:
+            query_starts, num_decodes, longest = np.arange(count + 1), count, 1
+            token_rows, positions, outputs = run.rows, run.starts, run.sample_src
         else:
-            num_decodes = int((run.counts != 1).argmax())
+            query_starts = np.zeros(count + 1, np.int64)
+            np.cumsum(run.counts, out=query_starts[1:])
+            num_decodes, longest = int((run.counts != 1).argmax()), int(run.counts.max())
             token_rows = np.repeat(run.rows, run.counts)
             positions = np.arange(query_starts[-1]) + np.repeat(run.starts - query_starts[:-1], run.counts)
+            outputs = query_starts[1:][run.sample_src] - 1
         slots = state.tables_host[token_rows, positions // size].astype(np.int64) * size + positions % size
-        outputs = query_starts[1:][run.sample_src] - 1
-        longest_context = int(ends.max())
+        longest_context = int(run.ends.max())
         if spans:
             at, told = _places(spans)
             outputs = np.concatenate([outputs, query_starts[at] + told - 1 - run.starts[at]])
         rows_d, token_rows_d, positions_d, slots_d, outputs_d, sample_rows_d, sample_positions_d, starts_d, ends_d = (
             state.upload(
                 run.rows, token_rows, positions, slots, outputs, run.sample_rows, run.positions,
-                query_starts.astype(np.int32), ends.astype(np.int32),
+                query_starts.astype(np.int32), run.ends.astype(np.int32),
             )
         )  # fmt: skip
+        width = -(-longest_context // size)
+        if state.on_host:
+            ids = state.tokens_host[token_rows, positions].astype(np.int64)
+            token_ids, tables = state.upload(ids, state.tables_host[run.rows, :width])
+        else:
+            token_ids = state.tokens[token_rows_d, positions_d].long()
+            tables = state.tables[:, :width].index_select(0, rows_d)
         batch = StepBatch(
-            token_ids=state.tokens[token_rows_d, positions_d].long(),
+            token_ids=token_ids,
             positions=positions_d,
             slots=slots_d,
             query_starts=starts_d,
             context_lens=ends_d,
-            block_tables=state.tables[:, : -(-longest_context // size)].index_select(0, rows_d),
+            block_tables=tables,
             num_decodes=num_decodes,
             max_query_len=longest,
             max_context_len=longest_context,
             block_size=size,
             outputs=outputs_d,
-            host_query_starts=query_starts.tolist() if self._on_host else [],
-            host_context_lens=ends.tolist() if self._on_host else [],
+            host_query_starts=query_starts.tolist() if state.on_host else [],
+            host_context_lens=run.ends.tolist() if state.on_host else [],
         )
         return batch, state.sample_batch(run, sample_rows_d, sample_positions_d)
 
@@ -282,5 +291,7 @@ def _edit(
 
 def refuse(chosen: np.ndarray, failed: dict[int, Failure]) -> None:
     """The slots whose chosen token has a logit that cannot be drawn are added to ``failed``."""
-    for slot in np.flatnonzero(~(chosen > -np.inf)).tolist():
-        failed.setdefault(slot, NAN if np.isnan(chosen[slot]) else FORBIDDEN)
+    sound = chosen > -np.inf
+    if np.count_nonzero(sound) < len(sound):
+        for slot in np.flatnonzero(~sound).tolist():
+            failed.setdefault(slot, NAN if np.isnan(chosen[slot]) else FORBIDDEN)

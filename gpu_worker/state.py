@@ -6,13 +6,17 @@ the run. Everything in a plan is checked before it is used, because an index out
 sequence's memory, not fail.
 
 The tables and lengths are kept on the host as well: slots are computed there, and checks cost no wait for a GPU. On a
-CPU device both are the same memory.
+CPU device both are the same memory, and so are the tokens.
+
+While the same rows decode, plans differ in little: what was checked of the last one is not checked again where the
+same bytes come. The arrays here are short, so what a step costs is the number of calls: numpy's take about a
+microsecond each, torch's five.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,16 +49,29 @@ _TOO_MUCH = (
 )
 
 
+class Composition(NamedTuple):
+    """What stays the same in the run part of a plan while the same rows decode, as int64 arrays, checked."""
+
+    rows: np.ndarray
+    counts: np.ndarray
+    sample_src: np.ndarray
+    sample_rows: np.ndarray
+    pure_decode: bool  # every row runs one token
+
+
 @dataclass(slots=True)
 class Run:
-    """The run part of a plan as int64 arrays, checked. ``positions[k]`` is where sample slot k's token goes."""
+    """The run part of a plan as int64 arrays, checked. Those of its ``Composition`` are the same objects from step to
+    step while that lasts, and are not written to."""
 
     rows: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    ends: np.ndarray  # starts + counts
     sample_src: np.ndarray
     sample_rows: np.ndarray
-    positions: np.ndarray
+    positions: np.ndarray  # where each sample slot's token goes
+    pure_decode: bool
 
 
 @dataclass(slots=True)
@@ -73,9 +90,9 @@ def column(name: str, data: bytes, limit: int, low: int = 0) -> np.ndarray:
     if len(data) % 4:
         raise PlanError(f"{name} has {len(data)} bytes, which is not a whole number of int32 items")
     values = np.frombuffer(data, np.int32).astype(np.int64)
-    if len(values) and (values.min() < low or values.max() >= limit):
-        bad = values[(values < low) | (values >= limit)][0]
-        raise PlanError(f"{name} holds {bad}, which is not in [{low}, {limit})")
+    outside = (values < low) | (values >= limit)
+    if np.count_nonzero(outside):
+        raise PlanError(f"{name} holds {values[outside][0]}, which is not in [{low}, {limit})")
     return values
 
 
@@ -100,6 +117,7 @@ class RowState:
 
     ``tokens`` [max_rows, max_model_len + 1] int32 (one more for the token sampled past the end) and ``tables``
     [max_rows, max_blocks] int32 are on the device; ``tables_host`` and ``known`` (tokens of each row) on the host.
+    ``tokens_host`` is ``tokens`` as an array, of no rows where the device is not the host. Neither array moves.
     ``failed`` rows cannot draw any more: their slots answer with the status and message given here. ``draws`` is
     False in a process of a replica whose tokens another one draws.
     """
@@ -129,13 +147,14 @@ class RowState:
         self.pooled: dict[int, Pool] = {}  # rows that draw nothing
         self.grammars, self.processors = grammars, processors
         self.followers: list[Follower[Any]] = [each for each in (grammars, processors) if each is not None]
-        self._on_host = device.type == "cpu"
-        if self._on_host:
-            self.tables = torch.from_numpy(self.tables_host)
-            self.tokens = torch.from_numpy(np.zeros((max_rows, max_model_len + 1), np.int32))
+        self.on_host = device.type == "cpu"
+        self.tokens_host = np.zeros((max_rows if self.on_host else 0, max_model_len + 1), np.int32)
+        if self.on_host:
+            self.tables, self.tokens = torch.from_numpy(self.tables_host), torch.from_numpy(self.tokens_host)
         else:
             self.tables = torch.zeros(self.tables_host.shape, dtype=torch.int32, device=device)
             self.tokens = torch.zeros((max_rows, max_model_len + 1), dtype=torch.int32, device=device)
+        self._composition: tuple[tuple[object, ...], Composition] | None = None  # the last one, and what it was made of
         self.sampling = SamplingState(max_rows, vocab_size, device, logprobs_mode, draws)
         self.upload = Upload(device)
 
@@ -194,7 +213,7 @@ class RowState:
             array[dst] = array[src]
         from_rows, to_rows = self.upload(src, dst)
         self.tokens[to_rows, :length] = self.tokens[from_rows, :length]
-        if not self._on_host:
+        if not self.on_host:
             self.tables.index_copy_(0, to_rows, self.tables.index_select(0, from_rows))
         sources, copies = src.tolist(), dst.tolist()
         self.sampling.copy(sources, copies, seeds.tolist())
@@ -268,10 +287,20 @@ class RowState:
         slots = column("delta_slots", plan.delta_slots, self.max_blocks)
         blocks = column("delta_blocks", plan.delta_blocks, num_blocks)
         _same_length(delta_rows=rows, delta_slots=slots, delta_blocks=blocks)
-        # A slot set twice takes the later value; one write for each, as a device's order of writes is not defined.
-        last = len(rows) - 1 - np.unique((rows * self.max_blocks + slots)[::-1], return_index=True)[1]
-        if len(last) < len(rows):
-            rows, slots, blocks = rows[last], slots[last], blocks[last]
+        if np.count_nonzero(slots != self.blocks_set[rows]):
+            self.blocks_set = self._grown(rows, slots)
+        else:  # a decode's: each slot is the next one of its row
+            self.blocks_set[rows] = slots + 1
+        self.tables_host[rows, slots] = blocks  # a slot set twice takes the later value
+        if not self.on_host:
+            # Those that the host took, as the device's order of writes is not defined.
+            r, s, b = self.upload(rows, slots, self.tables_host[rows, slots])
+            self.tables.index_put_((r, s), b)
+
+    def _grown(self, rows: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """``blocks_set`` after ``slots`` of ``rows`` are set in any order. Raises PlanError where a slot is left
+        out."""
+        rows, slots = np.divmod(np.unique(rows * self.max_blocks + slots), self.max_blocks)
         new = slots >= self.blocks_set[rows]
         end = self.blocks_set.copy()
         np.maximum.at(end, rows, slots + 1)
@@ -279,11 +308,7 @@ class RowState:
         if (end != grown).any():
             row = int(np.flatnonzero(end != grown)[0])
             raise PlanError(f"delta_slots leaves a hole in row {row}'s table of {self.blocks_set[row]} blocks")
-        self.blocks_set = grown
-        self.tables_host[rows, slots] = blocks
-        if not self._on_host:
-            r, s, b = self.upload(rows, slots, blocks.astype(np.int32))
-            self.tables.index_put_((r, s), b)
+        return grown
 
     def _append(self, plan: StepPlan) -> None:
         rows = column("append_rows", plan.append_rows, self.max_rows)
@@ -305,26 +330,46 @@ class RowState:
 
     def checked_run(self, plan: StepPlan, max_tokens: int) -> Run:
         """The run part; call after ``apply``. Raises PlanError where it asks for tokens or blocks a row lacks."""
-        rows = column("rows", plan.rows, self.max_rows)
+        columns = (plan.rows, plan.counts, plan.sample_src, plan.sample_rows, max_tokens)
+        if self._composition is None or self._composition[0] != columns:
+            self._composition = columns, self._checked_composition(plan, max_tokens)
+        rows, counts, src, dst, pure_decode = self._composition[1]
         starts = column("starts", plan.starts, self.max_model_len)
-        counts = column("counts", plan.counts, max_tokens + 1, low=1)
-        _same_length(rows=rows, starts=starts, counts=counts)
-        _distinct("rows", rows)
+        _same_length(rows=rows, starts=starts)
         ends = starts + counts
-        if counts.sum() > max_tokens:
-            raise PlanError(f"counts sum to {counts.sum()} tokens, over max_num_batched_tokens {max_tokens}")
-        self._check_each("starts + counts", ends, np.minimum(self.known[rows], self.max_model_len), rows, "tokens")
-        self._check_each("starts + counts", ends, self.blocks_set[rows] * self.block_size, rows, "tokens' blocks")
+        self._check_ends(rows, ends)
+        positions = ends[src]
+        wrong = self.known[dst] != positions
+        if np.count_nonzero(wrong):
+            row, position = dst[wrong][0], positions[wrong][0]
+            raise PlanError(f"sample_rows draws position {position} of row {row}, which has {self.known[row]} tokens")
+        return Run(rows, starts, counts, ends, src, dst, positions, pure_decode)
+
+    def _checked_composition(self, plan: StepPlan, max_tokens: int) -> Composition:
+        """What can be said of a run without the rows' lengths. Raises PlanError."""
+        rows = column("rows", plan.rows, self.max_rows)
+        counts = column("counts", plan.counts, max_tokens + 1, low=1)
+        _same_length(rows=rows, counts=counts)
+        _distinct("rows", rows)
+        if (tokens := int(counts.sum())) > max_tokens:
+            raise PlanError(f"counts sum to {tokens} tokens, over max_num_batched_tokens {max_tokens}")
         src = column("sample_src", plan.sample_src, len(rows))
         dst = column("sample_rows", plan.sample_rows, self.max_rows)
         _same_length(sample_src=src, sample_rows=dst)
         _distinct("sample_rows", dst)
-        positions = ends[src]
-        wrong = self.known[dst] != positions
-        if wrong.any():
-            row, position = dst[wrong][0], positions[wrong][0]
-            raise PlanError(f"sample_rows draws position {position} of row {row}, which has {self.known[row]} tokens")
-        return Run(rows, starts, counts, src, dst, positions)
+        return Composition(rows, counts, src, dst, tokens == len(rows))
+
+    def _check_ends(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """Raises PlanError where a row has no tokens, or no blocks for them, up to its end."""
+        limits = {
+            "tokens": np.minimum(self.known[rows], self.max_model_len),
+            "tokens' blocks": self.blocks_set[rows] * self.block_size,
+        }
+        for of, limit in limits.items():
+            over = ends > limit
+            if np.count_nonzero(over):
+                at = int(over.argmax())
+                raise PlanError(f"starts + counts reaches {ends[at]} in row {rows[at]}, which has {limit[at]} {of}")
 
     def sample_batch(self, run: Run, rows: torch.Tensor, positions: torch.Tensor) -> SampleBatch:
         """The sample slots of ``run``; ``rows`` and ``positions`` are theirs on the device."""
@@ -360,11 +405,3 @@ class RowState:
             if first + count == end:
                 del self.asking[row]
         return sorted(spans, key=lambda span: span.k)
-
-    @staticmethod
-    def _check_each(name: str, values: np.ndarray, limits: np.ndarray, rows: np.ndarray, of: str) -> None:
-        over = values > limits
-        if over.any():
-            raise PlanError(
-                f"{name} reaches {values[over][0]} in row {rows[over][0]}, which has {limits[over][0]} {of}"
-            )

@@ -80,6 +80,7 @@ class SamplingState:
         self.allowed = Table(max_rows, -(-vocab_size // 32), self.device)
         self._edits: dict[int, RowEdits] = {}
         self._changes = 0  # raised when a row may have other edits
+        self._last_needs: tuple[np.ndarray, SamplingNeeds] | None = None
         self._spare: torch.Tensor | None = None
         self._joined_bias: tuple[object, tuple[torch.Tensor, ...]] | None = None
         self._joined_words: tuple[object, Words] | None = None
@@ -87,6 +88,7 @@ class SamplingState:
     def admit(self, row: int, work: Generate, seed: int, prompt_len: int, ids: np.ndarray) -> None:
         """``row`` draws as ``work`` asks, with its child's ``seed``. ``ids`` int32: the prompt, then outputs it resumes
         from."""
+        self._last_needs = None
         params = work.params
         listed = params.logit_bias or params.min_tokens or work.bad_words
         edits = row_edits(work, self.vocab_size) if listed else None
@@ -112,6 +114,7 @@ class SamplingState:
     def copy(self, src_rows: Sequence[int], dst_rows: Sequence[int], seeds: Sequence[int]) -> None:
         """Fork: all that ``src_rows`` have to ``dst_rows``, with new seeds; all is read before any is written."""
         src, dst = list(src_rows), list(dst_rows)
+        self._last_needs = None
         self._ints[dst] = self._ints[src]
         held = [self._edits.get(row) for row in src]
         for row, edits, seed in zip(dst, held, seeds, strict=True):
@@ -124,6 +127,7 @@ class SamplingState:
 
     def drop(self, rows: Sequence[int] | np.ndarray) -> None:
         """Release what the rows hold."""
+        self._last_needs = None
         for row in rows:
             self._hold(int(row), None)
             self._ints[row, c.USES] = 0
@@ -135,11 +139,20 @@ class SamplingState:
             self.counts.append(rows[counted], tokens[counted])
 
     def needs(self, rows: np.ndarray, positions: np.ndarray) -> SamplingNeeds:
-        """What these rows ask for when they draw the tokens of ``positions``; int64 [S] each, on the host."""
+        """What these rows ask for when they draw the tokens of ``positions``; int64 [S] each, on the host.
+
+        Asked again with the same array, which is not written to, it says the same until a row changes.
+        """
+        if self._last_needs is not None and self._last_needs[0] is rows:
+            return self._last_needs[1]
         uses = self._ints[rows, c.USES]
         any_uses = int(np.bitwise_or.reduce(uses)) if len(uses) else 0
-        if not any_uses:
-            return PLAIN
+        needs = PLAIN if not any_uses else self._needs(any_uses, rows, positions, uses)
+        # min_tokens is a matter of the positions.
+        self._last_needs = None if any_uses & c.WAITS else (rows, needs)
+        return needs
+
+    def _needs(self, any_uses: int, rows: np.ndarray, positions: np.ndarray, uses: np.ndarray) -> SamplingNeeds:
         waits = bool(any_uses & c.WAITS) and bool(self._waiting(rows, positions, uses).any())
         return SamplingNeeds(
             random=bool(any_uses & c.RANDOM),

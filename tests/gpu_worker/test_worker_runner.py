@@ -219,6 +219,56 @@ def test_the_good_plan_beside_the_bad_ones():
     _hand().runner.launch(_run())
 
 
+@pytest.mark.parametrize("start", [-1, 10, 12, 32])
+def test_a_bad_start_is_refused_where_the_rest_is_as_in_the_step_before(start):
+    hand = _hand()
+    hand.runner.launch(_run())
+    with pytest.raises(PlanError):
+        hand.runner.launch(_run(starts=[start]))
+
+
+def test_rows_that_were_there_a_step_ago_are_refused_once_they_are_dropped():
+    hand = _hand()
+    hand.runner.launch(_run())
+    with pytest.raises(PlanError):
+        hand.runner.launch(_run(starts=[11], drops=[0]))
+
+
+def test_a_block_that_is_missing_is_refused_where_the_rest_is_as_in_the_step_before():
+    hand = _hand()
+    for start in range(10, 16):
+        hand.runner.launch(_run(starts=[start]))
+    with pytest.raises(PlanError, match="17 in row 0, which has 16 tokens' blocks"):
+        hand.runner.launch(_run(starts=[16]))
+
+
+def test_a_row_that_changes_hands_draws_as_its_new_owner_asks():
+    ids, again = prompts(2)[0][:4], [5, 6, 7]
+    hand = Hand(MODEL)
+    hand.generate(0, ids, 3, params=RANDOM, seed=3)
+    alone = Hand(MODEL).generate(0, again, 6, params=RANDOM, seed=8)
+    # The prompt's rows, counts and slots, and then the decodes', are those of the row's first owner.
+    assert hand.generate(0, again, 2) == oracle(MODEL, again, 2)
+    assert hand.generate(0, again, 6, params=RANDOM, seed=8) == alone
+
+
+def test_min_tokens_is_looked_at_in_each_step_of_the_same_rows():
+    params = SamplingParams(temperature=0.0, min_tokens=3)
+    free = oracle(MODEL, [1, 2, 3], 8)
+    hand = Hand(MODEL)
+    got = hand.generate(0, [1, 2, 3], 8, params=params, suppressed_ids=i32(range(1, VOCAB)))
+    assert got[:3] == [0, 0, 0]
+    assert got[3:] == oracle(MODEL, [1, 2, 3, 0, 0, 0], 5) and free[:3] != got[:3]
+
+
+def test_slots_of_a_table_may_come_in_any_order():
+    hand = _hand()
+    assert hand.state.tables[0, :2].tolist() == hand.tables[0]
+    hand.runner.launch(plan(2, delta_rows=[0, 1, 0], delta_slots=[3, 1, 2], delta_blocks=[5, 4, 6]))
+    assert hand.state.tables[0].tolist() == [*hand.tables[0], 6, 5] and hand.state.tables[1, 1] == 4
+    assert hand.state.blocks_set.tolist() == [4, 2, 0, 0]
+
+
 def test_too_many_tokens_are_refused():
     hand = Hand(MODEL, max_tokens=16)
     for row in range(2):
