@@ -172,3 +172,13 @@ def test_embeddings_and_sums(kernels: Library, size: int) -> None:
     out[:size] = row.numpy()
     kernels.function("add", POINTER, FLOAT, POINTER, INT)(address(x), 0.5, address(out), size)
     assert torch.equal(checked(out, size), row + torch.from_numpy(x) * 0.5)
+
+
+def test_a_soft_cap_is_right_to_a_few_last_places(kernels: Library) -> None:
+    x = np.concatenate([np.linspace(-400, 400, 20_011), np.logspace(-30, 30, 999), [0.0, -0.0]]).astype(np.float32)
+    exact = 30 * torch.tanh(torch.from_numpy(x).double() / 30)
+    kernels.function("softcap", POINTER, FLOAT, INT)(address(x), 30.0, len(x))
+    close(torch.from_numpy(x), exact, 5)
+    special = np.array([np.nan, np.inf, -np.inf], np.float32)
+    kernels.function("softcap", POINTER, FLOAT, INT)(address(special), 30.0, 3)
+    assert np.isnan(special[0]) and special[1:].tolist() == [30, -30]

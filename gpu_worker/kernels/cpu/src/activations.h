@@ -56,6 +56,21 @@ INLINE vfloat vf_gelu_tanh(vfloat x) {
   return vf_times_sigmoid(x, vf_set(1.5957691216f) * x * inner);
 }
 
+/* tanh(x): Cephes' polynomial near zero, (1 - e^-2x) / (1 + e^-2x) away from it. */
+INLINE vfloat vf_tanh(vfloat x) {
+  vfloat size = vf_abs(x), squared = x * x;
+  vfloat y = vf_set(-5.70498872745e-3f);
+  y = vf_fma(y, squared, vf_set(2.06390887954e-2f));
+  y = vf_fma(y, squared, vf_set(-5.37397155531e-2f));
+  y = vf_fma(y, squared, vf_set(1.33314422036e-1f));
+  y = vf_fma(y, squared, vf_set(-3.33332819422e-1f));
+  vfloat near = vf_fma(y * squared, x, x);
+  vfloat decay = vf_exp(vf_set(-2.0f) * size), one = vf_set(1.0f);
+  vfloat far = (one - decay) / (one + decay);
+  vint sign = (vint)x & vi_set(INT32_MIN);
+  return vf_select(size < vf_set(0.625f), near, (vfloat)((vint)far | sign));
+}
+
 /* activation(x); ``kind`` is one of kernels.h's but Q_SWIGLU_OAI, which only gates. */
 INLINE vfloat vf_activation(int32_t kind, vfloat x) {
   switch (kind) {

@@ -93,3 +93,10 @@ void Q_NAME(embed)(int32_t type, const void *row, float scale, float *out, int32
 void Q_NAME(add)(const float *x, float scale, float *out, int32_t size) {
   for (int32_t at = 0; at < size; at++) out[at] += scale * x[at];
 }
+
+void Q_NAME(softcap)(float *x, float cap, int32_t size) {
+  vfloat limit = vf_set(cap);
+  int32_t at = 0;
+  for (; at + LANES <= size; at += LANES) vf_store(x + at, limit * vf_tanh(vf_load(x + at) / limit));
+  if (at < size) vf_store_part(x + at, limit * vf_tanh(vf_load_part(x + at, size - at) / limit), size - at);
+}

@@ -138,6 +138,8 @@ typedef struct {
   void (*embed)(int32_t type, const void *row, float scale, float *out, int32_t size);
   /* out += scale * x. */
   void (*add)(const float *x, float scale, float *out, int32_t size);
+  /* x = cap * tanh(x / cap). */
+  void (*softcap)(float *x, float cap, int32_t size);
 } q_kernels;
 
 extern const q_kernels q_kernels_plain, q_kernels_avx2, q_kernels_avx512, q_kernels_avx512bf16;

@@ -11,6 +11,7 @@ void Q_NAME(activate)(int32_t kind, const float *x, float *out, int32_t size);
 void Q_NAME(gate)(int32_t kind, const float *gate, const float *up, float *out, int32_t size);
 void Q_NAME(embed)(int32_t type, const void *row, float scale, float *out, int32_t size);
 void Q_NAME(add)(const float *x, float scale, float *out, int32_t size);
+void Q_NAME(softcap)(float *x, float cap, int32_t size);
 
 const q_kernels Q_NAME(q_kernels) = {
     .name = Q_TEXT(Q_VARIANT),
@@ -20,4 +21,5 @@ const q_kernels Q_NAME(q_kernels) = {
     .gate = Q_NAME(gate),
     .embed = Q_NAME(embed),
     .add = Q_NAME(add),
+    .softcap = Q_NAME(softcap),
 };
