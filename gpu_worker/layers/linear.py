@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from ..kernels.moe import Blocks
 from .formats.base import Format, Tensors, Weight, whole
 from .formats.dense import SMALL, dense
+from .formats.native import NativeExperts, NativeRun
 
 # Fewer rows are filled up with zeros. Below four the libraries sum in another order; from four on a row's product has
 # the same bits in any batch, so that a token does not depend on its neighbours. With oneDNN four rows are also faster.
@@ -15,17 +16,32 @@ LEAST_ROWS = 4
 
 
 class Linear:
-    """``x [T, in] -> x @ weight.T + bias [T, out]`` for a fixed weight [out, in]; ``bias`` may be set later."""
+    """``x [T, in] -> x @ weight.T + bias [T, out]`` for a fixed weight [out, in]; ``bias`` may be set later.
 
-    __slots__ = ("_least", "_run", "_unit", "bias")
+    ``packed``: the weight as the native kernels read it, with the bias; None where something else multiplies.
+    """
+
+    __slots__ = ("_bias", "_least", "_run", "_unit", "packed")
 
     def __init__(self, format: Format, tensors: Tensors, weight: Weight, bias: torch.Tensor | None = None) -> None:
         """``tensors`` of ``weight``, as ``format`` names them."""
-        self.bias = bias
         self._run = format.linear(tensors, weight)
-        self._least = LEAST_ROWS if weight.device.type == "cpu" else 0
+        self.packed = self._run.packed if isinstance(self._run, NativeRun) else None
+        self._least = LEAST_ROWS if weight.device.type == "cpu" and self.packed is None else 0
         # Small products round otherwise between the multiples.
         self._unit = LEAST_ROWS if self._least and weight.numel < SMALL else 1
+        self.bias = bias
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[out], or None."""
+        return self._bias
+
+    @bias.setter
+    def bias(self, bias: torch.Tensor | None) -> None:
+        self._bias = bias
+        if self.packed is not None:
+            self.packed.set_bias(bias)
 
     @classmethod
     def of(cls, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -42,12 +58,28 @@ class Linear:
 
 
 class ExpertLinear:
-    """A ``Linear`` for each of the experts that one rank holds; ``bias`` [E, out] or None, and may be set later."""
+    """A ``Linear`` for each of the experts that one rank holds; ``bias`` [E, out] or None, and may be set later.
+
+    ``packed``: of each expert, as ``Linear.packed``, or None.
+    """
 
     def __init__(self, format: Format, tensors: Tensors, weight: Weight, bias: torch.Tensor | None = None) -> None:
         """``tensors`` of ``weight``, as ``format`` names them, each with a first dim of ``weight.experts``."""
-        self.bias, self._count = bias, weight.experts or 0
+        self._count = weight.experts or 0
         self._products = format.experts(tensors, weight)
+        self.packed = self._products.packed if isinstance(self._products, NativeExperts) else None
+        self.bias = bias
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[E, out], or None."""
+        return self._bias
+
+    @bias.setter
+    def bias(self, bias: torch.Tensor | None) -> None:
+        self._bias = bias
+        for expert, packed in enumerate(self.packed or ()):
+            packed.set_bias(None if bias is None else bias[expert])
 
     @classmethod
     def of(cls, matrices: torch.Tensor, bias: torch.Tensor | None = None) -> ExpertLinear:

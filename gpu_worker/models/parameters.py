@@ -61,12 +61,12 @@ class Parameter:
 
     def as_weight(self, dtype: torch.dtype, device: torch.device) -> Weight:
         """What a format is told of it."""
-        columns = self.columns or whole(1)
+        columns, gated = self.columns or whole(1), self.name.endswith("gate_up.weight")
         if not self.experts:
-            return Weight(self.parts, columns, dtype, device)
+            return Weight(self.parts, columns, dtype, device, gated=gated)
         each = len(self.parts) // self.experts
         held = sum(1 for part in self.parts[::each] if len(part))
-        return Weight(tuple(whole(part.total) for part in self.parts[:each]), columns, dtype, device, held)
+        return Weight(tuple(whole(part.total) for part in self.parts[:each]), columns, dtype, device, held, gated)
 
     def in_tensor(self, stored: Stored) -> Parameter:
         """One of the tensors that the weight is kept in. Raises ConfigError where the format cannot be cut so."""

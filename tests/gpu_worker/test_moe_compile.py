@@ -28,7 +28,8 @@ def main():
     from kernel_compile import compile_launch
     from triton.runtime.jit import JITFunction
 
-    from quire.gpu_worker.layers.linear import ExpertLinear
+    from quire.gpu_worker.layers.formats.dense import PLAIN
+    from quire.gpu_worker.layers.linear import ExpertLinear, weight_of
     from quire.gpu_worker.layers.moe import Experts, experts_grouped
 
     JITFunction.run = compile_launch
@@ -43,7 +44,11 @@ def main():
             torch.empty(experts, hidden, width, dtype=dtype),
         )
         biases = (gate_up[..., 0].contiguous(), down[..., 0].contiguous()) if bias else (None, None)
-        held = Experts(ExpertLinear.of(gate_up, biases[0]), ExpertLinear.of(down, biases[1]), activation=activation)
+        linears = (
+            ExpertLinear(PLAIN, {"weight": matrices}, weight_of(matrices), shift)
+            for matrices, shift in zip((gate_up, down), biases, strict=True)
+        )
+        held = Experts(*linears, activation=activation)
         experts_grouped(
             torch.empty(tokens, hidden, dtype=dtype),
             torch.empty(tokens, 2),

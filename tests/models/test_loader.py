@@ -12,6 +12,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.gpu_worker.kernels.cpu.library import library
 from quire.gpu_worker.layers.formats.dense import cpu_backend
 from quire.gpu_worker.layers.linear import Linear
 from quire.gpu_worker.layers.rope import rope_tables
@@ -324,9 +325,11 @@ def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         dtype_of("int7")
 
 
-@pytest.mark.parametrize("backend", ["onednn", "mkl", "plain"])
+@pytest.mark.parametrize("backend", ["native", "onednn", "mkl", "plain"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_packing_gives_the_product(backend: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "native" and library() is None:
+        pytest.skip("no native CPU kernels here")
     if backend == "mkl" and not torch.backends.mkl.is_available():
         pytest.skip("torch has no MKL here")
     monkeypatch.setenv("QUIRE_CPU_LINEAR", backend)

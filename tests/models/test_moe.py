@@ -22,7 +22,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from quire.gpu_worker.kernels import moe as kernels
 from quire.gpu_worker.kernels.activation import gated_activation_torch
-from quire.gpu_worker.layers.linear import ExpertLinear, Linear
+from quire.gpu_worker.layers.formats.dense import PLAIN
+from quire.gpu_worker.layers.linear import ExpertLinear, Linear, weight_of
 from quire.gpu_worker.layers.moe import Experts, MoE, experts_cpu, experts_grouped, route
 from quire.gpu_worker.spec import MoESpec
 
@@ -177,13 +178,22 @@ class Held(NamedTuple):
         gate_up = ExpertLinear.of(self.gate_up, self.gate_up_bias)
         return Experts(gate_up, ExpertLinear.of(self.down, self.down_bias), self.first, self.activation)
 
+    @property
+    def for_triton(self):
+        """Not packed, also where the interpreter runs the kernels on a CPU."""
+        gate_up, down = (
+            ExpertLinear(PLAIN, {"weight": matrices}, weight_of(matrices), bias)
+            for matrices, bias in ((self.gate_up, self.gate_up_bias), (self.down, self.down_bias))
+        )
+        return Experts(gate_up, down, self.first, self.activation)
+
 
 def on_cpu(x, weights, ids, held):
     return experts_cpu(x, weights, ids, held.linears)
 
 
 def grouped(x, weights, ids, held):
-    return experts_grouped(x, weights, ids, held.linears)
+    return experts_grouped(x, weights, ids, held.for_triton)
 
 
 def twin(x, weights, ids, held):

@@ -42,6 +42,7 @@ class Weight:
     """The weight of a linear layer as far as one process holds it: ``parts`` are its rows, ``dtype`` the model's.
 
     ``experts``: None, or how many weights of this shape its tensors hold, in a first dim before rows and columns.
+    ``gated``: the first half of the rows are gates, the second half what they are applied to.
     """
 
     parts: tuple[Part, ...]
@@ -49,6 +50,7 @@ class Weight:
     dtype: torch.dtype
     device: torch.device
     experts: int | None = None
+    gated: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -3,12 +3,13 @@
 On a GPU that is ``Plain``. On a CPU the weight is packed once, at load, into the blocks its product kernel reads.
 Which library packs is a rule, not a race, so that a restarted worker rounds as the one before it did:
 
-- oneDNN (``mkldnn``) unless the processor is Intel's: MKL's fp32 kernels are for Intel, and take 1.3 to 2.3 times
+- quire's own kernels, where they were compiled. They alone give a row the same bits in any batch, in bfloat16 too.
+- Else oneDNN (``mkldnn``) unless the processor is Intel's: MKL's fp32 kernels are for Intel, and take 1.3 to 2.3 times
   as long on AMD at 8 to 128 rows (``bench/cpu_layers.py`` prints both).
 - MKL on Intel, for fp32.
-- Plain where torch has neither, and for weights too small to matter.
+- Plain where torch has neither, and there for weights too small to matter.
 
-``QUIRE_CPU_LINEAR`` = onednn | mkl | plain overrides the rule.
+``QUIRE_CPU_LINEAR`` = native | onednn | mkl | plain overrides the rule.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import os
 
 import torch
 
+from ...kernels.cpu.library import library
 from .base import ExpertProducts, Format, Run, Tensors, Weight
 from .mkl import MKL
+from .native import Native
 from .onednn import OneDNN
 from .plain import Plain
 
 PLAIN = Plain()
-DENSE: dict[str, Format] = {"plain": PLAIN, "onednn": OneDNN(), "mkl": MKL()}
+DENSE: dict[str, Format] = {"plain": PLAIN, "native": Native(), "onednn": OneDNN(), "mkl": MKL()}
 # Packing costs MKL some 6 MB a weight whatever its size, and saves nothing below this many values.
 SMALL = 1 << 16
 
@@ -53,10 +56,12 @@ def cpu_has_bf16() -> bool:
 
 
 def cpu_backend(dtype: torch.dtype = torch.float32) -> str:
-    """The packing that the rule above chooses on this machine: onednn, mkl or plain."""
+    """The packing that the rule above chooses on this machine: native, onednn, mkl or plain."""
     asked = os.environ.get("QUIRE_CPU_LINEAR", "")
     if asked == "plain":
         return asked
+    if asked in ("", "native") and dtype in (torch.float32, torch.bfloat16) and library() is not None:
+        return "native"
     mkl = torch.backends.mkl.is_available() and dtype == torch.float32
     onednn = torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
     if mkl and (asked == "mkl" or not onednn or (not asked and cpu_flags()[0] == "GenuineIntel")):
@@ -66,8 +71,10 @@ def cpu_backend(dtype: torch.dtype = torch.float32) -> str:
 
 def dense(weight: Weight) -> Format:
     """The format of a float weight, or of several experts'."""
-    packed = weight.device.type == "cpu" and weight.numel >= SMALL
-    return DENSE[cpu_backend(weight.dtype)] if packed else PLAIN
+    if weight.device.type != "cpu":
+        return PLAIN
+    backend = cpu_backend(weight.dtype)
+    return PLAIN if backend != "native" and weight.numel < SMALL else DENSE[backend]
 
 
 class Dequantized(Format):

@@ -52,11 +52,12 @@ typedef struct {
 } q_rows;
 
 /* What becomes of the sums. */
-enum { Q_STORE = 0, Q_ADD = 1, Q_GATED = 2 };
+enum { Q_STORE = 0, Q_ADD = 1, Q_GATED = 2, Q_ACTIVATED = 3 };
 typedef struct {
-  int32_t kind;       /* Q_STORE: out = scale * (sum + bias); Q_ADD: out += that; Q_GATED: activation(gate) * up */
-  int32_t out_type;   /* Q_F32, or Q_BF16 where kind is Q_STORE or Q_GATED */
-  int32_t activation; /* of Q_GATED */
+  int32_t kind;       /* Q_STORE: out = scale * (sum + bias); Q_ADD: out += that; Q_ACTIVATED: activation(that);
+                         Q_GATED: activation(gate) * up, each being that */
+  int32_t out_type;   /* Q_F32, or Q_BF16 where kind is not Q_ADD */
+  int32_t activation; /* of Q_GATED and Q_ACTIVATED */
   float scale;
   void *out;          /* [rows, outputs], of Q_GATED [rows, outputs / 2] */
   int64_t stride;     /* bytes from row to row */

@@ -25,6 +25,7 @@ typedef struct {
 
 struct q_team {
   int threads;
+  pthread_mutex_t in_use; /* held while a task runs */
   signal_word start;   /* counts tasks */
   signal_word barrier; /* counts barriers */
   _Alignas(64) _Atomic int32_t arrived; /* at the barrier that is due */
@@ -112,6 +113,7 @@ static void *helper_main(void *argument) {
 }
 
 void q_team_run(q_team *team, q_task task, void *argument) {
+  pthread_mutex_lock(&team->in_use);
   if (team->threads > 1) {
     team->task = task;
     team->argument = argument;
@@ -119,6 +121,7 @@ void q_team_run(q_team *team, q_task task, void *argument) {
   }
   task(argument, 0, team->threads);
   q_team_barrier(team); /* a helper must not be left in a task whose argument the caller takes back */
+  pthread_mutex_unlock(&team->in_use);
 }
 
 q_team *q_team_new(int threads) {
@@ -126,6 +129,7 @@ q_team *q_team_new(int threads) {
   if (team == NULL) return NULL;
   team->threads = 1;
   team->task = NULL;
+  pthread_mutex_init(&team->in_use, NULL);
   word_init(&team->start);
   word_init(&team->barrier);
   atomic_init(&team->arrived, 0);

@@ -16,7 +16,7 @@ Q_EXPORT q_team *q_team_new(int threads);
 Q_EXPORT void q_team_free(q_team *team);
 Q_EXPORT int q_team_threads(const q_team *team);
 
-/* Runs ``task`` on every thread and returns when all have ended. One caller at a time. */
+/* Runs ``task`` on every thread and returns when all have ended. Callers wait for one another. */
 void q_team_run(q_team *team, q_task task, void *argument);
 /* Within a task: waits until every thread has come here. */
 void q_team_barrier(q_team *team);

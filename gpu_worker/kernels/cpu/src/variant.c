@@ -4,6 +4,10 @@
 #define Q_TEXT_(x) #x
 #define Q_TEXT(x) Q_TEXT_(x)
 
+void Q_NAME(linear)(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to, int32_t first,
+                    int32_t last);
+void Q_NAME(prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales,
+                     int32_t *sums);
 void Q_NAME(norm)(const q_norm *norm, const float *x, float *out);
 void Q_NAME(rotate)(float *x, int32_t heads, int32_t head_dim, const float *cos, const float *sin, int32_t rotary_dim,
                     int32_t interleaved);
@@ -15,6 +19,8 @@ void Q_NAME(softcap)(float *x, float cap, int32_t size);
 
 const q_kernels Q_NAME(q_kernels) = {
     .name = Q_TEXT(Q_VARIANT),
+    .linear = Q_NAME(linear),
+    .prepare = Q_NAME(prepare),
     .norm = Q_NAME(norm),
     .rotate = Q_NAME(rotate),
     .activate = Q_NAME(activate),

@@ -1,0 +1,28 @@
+/* What the products of all types share (linear.c, linear_float.c, linear_int8.c, linear_int4.c). */
+#ifndef QUIRE_LINEAR_H
+#define QUIRE_LINEAR_H
+
+#include "kernels.h"
+
+/* A matrix as torch has it. */
+typedef struct {
+  int32_t type;   /* Q_F32 or Q_BF16 */
+  int64_t stride; /* values from row to row */
+  const void *data;
+} q_matrix;
+
+/* Panels that a thread takes at a time from a product's counter. Even, because with few rows two panels go together. */
+static inline int32_t q_linear_share(const q_weight *weight, int32_t rows) {
+  if (weight->panels >= 256) return 8;
+  return rows <= 6 ? 4 : 2;
+}
+
+/* The products of one type, all as ``linear`` in q_kernels. */
+typedef void q_linear_function(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to,
+                               int32_t first, int32_t last);
+q_linear_function Q_NAME(linear_f32), Q_NAME(linear_bf16), Q_NAME(linear_int8), Q_NAME(linear_int4);
+
+/* Bring ``sums`` [Q_PANEL] of ``row`` and ``panel`` to where ``to`` says; they are changed on the way. */
+void Q_NAME(finish_panel)(const q_weight *weight, const q_epilogue *to, int32_t row, int32_t panel, float *sums);
+
+#endif

@@ -1,0 +1,59 @@
+/* One linear layer on a team, for who calls it from Python. */
+#include "linear.h"
+#include "team.h"
+
+/* The sizes of the structs that Python mirrors (structs.py), in the order of linear.py's _STRUCTS. */
+Q_EXPORT void q_linear_sizes(int64_t sizes[4]) {
+  sizes[0] = sizeof(q_weight);
+  sizes[1] = sizeof(q_rows);
+  sizes[2] = sizeof(q_epilogue);
+  sizes[3] = sizeof(q_matrix);
+}
+
+typedef struct {
+  const q_weight *weight;
+  const q_rows *x;
+  int32_t rows;
+  const q_epilogue *to;
+  _Atomic int32_t next;
+} linear_task;
+
+static void run_linear(void *argument, int id, int threads) {
+  linear_task *task = argument;
+  int32_t share = q_linear_share(task->weight, task->rows), panels = task->weight->panels;
+  for (int32_t first; (first = q_take(&task->next, share)) < panels;) {
+    int32_t last = first + share < panels ? first + share : panels;
+    q_kernel->linear(task->weight, task->x, task->rows, task->to, first, last);
+  }
+}
+
+/* rows [rows, padded inputs] times ``weight``, as ``to`` says. */
+Q_EXPORT void q_linear(q_team *team, const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to) {
+  linear_task task = {weight, x, rows, to, 0};
+  q_team_run(team, run_linear, &task);
+}
+
+typedef struct {
+  int32_t type, rows, size;
+  const float *x;
+  int64_t x_stride; /* values */
+  q_rows out;
+  int32_t padded;
+  _Atomic int32_t next;
+} prepare_task;
+
+static void run_prepare(void *argument, int id, int threads) {
+  prepare_task *task = argument;
+  int32_t scales = task->type == Q_I4 ? task->padded / Q_GROUP : 1;
+  for (int32_t row; (row = q_take(&task->next, 1)) < task->rows;)
+    q_kernel->prepare(task->type, task->x + row * task->x_stride, task->size, task->padded,
+                      (char *)task->out.data + row * task->out.stride, (float *)task->out.scales + row * scales,
+                      (int32_t *)task->out.sums + row * scales);
+}
+
+/* float32 rows [rows, size], ``x_stride`` values apart, as a weight of ``type`` with ``padded`` inputs reads them. */
+Q_EXPORT void q_prepare(q_team *team, int32_t type, int32_t rows, const float *x, int64_t x_stride, int32_t size,
+                        int32_t padded, const q_rows *out) {
+  prepare_task task = {type, rows, size, x, x_stride, *out, padded, 0};
+  q_team_run(team, run_prepare, &task);
+}

@@ -1,0 +1,221 @@
+/* Products of rows with panels, for the types whose values fill words of 32 bits: 1 float32, 2 bfloat16 or 4 int8.
+ *
+ * A panel holds, for each word of the inputs in turn, that word of each of its 32 outputs. One load then has the same
+ * inputs of LANES outputs, a row's word is broadcast over them, and nothing is ever summed across lanes. Each output of
+ * a row has one accumulator, to which the inputs are added from the first to the last. Nothing else decides its bits:
+ * not the tile that it is computed in, and not the rows beside it.
+ *
+ * An accumulator is a vector of 32-bit words, float32 or int32 by the type. ``type`` and the sizes of a tile are
+ * constants wherever these functions are inlined, so that a tile's accumulators are registers.
+ */
+#ifndef QUIRE_LINEAR_TILE_H
+#define QUIRE_LINEAR_TILE_H
+
+#include "linear.h"
+#include "simd.h"
+
+#define UNROLL _Pragma("GCC unroll 12")
+
+/* Two shapes of a tile, by the registers that there are: wide where few rows share a weight that comes from memory, so
+ * that it is read in long runs; tall where many rows do, so that a weight is used often. */
+#if defined(__AVX512F__)
+enum { WIDE_ROWS = 6, WIDE_VECTORS = 4, TALL_ROWS = 12, TALL_VECTORS = 2 };
+#else
+enum { WIDE_ROWS = 3, WIDE_VECTORS = 4, TALL_ROWS = 6, TALL_VECTORS = 2 };
+#endif
+enum {
+  WIDE_COLUMNS = WIDE_VECTORS * LANES,
+  TALL_COLUMNS = TALL_VECTORS * LANES,
+  /* Columns that a call's innermost loops go through together: whole panels. */
+  SPAN = WIDE_COLUMNS > Q_PANEL ? WIDE_COLUMNS : Q_PANEL,
+  SPAN_PANELS = SPAN / Q_PANEL,
+  /* Words of a panel that many rows go through before the next: 32 KiB of the panel, which the first cache holds. */
+  BLOCK_WORDS = 256,
+  /* Rows whose sums are kept meanwhile. */
+  MOST_ROWS = 240,
+  /* Words between what is multiplied and what is fetched from memory. */
+  FETCH_AHEAD = 512,
+};
+
+/* Where a tile's words are. Strides are in words. */
+typedef struct {
+  const uint32_t *rows;   /* the first word of the first row */
+  const uint32_t *weight; /* the first word of the first column */
+  int64_t row_stride;
+  int64_t panel_stride;
+  int32_t words; /* to add up, a multiple of 4 */
+  int32_t *sums; /* of the first row and column */
+} tile_place;
+
+/* Without instructions for pairs of bfloat16 a word of them is added in two parts, each made float32. */
+INLINE int parts_of(const int type) {
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return type == Q_BF16 ? 2 : 1;
+#endif
+}
+
+/* Part ``part`` of words, as add_words takes it. */
+INLINE vint part_of(const int type, const int part, vint words) {
+  if (parts_of(type) == 1) return words;
+  return part == 0 ? words << 16 : words & (int32_t)0xffff0000;
+}
+
+/* sums + the products of the four bytes of each word: unsigned (value + 128) of a row, signed of a weight. */
+INLINE vint add_bytes(vint row, vint weight, vint sums) {
+#if defined(__AVX512VNNI__)
+  return (vint)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)row, (__m512i)weight);
+#elif defined(__AVX2__)
+  /* The instruction for bytes wants one side without sign, and its sums of two products must stay below 2^15, which
+   * they do where both sides are within 127: so the row's value without its 128, and its sign given to the weight. */
+  __m256i value = _mm256_xor_si256((__m256i)row, _mm256_set1_epi8(-128));
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(value), _mm256_sign_epi8((__m256i)weight, value));
+  return sums + (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  row ^= (int32_t)0x80808080;
+  UNROLL for (int shift = 24; shift >= 0; shift -= 8) sums += ((row << shift) >> 24) * ((weight << shift) >> 24);
+  return sums;
+#endif
+}
+
+/* sums + row * weight, both being parts of words. */
+INLINE vint add_words(const int type, vint row, vint weight, vint sums) {
+  if (type == Q_I8) return add_bytes(row, weight, sums);
+#if defined(__AVX512BF16__)
+  if (type == Q_BF16) return (vint)_mm512_dpbf16_ps((__m512)sums, (__m512bh)row, (__m512bh)weight);
+#endif
+  return (vint)vf_fma((vfloat)row, (vfloat)weight, (vfloat)sums);
+}
+
+INLINE vint vi_load(const void *at) {
+  vint x;
+  memcpy(&x, at, sizeof x);
+  return x;
+}
+
+/* Word number ``word`` of each column of a vector; vectors go on in the next panel. */
+INLINE const uint32_t *words_of(const tile_place *at, const int vector, int32_t word) {
+  const int column = vector * LANES;
+  return at->weight + (column / Q_PANEL) * at->panel_stride + column % Q_PANEL + (int64_t)word * Q_PANEL;
+}
+
+/* Add the words of a tile of ``rows`` rows and ``vectors`` * LANES columns to its sums. */
+INLINE void add_tile(const int type, const int rows, const int vectors, const tile_place *at) {
+  const int sum_stride = vectors == WIDE_VECTORS ? SPAN : Q_PANEL;
+  vint sums[TALL_ROWS][WIDE_VECTORS];
+  /* Every third row has a pointer: the rows between are at its one and two strides, which the processor adds itself. */
+  const uint32_t *third[(TALL_ROWS + 2) / 3];
+  UNROLL for (int row = 0; row < rows; row++) {
+    if (row % 3 == 0) third[row / 3] = at->rows + row * at->row_stride;
+    UNROLL for (int vector = 0; vector < vectors; vector++)
+      sums[row][vector] = vi_load(at->sums + row * sum_stride + vector * LANES);
+  }
+  const int64_t row_stride = at->row_stride;
+  for (int32_t word = 0; word < at->words; word += 4) {
+    UNROLL for (int next = 0; next < 4; next++) {
+      UNROLL for (int vector = 0; vector < vectors; vector++)
+        if (vector * LANES % 16 == 0) __builtin_prefetch(words_of(at, vector, word + next) + FETCH_AHEAD, 0, 3);
+      UNROLL for (int part = 0; part < parts_of(type); part++) {
+        vint weight[WIDE_VECTORS];
+        UNROLL for (int vector = 0; vector < vectors; vector++)
+          weight[vector] = part_of(type, part, vi_load(words_of(at, vector, word + next)));
+        UNROLL for (int row = 0; row < rows; row++) {
+          uint32_t own = third[row / 3][row % 3 * row_stride + word + next];
+          vint values = part_of(type, part, vi_set((int32_t)own));
+          UNROLL for (int vector = 0; vector < vectors; vector++)
+            sums[row][vector] = add_words(type, values, weight[vector], sums[row][vector]);
+        }
+      }
+    }
+  }
+  UNROLL for (int row = 0; row < rows; row++)
+    UNROLL for (int vector = 0; vector < vectors; vector++)
+      memcpy(at->sums + row * sum_stride + vector * LANES, &sums[row][vector], sizeof(vint));
+}
+
+/* add_tile for up to WIDE_ROWS rows and WIDE_COLUMNS columns. */
+INLINE void add_wide(const int type, int32_t rows, const tile_place *at) {
+  switch (rows) {
+    case 1: add_tile(type, 1, WIDE_VECTORS, at); break;
+    case 2: add_tile(type, 2, WIDE_VECTORS, at); break;
+    case 3: add_tile(type, 3, WIDE_VECTORS, at); break;
+#if defined(__AVX512F__)
+    case 4: add_tile(type, 4, WIDE_VECTORS, at); break;
+    case 5: add_tile(type, 5, WIDE_VECTORS, at); break;
+    case 6: add_tile(type, 6, WIDE_VECTORS, at); break;
+#endif
+  }
+}
+
+/* add_tile for up to TALL_ROWS rows and TALL_COLUMNS columns. */
+INLINE void add_tall(const int type, int32_t rows, const tile_place *at) {
+  switch (rows) {
+    case 1: add_tile(type, 1, TALL_VECTORS, at); break;
+    case 2: add_tile(type, 2, TALL_VECTORS, at); break;
+    case 3: add_tile(type, 3, TALL_VECTORS, at); break;
+    case 4: add_tile(type, 4, TALL_VECTORS, at); break;
+    case 5: add_tile(type, 5, TALL_VECTORS, at); break;
+    case 6: add_tile(type, 6, TALL_VECTORS, at); break;
+#if defined(__AVX512F__)
+    case 7: add_tile(type, 7, TALL_VECTORS, at); break;
+    case 8: add_tile(type, 8, TALL_VECTORS, at); break;
+    case 9: add_tile(type, 9, TALL_VECTORS, at); break;
+    case 10: add_tile(type, 10, TALL_VECTORS, at); break;
+    case 11: add_tile(type, 11, TALL_VECTORS, at); break;
+    case 12: add_tile(type, 12, TALL_VECTORS, at); break;
+#endif
+  }
+}
+
+/* Words of a row, each of 4 bytes. */
+INLINE int32_t words_in(const q_weight *weight) {
+  return weight->type == Q_F32 ? weight->padded_inputs
+         : weight->type == Q_BF16 ? weight->padded_inputs / 2 : weight->padded_inputs / 4;
+}
+
+/* Where the words of ``row``, from ``word`` on, meet those of ``panel``. */
+INLINE tile_place place_of(const q_weight *weight, const q_rows *x, int32_t row, int32_t panel, int32_t word) {
+  tile_place at;
+  at.panel_stride = (int64_t)words_in(weight) * Q_PANEL;
+  at.row_stride = x->stride / 4;
+  at.rows = (const uint32_t *)x->data + row * at.row_stride + word;
+  at.weight = (const uint32_t *)weight->data + panel * at.panel_stride + (int64_t)word * Q_PANEL;
+  at.words = words_in(weight) - word;
+  at.sums = 0;
+  return at;
+}
+
+/* sums [rows][SPAN] of SPAN_PANELS panels from ``panel`` on, for 1 to WIDE_ROWS rows from ``row`` on. */
+INLINE void sum_wide(const int type, const q_weight *weight, const q_rows *x, int32_t row, int32_t rows, int32_t panel,
+                     int32_t *sums) {
+  memset(sums, 0, (size_t)rows * SPAN * sizeof *sums);
+  for (int32_t column = 0; column < SPAN; column += WIDE_COLUMNS) {
+    tile_place at = place_of(weight, x, row, panel, 0);
+    at.weight += column;
+    at.sums = sums + column;
+    add_wide(type, rows, &at);
+  }
+}
+
+/* sums [rows][Q_PANEL] of one panel for 1 to MOST_ROWS rows from ``row`` on: a block of the panel stays in the first
+ * cache while all rows go by. */
+INLINE void sum_tall(const int type, const q_weight *weight, const q_rows *x, int32_t row, int32_t rows, int32_t panel,
+                     int32_t *sums) {
+  int32_t words = words_in(weight), tiles = (rows + TALL_ROWS - 1) / TALL_ROWS;
+  int32_t step = tiles == 1 ? words : BLOCK_WORDS;
+  memset(sums, 0, (size_t)rows * Q_PANEL * sizeof *sums);
+  for (int32_t word = 0; word < words; word += step)
+    for (int32_t tile = 0; tile < tiles; tile++) {
+      int32_t start = rows * tile / tiles, stop = rows * (tile + 1) / tiles;
+      for (int32_t column = 0; column < Q_PANEL; column += TALL_COLUMNS) {
+        tile_place at = place_of(weight, x, row + start, panel, word);
+        at.weight += column;
+        at.words = at.words < step ? at.words : step;
+        at.sums = sums + start * Q_PANEL + column;
+        add_tall(type, stop - start, &at);
+      }
+    }
+}
+
+#endif

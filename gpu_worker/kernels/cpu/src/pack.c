@@ -1,0 +1,96 @@
+/* Packs a weight into panels, once, when a model is loaded. Compiled once: it moves words and is bound by memory. */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "linear.h"
+#include "simd.h"
+#include "team.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+typedef struct {
+  const q_matrix *from;
+  const q_weight *to;
+  _Atomic int32_t next;
+  _Atomic int32_t failed;
+} pack_task;
+
+/* Ask for large pages for [start, start + size): a product that reads gigabytes else waits for page tables. */
+Q_EXPORT void q_use_huge_pages(void *start, int64_t size) {
+#ifdef MADV_HUGEPAGE
+  const uintptr_t page = 1 << 21;
+  uintptr_t first = ((uintptr_t)start + page - 1) / page * page, last = ((uintptr_t)start + (uintptr_t)size) / page * page;
+  if (last > first) madvise((void *)first, last - first, MADV_HUGEPAGE);
+#endif
+}
+
+/* The row of the matrix that is ``column`` of ``panel``, or -1 where there is none. */
+static int32_t row_of(const q_weight *weight, int32_t panel, int32_t column) {
+  const int32_t half_panel = Q_PANEL / 2, half = weight->outputs / 2;
+  if (!weight->gated) {
+    int32_t row = panel * Q_PANEL + column;
+    return row < weight->outputs ? row : -1;
+  }
+  int32_t row = panel * half_panel + column % half_panel;
+  if (row >= half) return -1;
+  return column < half_panel ? row : half + row;
+}
+
+/* One row of the matrix as values of the weight's type, with zeros behind them. */
+static void convert_row(const q_matrix *from, int32_t row, const q_weight *to, void *out) {
+  const float *floats = (const float *)from->data + row * from->stride;
+  const uint16_t *halves = (const uint16_t *)from->data + row * from->stride;
+  size_t width = to->type == Q_BF16 ? 2 : 4, size = (size_t)to->inputs;
+  if (from->type == to->type)
+    memcpy(out, from->type == Q_BF16 ? (const void *)halves : floats, size * width);
+  else if (to->type == Q_BF16)
+    for (size_t at = 0; at < size; at++) ((uint16_t *)out)[at] = to_bf16(floats[at]);
+  else
+    for (size_t at = 0; at < size; at++) ((float *)out)[at] = from_bf16(halves[at]);
+  memset((char *)out + size * width, 0, ((size_t)to->padded_inputs - size) * width);
+}
+
+/* out[word][column] = rows[column][word], both of 32-bit words. A block of words at a time stays in the first cache. */
+static void interleave(const uint32_t *const rows[Q_PANEL], int32_t words, uint32_t *out) {
+  enum { BLOCK = 16 };
+  for (int32_t start = 0; start < words; start += BLOCK)
+    for (int32_t column = 0; column < Q_PANEL; column++)
+      for (int32_t word = start; word < start + BLOCK; word++) out[(int64_t)word * Q_PANEL + column] = rows[column][word];
+}
+
+/* One panel; ``scratch`` holds the 32 rows in the weight's type. */
+static void pack_panel(const q_matrix *from, const q_weight *to, int32_t panel, uint32_t *scratch) {
+  int32_t words = to->type == Q_BF16 ? to->padded_inputs / 2 : to->padded_inputs;
+  const uint32_t *rows[Q_PANEL];
+  for (int32_t column = 0; column < Q_PANEL; column++) {
+    int32_t row = row_of(to, panel, column);
+    uint32_t *own = scratch + (int64_t)column * words;
+    rows[column] = own;
+    if (row < 0)
+      memset(own, 0, (size_t)words * 4);
+    else if (from->type == to->type && to->inputs == to->padded_inputs)
+      rows[column] = (const uint32_t *)((const char *)from->data + row * from->stride * (to->type == Q_BF16 ? 2 : 4));
+    else
+      convert_row(from, row, to, own);
+  }
+  interleave(rows, words, (uint32_t *)to->data + (int64_t)panel * words * Q_PANEL);
+}
+
+static void run_pack(void *argument, int id, int threads) {
+  pack_task *task = argument;
+  uint32_t *scratch = malloc((size_t)task->to->padded_inputs * Q_PANEL * sizeof *scratch);
+  if (scratch == NULL) atomic_store(&task->failed, 1);
+  for (int32_t panel; scratch != NULL && (panel = q_take(&task->next, 1)) < task->to->panels;)
+    pack_panel(task->from, task->to, panel, scratch);
+  free(scratch);
+}
+
+/* Fill the memory of ``to`` (data, and what its type has beside) from ``from``. 0, or -1 where memory is short. */
+Q_EXPORT int q_pack(q_team *team, const q_matrix *from, const q_weight *to) {
+  pack_task task = {from, to, 0, 0};
+  q_team_run(team, run_pack, &task);
+  return atomic_load(&task.failed) ? -1 : 0;
+}
