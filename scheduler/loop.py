@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import time
+from typing import Any
 
 import zmq
 
@@ -53,9 +54,9 @@ class Loop:
         settled = True
         while not self._stopping:
             heartbeat()
-            self._poller.poll(int(self.membership.timeout() * 1000) + 1 if settled else 0)
+            readable = self._poller.poll(int(self.membership.timeout() * 1000) + 1 if settled else 0)
             self.inputs.notice()
-            self._ingest()
+            self._ingest({socket for socket, _ in readable})
             self.inputs.notice()  # it may have been stopped while it read
             self.inputs.tick()
             self.inputs.plans()
@@ -77,22 +78,22 @@ class Loop:
         self._wake.close()
         self._waker.close()
 
-    def _ingest(self) -> None:
-        """Results first: whoever waits for a token has waited longest."""
+    def _ingest(self, readable: set[Any]) -> None:
+        """Take what the sockets that are ``readable`` hold. Results first: who waits for a token has waited longest."""
         inputs, membership = self.inputs, self.membership
         for wire, handle in ((self.workers, inputs.worker), (self.front, inputs.front)):
-            for _ in range(DRAIN_LIMIT):
-                received = wire.recv()
-                if received is None:
+            for _ in range(DRAIN_LIMIT if wire.socket in readable else 0):
+                if (received := wire.recv()) is not None:
+                    handle(*received)
+                if not wire.waits():
                     break
-                handle(*received)
         if (bad_frames := self.front.bad_frames + self.workers.bad_frames) != membership.wire_bad_frames:
             inputs.bad_frames(bad_frames)
-        if _connection_lost(self.workers):
+        if self.workers.monitor() in readable and _connection_lost(self.workers):
             for peer in list(membership.registry.workers):
                 if not self.workers.send(peer, Heartbeat()):
                     inputs.worker_gone(peer, "is gone: its connection broke")
-        if _connection_lost(self.front):
+        if self.front.monitor() in readable and _connection_lost(self.front):
             for peer in list(membership.front):
                 if not self.front.send(peer, Heartbeat()):
                     inputs.front_gone(peer)

@@ -16,17 +16,14 @@ believes to be open (Reconcile) and is told what is not (Unknown): that is how t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from ..codec import BadFrame, Decoder, encode
+from ..codec import BadFrame, encode
 from ..config import ConfigError
 from .addresses import (
     MAX_FOLDER,
@@ -40,6 +37,7 @@ from .addresses import (
 )
 from .keys import Keys, connect_with, load_keys, serve_with
 from .unread import ANSWER, ASK, RESET, Unread
+from .wire import CONNECTED, DISCONNECTED, DRAIN_LIMIT, EVENTS, MAX_FRAME, NOBLOCK, SNDMORE, Wire
 
 __all__ = [
     "CONNECTED",
@@ -63,142 +61,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_FRAME = 256 * 2**20
-HEARTBEAT_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 10_000
 REFUSED_S = 1.0
 """A DEALER in an event loop that was refused for its keys waits this long before it tries again."""
-CONNECT_TIMEOUT_MS = 3_000
-"""The system's own is two minutes, with ever longer pauses: too long for a link that has come back."""
-DRAIN_LIMIT = 512
-"""Messages handled in one turn of an event loop before others get theirs."""
-
-CONNECTED, DISCONNECTED = "connected", "disconnected"
-
-_EVENTS: dict[int, str] = {
-    zmq.EVENT_HANDSHAKE_SUCCEEDED: CONNECTED,
-    zmq.EVENT_DISCONNECTED: DISCONNECTED,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: DISCONNECTED,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: DISCONNECTED,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: DISCONNECTED,
-}
-
-
-def _descriptor(socket: zmq.Socket) -> int:
-    return int(socket.getsockopt(zmq.FD))
-
-
-class Wire(Generic[T]):
-    """A socket that sends messages and receives one closed union.
-
-    ``bad_frames`` counts what did not decode; such bytes are logged with their peer and dropped.
-    """
-
-    def __init__(self, kind: int, union: Any, context: zmq.Context | None = None):
-        self.socket = (context or zmq.Context.instance()).socket(kind)
-        self._decode: Decoder[T] = Decoder(union)
-        self._monitor: zmq.Socket | None = None
-        self._pump: Callable[[], None] | None = None
-        self._pump_events: Callable[[], None] | None = None
-        self._resets = 0  # connections given up, not told by next_event yet
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.bad_frames = 0
-        for option, value in (
-            (zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.MAXMSGSIZE, MAX_FRAME), (zmq.IPV6, 1),
-            (zmq.RECONNECT_IVL, 50), (zmq.RECONNECT_IVL_MAX, 1000),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-            (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS), (zmq.HANDSHAKE_IVL, HEARTBEAT_TIMEOUT_MS),
-        ):  # fmt: skip
-            self.socket.setsockopt(option, value)
-
-    # -- asyncio
-
-    def attach(self, on_message: Callable[..., None], on_event: Callable[[str], None] | None = None) -> None:
-        """Call ``on_message`` for each message (a Router gives peer and message) in the running loop.
-
-        ZeroMQ's descriptor signals edges, not levels, so the socket is drained after every send as well.
-        """
-        self._loop = asyncio.get_running_loop()
-        loop = self._loop
-
-        def pump() -> None:
-            for _ in range(DRAIN_LIMIT):
-                if self.socket.closed:
-                    return
-                item = self.recv()
-                if item is None:
-                    self._look_again()  # after many bad frames there may be more
-                    return
-                on_message(*item) if isinstance(item, tuple) else on_message(item)
-            loop.call_soon(pump)
-
-        self._pump = pump
-        loop.add_reader(_descriptor(self.socket), pump)
-        if on_event is not None:
-            monitor = self.monitor()
-
-            def pump_events() -> None:
-                while not monitor.closed and (event := self.next_event()) is not None:
-                    on_event(event)
-
-            self._pump_events = pump_events
-            loop.add_reader(_descriptor(monitor), pump_events)
-            loop.call_soon(pump_events)
-        loop.call_soon(pump)
-
-    def _look_again(self) -> None:
-        if self._pump is not None and self._loop is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._loop.call_soon(self._pump)
-
-    # -- monitor
-
-    def monitor(self) -> zmq.Socket:
-        """The PAIR socket that tells of connections made and lost; poll it, then call ``next_event``."""
-        if self._monitor is None:
-            events = 0
-            for event in _EVENTS:
-                events |= event
-            self._monitor = self.socket.get_monitor_socket(events)
-        return self._monitor
-
-    def next_event(self) -> str | None:
-        """CONNECTED or DISCONNECTED, or None when there is nothing to tell."""
-        if self._resets:
-            self._resets -= 1
-            return DISCONNECTED
-        if self._monitor is None or self._monitor.closed:
-            return None
-        try:
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
-        self._note(event["event"])
-        return _EVENTS.get(event["event"])
-
-    def _note(self, event: int) -> None:
-        """What a kind of socket makes of an event of its monitor."""
-
-    def recv(self) -> Any:
-        raise NotImplementedError
-
-    def _drop(self, peer: str, error: object) -> None:
-        self.bad_frames += 1
-        if self.bad_frames <= 20 or self.bad_frames % 1000 == 0:
-            # A stranger's identity may be any bytes, and so may what an error quotes: repr keeps them from a terminal.
-            log.warning("dropped a bad frame from %r (%d so far): %r", peer, self.bad_frames, str(error))
-
-    def close(self) -> None:
-        """Close at once; messages not yet sent are given up."""
-        if self.socket.closed:
-            return
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(_descriptor(self.socket))
-            if self._monitor is not None:
-                self._loop.remove_reader(_descriptor(self._monitor))
-        if self._monitor is not None:
-            self.socket.disable_monitor()
-            self._monitor.close(0)
-        self.socket.close(0)
 
 
 class Router(Wire[T]):
@@ -243,14 +107,13 @@ class Router(Wire[T]):
         """The next (peer, message), or None when nothing waits (but bad frames, which are counted and dropped)."""
         for _ in range(DRAIN_LIMIT):  # a peer that sends bad frames alone must not keep the process from its work
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                peer = self._get(NOBLOCK).decode("ascii", "replace")
+                frame = self._get(NOBLOCK)
             except zmq.Again:
                 return None
-            peer = frames[0].decode("ascii", "replace")
-            if len(frames) != 2:
-                self._drop(peer, f"{len(frames) - 1} frames where one was expected")
+            if more := self._rest():
+                self._drop(peer, f"{1 + more} frames where one was expected")
                 continue
-            frame = frames[1]
             if frame[:1] == b"\xc1" and self._control(peer, frame):
                 continue
             try:
@@ -290,7 +153,8 @@ class Router(Wire[T]):
 
     def _put(self, peer: str, frame: bytes) -> bool:
         try:
-            self.socket.send_multipart((peer.encode("ascii", "replace"), frame), zmq.NOBLOCK)
+            self._put_frame(peer.encode("ascii", "replace"), NOBLOCK | SNDMORE)
+            self._put_frame(frame, NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 self._unread.pop(peer, None)
@@ -320,7 +184,7 @@ class Router(Wire[T]):
             if self._refused <= 20 or self._refused % 1000 == 0:
                 log.warning("refused a connection to %s (%d so far): it is not quire's, or has wrong keys or none",
                             self.endpoint, self._refused)  # fmt: skip
-        if _EVENTS.get(event) == DISCONNECTED:  # forget what those owe who are no longer there
+        if EVENTS.get(event) == DISCONNECTED:  # forget what those owe who are no longer there
             now = time.monotonic()
             for peer, unread in list(self._unread.items()):
                 self._put(peer, unread.ask(now))
@@ -355,13 +219,12 @@ class Dealer(Wire[T]):
         """The next message, or None when nothing waits (but bad frames, which are counted and dropped)."""
         for _ in range(DRAIN_LIMIT):  # a peer that sends bad frames alone must not keep the process from its work
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frame = self._get(NOBLOCK)
             except zmq.Again:
                 return None
-            if len(frames) != 1:
-                self._drop(self.endpoint, f"{len(frames)} frames where one was expected")
+            if more := self._rest():
+                self._drop(self.endpoint, f"{1 + more} frames where one was expected")
                 continue
-            frame = frames[0]
             if frame[:1] == b"\xc1" and self._control(frame):
                 continue
             try:
@@ -385,10 +248,10 @@ class Dealer(Wire[T]):
             self._reset()
             return False
         try:
-            self.socket.send(frame, zmq.NOBLOCK)
+            self._put_frame(frame, NOBLOCK)
             self._unread.add(len(frame))
             if (question := self._unread.question(now)) is not None:
-                self.socket.send(question, zmq.NOBLOCK)
+                self._put_frame(question, NOBLOCK)
         except zmq.Again:
             return False
         finally:
@@ -420,7 +283,7 @@ class Dealer(Wire[T]):
         """Give up the connection and all that waits in it, and make another."""
         self._connect()
         self._unread = Unread(time.monotonic())
-        self.socket.send(RESET, zmq.NOBLOCK)
+        self._put_frame(RESET, NOBLOCK)
         self._look_again()
         self._resets += 1
         if self._pump_events is not None and self._loop is not None:

@@ -369,7 +369,7 @@ def _run_lease(worker: FakeWorker, wire: Dealer, delay_ms: tuple[float, float], 
     poller.register(monitor, zmq.POLLIN)
     next_heartbeat, asked = time.monotonic() + HEARTBEAT_S, False
     while True:
-        poller.poll(min(100, max(0, int((next_heartbeat - time.monotonic()) * 1000))))
+        readable = dict(poller.poll(min(100, max(0, int((next_heartbeat - time.monotonic()) * 1000)))))
         if _leaving and not asked:
             asked = True
             wire.send(Drain("it was asked to end"))
@@ -380,7 +380,7 @@ def _run_lease(worker: FakeWorker, wire: Dealer, delay_ms: tuple[float, float], 
             if event == DISCONNECTED:
                 return
         # One at a time: behind a slow plan the next one always waits; heartbeats and signals cannot wait for a gap.
-        if (message := wire.recv()) is not None:
+        if wire.socket in readable and (message := wire.recv()) is not None:
             if isinstance(message, Bye):
                 if message.again:
                     return

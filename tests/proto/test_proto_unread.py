@@ -13,7 +13,7 @@ import zmq
 
 from quire.proto import messages as m
 from quire.proto.process import new_incarnation
-from quire.proto.wire import sockets, unread
+from quire.proto.wire import sockets, unread, wire
 from quire.proto.wire.unread import Unread
 
 MIB = 2**20
@@ -163,8 +163,8 @@ def test_a_lost_question_is_asked_again():
 
 
 def test_a_stopped_process_is_disconnected_though_its_connection_is_full(context, tmp_path, monkeypatch):
-    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1000)
+    monkeypatch.setattr(wire, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT_MS", 1000)
     router = sockets.Router(m.ToSchedulerFront, f"ipc://{tmp_path}/x", None, context)
     code = (
         "import sys, time\nfrom quire.proto import messages as m\n"
@@ -201,7 +201,8 @@ def test_control_frames_that_make_no_sense_are_bad_frames(pair):
 
 
 def test_a_frame_over_the_limit_ends_its_senders_connection_only(context, tmp_path, monkeypatch):
-    monkeypatch.setattr(sockets, "MAX_FRAME", 100_000)
+    for module in (sockets, wire):
+        monkeypatch.setattr(module, "MAX_FRAME", 100_000)
     router = sockets.Router(m.ToSchedulerFront, f"ipc://{tmp_path}/x", None, context)
     friend, big = new_dealer(router, context), new_dealer(router, context)
     assert {until(router.recv)[0], until(router.recv)[0]} == {friend.name, big.name}
@@ -218,8 +219,8 @@ def test_a_frame_over_the_limit_ends_its_senders_connection_only(context, tmp_pa
     assert until(big.next_event) == sockets.CONNECTED
     big.send(m.GetStats(token=3))
     assert until(router.recv) == (big.name, m.GetStats(token=3))
-    for wire in (router, friend, big):
-        wire.close()
+    for each in (router, friend, big):
+        each.close()
 
 
 def test_who_comes_back_takes_its_identity_over(pair, context):
@@ -280,8 +281,8 @@ def test_no_bytes_get_through_as_an_error(context, tmp_path):
     router.send(friend.name, m.Heartbeat(last_step=6))
     until(lambda: friend.recv() == m.Heartbeat(last_step=6))
     assert router.bad_frames > 100 and friend.bad_frames > 100
-    for wire in (*strangers, router, friend):
-        wire.close()
+    for each in (*strangers, router, friend):
+        each.close()
 
 
 def test_one_who_sends_only_nonsense_keeps_nobody_from_work(context, tmp_path):
@@ -299,7 +300,7 @@ def test_one_who_sends_only_nonsense_keeps_nobody_from_work(context, tmp_path):
             pass
         while router.bad_frames < 5 * sockets.DRAIN_LIMIT:  # noqa: ASYNC110  # no other message wakes it
             await asyncio.sleep(0.01)
-        for wire in (router, noisy, friend):
-            wire.close()
+        for each in (router, noisy, friend):
+            each.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
