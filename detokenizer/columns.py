@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
-from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i8, i32, i64
+from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
 from ..proto.messages import Finish, Logprobs, TextBatch, TokenBatch, Tokenize
 from ..proto.work import Generate
 from .sequence import News
 
+_ONE, _MINUS_ONE = i32([1]), i32([-1])
+_LAST = max(Finish)
+
 
 class Outbox:
-    """The columns of one Engine's next TextBatch."""
+    """The columns of one Engine's next TextBatch.
+
+    Nearly every row is one token of a child that goes on, so what else there is to tell stands apart, in ``others``.
+    """
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, int, int, int, int, str, int, int | str | None, int]] = []
+        self.rows: list[tuple[int, int, int, int, str]] = []  # uid, attempt, index, offset, text
         self.tokens: list[int] = []
+        self.others: dict[int, tuple[int, News]] = {}  # by row: how many tokens, and what ended
         self.started: list[tuple[int, int]] = []
         self.logprobs: dict[int, Logprobs] = {}  # by row
 
@@ -24,22 +32,30 @@ class Outbox:
         logprobs: Logprobs | None = None,
     ) -> None:  # fmt: skip
         """One row: ``tokens`` of child ``index``, before which there were ``offset``, and what they mean."""
+        row = len(self.rows)
         if logprobs is not None:
-            self.logprobs[len(self.rows)] = logprobs
-        self.rows.append((uid, attempt, index, offset, len(tokens), news.text, news.finish,
-                          news.reason, news.length))  # fmt: skip
+            self.logprobs[row] = logprobs
+        if news.finish or len(tokens) != 1:
+            self.others[row] = len(tokens), news
+        self.rows.append((uid, attempt, index, offset, news.text))
         self.tokens += tokens
 
     def batch(self) -> TextBatch:
         """All rows, as they are sent."""
-        columns: Any = zip(*self.rows, strict=True) if self.rows else ((),) * 9
-        uids, attempts, indexes, offsets, counts, texts, finishes, reasons, lengths = columns
+        count = len(self.rows)
+        columns: Any = map(list, zip(*self.rows, strict=True)) if count else ([],) * 5
+        uids, attempts, indexes, offsets, texts = columns
+        counts, lengths, finishes = array("i", _ONE * count), array("i", _MINUS_ONE * count), bytearray(count)
+        reasons: list[int | str | None] = [None] * count
+        for row, (tokens, news) in self.others.items():
+            counts[row], finishes[row], reasons[row], lengths[row] = tokens, news.finish, news.reason, news.length
         return TextBatch(
-            uids=i64(uids), attempts=i32(attempts), indexes=i32(indexes), offsets=i32(offsets), counts=i32(counts),
-            tokens=i32(self.tokens), texts=list(texts), finishes=i8(finishes), stop_reasons=list(reasons),
-            lengths=i32(lengths), started_uids=i64([uid for uid, _ in self.started]),
-            started_cached=i32([cached for _, cached in self.started]),
-            logprob_rows=i32(self.logprobs), logprobs=list(self.logprobs.values()),
+            uids=i64(uids), attempts=i32(attempts), indexes=i32(indexes), offsets=i32(offsets),
+            counts=counts.tobytes(), tokens=i32(self.tokens), texts=texts, finishes=bytes(finishes),
+            stop_reasons=reasons, lengths=lengths.tobytes(),
+            started_uids=i64([uid for uid, _ in self.started]) if self.started else b"",
+            started_cached=i32([cached for _, cached in self.started]) if self.started else b"",
+            logprob_rows=i32(self.logprobs) if self.logprobs else b"", logprobs=list(self.logprobs.values()),
         )  # fmt: skip
 
 
@@ -48,11 +64,12 @@ def rows_of(message: TokenBatch) -> list[tuple[int, int, int, int, int, int, int
     counts, finishes = from_i32(message.counts), from_i8(message.finishes)
     columns = [from_i64(message.uids), from_i32(message.attempts), from_i32(message.indexes),
                from_i32(message.offsets), counts, finishes, from_i32(message.stop_ids)]  # fmt: skip
-    if len({len(column) for column in columns}) != 1:
-        raise BadFrame(f"TokenBatch has columns of {[len(column) for column in columns]} items")
-    if min(counts, default=0) < 0 or 4 * sum(counts) != len(message.tokens):
+    sizes = [len(column) for column in columns]
+    if sizes.count(sizes[0]) != len(sizes):
+        raise BadFrame(f"TokenBatch has columns of {sizes} items")
+    if 4 * sum(counts) != len(message.tokens) or (counts and min(counts) < 0):
         raise BadFrame(f"TokenBatch counts {sum(counts)} tokens and holds {len(message.tokens)} bytes of them")
-    if min(finishes, default=0) < 0 or max(finishes, default=0) > max(Finish):
+    if finishes and not 0 <= min(finishes) <= max(finishes) <= _LAST:
         raise BadFrame("TokenBatch holds an unknown finish")
     return list(zip(*columns, strict=True))  # type: ignore[arg-type]
 

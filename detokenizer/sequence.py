@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ..proto.messages import Finish
@@ -25,9 +25,12 @@ class TextSequence:
 
     Without a stream there is no text (``detokenize=False``, or no tokenizer). Stop strings count only from the token
     after the first ``min_tokens`` on; `stops.py` says where one that lies across that border belongs.
+
+    ``text_of`` is the text of one more token where that is all there is to do beside counting it: no stop string is
+    looked for and nothing is skipped. It is None where tokens must go through ``advance``.
     """
 
-    __slots__ = ("_min", "_skip", "_stream", "_watch", "count", "done")
+    __slots__ = ("_min", "_skip", "_stream", "_watch", "count", "done", "text_of")
 
     def __init__(self, stream: Stream | None, stops: StopSet | None, skip_text: int = 0, min_tokens: int = 0):
         self._stream = stream
@@ -36,6 +39,9 @@ class TextSequence:
         self._min = min_tokens
         self.count = 0
         self.done = False
+        self.text_of: Callable[[int], str] | None = None
+        if not stops and not skip_text:
+            self.text_of = _no_text if stream is None else stream.push
 
     def advance(self, tokens: Sequence[int], finish: int, stop_id: int, include_stop: bool) -> News:
         """Take in new tokens. The text of a stop token is left out; a stop string overrides any other finish."""
@@ -75,6 +81,10 @@ class TextSequence:
                 return "".join(parts), len(tokens), hit
             parts.append(watch.rest())
         return "".join(parts), len(tokens), None
+
+
+def _no_text(token: int) -> str:
+    return ""
 
 
 def first_finish(

@@ -9,6 +9,7 @@ from ..proto.messages import Finish, Logprobs, Stopped, TokenBatch
 from .columns import Outbox, pairs_of, rows_of
 from .logprobs import TokenTexts, cut, logprobs_of
 from .request import Request
+from .sequence import TextSequence
 
 log = logging.getLogger(__name__)
 
@@ -30,26 +31,38 @@ class Step:
         rows = rows_of(message)
         tokens = from_i32(message.tokens)
         records = logprobs_of(message, [row[4] for row in rows])
-        started = pairs_of(message.started_uids, message.started_cached)
-        for uid, cached in started:
-            if (request := self._requests.get(uid)) is not None:
-                self._outbox(request.peer).started.append((uid, cached))
-        start = 0
+        if message.started_uids or message.started_cached:
+            self._note_started(message)
+        peer, box, end = "", Outbox(), 0
         for at, (uid, attempt, index, offset, count, finish, stop_id) in enumerate(rows):
-            mine = tokens[start : start + count]
-            start += count
+            start, end = end, end + count
             request = self._requests.get(uid)
             if request is None or request.attempt != attempt:
                 continue  # aborted, or of another attempt
-            self._row(request, index, offset, mine, finish, stop_id, records.get(at))
+            sequence = request.sequences.get(index)
+            if sequence is None:
+                continue  # a stop string ended it while the scheduler went on
+            push = sequence.text_of
+            if push is None or count != 1 or finish or offset != sequence.count or at in records:
+                self._row(request, sequence, index, offset, tokens[start:end], finish, stop_id, records.get(at))
+                continue
+            if peer != request.peer:
+                peer, box = request.peer, self._outbox(request.peer)
+            token = tokens[start]
+            sequence.count = offset + 1
+            box.rows.append((uid, attempt, index, offset, push(token)))
+            box.tokens.append(token)
+
+    def _note_started(self, message: TokenBatch) -> None:
+        for uid, cached in pairs_of(message.started_uids, message.started_cached):
+            if (request := self._requests.get(uid)) is not None:
+                self._outbox(request.peer).started.append((uid, cached))
 
     def _row(
-        self, request: Request, index: int, offset: int, tokens: list[int], finish: int, stop_id: int,
-        record: Logprobs | None,
+        self, request: Request, sequence: TextSequence, index: int, offset: int, tokens: list[int], finish: int,
+        stop_id: int, record: Logprobs | None,
     ) -> None:  # fmt: skip
-        sequence = request.sequences.get(index)
-        if sequence is None:
-            return  # a stop string ended it while the scheduler went on
+        """A row that is more, or less, than one token of a child that goes on."""
         count, have = len(tokens), sequence.count - offset
         if have < 0:
             self._lose(request, index, sequence.count, offset)

@@ -16,7 +16,7 @@ from ..client.results import RequestError
 from ..proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
-from ..proto.process import die, ending_signals, setup_logging, tell_ready, watch_parent
+from ..proto.process import die, ending_signals, new_loop, setup_logging, tell_ready, watch_parent
 from ..proto.wire.sockets import load_keys
 from .app import make_app
 from .auth import keys_of
@@ -50,15 +50,6 @@ def main() -> None:
         die("frontend", error)
     except KeyboardInterrupt:  # before serve() took over the signals
         pass
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's event loop, or asyncio's own where there is no uvloop."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 def settings_of(args: EngineArgs) -> Settings:

@@ -21,7 +21,8 @@ from ..client.request import OpenRequest
 from ..client.results import RequestError, TokenLogprobs
 from ..proto.codec import from_i32, i32
 from ..proto.messages import Accepted, Finish, Peer, Peers, ReplicaStats, Stats, Tokenize
-from .__main__ import app_runner, new_loop
+from ..proto.process import new_loop
+from .__main__ import app_runner
 from .app import make_app
 from .front import Settings
 from .port import listen, url_of
