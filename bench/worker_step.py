@@ -87,8 +87,9 @@ def _run(
     return wire.seconds, wire.phases if phases else Counter()
 
 
-def plans(args: EngineArgs, length: int, vocab: int, sampling: SamplingParams) -> list[bytes]:
-    """Assign, Configure, and the plans of ``args.max_num_seqs`` requests that all run until ``length`` tokens."""
+def plans(args: EngineArgs, length: int, vocab: int, sampling: SamplingParams, prompt: int = PROMPT) -> list[bytes]:
+    """Assign, Configure, and the plans of ``args.max_num_seqs`` requests of ``prompt`` tokens (or some fewer) that all
+    run until ``length`` tokens."""
     rows, blocks = args.max_num_seqs, args.num_gpu_blocks_override or 0
     core = Scheduler(args)
     replica = Replica(0, LEASE, "worker", rows, blocks, BLOCK_SIZE, length, vocab, caching=False)
@@ -98,7 +99,7 @@ def plans(args: EngineArgs, length: int, vocab: int, sampling: SamplingParams) -
     ]  # fmt: skip
     for uid in range(rows):
         # Prompts of different lengths, so that rows do not all begin a block in the same step.
-        ids = i32(range(3, 3 + PROMPT - uid % BLOCK_SIZE))
+        ids = i32([3 + at % (vocab - 3) for at in range(prompt - uid % BLOCK_SIZE)])
         work = Generate(sampling, seed=uid)
         core.submit("-", Submit(uid, 1, ids, b"".join(hash_blocks(ids, BLOCK_SIZE)), work, float(uid)))
     while (plan := core.plan(replica)) is not None:

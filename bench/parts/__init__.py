@@ -4,4 +4,7 @@
 ``with report.sample(label=value, ..., repeat=number) as values: values["name_unit"] = figure``.
 """
 
-PARTS = ("serve", "offline")
+PARTS = (
+    "control-plane", "chain", "worker-python", "steps", "offline", "serve", "startup",
+    "prefix-caching", "preemption", "quantization", "idle",
+)  # fmt: skip
