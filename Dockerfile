@@ -19,6 +19,9 @@ RUN python3 -m venv /opt/quire
 COPY deploy/requirements.py pyproject.toml /build/
 
 FROM build AS wheel
+# The wheel carries the native kernels of CPU workers for every instruction set; without a compiler it would be made
+# without them.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY . /source
 RUN pip wheel --no-deps --wheel-dir /wheel /source
 
