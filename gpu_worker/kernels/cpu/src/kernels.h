@@ -25,6 +25,11 @@ enum { Q_ROW_UNIT = 64 };
 enum { Q_GROUP = 128 };
 /* Most query tokens of one sequence that attention takes at a time. */
 enum { Q_TILE = 16 };
+/* Keys whose softmax is made by itself. Chunks begin at multiples of this many keys of their sequence, and are merged in
+ * order: so attention sums in one order, whoever computes a chunk. */
+enum { Q_CHUNK = 256 };
+/* The largest head_dim of attention. */
+enum { Q_HEAD_DIM = 512 };
 
 /* ---------------------------------------------------------------- linear.c */
 
@@ -99,6 +104,18 @@ typedef struct {
   int32_t row;      /* of the block tables */
 } q_tile;
 
+/* How the chunks of a tile are dealt to several threads, where there are fewer tiles and key heads than threads. */
+typedef struct {
+  int32_t count;    /* parts of each tile and key head */
+  int32_t chunks;   /* most chunks of a tile */
+  int32_t tokens;   /* most tokens of a tile */
+  float *partials;  /* results of chunks: [tiles][kv_heads][chunks][rows of a tile][q_partial_size] */
+  int32_t *arrived; /* parts that are done: [tiles][kv_heads], zeros before and after */
+} q_splits;
+
+/* Values of a partial result: a head's sum of values, padded, then its largest score and its sum of weights. */
+static inline int32_t q_partial_size(int32_t head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
+
 /* The tokens of one pass through the model. */
 typedef struct {
   int32_t tokens, num_tiles;
@@ -108,6 +125,7 @@ typedef struct {
   const int32_t *tables; /* block tables */
   int64_t table_stride;  /* entries from row to row */
   const q_tile *tiles;
+  const q_splits *splits; /* NULL: each tile is one part */
 } q_batch;
 
 /* ---------------------------------------------------------------- the table of one instruction set */
@@ -121,9 +139,10 @@ typedef struct {
   void (*prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scale, int32_t *sums);
 
   /* Query heads of key head ``kv_head`` of one tile: out = softmax(scores) values. q is [tokens][q_stride] with the
-   * heads of a token one after another, rotated and not scaled; out alike, of out_type. Strides are in bytes. */
-  void (*attention)(const q_attention *layer, const q_batch *batch, int32_t tile, int32_t kv_head, const float *q,
-                    int64_t q_stride, void *out, int64_t out_stride, int32_t out_type);
+   * heads of a token one after another, rotated and not scaled; out alike, of out_type. Strides are in bytes. ``part``
+   * is one of batch->splits->count, 0 without splits; whoever is the last of a tile's parts writes out. */
+  void (*attention)(const q_attention *layer, const q_batch *batch, int32_t tile, int32_t kv_head, int32_t part,
+                    const float *q, int64_t q_stride, void *out, int64_t out_stride, int32_t out_type);
   /* One token's keys and values [kv_heads][head_dim] to its slot, rounded to the cache's type. */
   void (*write_kv)(const q_attention *layer, int64_t slot, const float *k, const float *v);
 

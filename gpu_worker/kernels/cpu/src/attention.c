@@ -1,0 +1,361 @@
+/* Attention over pages in place, and the writes to them.
+ *
+ * The query tokens of a tile and the query heads of a key head are the rows of one product (as many as BLOCK_ROWS at a
+ * time), so a page is read once for all of them. The softmax of each chunk of Q_CHUNK keys is made by itself; the chunks
+ * are merged in order (online softmax: Milakov and Gimelshein 2018; in chunks: Dao et al. 2022). A chunk begins at a
+ * multiple of Q_CHUNK keys of the sequence, and a key that a row does not see adds exactly nothing: so a token's result
+ * has the same bits in a decode, in any tile of a prefill, and whoever computes which chunk.
+ */
+#include "activations.h"
+#include "attention_products.h"
+#include "kernels.h"
+#include "simd.h"
+
+/* Values of the largest set of queries, and of results, that one pass over the keys holds: 96 KB each. */
+enum { PASS_VALUES = 96 * 256 };
+
+/* Rows [first, first + rows) of one tile and key head; row = token * group + head within the group. */
+typedef struct {
+  const q_attention *layer;
+  const q_tile *tile;
+  const int32_t *blocks;      /* of the sequence */
+  const char *keys, *values;  /* of the key head */
+  int64_t page;               /* bytes of a block of keys, or of values */
+  int32_t head, group;        /* the first query head, and how many */
+  int32_t first, rows;
+  int32_t partial;            /* q_partial_size */
+} rows_of_tile;
+
+/* The keys [first, last) that a row sees of a chunk, from the chunk's start; none where last <= first. */
+typedef struct {
+  int32_t first, last;
+} seen;
+
+/* The position in its sequence of a row's token. */
+static inline int32_t position_of(const rows_of_tile *of, int32_t row) {
+  return of->tile->position + row / of->group;
+}
+
+static inline seen seen_of(const rows_of_tile *of, int32_t row, int32_t chunk) {
+  int32_t position = position_of(of, row), start = chunk * Q_CHUNK;
+  int32_t first = of->layer->window ? position - of->layer->window + 1 - start : 0;
+  int32_t last = position + 1 - start;
+  return (seen){first > 0 ? first : 0, last < Q_CHUNK ? last : Q_CHUNK};
+}
+
+/* 0, 1, 2, ... */
+INLINE vint lane_numbers(void) {
+  vint numbers;
+  for (int32_t lane = 0; lane < LANES; lane++) numbers[lane] = lane;
+  return numbers;
+}
+
+/* e^x for x <= 0, by vf_exp's polynomial with less around it; NaN of NaN. */
+INLINE vfloat exp_negative(vfloat x) {
+  const float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+  vfloat held = vf_max(vf_set(-87.33f), x);
+  vfloat shifted = vf_fma(held, vf_set(log2e), vf_set(12582912.0f));
+  vfloat whole = shifted - vf_set(12582912.0f);
+  vfloat rest = vf_fma(whole, vf_set(-ln2_high), held);
+  rest = vf_fma(whole, vf_set(-ln2_low), rest);
+  vfloat y = vf_set(1.9875691500e-4f);
+  y = vf_fma(y, rest, vf_set(1.3981999507e-3f));
+  y = vf_fma(y, rest, vf_set(8.3334519073e-3f));
+  y = vf_fma(y, rest, vf_set(4.1665795894e-2f));
+  y = vf_fma(y, rest, vf_set(1.6666665459e-1f));
+  y = vf_fma(y, rest, vf_set(5.0000001201e-1f));
+  y = vf_fma(y, rest * rest, rest) + vf_set(1.0f);
+  /* The lowest bits of ``shifted`` are the whole number: moved into the exponent they multiply by 2^whole. */
+  y = y * (vfloat)(((vuint)shifted + 127) << 23);
+  return vf_select(x < vf_set(-87.33f), vf_set(0.0f), y);
+}
+
+INLINE float exp_negative_one(float x) { return exp_negative(vf_set(x))[0]; }
+
+/* Soft cap and ALiBi of vectors [first, last) of a row's scores with a chunk. */
+static void shape_scores(const rows_of_tile *of, int32_t row, int32_t chunk, float *scores, int32_t first,
+                         int32_t last) {
+  const q_attention *layer = of->layer;
+  float cap = layer->softcap, slope = layer->slopes ? layer->slopes[of->head + row % of->group] : 0.0f;
+  int32_t before = chunk * Q_CHUNK - position_of(of, row);
+  for (int32_t i = first; i < last; i++) {
+    vfloat score = vf_load(scores + i * LANES);
+    if (cap != 0) score = vf_set(cap) * vf_tanh(score / vf_set(cap));
+    vint distance = lane_numbers() + (before + i * LANES);
+    if (slope != 0) score = vf_fma(vf_set(slope), __builtin_convertvector(distance, vfloat), score);
+    vf_store(scores + i * LANES, score);
+  }
+}
+
+/* A row's scores become weights e^(score - largest), 0 for keys that it does not see and its block [any.first, any.last)
+ * does. Leaves the largest score and the sum of weights behind the row's partial result. */
+static void softmax_row(const rows_of_tile *of, int32_t row, int32_t chunk, seen any, float *scores, float *largest,
+                        float *sum) {
+  seen own = seen_of(of, row, chunk);
+  *largest = -INFINITY;
+  *sum = 0.0f;
+  if (own.last <= own.first) {
+    for (int32_t key = any.first; key < any.last; key++) scores[key] = 0.0f;
+    return;
+  }
+  int32_t first = own.first / LANES, last = (own.last + LANES - 1) / LANES;
+  if (of->layer->softcap != 0 || of->layer->slopes) shape_scores(of, row, chunk, scores, first, last);
+  float *begin = scores + first * LANES, *end = scores + (last - 1) * LANES;
+  vfloat none = vf_set(-INFINITY);
+  vf_store(begin, vf_select(lane_numbers() < own.first - first * LANES, none, vf_load(begin)));
+  vf_store(end, vf_select(lane_numbers() >= own.last - (last - 1) * LANES, none, vf_load(end)));
+  vfloat top = none, total = vf_set(0.0f);
+  for (int32_t i = first; i < last; i++) top = vf_max(top, vf_load(scores + i * LANES));
+  *largest = vf_largest(top);
+  for (int32_t i = first; i < last; i++) {
+    vfloat weight = exp_negative(vf_load(scores + i * LANES) - vf_set(*largest));
+    vf_store(scores + i * LANES, weight);
+    total += weight;
+  }
+  *sum = vf_sum(total);
+  for (int32_t key = any.first; key < first * LANES; key++) scores[key] = 0.0f;
+  for (int32_t key = last * LANES; key < any.last; key++) scores[key] = 0.0f;
+}
+
+/* Lay LANES keys from ``position`` on side by side, [dims][LANES] in float32, where a block holds fewer; zeros from
+ * ``end`` on. */
+static void collect_keys(const rows_of_tile *of, int32_t position, int32_t end, float *out) {
+  const q_attention *layer = of->layer;
+  int32_t size = layer->block_size, dims = layer->head_dim;
+  for (int32_t lane = 0; lane < LANES; lane++) {
+    int32_t at = position + lane;
+    if (at >= end) {
+      for (int32_t dim = 0; dim < dims; dim++) out[dim * LANES + lane] = 0.0f;
+      continue;
+    }
+    const char *page = of->keys + of->blocks[at / size] * of->page;
+    for (int32_t dim = 0; dim < dims; dim++) {
+      int32_t place = dim * size + at % size;
+      float key = layer->cache_type == Q_BF16 ? from_bf16(((const uint16_t *)page)[place]) : ((const float *)page)[place];
+      out[dim * LANES + lane] = key;
+    }
+  }
+}
+
+/* Where ``vectors`` vectors of keys lie, from vector ``first`` of a chunk on; behind ``last`` the last is taken again,
+ * for scores that nobody reads. */
+static void find_keys(const rows_of_tile *of, int32_t chunk, int32_t first, int32_t last, int32_t vectors,
+                      const char **at) {
+  int32_t size = of->layer->block_size, bytes = of->layer->cache_type == Q_BF16 ? 2 : 4;
+  for (int32_t i = 0; i < vectors; i++) {
+    int32_t position = chunk * Q_CHUNK + (first + i < last ? first + i : last - 1) * LANES;
+    at[i] = of->keys + of->blocks[position / size] * of->page + position % size * bytes;
+  }
+}
+
+/* Scores of a block of rows with the keys of a chunk that any of them sees. */
+static void score_chunk(const rows_of_tile *of, int32_t chunk, seen any, const float *queries, int32_t rows,
+                        float *scores) {
+  const q_attention *layer = of->layer;
+  int32_t first = any.first / LANES, last = (any.last + LANES - 1) / LANES, vectors = key_vectors(rows);
+  key_block keys;
+  if (layer->block_size % LANES == 0) {
+    keys.stride = layer->block_size * (layer->cache_type == Q_BF16 ? 2 : 4);
+    find_keys(of, chunk, first, last, vectors, keys.at);
+    for (int32_t i = first; i < last; i += vectors) {
+      find_keys(of, chunk, i + vectors, last, vectors, keys.next);
+      scores_of(queries, layer->head_dim, &keys, layer->cache_type, scores + i * LANES, rows);
+      memcpy(keys.at, keys.next, sizeof keys.at);
+    }
+    return;
+  }
+  _Alignas(64) float collected[Q_HEAD_DIM * LANES];
+  keys.stride = LANES * sizeof(float);
+  for (int32_t i = 0; i < vectors; i++) keys.at[i] = keys.next[i] = (const char *)collected;
+  _Alignas(64) float each[BLOCK_ROWS * Q_CHUNK];
+  for (int32_t i = first; i < last; i++) {
+    collect_keys(of, chunk * Q_CHUNK + i * LANES, chunk * Q_CHUNK + any.last, collected);
+    scores_of(queries, layer->head_dim, &keys, Q_F32, each, rows);
+    for (int32_t row = 0; row < rows; row++) memcpy(scores + row * Q_CHUNK + i * LANES, each + row * Q_CHUNK, LANES * 4);
+  }
+}
+
+/* The partial results of ``rows`` rows from ``row`` on with one chunk; queries are [dims][width]. */
+static void attend_chunk(const rows_of_tile *of, int32_t row, int32_t rows, int32_t chunk, const float *queries,
+                         int32_t width, float *partials) {
+  const q_attention *layer = of->layer;
+  int32_t sums = of->partial - 16;
+  seen any = {seen_of(of, row, chunk).first, seen_of(of, row + rows - 1, chunk).last};
+  if (any.last <= any.first) {
+    for (int32_t i = 0; i < rows; i++) partials[i * of->partial + sums + 1] = 0.0f;
+    return;
+  }
+  /* The last vectors of keys may reach behind a row: into the next one's start, which then nobody sees either, for
+   * vectors are taken from any.first on. */
+  _Alignas(64) float scores[BLOCK_ROWS * Q_CHUNK + MOST_KEYS * LANES];
+  score_chunk(of, chunk, any, queries, width, scores);
+  for (int32_t i = 0; i < rows; i++) {
+    float *own = partials + i * of->partial;
+    softmax_row(of, row + i, chunk, any, scores + i * Q_CHUNK, own + sums, own + sums + 1);
+  }
+  int32_t start = chunk * Q_CHUNK;
+  value_range range = {
+      .values = of->values, .blocks = of->blocks + start / layer->block_size, .page = of->page,
+      .block_size = layer->block_size, .offset = start % layer->block_size, .first = any.first, .last = any.last,
+      .dims = layer->head_dim, .type = layer->cache_type,
+  };
+  values_of(scores, &range, partials, of->partial, rows);
+}
+
+/* One more chunk's result for a row, in order. A sum of weights of 0 says that the row sees nothing of a chunk. */
+static void merge(float *into, const float *chunk, int32_t size) {
+  float *at = into + size - 16;
+  const float *other = chunk + size - 16;
+  if (other[1] == 0.0f) return;
+  if (at[1] == 0.0f) {
+    memcpy(into, chunk, (size_t)size * sizeof(float));
+    return;
+  }
+  float largest = at[0] > other[0] ? at[0] : other[0];
+  float keep = exp_negative_one(at[0] - largest), add = exp_negative_one(other[0] - largest);
+  for (int32_t i = 0; i < size - 16; i += LANES)
+    vf_store(into + i, vf_fma(vf_load(chunk + i), vf_set(add), vf_load(into + i) * vf_set(keep)));
+  at[0] = largest;
+  at[1] = at[1] * keep + other[1] * add;
+}
+
+/* out = sums / sum of weights, with the head's sink in that sum. */
+static void finish(const rows_of_tile *of, int32_t row, const float *result, void *out, int32_t type) {
+  int32_t dims = of->layer->head_dim, dim = 0, sums = of->partial - 16;
+  float factor = 1.0f / result[sums + 1];
+  if (of->layer->sinks) {
+    float sink = of->layer->sinks[of->head + row % of->group];
+    float largest = result[sums] > sink ? result[sums] : sink, keep = exp_negative_one(result[sums] - largest);
+    factor = keep / (result[sums + 1] * keep + exp_negative_one(sink - largest));
+  }
+  for (; dim + LANES <= dims; dim += LANES) {
+    vfloat x = vf_load(result + dim) * vf_set(factor);
+    if (type == Q_BF16)
+      vf_store_bf16((uint16_t *)out + dim, x);
+    else
+      vf_store((float *)out + dim, x);
+  }
+  for (; dim < dims; dim++) {
+    if (type == Q_BF16)
+      ((uint16_t *)out)[dim] = to_bf16(result[dim] * factor);
+    else
+      ((float *)out)[dim] = result[dim] * factor;
+  }
+}
+
+/* The queries of ``rows`` rows, times the scale, as [dims][width]; zeros in the rows that are not there. */
+static void pack_queries(const rows_of_tile *of, int32_t row, int32_t rows, int32_t width, const float *q, int64_t stride,
+                         float *out) {
+  int32_t dims = of->layer->head_dim;
+  for (int32_t i = 0; i < width; i++) {
+    if (i >= rows) {
+      for (int32_t dim = 0; dim < dims; dim++) out[dim * width + i] = 0.0f;
+      continue;
+    }
+    int32_t token = of->tile->token + (row + i) / of->group, head = of->head + (row + i) % of->group;
+    const float *query = (const float *)((const char *)q + token * stride) + (int64_t)head * dims;
+    for (int32_t dim = 0; dim < dims; dim++) out[dim * width + i] = query[dim] * of->layer->scale;
+  }
+}
+
+/* Chunks [first, last) of the rows, block by block. With ``partials`` [chunks][rows of the tile][partial] each chunk's
+ * result goes there; without, they are merged into results [rows][partial]. */
+static void attend_rows(const rows_of_tile *of, int32_t first, int32_t last, const float *q, int64_t stride,
+                        float *partials, int64_t partial_stride, float *results) {
+  _Alignas(64) float queries[PASS_VALUES];
+  _Alignas(64) float chunk_results[BLOCK_ROWS * (Q_HEAD_DIM + 16)];
+  int32_t blocks = (of->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, rows = (of->rows + blocks - 1) / blocks;
+  int32_t width = block_rows(rows), dims = of->layer->head_dim;
+  for (int32_t row = 0; row < of->rows; row += rows) {
+    int32_t count = of->rows - row < rows ? of->rows - row : rows;
+    pack_queries(of, of->first + row, count, width, q, stride, queries + (int64_t)row / rows * width * dims);
+  }
+  for (int32_t i = 0; i < of->rows && results; i++) results[(int64_t)i * of->partial + of->partial - 15] = 0.0f;
+  for (int32_t chunk = first; chunk < last; chunk++) {
+    for (int32_t row = 0; row < of->rows; row += rows) {
+      int32_t count = of->rows - row < rows ? of->rows - row : rows;
+      float *out = chunk_results;
+      if (partials) out = partials + (chunk - first) * partial_stride + (int64_t)(of->first + row) * of->partial;
+      attend_chunk(of, of->first + row, count, chunk, queries + (int64_t)row / rows * width * dims, width, out);
+      for (int32_t i = 0; i < count && results; i++)
+        merge(results + (int64_t)(row + i) * of->partial, out + i * of->partial, of->partial);
+    }
+  }
+}
+
+/* The address of a row's result. */
+static inline void *out_of(const rows_of_tile *of, int32_t row, void *out, int64_t stride, int32_t type) {
+  int64_t token = of->tile->token + row / of->group, head = of->head + row % of->group;
+  return (char *)out + token * stride + head * of->layer->head_dim * (type == Q_BF16 ? 2 : 4);
+}
+
+/* One part of a tile: its share of the chunks [first, last). True for the last part to end, when all are done. */
+static int attend_part(rows_of_tile *of, const q_splits *splits, int32_t first, int32_t last, int32_t part,
+                       const float *q, int64_t q_stride, float *partials, int64_t stride, int32_t *arrived) {
+  int32_t rows = of->rows, pass = PASS_VALUES / (BLOCK_ROWS * of->partial) * BLOCK_ROWS, chunks = last - first;
+  int32_t begin = first + (int32_t)((int64_t)chunks * part / splits->count);
+  int32_t end = first + (int32_t)((int64_t)chunks * (part + 1) / splits->count);
+  for (of->first = 0; of->first < rows; of->first += pass) {
+    of->rows = rows - of->first < pass ? rows - of->first : pass;
+    attend_rows(of, begin, end, q, q_stride, partials + (begin - first) * stride, stride, NULL);
+  }
+  of->first = 0;
+  of->rows = rows;
+  if (__atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL) < splits->count) return 0;
+  __atomic_store_n(arrived, 0, __ATOMIC_RELAXED);
+  return 1;
+}
+
+void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, int32_t tile, int32_t kv_head, int32_t part,
+                       const float *q, int64_t q_stride, void *out, int64_t out_stride, int32_t out_type) {
+  const q_tile *own = batch->tiles + tile;
+  const q_splits *splits = batch->splits;
+  int32_t group = layer->heads / layer->kv_heads, rows = own->count * group;
+  rows_of_tile of = {
+      .layer = layer, .tile = own, .blocks = batch->tables + own->row * batch->table_stride,
+      .keys = (const char *)layer->keys + kv_head * layer->head_stride,
+      .values = (const char *)layer->values + kv_head * layer->head_stride,
+      .page = (int64_t)layer->block_size * layer->head_dim * (layer->cache_type == Q_BF16 ? 2 : 4),
+      .head = kv_head * group, .group = group, .rows = rows, .partial = q_partial_size(layer->head_dim),
+  };
+  int32_t oldest = layer->window ? own->position - layer->window + 1 : 0;
+  int32_t first = oldest > 0 ? oldest / Q_CHUNK : 0, last = (own->position + own->count - 1) / Q_CHUNK + 1;
+  _Alignas(64) float results[PASS_VALUES];
+  if (splits) {
+    int64_t place = (int64_t)tile * layer->kv_heads + kv_head, stride = (int64_t)splits->tokens * group * of.partial;
+    float *partials = splits->partials + place * splits->chunks * stride;
+    if (!attend_part(&of, splits, first, last, part, q, q_stride, partials, stride, splits->arrived + place)) return;
+    for (int32_t row = 0; row < rows; row++) {
+      results[of.partial - 15] = 0.0f;
+      for (int32_t chunk = 0; chunk < last - first; chunk++)
+        merge(results, partials + chunk * stride + (int64_t)row * of.partial, of.partial);
+      finish(&of, row, results, out_of(&of, row, out, out_stride, out_type), out_type);
+    }
+    return;
+  }
+  int32_t pass = PASS_VALUES / (BLOCK_ROWS * of.partial) * BLOCK_ROWS;
+  for (of.first = 0; of.first < rows; of.first += pass) {
+    of.rows = rows - of.first < pass ? rows - of.first : pass;
+    attend_rows(&of, first, last, q, q_stride, NULL, 0, results);
+    for (int32_t row = 0; row < of.rows; row++) {
+      void *at = out_of(&of, of.first + row, out, out_stride, out_type);
+      finish(&of, of.first + row, results + (int64_t)row * of.partial, at, out_type);
+    }
+  }
+}
+
+void Q_NAME(write_kv)(const q_attention *layer, int64_t slot, const float *k, const float *v) {
+  if (slot < 0) return;
+  int32_t dims = layer->head_dim, size = layer->block_size;
+  int64_t key_at = slot / size * size * dims + slot % size, value_at = slot * dims;
+  for (int32_t head = 0; head < layer->kv_heads; head++, k += dims, v += dims) {
+    char *keys = (char *)layer->keys + head * layer->head_stride, *values = (char *)layer->values + head * layer->head_stride;
+    if (layer->cache_type == Q_BF16) {
+      for (int32_t dim = 0; dim < dims; dim++) ((uint16_t *)keys)[key_at + (int64_t)dim * size] = to_bf16(k[dim]);
+      for (int32_t dim = 0; dim < dims; dim++) ((uint16_t *)values)[value_at + dim] = to_bf16(v[dim]);
+    } else {
+      for (int32_t dim = 0; dim < dims; dim++) ((float *)keys)[key_at + (int64_t)dim * size] = k[dim];
+      memcpy((float *)values + value_at, v, (size_t)dims * sizeof(float));
+    }
+  }
+}
