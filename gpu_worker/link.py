@@ -1,23 +1,29 @@
-"""The worker's connection to the scheduler: one thread that receives, sends and shows that this process lives, whatever
-a step is doing.
+"""The worker's connection to the scheduler, and a thread that shows that this process lives, whatever a step does.
 
 A *session* is one connection under one identity. It ends when the connection breaks or the worker ends its lease;
-the next one has a fresh identity and says Hello again. Everything handed over carries its session's number, so that
-nothing of an old session is acted on or sent in a new one.
+the next one has a fresh identity and says Hello again. What came in a session carries its number, so that nothing of an
+old session is acted on, or answered, in a new one.
 
-        scheduler  <--DEALER-->  IO thread  --SimpleQueue-->  compute thread
-                                            <--inproc PAIR--
+One socket serves two threads, under a lock. The compute thread receives and sends by itself: between two steps of a
+small model, handing a message from thread to thread would take longer than all else. The keeper thread opens and ends
+sessions, sends heartbeats, and receives once a second, in case the compute thread is busy for long.
+
+        scheduler  <--DEALER-->  compute thread: get, send
+                                 keeper thread: Hello, Heartbeat, and what comes meanwhile  --SimpleQueue-->  get
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import queue
+import select
+import socket
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 import zmq
 
@@ -35,33 +41,14 @@ RETRY_S = (0.05, 2.0)
 MAX_QUEUED = 64
 """Messages that may wait for the compute thread; a scheduler has at most two plans in flight."""
 
-_SEND, _RENEW, _CLOSE = b"s", b"r", b"c"
-"""First byte of what the compute thread hands over; then its session in 8 bytes, then a frame to send, if any."""
-
 HUNG_S = 10.0
 """Dismissed for so long with the compute thread still in a step: that step hangs, and the process must end."""
 
 LINGER_MS = 1000
 """How long last words may take to leave when a session is closed on purpose."""
 
-
 LOOK_S = 1.0
 """How long a thread may wait at once: Python lets a signal that came right before a wait be handled only after it."""
-
-T = TypeVar("T")
-
-
-def take(inbox: queue.SimpleQueue[T], timeout: float | None = None) -> T:
-    """The next item, waited for where signals are seen. Raises queue.Empty after ``timeout`` seconds, by default
-    never."""
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while True:
-        left = max(0.0, deadline - time.monotonic())
-        try:
-            return inbox.get(timeout=min(left, LOOK_S))
-        except queue.Empty:
-            if left <= LOOK_S:
-                raise
 
 
 class LeaseLost:
@@ -83,8 +70,34 @@ class Dismissed(Exception):
         self.served = served
 
 
+class _Bell:
+    """Wakes the thread that polls ``fileno()``. May be rung by any thread, and in a signal handler."""
+
+    def __init__(self) -> None:
+        self._heard, self._rung = socket.socketpair()
+        for end in (self._heard, self._rung):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._heard.fileno()
+
+    def ring(self) -> None:
+        """Wake the thread, now or when it next polls."""
+        with contextlib.suppress(OSError):  # so often that no more fits; or it is closed
+            self._rung.send(b"!")
+
+    def quiet(self) -> None:
+        """Forget that it rang."""
+        with contextlib.suppress(BlockingIOError):
+            self._heard.recv(4096)
+
+    def close(self) -> None:
+        self._heard.close()
+        self._rung.close()
+
+
 class Link:
-    """Threads: one creates, starts, gets, sends and closes; the IO thread belongs to the link."""
+    """Threads: one creates, starts, gets and closes; any sends and posts; the keeper belongs to the link."""
 
     def __init__(self, endpoint: str, device: str, keys: Keys | None = None):
         self.loaded = False  # told in the next Hello
@@ -93,18 +106,16 @@ class Link:
         self._endpoint, self._device, self._keys = endpoint, device, keys
         self._context = zmq.Context()
         self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._session = 0  # the IO thread's
-        self._seen = 0  # the session of the message the compute thread got last
-        name = f"inproc://out-{id(self)}"
-        self._in = self._context.socket(zmq.PAIR)
-        self._in.bind(name)
-        self._out = self._context.socket(zmq.PAIR)
-        for end in (self._in, self._out):
-            end.set_hwm(0)
-            end.linger = 0
-        self._out.connect(name)
-        self._lock = threading.RLock()  # _out is used by the compute thread and, on a GPU, by the one that waits for it
-        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+        self._seen = 0  # the session of the message that ``get`` gave last
+        self._lock = threading.RLock()  # of the wire and what is known of its session
+        self._wire: Dealer[Any] | None = None  # None where no session is open
+        self._session = 0
+        self._answered = self._dismissed = False  # what the scheduler has said in this session
+        self._linger_ms = 0  # how long what was sent in it may take to leave
+        self._closed = False
+        self._waiting = False  # the compute thread polls the wire's socket and ``_wake``
+        self._wake, self._keeper_wake = _Bell(), _Bell()
+        self._thread = threading.Thread(target=self._keep, name="link", daemon=True)
 
     def start(self) -> None:
         """Connect and say Hello; keeps trying until the scheduler is there."""
@@ -114,13 +125,11 @@ class Link:
 
     def get(self, timeout: float | None = None) -> Any:
         """The next message or LeaseLost, or None after ``timeout`` seconds. Waits without end by default."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                session, message = take(self._inbox, left)
-            except queue.Empty:
+            if self._inbox.empty() and not self._wait(deadline):
                 return None
+            session, message = self._inbox.get()
             if isinstance(message, BaseException):
                 raise message
             if session == self._session or isinstance(message, LeaseLost | Leave):
@@ -128,131 +137,167 @@ class Link:
                 return message
 
     def send(self, message: Any) -> None:
-        """Hand a message to the IO thread; dropped if the session it answers is over."""
-        self._hand_over(_SEND, encode(message))
+        """Send a message; dropped if the session it answers is over."""
+        frame = encode(message)
+        with self._lock:
+            if self._wire is not None and self._seen == self._session:
+                self._wire.send_frame(frame)
+                self._receive()
 
     def renew(self) -> None:
         """End this session after what was sent: a new identity, a new Hello. Void if it has ended already."""
-        self._hand_over(_RENEW)
+        with self._lock:
+            if self._seen == self._session:
+                self._end(LINGER_MS)
 
     def post(self, message: Any) -> None:
         """Put a message of this process's own before the compute thread; safe from any thread."""
         self._inbox.put((self._session, message))
+        self._wake.ring()
 
     def leave(self) -> None:
         """Put Leave before the compute thread; safe in a signal handler."""
         self._inbox.put((0, Leave()))
+        self._wake.ring()
 
     def close(self, reason: str | None = None) -> None:
-        """Say Bye (unless ``reason`` is None), let it leave, and end the thread. Safe to call twice."""
+        """Say Bye (unless ``reason`` is None), let it leave, and end the keeper. Safe to call twice."""
         if self._context.closed:
             return
-        if self._thread.is_alive():
-            self._hand_over(_CLOSE, b"" if reason is None else encode(Bye(reason)))
-            self._thread.join(5)
-        self._out.close()
-        self._context.destroy(LINGER_MS)
-
-    def _hand_over(self, kind: bytes, frame: bytes = b"") -> None:
         with self._lock:
-            self._out.send(kind + self._seen.to_bytes(8, "little") + frame)
+            if self._wire is not None and reason is not None:
+                self._wire.send(Bye(reason))
+            self._end(LINGER_MS)
+            self._closed = True  # the last, for from now on the keeper takes no lock
+        self._keeper_wake.ring()
+        if self._thread.is_alive():
+            self._thread.join(5)
+        self._context.destroy(LINGER_MS)
+        self._wake.close()
+        self._keeper_wake.close()
 
-    # ------------------------------------------------------------ the IO thread's side
+    def _wait(self, deadline: float) -> bool:
+        """Until something is in the inbox; False once ``deadline`` has passed."""
+        while True:
+            poll = select.poll()
+            poll.register(self._wake, select.POLLIN)
+            with self._lock:
+                self._receive()
+                if self._wire is not None:
+                    poll.register(self._wire.socket.getsockopt(zmq.FD), select.POLLIN)
+                self._waiting = True
+            if not self._inbox.empty():
+                break
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if (self._wake.fileno(), select.POLLIN) in poll.poll(1000 * min(left, LOOK_S)):
+                self._wake.quiet()
+        self._waiting = False
+        return not self._inbox.empty()
 
-    def _run(self) -> None:
+    # ------------------------------------------------------------ either thread's, with the lock held
+
+    def _receive(self) -> None:
+        """Take what has come into the inbox.
+
+        To be called after all that is done with the socket, for that may take the signal that something has come.
+        """
+        while self._wire is not None and self._wire.waits() and (message := self._wire.recv()) is not None:
+            self._answered = True
+            if isinstance(message, Bye) and message.again and not self._dismissed:
+                self._lose(message.reason)
+            elif not isinstance(message, Heartbeat):
+                self._dismissed |= isinstance(message, Bye)
+                self._inbox.put((self._session, message))
+                if self._waiting:
+                    self._wake.ring()
+            if self._inbox.qsize() > MAX_QUEUED:
+                self._lose(f"the scheduler sent over {MAX_QUEUED} messages unasked")
+
+    def _lose(self, reason: str) -> None:
+        log.warning("%s; the lease is over, saying Hello again", reason)
+        self.post(LeaseLost(reason))
+        self._end(0)
+
+    def _end(self, linger_ms: int) -> None:
+        """The session is over: what waits in the inbox is void, and the keeper closes the socket."""
+        if self._wire is not None:
+            self._wire, self._linger_ms = None, linger_ms
+            self._session += 1
+            self._keeper_wake.ring()
+
+    # ------------------------------------------------------------ the keeper's side
+
+    def _keep(self) -> None:
         wait = RETRY_S[0]
         try:
-            while True:
-                outcome, answered = self._run_session()
-                if outcome == _CLOSE:
-                    return
+            while not self._closed:
+                answered = self._hold_session()
                 wait = RETRY_S[0] if answered else min(wait * 2, RETRY_S[1])
-                if self._sleep(wait):
-                    return
+                self._pause(wait)
         except Exception as error:  # noqa: BLE001  # the compute thread raises it: a worker without a link must end
-            self._inbox.put((self._session, error))
-        finally:
-            self._in.close()
+            self.post(error)
 
-    def _run_session(self) -> tuple[bytes, bool]:
-        """One identity, from Hello until it ends. Returns how it ended, and whether the scheduler ever answered."""
-        self._session += 1
+    def _hold_session(self) -> bool:
+        """One identity, from Hello until it ends. Returns whether the scheduler ever answered."""
         wire: Dealer[Any] = Dealer(
             FromSchedulerWorkers, self._endpoint, new_incarnation("gpu_worker"), self._keys, self._context
         )
-        monitor, dropped_before = wire.monitor(), self.bad_frames
+        monitor, bad_before = wire.monitor(), self.bad_frames
         poller = zmq.Poller()
-        for socket in (wire.socket, monitor, self._in):
-            poller.register(socket, zmq.POLLIN)
-        answered, linger = False, 0
-        dismissed = False
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(self._keeper_wake.fileno(), zmq.POLLIN)
         hung_at: float | None = None
         try:
-            wire.send(self._hello(wire))
+            self._open(wire)
             next_heartbeat = time.monotonic() + HEARTBEAT_S
-            while True:
+            while not self._closed and self._wire is wire:
                 heartbeat()
                 poller.poll(max(0, int(1000 * (next_heartbeat - time.monotonic())) + 1))
-                while self._inbox.qsize() <= MAX_QUEUED and (message := wire.recv()) is not None:
-                    answered = True
-                    if isinstance(message, Bye):
-                        if message.again and not dismissed:
-                            return self._lose(message.reason), answered
-                        dismissed = True
-                    if not isinstance(message, Heartbeat):
-                        self.post(message)
-                self.bad_frames = dropped_before + wire.bad_frames
-                ended = self._forward(wire)
-                if ended:
-                    linger = LINGER_MS
-                    return ended, answered
-                while (event := wire.next_event()) is not None:
-                    if event == DISCONNECTED:
-                        return self._lose("the connection to the scheduler broke"), answered
-                if self._inbox.qsize() > MAX_QUEUED:
-                    return self._lose(f"the scheduler sent over {MAX_QUEUED} messages unasked"), answered
+                self._keeper_wake.quiet()
+                if self._closed:  # perhaps by a signal's handler, and what it interrupted may hold the lock
+                    break
                 now = time.monotonic()
-                if dismissed and self.loaded:
+                with self._lock:
+                    self._look(wire)
+                    self.bad_frames = bad_before + wire.bad_frames
+                    if now >= next_heartbeat and self._wire is wire:
+                        wire.send(Heartbeat(self.last_step, resident_bytes(), self.bad_frames))
+                        next_heartbeat = now + HEARTBEAT_S
+                        self._receive()
+                if self._dismissed and self.loaded:
                     hung_at = hung_at or now + HUNG_S
                     if now > hung_at:
                         log.error("dismissed, and step %d still runs after %g s; ending", self.last_step + 1, HUNG_S)
                         os._exit(1)
-                if now >= next_heartbeat:
-                    wire.send(Heartbeat(self.last_step, resident_bytes(), self.bad_frames))
-                    next_heartbeat = now + HEARTBEAT_S
+            return self._answered
         finally:
+            self._wire = None
             wire.socket.disable_monitor()
             monitor.close(0)
-            wire.socket.close(linger)
+            wire.socket.close(self._linger_ms)
 
-    def _hello(self, wire: Dealer[Any]) -> Hello:
-        identity = wire.socket.getsockopt(zmq.IDENTITY).decode("ascii")
-        return Hello("gpu_worker", identity, PROTOCOL, os.getpid(), device=self._device, loaded=self.loaded)
+    def _open(self, wire: Dealer[Any]) -> None:
+        """A session begins on ``wire``."""
+        with self._lock:
+            self._session += 1
+            self._wire, self._linger_ms = wire, 0
+            self._answered = self._dismissed = False
+            identity = wire.socket.getsockopt(zmq.IDENTITY).decode("ascii")
+            wire.send(Hello("gpu_worker", identity, PROTOCOL, os.getpid(), device=self._device, loaded=self.loaded))
+        self._wake.ring()  # who waits for a message polls this socket from now on
 
-    def _lose(self, reason: str) -> bytes:
-        log.warning("%s; the lease is over, saying Hello again", reason)
-        self.post(LeaseLost(reason))
-        self._session += 1  # what waits in the inbox is void from now on
-        return _RENEW
+    def _look(self, wire: Dealer[Any]) -> None:
+        """Receive in place of a compute thread that is busy, and see whether the connection has broken."""
+        self._receive()
+        while (event := wire.next_event()) is not None:
+            if event == DISCONNECTED and self._wire is wire:
+                self._lose("the connection to the scheduler broke")
 
-    def _forward(self, wire: Dealer[Any]) -> bytes | None:
-        """Send what the compute thread handed over. Returns what ends the session, if something does."""
-        while True:
-            try:
-                handed = self._in.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            kind, frame = handed[:1], handed[9:]
-            current = int.from_bytes(handed[1:9], "little") == self._session
-            if frame and (current or kind == _CLOSE):
-                wire.send_frame(frame)
-            if kind == _CLOSE or (kind == _RENEW and current):
-                return kind
-
-    def _sleep(self, seconds: float) -> bool:
-        """Wait between sessions. True where the link was closed meanwhile."""
+    def _pause(self, seconds: float) -> None:
+        """Wait between sessions, unless the link is closed meanwhile."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            if self._in.poll(int(1000 * left) + 1) and self._in.recv()[:1] == _CLOSE:
-                return True
-        return False
+        while not self._closed and (left := deadline - time.monotonic()) > 0:
+            select.select([self._keeper_wake], [], [], left)
+            self._keeper_wake.quiet()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import sys
@@ -30,7 +31,7 @@ from ...proto.group import FromLeader, Join, Meet, ToLeader
 from ...proto.messages import PROTOCOL, Bye, Drain, Heartbeat
 from ...proto.process import heartbeat, new_incarnation
 from ...proto.wire.sockets import DISCONNECTED, Dealer, Keys, Router
-from ..link import LINGER_MS, MAX_QUEUED, Leave, take
+from ..link import LINGER_MS, LOOK_S, MAX_QUEUED, Leave
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,19 @@ MISSING_S = 15.0
 
 T = TypeVar("T")
 _ending = threading.Lock()
+
+
+def take(inbox: queue.SimpleQueue[T], timeout: float | None = None) -> T:
+    """The next item, waited for where signals are seen. Raises queue.Empty after ``timeout`` seconds, by default
+    never."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            return inbox.get(timeout=min(left, LOOK_S))
+        except queue.Empty:
+            if left <= LOOK_S:
+                raise
 
 
 def end(reason: object, code: int = 1) -> NoReturn:

@@ -132,10 +132,16 @@ print(ending.stop.is_set())
 """
 
 BEFORE_A_WAIT = """
-import os, queue, signal, threading
-from quire.gpu_worker.link import take
-inbox = queue.SimpleQueue()
-signal.signal(signal.SIGTERM, lambda *_: inbox.put("leave"))
+import os, queue, signal, sys, threading
+if sys.argv[1] == "scheduler":
+    from quire.gpu_worker.link import Link
+    link = Link("ipc:///nobody/listens", "cpu")
+    leave, wait = link.leave, lambda: type(link.get()).__name__
+else:
+    from quire.gpu_worker.parallel.group_link import take
+    inbox = queue.SimpleQueue()
+    leave, wait = lambda: inbox.put("Leave"), lambda: take(inbox)
+signal.signal(signal.SIGTERM, lambda *_: leave())
 waits = threading.Event()
 def ask():
     waits.wait()
@@ -143,7 +149,7 @@ def ask():
 threading.Thread(target=ask).start()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 threading.Timer(0.5, waits.set).start()
-print(take(inbox))
+print(wait())
 """
 
 IN_A_LOCK = """
@@ -196,9 +202,10 @@ def test_a_server_that_is_asked_to_end_between_a_process_and_the_next_leaves_non
     assert "Traceback" not in done.stderr
 
 
-def test_a_worker_sees_a_signal_that_did_not_interrupt_its_wait() -> None:
+@pytest.mark.parametrize("whom", ["scheduler", "leader"])
+def test_a_worker_sees_a_signal_that_did_not_interrupt_its_wait(whom: str) -> None:
     """As one that comes in the moment before, when Python has looked for signals and does not wait yet."""
-    assert run(BEFORE_A_WAIT).stdout == "leave\n"
+    assert run(BEFORE_A_WAIT, whom).stdout == "Leave\n"
 
 
 def test_the_server_s_handler_waits_for_no_lock() -> None:
