@@ -378,6 +378,9 @@ class EngineCore:
             request = self.open.get(uid)
             if not isinstance(request, OpenGeneration) or request.attempt != attempt:
                 continue  # aborted, or an attempt given up
+            plain = count == 1 and not finish and row not in logprobs
+            if plain and request.take_one(index, offset, tokens[end - 1], text, now):
+                continue
             found = unpack(logprobs[row], count) if row in logprobs else []
             if not request.take(index, offset, tokens[end - count : end], text, finish, reason, length, now, found):
                 self._broken(request)

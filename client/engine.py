@@ -25,7 +25,7 @@ from ..proto.work import Generate, Pool, Work
 from .core import HEARTBEAT_S, SCHEDULER, Connect, Disconnect, EngineCore
 from .results import Pooled, Prompt, RequestError, StreamEvent
 from .sendable import pack_ids, priority_of
-from .stream import RequestStream, answer_of
+from .stream import RequestStream, Turn, answer_of
 
 __all__ = ["Engine", "Pooled", "Prompt", "RequestError", "RequestStream", "StreamEvent"]
 
@@ -46,6 +46,7 @@ class Engine:
         self._asked_count = 0
         self._ticker: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._turn = Turn()  # shared by all streams
 
     # ------------------------------------------------------------ life
 
@@ -150,7 +151,7 @@ class Engine:
         )
         request = self.core.submit(message, work)
         self._flush()
-        return RequestStream(request, self._abandon, self._abort)
+        return RequestStream(request, self._abandon, self._abort, self._turn)
 
     def pool(
         self,

@@ -142,6 +142,32 @@ class OpenGeneration(OpenRequest):
             self.end(now)
         return True
 
+    def take_one(self, index: int, offset: int, token: int, text: str, now: float) -> bool:
+        """``take`` for nearly every entry there is: one token of a child that goes on, with nothing beside its text.
+
+        False, and nothing is done, where there is more to it.
+        """
+        metrics = self.metrics
+        if self.summed or self.prompt_logprobs is not None or metrics.first_token_time is None or not self.started:
+            return False
+        child = self.children[index] if 0 <= index < len(self.children) else None
+        if child is None or child.finish or offset != len(child.tokens):
+            return False
+        child.tokens.append(token)
+        if text:
+            child.parts.append(text)
+            child.chars += len(text)
+        metrics.last_token_time = now
+        if not (self.quiet or self.held):
+            event = self.pending.get(index)
+            if event is None:
+                self.pending[index] = StreamEvent(index, text, [token])
+            else:
+                event.tokens.append(token)
+                event.text += text
+            self.on_change()
+        return True
+
     def _complete(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:
         """Whether new tokens come with all that was asked for with them, and after all that comes before them."""
         if self.summed and [each.ids[0] for each in logprobs] != tokens:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..proto.messages import Finish
 
 if TYPE_CHECKING:
@@ -34,8 +36,7 @@ class TokenLogprobs:
     raw: dict[int, bytes]
 
 
-@dataclass(slots=True)
-class StreamEvent:
+class StreamEvent(msgspec.Struct, gc=False):
     """What is new of one child since its last event. ``length`` is the output tokens that count, once finished.
 
     ``logprobs`` has one entry for each of ``tokens`` where the request asked for them, and is empty otherwise.
@@ -43,11 +44,11 @@ class StreamEvent:
 
     index: int
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = []
     finish: Finish = Finish.NONE
     stop_reason: int | str | None = None
     length: int = -1
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,35 @@ from .pooled import OpenPooling
 from .results import ChildOutput, Pooled, Prompt, RequestError, RequestMetrics, StreamEvent, TokenLogprobs
 
 
+class Turn:
+    """What is to be done in the event loop's next turn: one call by the loop for all of it, however much that is."""
+
+    def __init__(self) -> None:
+        self._acts: list[Callable[[], None]] = []
+
+    def add(self, act: Callable[[], None]) -> None:
+        """Have ``act``, which raises nothing, called in the next turn of the running loop."""
+        if not self._acts:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._acts.append(act)
+
+    def _run(self) -> None:
+        acts, self._acts = self._acts, []
+        for act in acts:
+            act()
+
+
 class RequestStream(AsyncIterator[StreamEvent]):
-    """The consumer's side of a request: ``async for event in stream``.
+    """The consumer's side of a request: ``async for event in stream``, or ``forward`` where every microsecond counts.
 
     Each event holds everything of one child that came since the last look, so a slow consumer gets fewer, larger
     events. Iteration raises RequestError where the request failed. Dropping the stream aborts the request.
     """
 
-    def __init__(self, request: OpenGeneration, abandon: Callable[[int], None], abort: Callable[[int], None]):
-        self._request, self._abandon, self._abort = request, abandon, abort
+    def __init__(
+        self, request: OpenGeneration, abandon: Callable[[int], None], abort: Callable[[int], None], turn: Turn
+    ):  # fmt: skip
+        self._request, self._abandon, self._abort, self._turn = request, abandon, abort, turn
         self._changed = asyncio.Event()
         request.on_change = self._changed.set
 
@@ -86,6 +106,46 @@ class RequestStream(AsyncIterator[StreamEvent]):
         ready = list(self._request.pending.values())
         self._request.pending.clear()
         return ready
+
+    async def forward(self, give: Callable[[list[StreamEvent]], bool]) -> bool:
+        """Call ``give`` with the events that have come, in each turn of the loop that brings some, until it returns
+        False; what comes then waits. True once nothing more will come.
+
+        ``give`` is called by the loop itself: to wake a task for each event costs more than all that is done with it.
+        Raises RequestError where the request failed, and what ``give`` raises.
+        """
+        request, ended = self._request, asyncio.get_running_loop().create_future()
+        due = False
+
+        def changed() -> None:
+            nonlocal due
+            if not due:
+                due = True
+                self._turn.add(deliver)
+
+        def deliver() -> None:
+            nonlocal due
+            due = False
+            if ended.done():
+                return
+            try:
+                if request.pending and not give(self.get_ready()):
+                    ended.set_result(False)
+                elif request.error is not None:
+                    ended.set_exception(request.error)
+                elif request.done:
+                    ended.set_result(True)
+            except Exception as error:  # noqa: BLE001 - raised where it is awaited
+                ended.set_exception(error)
+
+        request.on_change = changed
+        try:
+            deliver()
+            return await ended
+        finally:
+            request.on_change = self._changed.set
+            if ended.done() and not ended.cancelled():
+                ended.exception()  # looked at, also where the task was cancelled in the same moment
 
     async def wait_accepted(self) -> Prompt:
         """The prompt as run, as soon as it is known. Raises RequestError where the request is refused."""

@@ -136,18 +136,19 @@ class Call:
 
     async def _follow(self, prompt: int, outlet: Outlet) -> None:
         """Write the events of one prompt's choices as they come; all that is ready goes out in one write."""
-        stream, choices = self._streams[prompt], self._choices[prompt]
-        async for event in stream:
-            data = self._render(choices[event.index], event)
-            if more := stream.get_ready():
-                data += b"".join([self._render(choices[event.index], event) for event in more])
+        render, choices = self._render, self._choices[prompt]
+
+        def give(events: list[StreamEvent]) -> bool:
+            if data := b"".join([render(choices[event.index], event) for event in events]):
+                outlet.write(data)
+            return outlet.opened and not outlet.behind
+
+        while not await self._streams[prompt].forward(give):
             # A refusal is better told by the status, so nothing is sent until every prompt has been accepted.
             if not outlet.opened and all(stream.accepted for stream in self._streams):
                 await outlet.open()
-            if data:
-                outlet.write(data)
-                if outlet.behind:
-                    await outlet.catch_up()
+            elif outlet.behind:
+                await outlet.catch_up()
 
     def _plain(self, choice: Choice, event: StreamEvent) -> bytes:
         """The chunks of one event; empty while text is held back."""

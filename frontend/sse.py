@@ -62,9 +62,10 @@ class Chunks:
 
     def text(self, index: int, text: str, usage: dict[str, object] | None = None) -> bytes:
         """New text of a choice that goes on."""
+        head = self._heads.get(index) or self._head(index)
         if usage is None:
-            return self._head(index) + to_json(text) + self._tail
-        return self._head(index) + to_json(text) + self._going_on + self._with_usage(usage)
+            return head + to_json(text) + self._tail
+        return head + to_json(text) + self._going_on + self._with_usage(usage)
 
     def opening(self, index: int, prompt_ids: list[int] | None = None, usage: dict[str, object] | None = None) -> bytes:
         """What comes before a choice's first text; ``prompt_ids`` where they are wanted."""
@@ -178,7 +179,7 @@ class Outlet:
         if not self._prepared:
             self._held.append(data)
             return
-        transport = self._request.transport
+        transport = self._protocol.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
@@ -194,8 +195,8 @@ class Outlet:
             async with asyncio.timeout(self._stall_s):
                 await self._request.writer.drain()
         except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            if self._protocol.transport is not None:
+                self._protocol.transport.abort()
             raise ConnectionResetError(f"the client read nothing for {self._stall_s:g} s and was cut off") from None
 
     async def close(self) -> web.StreamResponse:

@@ -1,5 +1,6 @@
 """A request's logprobs, best_of, beams and times, through losses and duplicates at every point."""
 
+import asyncio
 import dataclasses
 import itertools
 import math
@@ -11,8 +12,8 @@ from quire.client.best import choose, from_wire, to_wire
 from quire.client.generation import OpenGeneration
 from quire.client.logprobs import by_row, unpack
 from quire.client.offline.outputs import Logprob, to_dict
-from quire.client.results import RequestMetrics, TokenLogprobs
-from quire.client.stream import RequestStream
+from quire.client.results import RequestError, RequestMetrics, TokenLogprobs
+from quire.client.stream import RequestStream, Turn
 from quire.proto import messages as m
 from quire.proto.codec import BadFrame, f32, from_i32, i32
 from quire.proto.params import SamplingParams
@@ -61,7 +62,7 @@ class World:
 def open_request(params, ids=PROMPT):
     work = Generate(to_wire(params), 7)
     request = OpenGeneration(m.Tokenize(1, 0, work, 0.0, ids=i32(ids)), work, params, 1e9)
-    return request, RequestStream(request, lambda uid: None, lambda uid: None)
+    return request, RequestStream(request, lambda uid: None, lambda uid: None, Turn())
 
 
 def accept(request, max_tokens=30):
@@ -104,9 +105,11 @@ def run(params, world, rng, trouble):
                 lost = True
                 break
             for _ in range(2 if trouble and rng.random() < 0.3 else 1):
-                index, at, tokens, *rest, found = row
-                if not request.done:  # Engine forgets it then
-                    assert request.take(index, at, list(tokens), *rest, float(next(clock)), list(found))
+                index, at, tokens, text, finish, *rest, found = row
+                now, plain = float(next(clock)), len(tokens) == 1 and not finish and not found
+                if request.done or (plain and request.take_one(index, at, tokens[0], text, now)):
+                    continue  # Engine forgets it when it is done
+                assert request.take(index, at, list(tokens), text, finish, *rest, now, list(found))
             if rng.random() < 0.4:
                 events += stream.get_ready()
         if request.done:
@@ -127,6 +130,7 @@ CASES = [
     ({"use_beam_search": True, "best_of": 4, "n": 2, "temperature": 0.0}, [6, 8]),
     ({"use_beam_search": True, "n": 3, "temperature": 0.0, "logprobs": 4, "prompt_logprobs": 1}, [5, 5, 2]),
     ({"n": 2}, [0, 3]),
+    ({"n": 3}, [9, 1, 12]),
 ]
 
 
@@ -199,6 +203,75 @@ def test_best_of_takes_the_n_best_in_order_and_is_gone_on_the_wire():
     assert [(child.tokens, child.cumulative) for child in stream.children] == [([1], -1.0), ([3], -1.0)]
     assert [(event.index, event.tokens, event.logprobs) for event in stream.get_ready()] == [(0, [1], []), (1, [3], [])]
     assert choose("abcd", [None, math.nan, -math.inf, -5.0], 4) == ["d", "a", "b", "c"]
+
+
+def test_a_token_that_is_not_plain_is_left_to_take():
+    request, stream = open_request(SamplingParams(n=2))
+    accept(request)
+    assert not request.take_one(0, 0, 4, "a", 2e9)  # the first: times begin with it
+    assert request.take(0, 0, [4], "a", m.Finish.NONE, None, -1, 2e9, [])
+    for index, offset in ((2, 0), (-1, 0), (0, 0), (0, 2)):  # no such child, a duplicate, one that is missing
+        assert not request.take_one(index, offset, 5, "b", 3e9)
+    assert request.take_one(0, 1, 5, "b", 3e9) and request.take_one(0, 2, 6, "", 4e9)
+    assert [(event.tokens, event.text) for event in stream.get_ready()] == [([4, 5, 6], "ab")]
+    assert (request.children[0].chars, request.metrics.last_token_time) == (2, 4e9)
+    assert request.take(0, 3, [], "", m.Finish.STOP, None, 3, 5e9, [])
+    assert not request.take_one(0, 3, 7, "c", 6e9)
+
+
+def test_forward_gives_what_came_in_a_turn_at_once_and_pauses_where_it_is_told():
+    given, goes_on = [], [True]
+
+    def give(events):
+        given.append([(event.tokens, event.text) for event in events])
+        return goes_on[0]
+
+    async def consume():
+        request, stream = open_request(SamplingParams())
+        accept(request)
+        forwarding = asyncio.ensure_future(stream.forward(give))
+        for place, text in enumerate("abcdef"):
+            assert request.take(0, place, [place], text, m.Finish.NONE, None, -1, 2e9, [])
+            if place % 2:
+                await asyncio.sleep(0)
+        assert given == [[([0, 1], "ab")], [([2, 3], "cd")], [([4, 5], "ef")]]
+        goes_on[0] = False
+        request.take_one(0, 6, 6, "g", 3e9)
+        await asyncio.sleep(0)
+        request.take_one(0, 7, 7, "h", 3e9)
+        assert await forwarding is False
+        assert len(given) == 4
+        goes_on[0] = True
+        forwarding = asyncio.ensure_future(stream.forward(give))
+        await asyncio.sleep(0)
+        assert given[4:] == [[([7], "h")]]
+        assert request.take(0, 8, [], "i", m.Finish.STOP, None, 8, 4e9, [])
+        assert await forwarding is True
+        assert given[5:] == [[([], "i")]]
+
+    asyncio.run(consume())
+
+
+def test_forward_raises_the_request_s_error_after_what_came_before_it_and_what_give_raises():
+    given = []
+
+    async def consume():
+        request, stream = open_request(SamplingParams())
+        accept(request)
+        assert request.take(0, 0, [4], "a", m.Finish.NONE, None, -1, 2e9, [])
+        request.end(3e9, RequestError(503, "no"))
+        with pytest.raises(RequestError, match="no"):
+            await stream.forward(lambda events: given.append(events) is None)
+        assert len(given) == 1
+
+        request, stream = open_request(SamplingParams())
+        forwarding = asyncio.ensure_future(stream.forward(lambda events: 1 / 0))
+        await asyncio.sleep(0)
+        assert request.take(0, 0, [4], "a", m.Finish.NONE, None, -1, 2e9, [])
+        with pytest.raises(ZeroDivisionError):
+            await forwarding
+
+    asyncio.run(consume())
 
 
 def test_an_end_before_its_time_shows_no_events_and_n_children():
