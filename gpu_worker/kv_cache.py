@@ -2,8 +2,10 @@
 
 Logical shape [num_blocks, block_size, kv_heads, head_dim]. On the CPU a head's pages lie together
 ([kv_heads, num_blocks, block_size, head_dim] in memory), so that gathering them is one contiguous copy; on a GPU
-a block's heads do ([num_blocks, kv_heads, block_size, head_dim]). Memory starts as zeros, so that what lies behind the
-end of a sequence is always a finite number; on a CPU pages are taken from the system when they are first written.
+a block's heads do ([num_blocks, kv_heads, block_size, head_dim]). Where the CPU's native kernels are on, keys lie as
+[kv_heads, num_blocks, head_dim, block_size], so that a vector register holds one dim of many keys. Memory starts as
+zeros, so that what lies behind the end of a sequence is always a finite number; on a CPU pages are taken from the
+system when they are first written.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from .kernels.cpu.attention import can_read
 from .spec import DecoderSpec
+
+_ALIGNMENT = 64
+"""Bytes: no vector of a page crosses a cache line."""
 
 
 class KVCache:
@@ -24,20 +30,24 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
-        # Neighbouring layers of one shape share an allocation, [2 * layers, blocks in their logical order, ...], so
+        # Neighbouring layers of one shape share an allocation, [2 * layers, num_blocks, kv_heads, values of a page], so
         # that copying a block is one operation for all of them.
         self._pools: list[torch.Tensor] = []
+        dim = spec.head_dim
         for heads, group in groupby(spec.kv_heads):
             layers = len(list(group))
             if device.type == "cpu":
-                pool = _lazy_zeros((2 * layers, heads, num_blocks, block_size, spec.head_dim), dtype)
-                pool = pool.permute(0, 2, 3, 1, 4)
+                pool = _lazy_zeros((2 * layers, heads, num_blocks, block_size * dim), dtype).transpose(1, 2)
             else:
-                shape = (2 * layers, num_blocks, heads, block_size, spec.head_dim)
-                pool = torch.zeros(shape, dtype=dtype, device=device).permute(0, 1, 3, 2, 4)
+                pool = torch.zeros((2 * layers, num_blocks, heads, block_size * dim), dtype=dtype, device=device)
             self._pools.append(pool)
-            self.k += list(pool[:layers].unbind(0))
-            self.v += list(pool[layers:].unbind(0))
+            if device.type == "cpu" and can_read(dtype, dim):
+                keys = pool[:layers].unflatten(-1, (dim, block_size)).permute(0, 1, 4, 2, 3)
+            else:
+                keys = pool[:layers].unflatten(-1, (block_size, dim)).permute(0, 1, 3, 2, 4)
+            values = pool[layers:].unflatten(-1, (block_size, dim)).permute(0, 1, 3, 2, 4)
+            self.k += list(keys.unbind(0))
+            self.v += list(values.unbind(0))
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy blocks ``src`` [N] over blocks ``dst`` [N] in every layer; all are read before any is written."""
@@ -52,4 +62,7 @@ class KVCache:
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros that the system provides on first touch (numpy asks it for cleared pages, torch would write them)."""
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

@@ -32,8 +32,9 @@ FLOORS = {
         "scheduler.fake",
     ],
     "gpu_worker": [
-        "gpu_worker.spec gpu_worker.batch gpu_worker.kv_cache gpu_worker.device gpu_worker.transfer gpu_worker.link",
+        "gpu_worker.spec gpu_worker.batch gpu_worker.device gpu_worker.transfer gpu_worker.link",
         "gpu_worker.kernels",
+        "gpu_worker.kv_cache",
         "gpu_worker.parallel.parallel gpu_worker.parallel.group_link",
         "gpu_worker.layers.formats",
         "gpu_worker.layers",

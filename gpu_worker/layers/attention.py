@@ -6,6 +6,7 @@ import torch
 
 from ..batch import StepBatch
 from ..kernels.attention import Scores, paged_attention
+from ..kernels.cpu import attention as native
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
 from .attention_cpu import AttentionPlan
@@ -18,14 +19,15 @@ Norm = RMSNorm | LayerNorm
 
 
 class StepContext:
-    """What the layers of one step share on a CPU: rotations of its tokens, and plans by window."""
+    """What the layers of one step share on a CPU: rotations of its tokens, and plans of attention.
+
+    Caches that the native kernels can read are theirs; torch does the others.
+    """
 
     def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
-        # Slot -1 means "write nothing": those tokens are left out of the copy.
-        unwritten = bool((batch.slots < 0).any())
-        self.written = torch.nonzero(batch.slots >= 0).flatten() if unwritten else None
-        self.slots = batch.slots[batch.slots >= 0] if unwritten else batch.slots
+        self._native: native.Plan | None = None
+        self._slots: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._plans: dict[tuple[int | None, int], AttentionPlan] = {}
         self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -37,12 +39,30 @@ class StepContext:
             found = self._rotations[id(tables)] = cos, sin
         return found
 
-    def plan(self, window: int | None, dtype: torch.dtype, page_values: int) -> AttentionPlan:
-        """The attention plan of layers with ``window``, made by the first that asks."""
-        found = self._plans.get((window, page_values))
-        if found is None:
-            found = self._plans[window, page_values] = AttentionPlan(self.batch, window, dtype, page_values)
-        return found
+    def write(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k and v [T, kv_heads, head_dim] to the step's slots; a token of slot -1 is not written."""
+        if native.native_layout(k_cache, v_cache):
+            native.write_cache(k_cache, v_cache, k, v, self.batch.slots)
+            return
+        if self._slots is None:
+            unwritten = bool((self.batch.slots < 0).any())
+            written = torch.nonzero(self.batch.slots >= 0).flatten() if unwritten else None
+            self._slots = (self.batch.slots if written is None else self.batch.slots[written]), written
+        write_cache(k_cache, k, *self._slots)
+        write_cache(v_cache, v, *self._slots)
+
+    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """Attention of q [T, heads, head_dim] over the step's pages -> [T, heads, head_dim]."""
+        if native.native_layout(k_cache, v_cache):
+            if self._native is None:
+                self._native = native.Plan(self.batch)
+            return native.paged_attention(q, k_cache, v_cache, self.batch, scores, self._native)
+        page_values = k_cache.shape[1:].numel()
+        plan = self._plans.get((scores.window, page_values))
+        if plan is None:
+            plan = AttentionPlan(self.batch, scores.window, q.dtype, page_values)
+            self._plans[scores.window, page_values] = plan
+        return attention_cpu(q, k_cache, v_cache, self.batch, scores, plan)
 
 
 class Attention:
@@ -86,10 +106,8 @@ class Attention:
                 cos, sin = step.rotation(self.tables)
                 rotate(q, cos, sin, self.interleaved)
                 rotate(k, cos, sin, self.interleaved)
-            write_cache(k_cache, k, step)
-            write_cache(v_cache, v, step)
-            plan = step.plan(self.scores.window, q.dtype, k_cache.shape[1] * self.kv_heads * self.head_dim)
-            out = attention_cpu(q, k_cache, v_cache, batch, self.scores, plan)
+            step.write(k_cache, v_cache, k, v)
+            out = step.attend(q, k_cache, v_cache, self.scores)
         return self.o(out.view(x.shape[0], -1))
 
     def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
@@ -119,13 +137,16 @@ class Attention:
         return paged_attention(q, k_cache, v_cache, batch, self.scores)
 
 
-def write_cache(cache: torch.Tensor, x: torch.Tensor, step: StepContext) -> None:
-    """Copy x [T, kv_heads, head_dim] to the step's slots of ``cache`` (logical shape, any strides)."""
-    if step.written is not None:
-        x = x.index_select(0, step.written)
+def write_cache(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, written: torch.Tensor | None) -> None:
+    """Copy x [T, kv_heads, head_dim] to ``slots`` of ``cache`` (logical shape, any strides).
+
+    ``slots`` are those of the tokens ``written``, None for all.
+    """
+    if written is not None:
+        x = x.index_select(0, written)
     blocks, size, kv_heads, dim = cache.shape
     physical = cache.permute(2, 0, 1, 3)
     if physical.is_contiguous():
-        physical.view(kv_heads, blocks * size, dim).index_copy_(1, step.slots, x.transpose(0, 1))
+        physical.view(kv_heads, blocks * size, dim).index_copy_(1, slots, x.transpose(0, 1))
     else:
-        cache[step.slots // size, step.slots % size] = x
+        cache[slots // size, slots % size] = x

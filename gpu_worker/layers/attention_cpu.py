@@ -3,7 +3,8 @@
 What measuring taught: a fresh allocation costs more than the gather, a gather of more than about 2 MB more than the
 attention; the query heads of a group go in as rows of one product; masks are made once a step, not once a layer.
 
-The physical order of the cache is [kv_heads, num_blocks, block_size, head_dim]; others work, slower.
+The physical order of the cache is [kv_heads, num_blocks, block_size, head_dim]; others work, slower. Where the native
+kernels are on they do this instead (``kernels/cpu/attention.py``).
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from ..batch import StepBatch
 from ..kernels.attention import Scores, paged_attention
 from ..kv_cache import KVCache
 from ..layers import dispatch
-from ..layers.attention import StepContext, write_cache
-from ..layers.attention_cpu import paged_attention as attention_cpu
+from ..layers.attention import StepContext
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec, Shard
 from .fallback_probe import PROBE, check_class, probe, register, run
@@ -164,10 +163,8 @@ def attend(
         rope_write(q, k, v, None, None, step.batch.positions, step.batch.slots, k_cache, v_cache)
         out = paged_attention(q, k_cache, v_cache, step.batch, scores)
     else:
-        write_cache(k_cache, k, step.context)
-        write_cache(v_cache, v, step.context)
-        plan = step.context.plan(window, q.dtype, k_cache.shape[1] * k.shape[1] * k.shape[2])
-        out = attention_cpu(q, k_cache, v_cache, step.batch, scores, plan)
+        step.context.write(k_cache, v_cache, k, v)
+        out = step.context.attend(q, k_cache, v_cache, scores)
     return out[None, ..., : value.shape[-1]], None
 
 

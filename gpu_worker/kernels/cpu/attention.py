@@ -80,18 +80,21 @@ def tiles_of(starts: np.ndarray, contexts: np.ndarray) -> np.ndarray:
     return tiles
 
 
+def can_read(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernels are on, and there are some for caches of this type and heads of this size."""
+    return dtype in _TYPES and head_dim <= MAX_HEAD_DIM and _library() is not None
+
+
 def native_layout(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether the kernels are on and can read these caches [num_blocks, block_size, kv_heads, head_dim]."""
-    if k_cache.dtype not in _TYPES or k_cache.device.type != "cpu" or _library() is None:
-        return False
+    """Whether the kernels are on, and read these caches [num_blocks, block_size, kv_heads, head_dim]."""
     blocks, size, _, dim = k_cache.shape
     page, head = size * dim, blocks * size * dim
-    return k_cache.stride() == (page, 1, head, size) and v_cache.stride() == (page, dim, head, 1) and can_hold(dim)
-
-
-def can_hold(head_dim: int) -> bool:
-    """Whether the kernels take heads of this size."""
-    return head_dim <= MAX_HEAD_DIM
+    return (
+        k_cache.device.type == "cpu"
+        and can_read(k_cache.dtype, dim)
+        and k_cache.stride() == (page, 1, head, size)
+        and v_cache.stride() == (page, dim, head, 1)
+    )
 
 
 def layer_of(heads: int, k_cache: torch.Tensor, v_cache: torch.Tensor, scores: Scores) -> Layer:
