@@ -86,18 +86,24 @@ class Runner:
             return self._pool(self.pooler, run)
         state = self.state
         spans = state.prompt_spans(run, ROOM) if state.asking else []
-        batch, slots = self._batch(run, spans)
-        hidden = self._hidden(batch)
-        prompts = self._prompts(hidden[len(slots) :], run, spans) if spans else []
+        logits, slots, prompts = self._forward(run, spans)
         if not len(slots):
             return Outcome(self._download, self._nothing, prompts=prompts)
-        sampled = self._sample(self.model.logits(hidden[: len(slots)] if spans else hidden), slots)
+        sampled = self._sample(logits, slots)
         tokens = sampled.tokens.to(torch.int32)
         self._write(slots, tokens)
         outcome = Outcome(self._download, tokens, sampled.logprobs or (), prompts, slots.failed)
         if self.group.leader:  # which alone answers, and keeps what follows the tokens
             self._follow(slots, outcome)
         return outcome
+
+    def _forward(self, run: Run, spans: list[Span]) -> tuple[torch.Tensor, SampleBatch, list[PromptGroup]]:
+        """Logits [S, V] of the sample slots, or this process's share of them; the slots; what ``spans`` tell."""
+        batch, slots = self._batch(run, spans)
+        hidden = self._hidden(batch)
+        prompts = self._prompts(hidden[len(slots) :], run, spans) if spans else []
+        drawn = hidden[: len(slots)] if spans else hidden
+        return self.model.logits(drawn) if len(slots) else drawn, slots, prompts
 
     def _hand_on(self, run: Run) -> Outcome:
         """A step of a stage that others come after: hidden states go to the next, tokens come back from the last."""
