@@ -5,6 +5,6 @@
 """
 
 PARTS = (
-    "control-plane", "chain", "worker-python", "steps", "offline", "serve", "startup",
+    "control-plane", "chain", "worker-python", "kernels", "sampling", "steps", "offline", "serve", "startup",
     "prefix-caching", "preemption", "quantization", "idle",
 )  # fmt: skip

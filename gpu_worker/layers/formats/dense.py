@@ -5,7 +5,7 @@ Which library packs is a rule, not a race, so that a restarted worker rounds as 
 
 - quire's own kernels, where they were compiled. They alone give a row the same bits in any batch, in bfloat16 too.
 - Else oneDNN (``mkldnn``) unless the processor is Intel's: MKL's fp32 kernels are for Intel, and take 1.3 to 2.3 times
-  as long on AMD at 8 to 128 rows (``bench/cpu_layers.py`` prints both).
+  as long on AMD at 8 to 128 rows (``python -m bench kernels`` measures both).
 - MKL on Intel, for fp32.
 - Plain where torch has neither, and there for weights too small to matter.
 

@@ -1,8 +1,5 @@
 """What each feature of the sampler costs a step, on all rows of a batch and on one row of it.
 
-    python bench/sampling.py                        batch 64, vocabulary 151,936, on the GPU if there is one
-    options: --batch N  --vocab N  --repeats N  --device cpu|cuda  --only NAME ...  --json FILE
-
 Milliseconds of ``sample`` alone, host included: the first quartile of several steps, each on fresh logits. ``all`` and
 ``one``: every row, or one row, uses the feature; ``extra`` is the time over the baseline of the same logits, in which
 no row does. Last, a batch that uses nothing is traced beside rows that use everything but are not in the step: it must
@@ -12,13 +9,9 @@ run the same functions and operations as where no request ever used any, and tak
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +24,8 @@ from quire.gpu_worker.sampling.sampling_state import SamplingState
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
 
-ROOT = Path(__file__).resolve().parent.parent
+from ..report import BenchError, Report
+
 PROMPT, OUTPUT = 800, 200
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 RANDOM: dict[str, Any] = {"temperature": 0.9}
@@ -147,7 +141,7 @@ class Bench:
         traces = [trace(lambda step=step: step.run(self.work.copy_(self.logits["peaked"]), None)) for step in steps]
         without, beside = self.milliseconds(*(lambda logits, step=step: step.run(logits, None) for step in steps))
         same = traces[0] == traces[1]
-        return {"same_operations": same, "operations": len(traces[0]), "without": without, "beside": beside,
+        return {"same_operations": same, "operations": len(traces[0]), "without_ms": without, "beside_ms": beside,
                 "ratio": beside / without}  # fmt: skip
 
 
@@ -173,58 +167,29 @@ def trace(run: Callable[[], Any]) -> list[str]:
     return found
 
 
-def head(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What a number is worth nothing without."""
-    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "benchmark": "sampling",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": git.stdout.strip(),
-        "command": " ".join(["python", "bench/sampling.py", *sys.argv[1:]]),
-        "load_average": os.getloadavg()[0],
-        "batch": args.batch,
-        "vocab": args.vocab,
-        "unit": "ms a step",
-    }
-
-
-def cpu_name() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """How large a batch, and which features."""
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--steps", type=int, default=9, help="of which the first quartile is taken")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", nargs="*", choices=list(FEATURES), default=list(FEATURES))
 
 
 @torch.inference_mode()
-def main() -> int:
-    """Exit code 1 where what is not used is not free."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="*", choices=list(FEATURES), default=list(FEATURES))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    result = head(args, device) | {"features": {}, "unused": {}}
-    bench = Bench(args.batch, args.vocab, args.repeats, device)
-    print(f"{'':44s}{'base':>9s}{'all':>9s}{'one':>9s}{'all extra':>11s}{'one extra':>11s}")
-    for name in args.only:
-        row = bench.feature(name)
-        result["features"][name] = {key: round(value, 4) for key, value in row.items()}
-        print(f"{name:44s}" + "".join(f"{v:{w}.3f}" for v, w in zip(row.values(), (9, 9, 9, 11, 11), strict=True)),
-              flush=True)  # fmt: skip
-    for name in ("greedy", "random"):
-        row = result["unused"][name] = bench.unused(name)
-        print(f"{name}, beside idle rows that use everything: the same {row['operations']} operations: "
-              f"{row['same_operations']}; {row['beside']:.3f} ms against {row['without']:.3f}")  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(row["same_operations"] for row in result["unused"].values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def measure(report: Report, args: argparse.Namespace) -> None:
+    """A sample for each feature, and one for each baseline beside rows that use everything. Raises BenchError where
+    what is not used is not free."""
+    torch.set_num_threads(args.threads)
+    bench = Bench(args.batch, args.vocab, args.steps, torch.device(args.device))
+    for repeat in range(args.repeats):
+        for name in args.only:
+            with report.sample(feature=name, batch=args.batch, repeat=repeat) as values:
+                values |= {f"{key}_ms": value for key, value in bench.feature(name).items()}
+        for name in ("greedy", "random"):
+            with report.sample(unused=name, batch=args.batch, repeat=repeat) as values:
+                values |= bench.unused(name)
+    if not all(sample["values"].get("same_operations", True) for sample in report.samples):
+        raise BenchError("a batch that uses no feature runs other operations beside rows that use some.")
