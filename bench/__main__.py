@@ -36,9 +36,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Run one part."""
     settings = {name: value for name, value in vars(args).items() if name not in ("part", "list", "out", "merge")}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-    out = args.out or RESULTS / f"{args.part}.json"
     if args.part == "compare":
-        return compare.run(args, out, settings, argv)
+        return compare.run(args, args.out or RESULTS / f"compare-{args.peer}.json", settings, argv)
+    out = args.out or RESULTS / f"{args.part}.json"
     report = Report(args.part, out, settings, argv)
     importlib.import_module(f".parts.{module_of(args.part)}", __package__).measure(report, args)
     print(f"written to {out}")

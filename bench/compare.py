@@ -67,10 +67,9 @@ def run(args: argparse.Namespace, out: Path, settings: dict[str, Any], argv: lis
     text = table.markdown(report.data)
     out.with_suffix(".md").write_text(text)
     print(text)
+    pictures = plots.draw(report.data, out) if args.plots else []
     if args.into:
-        table.put_into(args.into, report.data["settings"]["peer"], text)
-    if args.plots:
-        plots.draw(report.data, out)
+        table.put_into(args.into, report.data["settings"]["peer"], text, pictures)
     return 0
 
 

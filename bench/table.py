@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +99,16 @@ def shown(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def put_into(page: Path, peer: str, text: str) -> None:
-    """Put the table between ``<!-- compare PEER -->`` and ``<!-- end -->`` of a page. Raises BenchError."""
+def put_into(page: Path, peer: str, text: str, pictures: Sequence[Path] = ()) -> None:
+    """Put the table and the pictures between ``<!-- compare PEER -->`` and ``<!-- end -->`` of a page.
+
+    Raises BenchError where it has no such marks.
+    """
     before, begin, rest = page.read_text("utf-8").partition(f"<!-- compare {peer} -->\n")
     _, end, after = rest.partition("<!-- end -->")
     if not begin or not end:
         raise BenchError(
             f"{page} has no lines <!-- compare {peer} --> and <!-- end -->; add them where the table goes."
         )
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
+    links = [f"![{path.stem}]({os.path.relpath(path, page.parent)})\n" for path in pictures]
+    page.write_text("".join([before, begin, "\n".join(["", text.rstrip("\n"), "", *links, end]), after]), "utf-8")

@@ -221,8 +221,9 @@ def test_the_table_is_put_between_its_marks(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- compare vllm-cpu -->\nold\n<!-- end -->\nafter\n")
     table.put_into(page, "vllm-cpu", "new")
-    table.put_into(page, "vllm-cpu", "newer")
-    assert page.read_text() == "before\n<!-- compare vllm-cpu -->\n\nnewer\n<!-- end -->\nafter\n"
+    table.put_into(page, "vllm-cpu", "newer\n", [tmp_path / "results" / "a.png"])
+    inside = "\nnewer\n\n![a](results/a.png)\n\n"
+    assert page.read_text() == f"before\n<!-- compare vllm-cpu -->\n{inside}<!-- end -->\nafter\n"
     with pytest.raises(BenchError, match="compare transformers"):
         table.put_into(page, "transformers", "x")
 
