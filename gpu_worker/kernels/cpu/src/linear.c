@@ -46,8 +46,6 @@ static void put(const q_epilogue *to, int32_t row, int32_t column, int32_t count
     store(to->out_type, values, count, out);
 }
 
-INLINE int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
-
 void Q_NAME(finish_panel)(const q_weight *weight, const q_epilogue *to, int32_t row, int32_t panel, float *sums) {
   enum { HALF = Q_PANEL / 2 };
   if (weight->bias || to->scale != 1.0f) add_bias(weight, to->scale, panel, sums);

@@ -11,10 +11,14 @@ typedef struct {
   const void *data;
 } q_matrix;
 
-/* Panels that a thread takes at a time from a product's counter. Even, because with few rows two panels go together. */
+static inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+
+/* Panels that a thread takes at a time from a product's counter. Even, because with few rows two panels go together;
+ * many with many rows, because a block of the rows is then read once for all of them. */
 static inline int32_t q_linear_share(const q_weight *weight, int32_t rows) {
   if (weight->panels >= 256) return 8;
-  return rows <= 6 ? 4 : 2;
+  if (rows < 64) return rows <= 6 ? 4 : 2;
+  return weight->panels >= 64 ? 8 : weight->panels >= 16 ? 4 : 2;
 }
 
 /* The products of one type, all as ``linear`` in q_kernels. */
