@@ -360,15 +360,16 @@ class EngineCore:
 
     def _on_text(self, batch: m.TextBatch) -> None:
         now = self.clock()
-        for uid, cached in zip(from_i64(batch.started_uids), from_i32(batch.started_cached), strict=True):
-            if (started := self.open.get(uid)) is not None:
-                started.start(now, cached)
+        if batch.started_uids or batch.started_cached:
+            for uid, cached in zip(from_i64(batch.started_uids), from_i32(batch.started_cached), strict=True):
+                if (started := self.open.get(uid)) is not None:
+                    started.start(now, cached)
         counts, tokens = from_i32(batch.counts), from_i32(batch.tokens)
         if sum(counts) != len(tokens) or min(counts, default=0) < 0:
             raise BadFrame(f"counts add up to {sum(counts)} and there are {len(tokens)} tokens")
         if tokens:
             self.tokens_at = now
-        logprobs = by_row(batch, counts)
+        logprobs = by_row(batch, counts) if batch.logprobs or batch.logprob_rows else {}
         end = 0
         for row, (uid, attempt, index, offset, count, text, finish, reason, length) in enumerate(zip(
             from_i64(batch.uids), from_i32(batch.attempts), from_i32(batch.indexes), from_i32(batch.offsets), counts,

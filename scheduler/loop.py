@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
+import select
 import signal
 import socket
 import time
-from typing import Any
-
-import zmq
 
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.messages import Heartbeat, ToSchedulerFront, ToSchedulerWorkers
 from ..proto.process import heartbeat, tell_ready
 from ..proto.wire.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys, worker_endpoint
+from ..proto.wire.wire import descriptor
 from .blame import Blame
 from .core import Scheduler
 from .inputs import Inputs
@@ -43,10 +42,11 @@ class Loop:
         if ring is not None:
             self.inputs = self.recorder = Recorder(self.membership, ring, clock, config.flight_recorder_tokens)
         self._wake, self._waker = socket.socketpair()
-        self._poller = zmq.Poller()
-        for readable in (self.front.socket, self.front.monitor(), self.workers.socket, self.workers.monitor()):
-            self._poller.register(readable, zmq.POLLIN)
-        self._poller.register(self._wake.fileno(), zmq.POLLIN)
+        self._monitors = descriptor(self.workers.monitor()), descriptor(self.front.monitor())
+        self._poll = select.poll()
+        sockets = descriptor(self.workers.socket), descriptor(self.front.socket)
+        for readable in (*sockets, *self._monitors, self._wake.fileno()):
+            self._poll.register(readable, select.POLLIN)
         self._stopping = False
 
     def run(self) -> None:
@@ -54,9 +54,10 @@ class Loop:
         settled = True
         while not self._stopping:
             heartbeat()
-            readable = self._poller.poll(int(self.membership.timeout() * 1000) + 1 if settled else 0)
+            waits = not settled or self.workers.waits() or self.front.waits()
+            readable = dict(self._poll.poll(0 if waits else int(self.membership.timeout() * 1000) + 1))
             self.inputs.notice()
-            self._ingest({socket for socket, _ in readable})
+            self._ingest(readable)
             self.inputs.notice()  # it may have been stopped while it read
             self.inputs.tick()
             self.inputs.plans()
@@ -78,22 +79,22 @@ class Loop:
         self._wake.close()
         self._waker.close()
 
-    def _ingest(self, readable: set[Any]) -> None:
-        """Take what the sockets that are ``readable`` hold. Results first: who waits for a token has waited longest."""
+    def _ingest(self, readable: dict[int, int]) -> None:
+        """Take what has come. Results first: whoever waits for a token has waited longest."""
         inputs, membership = self.inputs, self.membership
         for wire, handle in ((self.workers, inputs.worker), (self.front, inputs.front)):
-            for _ in range(DRAIN_LIMIT if wire.socket in readable else 0):
-                if (received := wire.recv()) is not None:
-                    handle(*received)
+            for _ in range(DRAIN_LIMIT):
                 if not wire.waits():
                     break
+                if (received := wire.recv()) is not None:
+                    handle(*received)
         if (bad_frames := self.front.bad_frames + self.workers.bad_frames) != membership.wire_bad_frames:
             inputs.bad_frames(bad_frames)
-        if self.workers.monitor() in readable and _connection_lost(self.workers):
+        if self._monitors[0] in readable and _connection_lost(self.workers):
             for peer in list(membership.registry.workers):
                 if not self.workers.send(peer, Heartbeat()):
                     inputs.worker_gone(peer, "is gone: its connection broke")
-        if self.front.monitor() in readable and _connection_lost(self.front):
+        if self._monitors[1] in readable and _connection_lost(self.front):
             for peer in list(membership.front):
                 if not self.front.send(peer, Heartbeat()):
                     inputs.front_gone(peer)

@@ -43,7 +43,8 @@ NOBLOCK, SNDMORE, RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)
 _STATE, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
-def _descriptor(socket: zmq.Socket) -> int:
+def descriptor(socket: zmq.Socket) -> int:
+    """What is readable when something has come. It signals edges: whoever waits for it asks ``waits`` before."""
     return int(socket.getsockopt(zmq.FD))
 
 
@@ -107,7 +108,7 @@ class Wire(Generic[T]):
                     self._look_again()
 
         self._pump = pump
-        loop.add_reader(_descriptor(self.socket), pump)
+        loop.add_reader(descriptor(self.socket), pump)
         if on_event is not None:
             monitor = self.monitor()
 
@@ -116,13 +117,13 @@ class Wire(Generic[T]):
                     on_event(event)
 
             self._pump_events = pump_events
-            loop.add_reader(_descriptor(monitor), pump_events)
+            loop.add_reader(descriptor(monitor), pump_events)
             loop.call_soon(pump_events)
         self._look_again()
 
     def _look_again(self) -> None:
-        """Look once more in this turn of the loop: what was done may have taken the signal that something has come."""
-        if not self._will_look and self._pump is not None and self._loop is not None:
+        """Have what waits pumped, for what was done may have taken the signal that it has come."""
+        if not self._will_look and self._pump is not None and self._loop is not None and self.waits():
             self._will_look = True
             self._loop.call_soon(self._pump)
 
@@ -174,9 +175,9 @@ class Wire(Generic[T]):
         if self.socket.closed:
             return
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(_descriptor(self.socket))
+            self._loop.remove_reader(descriptor(self.socket))
             if self._monitor is not None:
-                self._loop.remove_reader(_descriptor(self._monitor))
+                self._loop.remove_reader(descriptor(self._monitor))
         if self._monitor is not None:
             self.socket.disable_monitor()
             self._monitor.close(0)

@@ -58,15 +58,19 @@ fake_worker.main()
 """
 """A fake worker that stops itself (SIGSTOP) before a step: in the middle of its streams, at whatever pace."""
 JUMPS = """
-import signal, time, zmq
-real, poll, signals, jumps = time.monotonic, zmq.Poller.poll, [], []
+import select, signal, time
+real, poll, signals, jumps = time.monotonic, select.poll, [], []
 time.monotonic = lambda: real() + 300 * len(jumps)
 signal.signal(signal.SIGUSR1, lambda *_: signals.append(1))
-def late(poller, timeout=None):
-    events = poll(poller, timeout)
-    jumps[:] = signals
-    return events
-zmq.Poller.poll = late
+class Late:
+    def __init__(self):
+        self.own = poll()
+        self.register = self.own.register
+    def poll(self, timeout):
+        events = self.own.poll(timeout)
+        jumps[:] = signals
+        return events
+select.poll = Late
 from quire.scheduler.__main__ import main
 from quire.proto.work import Generate
 main()
