@@ -14,8 +14,8 @@ from typing import Any
 
 from . import plots, table
 from .load import Load
-from .models import SHAPES, find_model
-from .parts.offline import JOB, offline_figures
+from .models import SHAPES, find_model, prompt_ids
+from .parts.offline import job_of, offline_figures
 from .report import BenchError, Report, load, merge, note_progress
 from .serving import measure_load, parse_slo
 from .sides import OfflineBatch, Server, Side, peer, quire
@@ -113,8 +113,7 @@ class Turn:
             self._offline()
 
     def _offline(self) -> None:
-        job = {**JOB, "model": str(self.model), "dtype": self.dtype, "options": {}}
-        with OfflineBatch(self.side, job) as batch:
+        with OfflineBatch(self.side, job_of(self.model, self.dtype)) as batch:
             note_progress(f"{self._name()} is loaded after {batch.start_seconds:.1f} s")
             for repeat in range(OFFLINE_RUNS):
                 with self.report.sample(**self.labels, cell="offline", repeat=repeat) as values:
@@ -123,7 +122,10 @@ class Turn:
 
     def _loads(self, cells: list[str], port: int) -> Iterator[tuple[str, Load]]:
         seconds = self.args.seconds or SECONDS.get(self.model.name, OTHER_SECONDS)
-        common: dict[str, Any] = {"host": "127.0.0.1", "port": port, "model": self.model.name, "seconds": seconds}
+        common: dict[str, Any] = {
+            "host": "127.0.0.1", "port": port, "model": self.model.name, "ids": prompt_ids(self.model),
+            "seconds": seconds,
+        }  # fmt: skip
         for cell in cells:
             kind, _, width = cell.partition("-")
             if kind == "online":

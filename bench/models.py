@@ -9,6 +9,7 @@ model writes is noise, too; its speed is a real model's.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import sysconfig
@@ -47,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MOST_TOKENS = 32_000
 """Entries of the largest tokenizer: local text holds no more. A larger vocabulary's other ids have no text."""
+PROMPT_IDS = (3, 4000)
 
 
 def find_model(name: str, folder: Path = FOLDER) -> Path:
@@ -58,6 +60,13 @@ def find_model(name: str, folder: Path = FOLDER) -> Path:
         f"no model {name!r}, neither as a folder nor in {folder}; make {', '.join(SHAPES)} with "
         f"`python -m bench.models --out {folder}`, or set QUIRE_BENCH_MODELS."
     )
+
+
+def prompt_ids(folder: Path) -> tuple[int, int]:
+    """The range of token ids that prompts are made of: ordinary ones of the smallest model, or of this one if it is
+    smaller still."""
+    vocabulary = json.loads((folder / "config.json").read_text()).get("vocab_size", PROMPT_IDS[1])
+    return PROMPT_IDS[0], min(PROMPT_IDS[1], vocabulary)
 
 
 def make_model(name: str, folder: Path) -> None:

@@ -35,18 +35,19 @@ def measure_load(load: Load, server: int, slo: Slo) -> dict[str, Any]:
     before = cpu_seconds(server)
     found = run_load(load)
     used = cpu_seconds(server) - before
-    values = figures(found, slo, closed=not load.rate)
+    values = figures(found, slo, load.concurrency)
     events = sum(len(request["times"]) for request in found["requests"])
     values["server_cpu_ms_per_token"] = 1000 * used / max(events, 1)
     values["client_cpu_s"] = found["cpu_seconds"]
     return values
 
 
-def figures(found: dict[str, Any], slo: Slo, closed: bool) -> dict[str, Any]:
-    """Throughput, latencies in milliseconds, and goodput, of one window.
+def figures(found: dict[str, Any], slo: Slo, concurrency: int) -> dict[str, Any]:
+    """Throughput, latencies in milliseconds, and goodput, of one window; ``concurrency`` 0 stands for an open loop.
 
-    A request's time to first token counts where it was sent within the window, a gap between tokens where it ended
-    within it. TPOT is the time a token after the first, of requests that ended. An event may hold several tokens or a
+    A gap between tokens counts where it ended within the window. So does a time to first token of a closed loop, but
+    for the first requests, which all came at once; of an open loop it counts where the request was sent within the
+    window. TPOT is the time a token after the first, of requests that ended. An event may hold several tokens or a
     token no event (its text is half a character yet), so an event counts for as many as the ended requests had on
     average.
     """
@@ -56,7 +57,11 @@ def figures(found: dict[str, Any], slo: Slo, closed: bool) -> dict[str, Any]:
     all_events = sum(len(request["times"]) for request in ended)
     per_event = sum(request["tokens"] for request in ended) / all_events if all_events else 1.0
     events = [at for request in requests for at in request["times"] if begin <= at < end]
-    inside = [request for request in requests if begin <= request["sent"] < end]
+    if concurrency:
+        later = [request for request in requests if request["number"] >= concurrency]
+        inside = [request for request in later if request["times"] and begin <= request["times"][0] < end]
+    else:
+        inside = [request for request in requests if begin <= request["sent"] < end]
     values: dict[str, Any] = {
         "output_tokens_per_s": len(events) * per_event / (end - begin),
         "requests": len(inside),
@@ -72,7 +77,7 @@ def figures(found: dict[str, Any], slo: Slo, closed: bool) -> dict[str, Any]:
     ]
     values |= spread("itl", gaps)
     values |= spread("tpot", [tpot(request) for request in ended if request["tokens"] > 1 and request["sent"] >= begin])
-    if not closed:
+    if not concurrency:
         met = sum(meets(request, slo) for request in inside)
         values["arrived_per_s"] = len(inside) / (end - begin)
         values["goodput_per_s"] = met / (end - begin)

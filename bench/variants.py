@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .load import Load
-from .models import find_model
+from .models import find_model, prompt_ids
 from .report import Report
 from .serving import measure_load
 from .sides import Server, quire
@@ -26,7 +26,7 @@ def run_variants(
     for turn in range(turns):
         for name, flags in variants.items():
             with Server(quire(flags), folder, dtype, prefix_caching=True) as server:
-                asked = replace(load, port=server.port, model=folder.name)
+                asked = replace(load, port=server.port, model=folder.name, ids=prompt_ids(folder))
                 with report.sample(model=folder.name, dtype=dtype, variant=name, turn=turn) as values:
                     values |= measure_load(asked, server.pid, {})
                     values |= preemptions(server.port)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..load import Load
 from ..machine import cpu_seconds
-from ..models import find_model
+from ..models import find_model, prompt_ids
 from ..report import Report
 from ..serving import run_load
 from ..sides import Server, quire
@@ -32,7 +32,7 @@ def measure(report: Report, args: argparse.Namespace) -> None:
     """A sample for each repeat, of one server."""
     model = find_model(args.model)
     with Server(quire(), model, args.dtype) as server:
-        run_load(Load("127.0.0.1", server.port, model.name, concurrency=4, seconds=2.0))
+        run_load(Load("127.0.0.1", server.port, model.name, concurrency=4, seconds=2.0, ids=prompt_ids(model)))
         time.sleep(SETTLE_S)
         for repeat in range(args.repeats):
             with report.sample(model=model.name, repeat=repeat) as values:

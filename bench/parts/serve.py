@@ -6,10 +6,11 @@ One server is started for all loads. With --prompt and --output other lengths th
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ..load import Load
-from ..models import find_model
+from ..models import find_model, prompt_ids
 from ..report import Report, note_progress
 from ..serving import measure_load, parse_slo
 from ..sides import Server, Side, quire
@@ -38,17 +39,17 @@ def measure(report: Report, args: argparse.Namespace) -> None:
     with Server(side, model, args.dtype) as server:
         note_progress(f"{model.name} is ready after {server.start_seconds:.1f} s")
         for repeat in range(args.repeats):
-            for load in loads(args, server, model.name):
+            for load in loads(args, server.port, model):
                 labels: dict[str, Any] = {"side": side.name, "model": model.name, "dtype": args.dtype}
                 labels |= {"rate": load.rate} if load.rate else {"concurrency": load.concurrency}
                 with report.sample(**labels, repeat=repeat) as values:
                     values |= measure_load(load, server.pid, slo)
 
 
-def loads(args: argparse.Namespace, server: Server, name: str) -> list[Load]:
+def loads(args: argparse.Namespace, port: int, model: Path) -> list[Load]:
     """The closed loops, then the open ones."""
     common: dict[str, Any] = {
-        "host": "127.0.0.1", "port": server.port, "model": name, "seconds": args.seconds,
+        "host": "127.0.0.1", "port": port, "model": model.name, "ids": prompt_ids(model), "seconds": args.seconds,
         "inputs": tuple(args.prompt), "outputs": tuple(args.output),
     }  # fmt: skip
     closed = [Load(concurrency=width, **common) for width in args.concurrency]

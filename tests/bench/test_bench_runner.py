@@ -60,8 +60,9 @@ def results(*samples: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def request(sent: float, times: list[float], tokens: int = 0, done: bool = True) -> dict[str, Any]:
-    return {"number": 0, "sent": sent, "times": times, "tokens": tokens or len(times), "done": done, "error": ""}
+def request(sent: float, times: list[float], tokens: int = 0, done: bool = True, number: int = 9) -> dict[str, Any]:
+    counted = tokens or len(times)
+    return {"number": number, "sent": sent, "times": times, "tokens": counted, "done": done, "error": ""}
 
 
 # ---------------------------------------------------------------- numbers
@@ -93,22 +94,25 @@ def test_figures_keep_five_digits():
 
 
 def test_a_window_counts_what_came_within_it():
-    """The window is [10, 20): events before and after it are no throughput, nor is a request sent before a TTFT."""
-    found = {
-        "window": [10.0, 20.0],
-        "requests": [request(9.0, [9.5, 10.5, 11.5]), request(12.0, [13.0, 13.5]), request(19.0, [19.5, 20.5])],
-    }
-    values = serving.figures(found, {}, closed=True)
-    assert values["output_tokens_per_s"] == pytest.approx(5 / 10)
+    """The window is [10, 20): what came before or after it is neither throughput nor a gap nor a first token."""
+    requests = [
+        request(9.0, [9.5, 10.5, 11.5]),
+        request(12.0, [13.0, 13.5]),
+        request(9.5, [11.5]),
+        request(8.0, [10.5, 11.0], number=0),  # of the first ones
+        request(19.0, [20.5]),
+    ]
+    values = serving.figures({"window": [10.0, 20.0], "requests": requests}, {}, concurrency=1)
+    assert values["output_tokens_per_s"] == pytest.approx(7 / 10)
     assert values["requests"] == 2 and values["failed"] == 0
-    assert values["ttft_p50_ms"] == pytest.approx(750)
-    assert values["itl_mean_ms"] == pytest.approx((1000 + 1000 + 500) / 3)
-    assert values["tpot_mean_ms"] == pytest.approx((500 + 1000) / 2)
+    assert values["ttft_mean_ms"] == pytest.approx((1000 + 2000) / 2)
+    assert values["itl_mean_ms"] == pytest.approx((1000 + 1000 + 500 + 500) / 4)
+    assert values["tpot_mean_ms"] == pytest.approx(500)
 
 
 def test_an_event_counts_for_as_many_tokens_as_events_hold_on_average():
     found = {"window": [0.0, 10.0], "requests": [request(0.0, [1.0, 2.0], tokens=6), request(1.0, [3.0], done=False)]}
-    values = serving.figures(found, {}, closed=True)
+    values = serving.figures(found, {}, concurrency=1)
     assert values["tokens_per_event"] == 3 and values["output_tokens_per_s"] == pytest.approx(0.9)
 
 
@@ -119,7 +123,7 @@ def test_goodput_counts_requests_that_kept_within_every_limit():
         request(0.0, [0.1, 0.9]),  # the others are
         request(0.0, [0.1], done=False),  # cut off
     ]
-    values = serving.figures({"window": [0.0, 2.0], "requests": requests}, {"ttft": 500, "tpot": 200}, closed=False)
+    values = serving.figures({"window": [0.0, 2.0], "requests": requests}, {"ttft": 500, "tpot": 200}, 0)
     assert values["goodput_per_s"] == 0.5 and values["goodput_pct"] == 25 and values["arrived_per_s"] == 2
 
 
@@ -286,3 +290,43 @@ def test_merging_writes_json_and_table(tmp_path, capsys):
     jsonschema.validate(load(out)["samples"], RESULTS["properties"]["samples"])
     assert "| 1.50 |" in out.with_suffix(".md").read_text()
     assert "| 1.50 |" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- parts that need no model
+
+
+def test_the_control_plane_is_measured(tmp_path):
+    out = tmp_path / "x.json"
+    flags = ["--sequences", "1", "4", "--steps", "20", "--repeats", "2", "--out", str(out)]
+    assert main(["control-plane", *flags]) == 0
+    data = load(out)
+    jsonschema.validate(data, RESULTS)
+    assert [(s["labels"]["repeat"], s["labels"]["sequences"]) for s in data["samples"]] == [
+        (0, 1),
+        (0, 4),
+        (1, 1),
+        (1, 4),
+    ]
+    assert all(sample["values"]["plan_commit_us"] > 0 for sample in data["samples"])
+
+
+@pytest.mark.slow
+def test_the_chain_is_measured_with_a_worker_that_has_no_model(tmp_path):
+    out = tmp_path / "x.json"
+    assert main(["chain", "--streams", "4", "--seconds", "1", "--repeats", "1", "--out", str(out)]) == 0
+    (sample,) = load(out)["samples"]
+    assert sample["labels"]["streams"] == 4
+    assert sample["values"]["output_tokens_per_s"] > 0 and sample["values"]["frontend_tokens_per_cpu_s"] > 0
+
+
+@pytest.mark.slow
+def test_a_server_is_loaded_and_an_offline_batch_run(tmp_path):
+    model, out = str(ROOT / "demo_model"), tmp_path / "x.json"
+    flags = ["--model", model, "--seconds", "1", "--repeats", "1", "--out", str(out)]
+    assert main(["serve", "--concurrency", "2", "--rate", "4", *flags]) == 0
+    closed, opened = load(out)["samples"]
+    assert closed["values"]["failed"] == opened["values"]["failed"] == 0
+    assert closed["values"]["itl_p50_ms"] > 0 and "goodput_pct" in opened["values"]
+    assert main(["offline", "--model", model, "--requests", "3", "--repeats", "1", "--out", str(out)]) == 0
+    (batch,) = load(out)["samples"]
+    assert batch["values"]["output_tokens"] > 0

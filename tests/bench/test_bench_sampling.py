@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -12,9 +13,10 @@ from bench.__main__ import main
 from bench.parts import sampling
 
 
+@pytest.mark.slow
 def test_small_run(tmp_path, capsys):
     out = tmp_path / "x.json"
-    assert main(["sampling", "--batch", "4", "--vocab", "6000", "--steps", "1", "--out", str(out)]) == 0
+    assert main(["sampling", "--batch", "4", "--vocab", "2000", "--steps", "1", "--out", str(out)]) == 0
     samples = json.loads(out.read_text())["samples"]
     assert [s["labels"]["feature"] for s in samples if "feature" in s["labels"]] == list(sampling.FEATURES)
     assert [s["values"]["same_operations"] for s in samples if "unused" in s["labels"]] == [True, True]
