@@ -22,6 +22,7 @@ nothing (a bad word that is the only allowed token) give token 0, NaN some token
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,10 +30,12 @@ import numpy as np
 import torch
 
 from ..kernels import masks, penalties, sampling
+from ..kernels.cpu.library import library
+from ..kernels.cpu.sampling import Chooser
 from ..kernels.logprobs import Source
 from .logprobs import LogprobGroup, grouped
 from .sample_batch import SampleBatch
-from .sampling_state import SamplingNeeds, SamplingState
+from .sampling_state import SamplingState
 from .sampling_tables import to_device
 
 
@@ -65,7 +68,7 @@ def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sa
     if params is not None and needs.penalties:
         table = state.counts.tensor
         (penalties.penalise if logits.is_cuda else penalties.penalise_numpy)(logits, table, batch.rows, params)
-    tokens, thresholds = _choose(logits, params, batch.positions, needs)
+    tokens, thresholds = _choose(logits, state, batch, params)
     if params is not None and needs.penalties:
         state.counts.count(batch.rows, tokens, params)
     found = list(wants.logprobs(logits, tokens, params if needs.random else None, thresholds)) if wants else None
@@ -115,10 +118,20 @@ def _restrict(logits: torch.Tensor, state: SamplingState, batch: SampleBatch, pa
         ban(logits, state.step_words(batch.host_rows), batch.history, rows, batch.positions, params)
 
 
+@functools.cache
+def _chooser() -> Chooser | None:
+    """Native kernels for logits on the host, by as many threads as torch has; None where there are none."""
+    found = library()
+    return None if found is None else Chooser(found, torch.get_num_threads())
+
+
 def _choose(
-    logits: torch.Tensor, params: torch.Tensor | None, positions: torch.Tensor, needs: SamplingNeeds
+    logits: torch.Tensor, state: SamplingState, batch: SampleBatch, params: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens int64 [S], and the thresholds float32 [S] where some row has one."""
+    """Tokens int64 [S], and the thresholds float32 [S] where some row has one. ``params`` are the batch's rows'."""
+    needs = batch.needs
+    if not logits.is_cuda and (chooser := _chooser()) is not None:
+        return _choose_natively(chooser, logits, state, batch)
     if params is None or not needs.random:
         return greedy(logits), None
     if logits.is_cuda:
@@ -126,7 +139,20 @@ def _choose(
     else:
         threshold, draw = sampling.threshold_numpy, sampling.draw_numpy
     thresholds = threshold(logits, params, needs.min_p, needs.top_k, needs.top_p) if needs.threshold else None
-    return draw(logits, params, positions, thresholds), thresholds
+    return draw(logits, params, batch.positions, thresholds), thresholds
+
+
+def _choose_natively(
+    chooser: Chooser, logits: torch.Tensor, state: SamplingState, batch: SampleBatch
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    count, needs = len(logits), batch.needs
+    tokens, chosen = np.empty(count, np.int32), np.empty(count, np.float32)
+    thresholds = np.empty(count, np.float32) if needs.threshold else None
+    params = state.packed.numpy() if needs.random else None
+    chooser.choose(
+        logits.numpy(), params, batch.host_rows, batch.positions.numpy(), tokens, chosen, thresholds=thresholds
+    )
+    return torch.from_numpy(tokens).long(), None if thresholds is None else torch.from_numpy(thresholds)
 
 
 class _Wants:

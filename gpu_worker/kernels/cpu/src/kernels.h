@@ -128,6 +128,10 @@ typedef struct {
   const q_splits *splits; /* NULL: each tile is one part */
 } q_batch;
 
+/* ---------------------------------------------------------------- choose.c */
+
+struct q_choice; /* choose.h */
+
 /* ---------------------------------------------------------------- the table of one instruction set */
 
 typedef struct {
@@ -160,6 +164,9 @@ typedef struct {
   void (*add)(const float *x, float scale, float *out, int32_t size);
   /* x = cap * tanh(x / cap). */
   void (*softcap)(float *x, float cap, int32_t size);
+
+  /* The token of one slot (choose.h). */
+  void (*choose)(const struct q_choice *choice, int32_t slot, float *scratch);
 } q_kernels;
 
 extern const q_kernels q_kernels_plain, q_kernels_avx2, q_kernels_avx512, q_kernels_avx512bf16;

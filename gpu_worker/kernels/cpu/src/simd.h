@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -98,11 +98,45 @@ INLINE float vf_sum(vfloat x) {
 
 /* The largest lane. */
 INLINE float vf_largest(vfloat x) {
-  float lanes[LANES], best;
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float lanes[LANES];
   vf_store(lanes, x);
-  best = lanes[0];
-  for (int lane = 1; lane < LANES; lane++) best = lanes[lane] > best ? lanes[lane] : best;
-  return best;
+  for (int half = LANES / 2; half; half /= 2)
+    for (int lane = 0; lane < half; lane++) lanes[lane] = lanes[lane + half] > lanes[lane] ? lanes[lane + half] : lanes[lane];
+  return lanes[0];
+#endif
+}
+
+/* Whether some lane of a comparison's result is set. */
+INLINE int vi_any(vint mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  uint64_t halves[2];
+  memcpy(halves, &mask, sizeof halves);
+  return (halves[0] | halves[1]) != 0;
+#endif
+}
+
+/* Writes the lanes that ``mask`` names one after another, and garbage after them, LANES values in all. How many. */
+INLINE int32_t vf_store_chosen(float *at, vfloat x, vint mask) {
+#if defined(__AVX512F__)
+  /* Compressed in a register: some processors take long to store a part of one. */
+  __mmask16 bits = _mm512_movepi32_mask((__m512i)mask);
+  _mm512_storeu_ps(at, _mm512_maskz_compress_ps(bits, (__m512)x));
+  return __builtin_popcount(bits);
+#else
+  int32_t count = 0;
+  for (int lane = 0; lane < LANES; lane++) {
+    at[count] = x[lane];
+    count -= mask[lane]; /* -1 where it is set */
+  }
+  return count;
+#endif
 }
 
 /* LANES bfloat16 as float32: their bits are a float32's upper half. */
@@ -170,6 +204,26 @@ INLINE vfloat vf_exp(vfloat x) {
   y = y * first * second;
   y = vf_select(too_small, vf_set(0.0f), y);
   return vf_select(too_large, vf_set(INFINITY), y);
+}
+
+/* log(x) of normal numbers above 0, within 2 units in the last place: Cephes' logf. */
+INLINE vfloat vf_log(vfloat x) {
+  /* x = 2^power * rest with rest in [sqrt(1/2), sqrt(2)): what is added moves sqrt(1/2) to where the exponent steps. */
+  vint bits = (vint)x + (0x3f800000 - 0x3f3504f3);
+  vfloat power = __builtin_convertvector((bits >> 23) - 127, vfloat);
+  vfloat rest = (vfloat)((bits & 0x007fffff) + 0x3f3504f3) - vf_set(1.0f), squared = rest * rest;
+  vfloat y = vf_set(7.0376836292e-2f);
+  y = vf_fma(y, rest, vf_set(-1.1514610310e-1f));
+  y = vf_fma(y, rest, vf_set(1.1676998740e-1f));
+  y = vf_fma(y, rest, vf_set(-1.2420140846e-1f));
+  y = vf_fma(y, rest, vf_set(1.4249322787e-1f));
+  y = vf_fma(y, rest, vf_set(-1.6668057665e-1f));
+  y = vf_fma(y, rest, vf_set(2.0000714765e-1f));
+  y = vf_fma(y, rest, vf_set(-2.4999993993e-1f));
+  y = vf_fma(y, rest, vf_set(3.3333331174e-1f)) * rest * squared;
+  y = vf_fma(power, vf_set(-2.12194440e-4f), y);
+  y = vf_fma(squared, vf_set(-0.5f), y);
+  return vf_fma(power, vf_set(0.693359375f), rest + y);
 }
 
 #endif

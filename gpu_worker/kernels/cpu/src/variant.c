@@ -19,6 +19,7 @@ void Q_NAME(gate)(int32_t kind, const float *gate, const float *up, float *out, 
 void Q_NAME(embed)(int32_t type, const void *row, float scale, float *out, int32_t size);
 void Q_NAME(add)(const float *x, float scale, float *out, int32_t size);
 void Q_NAME(softcap)(float *x, float cap, int32_t size);
+void Q_NAME(choose)(const struct q_choice *choice, int32_t slot, float *scratch);
 
 const q_kernels Q_NAME(q_kernels) = {
     .name = Q_TEXT(Q_VARIANT),
@@ -33,4 +34,5 @@ const q_kernels Q_NAME(q_kernels) = {
     .embed = Q_NAME(embed),
     .add = Q_NAME(add),
     .softcap = Q_NAME(softcap),
+    .choose = Q_NAME(choose),
 };

@@ -1,0 +1,34 @@
+/* Chooses the tokens of a step: rows are shared by a team of threads, one at a time. */
+#include <stdatomic.h>
+
+#include "choose.h"
+#include "kernels.h"
+#include "team.h"
+
+/* Fewer logits than these are looked at before another thread has woken up. */
+enum { ALONE = 1 << 16 };
+
+typedef struct {
+  const q_choice *choice;
+  _Atomic int32_t next;
+} q_shared_choice;
+
+static void choose_some(void *argument, int id, int threads) {
+  (void)threads;
+  q_shared_choice *shared = argument;
+  const q_choice *choice = shared->choice;
+  float *scratch = choice->scratch + id * q_scratch_size(choice->vocab);
+  for (int32_t slot; (slot = q_take(&shared->next, 1)) < choice->slots;) q_kernel->choose(choice, slot, scratch);
+}
+
+/* Values of the scratch of each thread of a q_choice. */
+Q_EXPORT int64_t q_choose_scratch(int32_t vocab) { return q_scratch_size(vocab); }
+
+/* Chooses the tokens of all slots. */
+Q_EXPORT void q_choose(q_team *team, const q_choice *choice) {
+  q_shared_choice shared = {.choice = choice};
+  if (choice->slots == 1 || (int64_t)choice->slots * choice->vocab < ALONE)
+    choose_some(&shared, 0, 1);
+  else
+    q_team_run(team, choose_some, &shared);
+}
