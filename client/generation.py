@@ -36,6 +36,7 @@ class OpenGeneration(OpenRequest):
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if asked.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # the first token has none
+        self.bare = not self.summed and self.prompt_logprobs is None  # tokens and text are all that comes
         self.pending: dict[int, StreamEvent] = {}
         self.quiet = False  # the consumer wants the end only
 
@@ -148,7 +149,7 @@ class OpenGeneration(OpenRequest):
         False, and nothing is done, where there is more to it.
         """
         metrics = self.metrics
-        if self.summed or self.prompt_logprobs is not None or metrics.first_token_time is None or not self.started:
+        if not (self.bare and self.started) or metrics.first_token_time is None:
             return False
         child = self.children[index] if 0 <= index < len(self.children) else None
         if child is None or child.finish or offset != len(child.tokens):

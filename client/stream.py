@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from ..proto.params import SamplingParams
 from .generation import OpenGeneration
@@ -19,16 +20,16 @@ class Turn:
     """What is to be done in the event loop's next turn: one call by the loop for all of it, however much that is."""
 
     def __init__(self) -> None:
-        self._acts: list[Callable[[], None]] = []
+        self._acts: dict[Callable[[], None], None] = {}  # in the order in which they were added
 
     def add(self, act: Callable[[], None]) -> None:
-        """Have ``act``, which raises nothing, called in the next turn of the running loop."""
+        """Have ``act``, which never raises, called once in the next turn of the loop, however often it is added."""
         if not self._acts:
             asyncio.get_running_loop().call_soon(self._run)
-        self._acts.append(act)
+        self._acts[act] = None
 
     def _run(self) -> None:
-        acts, self._acts = self._acts, []
+        acts, self._acts = self._acts, {}
         for act in acts:
             act()
 
@@ -115,17 +116,8 @@ class RequestStream(AsyncIterator[StreamEvent]):
         Raises RequestError where the request failed, and what ``give`` raises.
         """
         request, ended = self._request, asyncio.get_running_loop().create_future()
-        due = False
-
-        def changed() -> None:
-            nonlocal due
-            if not due:
-                due = True
-                self._turn.add(deliver)
 
         def deliver() -> None:
-            nonlocal due
-            due = False
             if ended.done():
                 return
             try:
@@ -138,7 +130,7 @@ class RequestStream(AsyncIterator[StreamEvent]):
             except Exception as error:  # noqa: BLE001 - raised where it is awaited
                 ended.set_exception(error)
 
-        request.on_change = changed
+        request.on_change = partial(self._turn.add, deliver)
         try:
             deliver()
             return await ended
