@@ -106,7 +106,7 @@ class Rig:
         from quire.proto.config import EngineArgs
         from quire.proto.params import SamplingParams
 
-        from ..worker_step import BLOCK_SIZE, plans
+        from .worker_python import BLOCK_SIZE, plans
 
         warm_up = 3
         length = context + warm_up + steps
