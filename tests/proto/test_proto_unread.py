@@ -304,3 +304,28 @@ def test_one_who_sends_only_nonsense_keeps_nobody_from_work(context, tmp_path):
             each.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_message_that_cannot_be_handled_keeps_none_after_it_waiting(context, tmp_path):
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, failure: failures.append(failure["exception"]))
+        router = sockets.Router(m.ToSchedulerFront, f"ipc://{tmp_path}/x", None, context)
+        friend = new_dealer(router, context)
+        for token in range(4):
+            friend.send(m.GetStats(token=token))
+        await asyncio.sleep(0.2)  # all is there before the first is read
+        heard = asyncio.Queue()
+
+        def handle(peer, message):
+            if message == m.GetStats(token=1):
+                raise LookupError("one fault of ours")
+            heard.put_nowait(message)
+
+        router.attach(handle)
+        assert [await heard.get() for _ in range(4)] == [m.Heartbeat(), *(m.GetStats(token=n) for n in (0, 2, 3))]
+        for each in (router, friend):
+            each.close()
+
+    failures = []
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert [type(failure) for failure in failures] == [LookupError]
