@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +28,9 @@ HEARTBEAT_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 3_000
 """The system's own is two minutes, with ever longer pauses: too long for a link that has come back."""
 DRAIN_LIMIT = 512
-"""Messages handled in one turn of an event loop before others get theirs."""
+"""Messages handled in one turn of a loop before others get theirs."""
+TURN_S = 0.005
+"""The same in seconds, where messages may be large: what comes of those read so far is done before more are read."""
 
 CONNECTED, DISCONNECTED = "connected", "disconnected"
 
@@ -96,12 +99,13 @@ class Wire(Generic[T]):
         def pump() -> None:
             self._will_look, drained = True, False
             try:
-                for _ in range(DRAIN_LIMIT):
-                    if drained := not self.waits():
-                        break
+                until = time.monotonic() + TURN_S
+                while not (drained := not self.waits()):
                     item = self.recv()
                     if item is not None:
                         on_message(*item) if isinstance(item, tuple) else on_message(item)
+                    if time.monotonic() >= until:
+                        break
             finally:
                 self._will_look = False
                 if not drained:

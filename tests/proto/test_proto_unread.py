@@ -329,3 +329,29 @@ def test_a_message_that_cannot_be_handled_keeps_none_after_it_waiting(context, t
     failures = []
     asyncio.run(asyncio.wait_for(run(), 60))
     assert [type(failure) for failure in failures] == [LookupError]
+
+
+def test_what_comes_of_messages_is_done_before_more_are_read_than_fit_a_turn(context, tmp_path, monkeypatch):
+    monkeypatch.setattr(wire, "TURN_S", 0.0)  # one message, then
+
+    async def run():
+        router = sockets.Router(m.ToSchedulerFront, f"ipc://{tmp_path}/x", None, context)
+        friend = new_dealer(router, context)
+        for token in range(3):
+            friend.send(m.GetStats(token=token))
+        await asyncio.sleep(0.2)  # all is there before the first is read
+        order, ended = [], asyncio.Event()
+
+        def handle(peer, message):
+            order.append("read")
+            asyncio.get_running_loop().call_soon(order.append, "done")
+            if message == m.GetStats(token=2):
+                asyncio.get_running_loop().call_soon(ended.set)
+
+        router.attach(handle)
+        await ended.wait()
+        assert order == ["read", "done"] * 4
+        for each in (router, friend):
+            each.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
