@@ -90,9 +90,8 @@ class Runner:
         if not len(slots):
             return Outcome(self._download, self._nothing, prompts=prompts)
         sampled = self._sample(logits, slots)
-        tokens = sampled.tokens.to(torch.int32)
-        self._write(slots, tokens)
-        outcome = Outcome(self._download, tokens, sampled.logprobs or (), prompts, slots.failed)
+        self._write(slots, sampled.tokens)
+        outcome = Outcome(self._download, sampled.tokens, sampled.logprobs or (), prompts, slots.failed)
         if self.group.leader:  # which alone answers, and keeps what follows the tokens
             self._follow(slots, outcome)
         return outcome
@@ -157,14 +156,14 @@ class Runner:
             found = group.best(*sample_share(logits, self.state.sampling, slots, self.model.vocabulary.start))
             if self.state.on_host:
                 refuse(found[0].numpy(), slots.failed)
-            sampled = Sampled(found[1], None)
+            sampled = Sampled(found[1].to(torch.int32), None)
             if group.shard.stages == 1:
                 return sampled  # every process has seen all shares
         elif (whole := group.gather_logits(logits, self.state.vocab_size)) is not None:
             sampled = self._draw(whole, slots)
         else:
-            sampled = Sampled(torch.empty(len(slots), dtype=torch.int64, device=self.state.device), None)
-        return Sampled(group.share_tokens(sampled.tokens.to(torch.int32)), sampled.logprobs)
+            sampled = Sampled(torch.empty(len(slots), dtype=torch.int32, device=self.state.device), None)
+        return Sampled(group.share_tokens(sampled.tokens), sampled.logprobs)
 
     def _guided(self, slots: SampleBatch) -> bool:
         """Whether a grammar or a user's function has a say in these slots."""
@@ -176,8 +175,8 @@ class Runner:
         if any(follower.rows for follower in self.state.followers):
             self._guide(slots)
         sampled = sample(logits, self.state.sampling, slots)
-        if self.state.on_host:  # on a GPU the look would cost each step; there NaN shows where logprobs are asked for
-            refuse(logits.numpy()[np.arange(len(logits)), sampled.tokens.numpy()], slots.failed)
+        if sampled.chosen is not None:  # a GPU's would have to be waited for; there logprobs show NaN if asked for
+            refuse(sampled.chosen, slots.failed)
         return sampled
 
     def _guide(self, slots: SampleBatch) -> None:

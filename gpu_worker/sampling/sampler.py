@@ -40,10 +40,11 @@ from .sampling_tables import to_device
 
 
 class Sampled(NamedTuple):
-    """What a step draws: int64 [S], and logprobs where any row wants them, by how many."""
+    """What a step draws."""
 
-    tokens: torch.Tensor
-    logprobs: list[LogprobGroup] | None
+    tokens: torch.Tensor  # int32 [S]
+    logprobs: list[LogprobGroup] | None  # where any row wants them, by how many
+    chosen: np.ndarray | None = None  # float32 [S], the tokens' logits; None where those are not on the host
 
 
 def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sampled:
@@ -53,11 +54,13 @@ def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sa
     persistent rows, on the same device. The token of a beam's slot is its most likely one, and is not counted.
     """
     if not len(logits):
-        return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device), None)
+        return Sampled(torch.empty(0, dtype=torch.int32, device=logits.device), None)
     needs, edit = batch.needs, batch.edit
     if batch.mask is not None:
         (masks.mask_bits if logits.is_cuda else masks.mask_bits_numpy)(logits, batch.mask)
-    params = state.of(batch.rows) if needs.random or needs.changes else None
+    native = None if logits.is_cuda else chooser()
+    gathers = needs.changes or (needs.random and (native is None or needs.logprobs))
+    params = state.of(batch.rows) if gathers else None
     wants = _Wants(state, batch.host_rows, logits) if needs.logprobs else None
     if wants and (needs.changes or edit is not None):
         wants.keep_raw(logits)
@@ -68,11 +71,15 @@ def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sa
     if params is not None and needs.penalties:
         table = state.counts.tensor
         (penalties.penalise if logits.is_cuda else penalties.penalise_numpy)(logits, table, batch.rows, params)
-    tokens, thresholds = _choose(logits, state, batch, params)
+    if native is None:
+        tokens, thresholds, chosen = _choose(logits, params, batch)
+    else:
+        tokens, thresholds, chosen = _choose_natively(native, logits, state, batch)
     if params is not None and needs.penalties:
         state.counts.count(batch.rows, tokens, params)
-    found = list(wants.logprobs(logits, tokens, params if needs.random else None, thresholds)) if wants else None
-    return Sampled(tokens, found)
+    drawn_by = params if needs.random else None
+    found = list(wants.logprobs(logits, tokens.long(), drawn_by, thresholds)) if wants else None
+    return Sampled(tokens.to(torch.int32), found, chosen)
 
 
 def sample_share(
@@ -119,40 +126,41 @@ def _restrict(logits: torch.Tensor, state: SamplingState, batch: SampleBatch, pa
 
 
 @functools.cache
-def _chooser() -> Chooser | None:
+def chooser() -> Chooser | None:
     """Native kernels for logits on the host, by as many threads as torch has; None where there are none."""
     found = library()
     return None if found is None else Chooser(found, torch.get_num_threads())
 
 
-def _choose(
-    logits: torch.Tensor, state: SamplingState, batch: SampleBatch, params: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens int64 [S], and the thresholds float32 [S] where some row has one. ``params`` are the batch's rows'."""
-    needs = batch.needs
-    if not logits.is_cuda and (chooser := _chooser()) is not None:
-        return _choose_natively(chooser, logits, state, batch)
+_Choice = tuple[torch.Tensor, torch.Tensor | None, np.ndarray | None]
+"""Tokens int64 or int32 [S]; thresholds float32 [S] where some row has one; the tokens' logits, on the host."""
+
+
+def _choose(logits: torch.Tensor, params: torch.Tensor | None, batch: SampleBatch) -> _Choice:
+    """``params`` int32 [S, COLUMNS] are those of the batch's rows; None: all are greedy."""
+    needs, thresholds = batch.needs, None
     if params is None or not needs.random:
-        return greedy(logits), None
-    if logits.is_cuda:
-        threshold, draw = sampling.threshold, sampling.draw
+        tokens = greedy(logits)
     else:
         threshold, draw = sampling.threshold_numpy, sampling.draw_numpy
-    thresholds = threshold(logits, params, needs.min_p, needs.top_k, needs.top_p) if needs.threshold else None
-    return draw(logits, params, batch.positions, thresholds), thresholds
+        if logits.is_cuda:
+            threshold, draw = sampling.threshold, sampling.draw
+        if needs.threshold:
+            thresholds = threshold(logits, params, needs.min_p, needs.top_k, needs.top_p)
+        tokens = draw(logits, params, batch.positions, thresholds)
+    chosen = None if logits.is_cuda else logits.numpy()[np.arange(len(logits)), tokens.numpy()]
+    return tokens, thresholds, chosen
 
 
-def _choose_natively(
-    chooser: Chooser, logits: torch.Tensor, state: SamplingState, batch: SampleBatch
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _choose_natively(native: Chooser, logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> _Choice:
     count, needs = len(logits), batch.needs
     tokens, chosen = np.empty(count, np.int32), np.empty(count, np.float32)
     thresholds = np.empty(count, np.float32) if needs.threshold else None
-    params = state.packed.numpy() if needs.random else None
-    chooser.choose(
+    params = state.packed_host if needs.random else None
+    native.choose(
         logits.numpy(), params, batch.host_rows, batch.positions.numpy(), tokens, chosen, thresholds=thresholds
     )
-    return torch.from_numpy(tokens).long(), None if thresholds is None else torch.from_numpy(thresholds)
+    return torch.from_numpy(tokens), None if thresholds is None else torch.from_numpy(thresholds), chosen
 
 
 class _Wants:

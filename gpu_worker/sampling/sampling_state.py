@@ -58,8 +58,8 @@ PLAIN = SamplingNeeds()
 class SamplingState:
     """Sampling parameters by persistent row.
 
-    The host's copy is the truth; ``packed``, int32 [max_rows, COLUMNS] on the device, follows it at the next
-    ``sample``. ``kernels.columns`` describes it. ``counts`` and ``allowed`` are tables by row. A process that never
+    ``packed_host``, int32 [max_rows, COLUMNS], is the truth; ``packed``, on the device, follows it at the next
+    ``sample``. ``kernels.columns`` describes both. ``counts`` and ``allowed`` are tables by row. A process that never
     calls ``sample`` (``draws`` False) has neither; it knows what its rows need, their seeds and temperatures.
     """
 
@@ -69,11 +69,11 @@ class SamplingState:
     ):  # fmt: skip
         self.device, self.vocab_size, self.logprobs_mode = torch.device(device), vocab_size, logprobs_mode
         self._draws = draws
-        self._ints = np.zeros((max_rows, c.COLUMNS), dtype=np.int32)
-        self._floats = self._ints.view(np.float32)
+        self.packed_host = np.zeros((max_rows, c.COLUMNS), dtype=np.int32)
+        self._floats = self.packed_host.view(np.float32)
         self._dirty = False
         on_host = self.device.type == "cpu"
-        self.packed = torch.from_numpy(self._ints) if on_host else torch.zeros(
+        self.packed = torch.from_numpy(self.packed_host) if on_host else torch.zeros(
             (max_rows, c.COLUMNS), dtype=torch.int32, device=self.device
         )  # fmt: skip
         self.counts = Counts(max_rows, vocab_size, self.device)
@@ -93,7 +93,7 @@ class SamplingState:
         listed = params.logit_bias or params.min_tokens or work.bad_words
         edits = row_edits(work, self.vocab_size) if listed else None
         uses = _uses(params, edits)
-        floats, ints = self._floats[row], self._ints[row]
+        floats, ints = self._floats[row], self.packed_host[row]
         floats[c.INV_T] = 0.0 if params.greedy else 1.0 / params.temperature
         floats[c.LOG_MIN_P] = math.log(params.min_p) if params.min_p > 0 else -math.inf
         floats[c.TOP_P] = params.top_p
@@ -115,13 +115,13 @@ class SamplingState:
         """Fork: all that ``src_rows`` have to ``dst_rows``, with new seeds; all is read before any is written."""
         src, dst = list(src_rows), list(dst_rows)
         self._last_needs = None
-        self._ints[dst] = self._ints[src]
+        self.packed_host[dst] = self.packed_host[src]
         held = [self._edits.get(row) for row in src]
         for row, edits, seed in zip(dst, held, seeds, strict=True):
             self._set_seed(row, seed)
             self._hold(row, edits)
         for bit, table in ((c.ALLOWED, self.allowed), (c.PENALTIES, self.counts)) if self._draws else ():
-            pairs = [(s, d) for s, d in zip(src, dst, strict=True) if self._ints[d, c.USES] & bit]
+            pairs = [(s, d) for s, d in zip(src, dst, strict=True) if self.packed_host[d, c.USES] & bit]
             if pairs:
                 table.copy([s for s, _ in pairs], [d for _, d in pairs])
 
@@ -130,11 +130,11 @@ class SamplingState:
         self._last_needs = None
         for row in rows:
             self._hold(int(row), None)
-            self._ints[row, c.USES] = 0
+            self.packed_host[row, c.USES] = 0
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Count tokens that the scheduler chose (beams), rows all different; int64 [N] each, on the host."""
-        counted = self._ints[rows, c.USES] & c.PENALTIES != 0
+        counted = self.packed_host[rows, c.USES] & c.PENALTIES != 0
         if self._draws and counted.any():
             self.counts.append(rows[counted], tokens[counted])
 
@@ -145,7 +145,7 @@ class SamplingState:
         """
         if self._last_needs is not None and self._last_needs[0] is rows:
             return self._last_needs[1]
-        uses = self._ints[rows, c.USES]
+        uses = self.packed_host[rows, c.USES]
         any_uses = int(np.bitwise_or.reduce(uses)) if len(uses) else 0
         needs = PLAIN if not any_uses else self._needs(any_uses, rows, positions, uses)
         # min_tokens is a matter of the positions.
@@ -168,7 +168,7 @@ class SamplingState:
 
     def step_bias(self, rows: np.ndarray, positions: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Slots, ids and values of all that is added to single logits of these rows; ``needs.edits`` holds."""
-        uses = self._ints[rows, c.USES]
+        uses = self.packed_host[rows, c.USES]
         waits = self._waiting(rows, positions, uses)
         slots = np.flatnonzero((uses & c.EDITS != 0) | waits)
         key = self._changes, slots.tobytes(), rows[slots].tobytes(), waits[slots].tobytes()
@@ -180,7 +180,7 @@ class SamplingState:
 
     def step_words(self, rows: np.ndarray) -> Words:
         """Bad words of several tokens of these rows; ``needs.words`` holds."""
-        slots = np.flatnonzero(self._ints[rows, c.USES] & c.WORDS)
+        slots = np.flatnonzero(self.packed_host[rows, c.USES] & c.WORDS)
         key = self._changes, slots.tobytes(), rows[slots].tobytes()
         if self._joined_words is None or self._joined_words[0] != key:
             parts = [self._edits[row] for row in rows[slots].tolist()]
@@ -189,9 +189,9 @@ class SamplingState:
 
     def step_logprobs(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots int64 that want logprobs, how many each, and which of them are beams."""
-        uses = self._ints[rows, c.USES]
+        uses = self.packed_host[rows, c.USES]
         slots = np.flatnonzero(uses & c.WITH_LOGPROBS)
-        return slots, self._ints[rows[slots], c.LOGPROBS], uses[slots] & c.BEAM != 0
+        return slots, self.packed_host[rows[slots], c.LOGPROBS], uses[slots] & c.BEAM != 0
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """Parameters of ``rows`` (int64 [S] on the device), int32 [S, COLUMNS], after the device's copy is brought up
@@ -201,7 +201,7 @@ class SamplingState:
         again at once, while steps that used their old values are still queued.
         """
         if self._dirty and self.device.type != "cpu":
-            self.packed.copy_(torch.from_numpy(self._ints).pin_memory(), non_blocking=True)
+            self.packed.copy_(torch.from_numpy(self.packed_host).pin_memory(), non_blocking=True)
         self._dirty = False
         return self.packed[rows]
 
@@ -216,7 +216,7 @@ class SamplingState:
 
     def _waiting(self, rows: np.ndarray, positions: np.ndarray, uses: np.ndarray) -> np.ndarray:
         """bool [S]: rows that have fewer than min_tokens outputs."""
-        ints = self._ints
+        ints = self.packed_host
         return (uses & c.WAITS != 0) & (positions - ints[rows, c.PROMPT_LEN] < ints[rows, c.MIN_TOKENS])
 
     def _logprobs(self, params: SamplingParams) -> int:
@@ -235,7 +235,7 @@ class SamplingState:
             self._edits[row] = edits
 
     def _set_seed(self, row: int, seed: int) -> None:
-        self._ints[row, c.SEED_LOW : c.SEED_HIGH + 1] = np.array([seed % 2**64], dtype="<u8").view("<i4")
+        self.packed_host[row, c.SEED_LOW : c.SEED_HIGH + 1] = np.array([seed % 2**64], dtype="<u8").view("<i4")
         self._dirty = True
 
 

@@ -20,8 +20,11 @@ def run(logits, params, seeds, positions, rows=None):
     """Sample one token for each row of ``logits`` through a fresh state; returns a list."""
     requests = [Request(p, seed) for p, seed in zip(params, seeds, strict=True)]
     state = state_of(requests, logits.shape[1], rows)
-    tokens, logprobs = step(state, logits.to(DEVICE), requests, rows, positions=positions)
-    assert tokens.dtype == torch.int64 and logprobs is None
+    before = logits.clone()
+    tokens, logprobs, chosen = step(state, logits.to(DEVICE), requests, rows, positions=positions)
+    assert tokens.dtype == torch.int32 and logprobs is None
+    if chosen is not None:
+        assert np.array_equal(chosen, before.numpy()[np.arange(len(before)), tokens], equal_nan=True)
     return tokens.tolist()
 
 
