@@ -13,6 +13,7 @@ more the leader gathers the logits and samples. One step is done after another: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from ..proto.messages import StepPlan
 from .batch import StepBatch
 from .graphs import CudaRecorder, DecodeGraphs, capture_sizes
 from .kv_cache import KVCache
+from .models.program import Program, program_of
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
 from .parallel.parallel import Group
 from .sampling.followers import Follower
@@ -53,6 +55,7 @@ class Runner:
         self.group = group or Group()
         self.model, self.state, self.kv = model, state, kv
         self.max_tokens = max_tokens
+        self.program = program_of(model, kv, state.tokens, state.tables, max(state.max_rows, PROMPT_SLICE))
         self.graphs: DecodeGraphs | None = None
         self.pooler = pooler
         self._download = Download(state.max_rows, state.device)
@@ -98,11 +101,23 @@ class Runner:
 
     def _forward(self, run: Run, spans: list[Span]) -> tuple[torch.Tensor, SampleBatch, list[PromptGroup]]:
         """Logits [S, V] of the sample slots, or this process's share of them; the slots; what ``spans`` tell."""
-        batch, slots = self._batch(run, spans)
-        hidden = self._hidden(batch)
-        prompts = self._prompts(hidden[len(slots) :], run, spans) if spans else []
+        if self.program is None:
+            batch, slots = self._batch(run, spans)
+            hidden, head = self._hidden(batch), self.model.logits
+        else:
+            slots = self.state.sample_batch(run, *self.state.upload(run.sample_rows, run.positions))
+            outputs = _outputs(run, spans)
+            if not spans:
+                return self.program.logits(run.rows, run.starts, run.counts, outputs), slots, []
+            hidden, head = self._hidden_of(self.program, run, outputs), self.program.head
+        prompts = self._prompts(hidden[len(slots) :], run, spans, head) if spans else []
         drawn = hidden[: len(slots)] if spans else hidden
-        return self.model.logits(drawn) if len(slots) else drawn, slots, prompts
+        return head(drawn) if len(slots) else drawn, slots, prompts
+
+    def _hidden_of(self, program: Program, run: Run, outputs: np.ndarray) -> torch.Tensor:
+        """Hidden states float32 [S, hidden] of the tokens ``outputs`` of the step, in any order."""
+        ascending, places = np.unique(outputs, return_inverse=True)
+        return program.hidden(run.rows, run.starts, run.counts, ascending)[torch.from_numpy(places)]
 
     def _hand_on(self, run: Run) -> Outcome:
         """A step of a stage that others come after: hidden states go to the next, tokens come back from the last."""
@@ -117,15 +132,18 @@ class Runner:
         """A step of prompts that are pooled: hidden states in place of tokens."""
         state = self.state
         pieces = pooler.pieces(run, state.pooled)
+        wanted = np.concatenate([np.arange(each.first, each.first + each.count) for each in pieces] or [run.rows[:0]])
+        if self.program is not None:
+            hidden = self._hidden_of(self.program, run, wanted).to(self.model.dtype)
+            return pooler.outcome(self._download, pieces, hidden, len(run.sample_src))
         batch = self._batch(run, [])[0]
         batch.host_query_starts = [0, *run.counts.cumsum().tolist()]
-        wanted = [np.arange(piece.first, piece.first + piece.count) for piece in pieces]
         type_starts = np.array([state.pooled[row].token_type_start for row in run.rows.tolist()])
         if (type_starts >= 0).any():
             at = np.arange(run.counts.sum()) - np.repeat(run.counts.cumsum() - run.counts - run.starts, run.counts)
             first = np.repeat(np.where(type_starts < 0, state.max_model_len, type_starts), run.counts)
             (batch.types,) = state.upload((at >= first).astype(np.int64))
-        (batch.outputs,) = state.upload(np.concatenate([*wanted, np.empty(0, np.int64)]))
+        (batch.outputs,) = state.upload(wanted)
         return pooler.outcome(self._download, pieces, self._hidden(batch), len(run.sample_src))
 
     def _hidden(self, batch: StepBatch) -> torch.Tensor:
@@ -204,8 +222,13 @@ class Runner:
             for follower in state.followers:
                 follower.drawn(kept, outcome.arrival)
 
-    def _prompts(self, hidden: torch.Tensor, run: Run, spans: list[Span]) -> list[PromptGroup]:
-        """Logprobs of the prompt tokens ``spans`` from the hidden states before them, a slice at a time."""
+    def _prompts(
+        self, hidden: torch.Tensor, run: Run, spans: list[Span], head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[PromptGroup]:
+        """Logprobs of the prompt tokens ``spans`` from the hidden states before them, a slice at a time.
+
+        ``head``: from hidden states to logits.
+        """
         state = self.state
         raw = "raw_logits" if state.sampling.logprobs_mode.endswith("logits") else "raw_logprobs"
         at, positions = _places(spans)
@@ -217,7 +240,7 @@ class Runner:
             parts = []
             for low in range(start, end, PROMPT_SLICE):
                 part = slice(low, min(low + PROMPT_SLICE, end))
-                logits = self.group.gather_logits(self.model.logits(hidden[part]), state.vocab_size)
+                logits = self.group.gather_logits(head(hidden[part]), state.vocab_size)
                 if logits is not None:
                     parts.append(token_logprobs(logits, tokens[part], k, raw))
             if parts:
@@ -231,22 +254,18 @@ class Runner:
         state, size, count = self.state, self.state.block_size, len(run.rows)
         if run.pure_decode:
             query_starts, num_decodes, longest = np.arange(count + 1), count, 1
-            token_rows, positions, outputs = run.rows, run.starts, run.sample_src
+            token_rows, positions = run.rows, run.starts
         else:
             query_starts = np.zeros(count + 1, np.int64)
             np.cumsum(run.counts, out=query_starts[1:])
             num_decodes, longest = int((run.counts != 1).argmax()), int(run.counts.max())
             token_rows = np.repeat(run.rows, run.counts)
             positions = np.arange(query_starts[-1]) + np.repeat(run.starts - query_starts[:-1], run.counts)
-            outputs = query_starts[1:][run.sample_src] - 1
         slots = state.tables_host[token_rows, positions // size].astype(np.int64) * size + positions % size
         longest_context = int(run.ends.max())
-        if spans:
-            at, told = _places(spans)
-            outputs = np.concatenate([outputs, query_starts[at] + told - 1 - run.starts[at]])
         rows_d, token_rows_d, positions_d, slots_d, outputs_d, sample_rows_d, sample_positions_d, starts_d, ends_d = (
             state.upload(
-                run.rows, token_rows, positions, slots, outputs, run.sample_rows, run.positions,
+                run.rows, token_rows, positions, slots, _outputs(run, spans), run.sample_rows, run.positions,
                 query_starts.astype(np.int32), run.ends.astype(np.int32),
             )
         )  # fmt: skip
@@ -273,6 +292,18 @@ class Runner:
             host_context_lens=run.ends.tolist() if state.on_host else [],
         )
         return batch, state.sample_batch(run, sample_rows_d, sample_positions_d)
+
+
+def _outputs(run: Run, spans: list[Span]) -> np.ndarray:
+    """The tokens of the step whose logits are wanted: of each sample slot the last, then those before ``spans``."""
+    if run.pure_decode and not spans:
+        return run.sample_src
+    ends = run.counts.cumsum()
+    outputs = ends[run.sample_src] - 1
+    if not spans:
+        return outputs
+    at, told = _places(spans)
+    return np.concatenate([outputs, (ends - run.counts - run.starts)[at] + told - 1])
 
 
 def _places(spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:

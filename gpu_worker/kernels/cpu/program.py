@@ -1,0 +1,207 @@
+"""A model's step as a list of operations that C runs in one call: ctypes' twins of program.h, and the call.
+
+``models/program.py`` writes the lists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import CFUNCTYPE, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
+
+from ....proto.config import ConfigError
+from .attention import Layer
+from .library import Library, library
+from .structs import Epilogue, Rows
+
+PASS = 256
+"""Tokens that go through the body at a time: program.h's Q_PASS."""
+
+
+class Buffer(Structure):
+    """q_buffer: rows in memory; ``stride`` is in bytes."""
+
+    _fields_ = [("data", c_void_p), ("stride", c_int64)]
+
+
+class Norm(Structure):
+    """q_norm."""
+
+    _fields_ = [("kind", c_int32), ("size", c_int32), ("eps", c_float), ("weight", c_void_p), ("bias", c_void_p)]
+
+
+class Op(Structure):
+    """q_op."""
+
+    _fields_ = [("kind", c_int32), ("arguments", c_void_p)]
+
+
+class Linear(Structure):
+    """A product, and what becomes of it."""
+
+    _fields_ = [("weight", c_void_p), ("rows", Rows), ("to", Epilogue)]
+
+
+class Attend(Structure):
+    """Rotates, writes to the cache, and attends."""
+
+    _fields_ = [
+        ("layer", Layer), ("qkv", Buffer), ("out", Buffer), ("cos", c_void_p), ("sin", c_void_p),
+        ("rotary_dim", c_int32), ("interleaved", c_int32), ("out_type", c_int32),
+    ]  # fmt: skip
+
+
+class Gather(Structure):
+    """The rows whose result is wanted, to the rows of the tail."""
+
+    _fields_ = [("source", Buffer * 2), ("to", Buffer * 2), ("bytes", c_int64 * 2)]
+
+
+CALLBACK = CFUNCTYPE(c_int32, c_int32, c_int32)
+
+
+class Call(Structure):
+    """What no operation can do, on the caller's thread."""
+
+    _fields_ = [("call", CALLBACK), ("number", c_int32)]
+
+
+class Embed(Structure):
+    """out = scale * the token's row of a table."""
+
+    _fields_ = [
+        ("table", c_void_p), ("table_stride", c_int64), ("type", c_int32), ("size", c_int32), ("scale", c_float),
+        ("out", Buffer),
+    ]  # fmt: skip
+
+
+class Position(Structure):
+    """out += the row of a table for the token's position."""
+
+    _fields_ = [
+        ("table", c_void_p), ("table_stride", c_int64), ("type", c_int32), ("size", c_int32), ("offset", c_int32),
+        ("scratch", Buffer), ("out", Buffer),
+    ]  # fmt: skip
+
+
+class RowNorm(Structure):
+    """out = norm(source)."""
+
+    _fields_ = [("norm", Norm), ("source", Buffer), ("out", Buffer)]
+
+
+class HeadNorm(Structure):
+    """A norm of each head, in place."""
+
+    _fields_ = [("norm", Norm), ("rows", Buffer), ("heads", c_int32), ("own", c_int32)]
+
+
+class Prepare(Structure):
+    """Rows as a product reads them."""
+
+    _fields_ = [
+        ("type", c_int32), ("size", c_int32), ("padded", c_int32), ("source", Buffer), ("out", Buffer),
+        ("scales", c_void_p), ("sums", c_void_p),
+    ]  # fmt: skip
+
+
+class Sum(Structure):
+    """out += scale * source."""
+
+    _fields_ = [("size", c_int32), ("scale", c_float), ("source", Buffer), ("out", Buffer)]
+
+
+class Clamp(Structure):
+    """Into [-limit, limit], in place."""
+
+    _fields_ = [("size", c_int32), ("limit", c_float), ("rows", Buffer)]
+
+
+class Grow(Structure):
+    """Times the factor of the token's position, in place."""
+
+    _fields_ = [("size", c_int32), ("factors", c_void_p), ("rows", Buffer)]
+
+
+class Softcap(Structure):
+    """cap * tanh(x / cap), in place."""
+
+    _fields_ = [("size", c_int32), ("cap", c_float), ("rows", Buffer)]
+
+
+KINDS: tuple[type[Structure], ...] = (
+    Linear, Attend, Gather, Call, Embed, Position, RowNorm, HeadNorm, Prepare, Sum, Clamp, Grow, Softcap,
+)  # fmt: skip
+"""The operations in the order of program.h's q_kind."""
+
+
+class Step(Structure):
+    """q_step."""
+
+    _fields_ = [
+        ("rows", c_int32), ("outputs", c_int32), ("row", c_void_p), ("start", c_void_p), ("count", c_void_p),
+        ("output", c_void_p), ("hidden", c_void_p), ("hidden_stride", c_int64), ("nanoseconds", c_void_p),
+    ]  # fmt: skip
+
+
+class Parts(Structure):
+    """q_program_parts."""
+
+    _fields_ = [
+        ("team", c_void_p), ("body", c_void_p), ("tail", c_void_p), ("head", c_void_p), ("body_ops", c_int32),
+        ("tail_ops", c_int32), ("head_ops", c_int32), ("block_size", c_int32), ("outputs", c_int32),
+        ("result", Buffer), ("hidden_size", c_int64), ("tokens", c_void_p), ("tables", c_void_p),
+        ("token_stride", c_int64), ("table_stride", c_int64),
+    ]  # fmt: skip
+
+
+class NativeProgram:
+    """Three lists of operations, ready to run. ``parts`` has everything but the lists and the team."""
+
+    def __init__(
+        self, parts: Parts, body: Sequence[Structure], tail: Sequence[Structure], head: Sequence[Structure],
+        threads: int,
+    ) -> None:  # fmt: skip
+        self._library = _native()
+        self._keep: list[object] = [body, tail, head]
+        # Its own, for what a call computes may want the team that everybody shares.
+        parts.team = self._library.c.q_team_new(threads)
+        if not parts.team:
+            raise ConfigError(f"the system has no room for {threads} threads; use fewer (--cpu-threads).")
+        weakref.finalize(self, self._library.c.q_team_free, parts.team)
+        for name, operations in (("body", body), ("tail", tail), ("head", head)):
+            listed = (Op * max(1, len(operations)))(*(Op(KINDS.index(type(op)), addressof(op)) for op in operations))
+            self._keep.append(listed)
+            setattr(parts, name, addressof(listed))
+            setattr(parts, f"{name}_ops", len(operations))
+        address = self._library.c.q_program_new(byref(parts))
+        if not address:
+            raise MemoryError("no memory for the step's program")
+        weakref.finalize(self, self._library.c.q_program_free, address)
+        self.run: Callable[[object], int] = functools.partial(self._library.c.q_program_run, address)
+        """(a Step by reference) -> 0, or what the call returned that failed."""
+        self.run_head: Callable[[int, object], int] = functools.partial(self._library.c.q_program_head, address)
+        """(rows, nanoseconds or None) -> the same."""
+
+
+@functools.cache
+def _native() -> Library:
+    """The library with the functions of program.c declared. Raises ConfigError where it is of another version."""
+    found = library()
+    if found is None:
+        raise ConfigError("there are no native CPU kernels; install quire where a C compiler is.")
+    structs: tuple[type[Structure], ...] = (Op, *KINDS, Step, Parts)
+    sizes = (c_int32 * len(structs))()
+    found.c.q_program_sizes(sizes, len(structs))
+    if list(sizes) != [sizeof(struct) for struct in structs]:
+        raise ConfigError("the native CPU kernels are of another version of quire; install it again.")
+    found.c.q_team_free.argtypes = (c_void_p,)
+    found.c.q_team_free.restype = None
+    found.c.q_program_new.restype = c_void_p
+    found.c.q_program_free.argtypes = (c_void_p,)
+    found.c.q_program_free.restype = None
+    found.c.q_program_run.argtypes = (c_void_p, ctypes.POINTER(Step))
+    found.c.q_program_head.argtypes = (c_void_p, c_int32, c_void_p)
+    return found

@@ -1,0 +1,398 @@
+/* Runs a program: each operation by all threads of the team, a barrier, the next one.
+ *
+ * The items of an operation (panels of a weight, tiles of attention, rows) are taken from a counter, so that a thread
+ * that lost its core does not hold the others up. Nothing is allocated here but in q_program_new. */
+#include "program.h"
+
+#include "linear.h"
+
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* One thread in one step. ``phase`` counts the barriers, alike in all threads. */
+typedef struct {
+  q_program *program;
+  int id, threads;
+  int32_t phase;
+} worker;
+
+/* A token of the pass whose result is wanted, and the row of the tail that it gets. */
+typedef struct {
+  int32_t token, row;
+} wanted_token;
+
+struct q_program {
+  q_program_parts parts;
+  const q_step *step;
+  int32_t failed; /* what a call returned; the step runs to its end all the same, without further calls */
+  struct {
+    _Alignas(64) _Atomic int32_t value;
+  } taken[2]; /* items of this phase, and of the next */
+
+  /* The pass. */
+  q_batch batch;
+  int32_t split;             /* whether a sequence has several tiles in it */
+  int32_t next_row;          /* where the next pass begins: in this row of the step, */
+  int64_t next_token;        /* so many tokens into it; */
+  int64_t tokens_before;     /* as many tokens of the step came before this pass */
+  int32_t num_wanted, next_output;
+  wanted_token *wanted;      /* [parts.outputs] */
+  int32_t ids[Q_PASS], positions[Q_PASS];
+  int64_t slots[Q_PASS];
+  q_tile tiles[Q_PASS];
+};
+
+/* ---------------------------------------------------------------- the tokens of a pass */
+
+/* ``count`` tokens of one row from ``position`` on become tokens, slots and tiles of the pass. */
+static void add_tokens(q_program *program, int32_t row, int64_t position, int32_t count) {
+  const q_program_parts *parts = &program->parts;
+  const int32_t *ids = parts->tokens + row * parts->token_stride;
+  const int32_t *table = parts->tables + row * parts->table_stride;
+  int32_t first = program->batch.tokens, size = parts->block_size;
+  for (int32_t at = 0; at < count; at++) {
+    int64_t here = position + at;
+    program->ids[first + at] = ids[here];
+    program->positions[first + at] = (int32_t)here;
+    program->slots[first + at] = (int64_t)table[here / size] * size + here % size;
+  }
+  for (int32_t at = 0; at < count; at += Q_TILE) {
+    int32_t left = count - at;
+    program->tiles[program->batch.num_tiles++] =
+        (q_tile){first + at, left < Q_TILE ? left : Q_TILE, (int32_t)position + at, row};
+  }
+  program->split |= count > Q_TILE;
+  program->batch.tokens += count;
+}
+
+/* The next Q_PASS tokens of the step, or those that are left. */
+static void fill_pass(q_program *program) {
+  const q_step *step = program->step;
+  program->tokens_before += program->batch.tokens;
+  program->batch.tokens = program->batch.num_tiles = program->split = 0;
+  while (program->next_row < step->rows && program->batch.tokens < Q_PASS) {
+    int32_t row = program->next_row;
+    int64_t left = step->count[row] - program->next_token, room = Q_PASS - program->batch.tokens;
+    int32_t count = (int32_t)(left < room ? left : room);
+    add_tokens(program, (int32_t)step->row[row], step->start[row] + program->next_token, count);
+    program->next_token += count;
+    if (count == left) {
+      program->next_row++;
+      program->next_token = 0;
+    }
+  }
+}
+
+/* The outputs among the tokens of this pass. Logits are made of all outputs at once, behind the last pass, in their own
+ * order; hidden states after each pass. */
+static void find_wanted(q_program *program) {
+  const q_step *step = program->step;
+  int64_t first = program->tokens_before, end = first + program->batch.tokens;
+  program->num_wanted = 0;
+  if (step->hidden == NULL) {
+    for (int32_t at = 0; at < step->outputs; at++)
+      if (step->output[at] >= first && step->output[at] < end)
+        program->wanted[program->num_wanted++] = (wanted_token){(int32_t)(step->output[at] - first), at};
+    return;
+  }
+  for (; program->next_output < step->outputs && step->output[program->next_output] < end; program->next_output++) {
+    int32_t row = program->num_wanted++;
+    program->wanted[row] = (wanted_token){(int32_t)(step->output[program->next_output] - first), row};
+  }
+}
+
+/* ---------------------------------------------------------------- row operations */
+
+static inline char *row_of(const q_buffer *matrix, int64_t row) { return matrix->data + row * matrix->stride; }
+
+static void embed_row(const q_program *program, const q_embed_op *op, int32_t row) {
+  const char *from = op->table + program->ids[row] * op->table_stride;
+  q_kernel->embed(op->type, from, op->scale, (float *)row_of(&op->out, row), op->size);
+}
+
+static void position_row(const q_program *program, const q_position_op *op, int32_t row) {
+  const char *from = op->table + (program->positions[row] + (int64_t)op->offset) * op->table_stride;
+  float *scratch = (float *)row_of(&op->scratch, row);
+  q_kernel->embed(op->type, from, 1.0f, scratch, op->size);
+  q_kernel->add(scratch, 1.0f, (float *)row_of(&op->out, row), op->size);
+}
+
+static void head_norm_row(const q_head_norm_op *op, int32_t row) {
+  float *x = (float *)row_of(&op->heads_of, row);
+  q_norm norm = op->norm;
+  for (int32_t head = 0; head < op->heads; head++, x += norm.size) {
+    q_kernel->norm(&norm, x, x);
+    if (op->own && norm.weight != NULL) norm.weight += norm.size;
+    if (op->own && norm.bias != NULL) norm.bias += norm.size;
+  }
+}
+
+static void prepare_row(const q_prepare_op *op, int32_t row) {
+  int64_t groups = op->type == Q_I4 ? op->padded / Q_GROUP : 1;
+  float *scale = op->scales == NULL ? NULL : op->scales + row * groups;
+  int32_t *sums = op->sums == NULL ? NULL : op->sums + row * groups;
+  q_kernel->prepare(op->type, (const float *)row_of(&op->in, row), op->size, op->padded, row_of(&op->out, row), scale,
+                    sums);
+}
+
+static void clamp_row(const q_clamp_op *op, int32_t row) {
+  float *x = (float *)row_of(&op->rows, row), limit = op->limit;
+  for (int32_t at = 0; at < op->size; at++) x[at] = x[at] > limit ? limit : x[at] < -limit ? -limit : x[at];
+}
+
+static void grow_row(const q_program *program, const q_grow_op *op, int32_t row) {
+  float *x = (float *)row_of(&op->rows, row), factor = op->factors[program->positions[row]];
+  for (int32_t at = 0; at < op->size; at++) x[at] *= factor;
+}
+
+/* One row operation for one row. */
+static void run_row(const q_program *program, const q_op *op, int32_t row) {
+  const void *of = op->arguments;
+  switch (op->kind) {
+    case Q_EMBED: embed_row(program, of, row); break;
+    case Q_POSITION: position_row(program, of, row); break;
+    case Q_HEAD_NORM: head_norm_row(of, row); break;
+    case Q_PREPARE: prepare_row(of, row); break;
+    case Q_CLAMP: clamp_row(of, row); break;
+    case Q_GROW: grow_row(program, of, row); break;
+    case Q_NORM: {
+      const q_norm_op *norm = of;
+      q_kernel->norm(&norm->norm, (const float *)row_of(&norm->in, row), (float *)row_of(&norm->out, row));
+      break;
+    }
+    case Q_SUM: {
+      const q_sum_op *sum = of;
+      q_kernel->add((const float *)row_of(&sum->in, row), sum->scale, (float *)row_of(&sum->out, row), sum->size);
+      break;
+    }
+    case Q_SOFTCAP: {
+      const q_softcap_op *cap = of;
+      q_kernel->softcap((float *)row_of(&cap->rows, row), cap->cap, cap->size);
+      break;
+    }
+  }
+}
+
+/* ---------------------------------------------------------------- phases */
+
+/* Waits for the others; then the next phase's items can be taken. */
+static void next_phase(worker *self) {
+  q_program *program = self->program;
+  q_team_barrier(program->parts.team);
+  /* Nobody takes from this counter until another barrier is behind everybody. */
+  if (self->id == 0) atomic_store_explicit(&program->taken[self->phase & 1].value, 0, memory_order_relaxed);
+  self->phase++;
+}
+
+static int32_t take(worker *self, int32_t size) {
+  return q_take(&self->program->taken[self->phase & 1].value, size);
+}
+
+/* Items that are taken at a time: few enough that the threads end together. */
+static int32_t share(int32_t items, int threads, int32_t most) {
+  int32_t size = threads == 1 ? items : items / (threads * 8);
+  return size < 1 ? 1 : threads > 1 && size > most ? most : size;
+}
+
+/* ``count`` neighbouring row operations on ``rows`` rows. */
+static void run_rows(worker *self, const q_op *ops, int32_t count, int32_t rows) {
+  int32_t size = share(rows, self->threads, 16);
+  for (int32_t first; (first = take(self, size)) < rows;) {
+    int32_t last = first + size < rows ? first + size : rows;
+    for (int32_t row = first; row < last; row++)
+      for (int32_t at = 0; at < count; at++) run_row(self->program, &ops[at], row);
+  }
+}
+
+/* A product: each item is some panels of the weight with all rows. Pairs of panels are multiplied together where rows
+ * are few (linear.c). */
+static void run_linear(worker *self, const q_linear_op *op, int32_t rows) {
+  int32_t panels = op->weight->panels, size = q_linear_share(op->weight, rows);
+  for (int32_t first; (first = take(self, size)) < panels;) {
+    int32_t last = first + size < panels ? first + size : panels;
+    q_kernel->linear(op->weight, &op->rows, rows, &op->to, first, last);
+  }
+}
+
+/* Rotates the queries and the key of one key head, for the tokens of one tile, and writes key and value. */
+static void write_tile(const q_program *program, const q_attend_op *op, const q_tile *tile, int32_t kv_head) {
+  const q_attention *layer = &op->layer;
+  int32_t dim = layer->head_dim, group = layer->heads / layer->kv_heads, half = op->rotary_dim / 2;
+  q_attention head = *layer;
+  head.kv_heads = 1;
+  head.keys = (char *)layer->keys + kv_head * layer->head_stride;
+  head.values = (char *)layer->values + kv_head * layer->head_stride;
+  for (int32_t token = tile->token; token < tile->token + tile->count; token++) {
+    float *q = (float *)row_of(&op->qkv, token) + (int64_t)kv_head * group * dim;
+    float *k = (float *)row_of(&op->qkv, token) + (int64_t)(layer->heads + kv_head) * dim;
+    if (op->cos != NULL) {
+      int64_t at = (int64_t)program->positions[token] * half;
+      q_kernel->rotate(q, group, dim, op->cos + at, op->sin + at, op->rotary_dim, op->interleaved);
+      q_kernel->rotate(k, 1, dim, op->cos + at, op->sin + at, op->rotary_dim, op->interleaved);
+    }
+    q_kernel->write_kv(&head, program->slots[token], k, k + (int64_t)layer->kv_heads * dim);
+  }
+}
+
+/* Attention: each item is a tile and a key head with its queries. An item writes its own keys first. Where a sequence
+ * has several tiles the later ones read the keys of the earlier, and all are written before any is read. */
+static void run_attend(worker *self, const q_attend_op *op) {
+  const q_program *program = self->program;
+  int32_t heads = op->layer.kv_heads, items = program->batch.num_tiles * heads;
+  if (program->split) {
+    for (int32_t item; (item = take(self, 1)) < items;)
+      write_tile(program, op, &program->tiles[item / heads], item % heads);
+    next_phase(self);
+  }
+  for (int32_t item; (item = take(self, 1)) < items;) {
+    int32_t tile = item / heads, head = item % heads;
+    if (!program->split) write_tile(program, op, &program->tiles[tile], head);
+    q_kernel->attention(&op->layer, &program->batch, tile, head, 0, (const float *)op->qkv.data, op->qkv.stride,
+                        op->out.data, op->out.stride, op->out_type);
+  }
+}
+
+static void run_gather(worker *self, const q_gather_op *op) {
+  const q_program *program = self->program;
+  for (int32_t item; (item = take(self, 1)) < program->num_wanted;) {
+    const wanted_token *wanted = &program->wanted[item];
+    for (int which = 0; which < 2; which++)
+      memcpy(row_of(&op->to[which], wanted->row), row_of(&op->from[which], wanted->token), (size_t)op->bytes[which]);
+  }
+}
+
+static int64_t now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+/* All operations of a section, for ``rows`` rows. */
+static void run_section(worker *self, const q_op *ops, int32_t count, int32_t rows, int64_t *nanoseconds) {
+  q_program *program = self->program;
+  int measured = nanoseconds != NULL && self->id == 0;
+  for (int32_t at = 0, end; at < count; at = end) {
+    int64_t before = measured ? now() : 0;
+    const void *of = ops[at].arguments;
+    end = at + 1;
+    switch (ops[at].kind) {
+      case Q_LINEAR: run_linear(self, of, rows); break;
+      case Q_ATTEND: run_attend(self, of); break;
+      case Q_GATHER: run_gather(self, of); break;
+      case Q_CALL: {
+        const q_call_op *call = of;
+        if (self->id == 0 && !program->failed) program->failed = call->call(call->number, rows);
+        break;
+      }
+      default:
+        while (end < count && ops[end].kind >= Q_EMBED) end++;
+        run_rows(self, ops + at, end - at, rows);
+    }
+    next_phase(self);
+    if (measured) nanoseconds[ops[at].kind] += now() - before;
+  }
+}
+
+/* ---------------------------------------------------------------- a step */
+
+/* The tail of the pass's wanted tokens, and their hidden states to where they are wanted. */
+static void run_hidden(worker *self) {
+  q_program *program = self->program;
+  const q_program_parts *parts = &program->parts;
+  const q_step *step = program->step;
+  int32_t rows = program->num_wanted, first = program->next_output - rows;
+  if (!rows) return;
+  run_section(self, parts->tail, parts->tail_ops, rows, step->nanoseconds);
+  if (self->id != 0) return;
+  for (int32_t row = 0; row < rows; row++)
+    memcpy(step->hidden + (first + row) * step->hidden_stride, row_of(&parts->result, row),
+           (size_t)parts->hidden_size * sizeof(float));
+}
+
+/* A thread's part of a step. */
+static void run_step(void *argument, int id, int threads) {
+  q_program *program = argument;
+  const q_program_parts *parts = &program->parts;
+  const q_step *step = program->step;
+  worker self = {program, id, threads, 0};
+  int64_t tokens = 0;
+  for (int32_t row = 0; row < step->rows; row++) tokens += step->count[row];
+  for (int64_t done = 0; done < tokens; done += Q_PASS) {
+    if (id == 0) {
+      fill_pass(program);
+      find_wanted(program);
+    }
+    next_phase(&self);
+    run_section(&self, parts->body, parts->body_ops, program->batch.tokens, step->nanoseconds);
+    if (step->hidden != NULL) run_hidden(&self);
+  }
+  if (step->hidden != NULL || !step->outputs) return;
+  run_section(&self, parts->tail, parts->tail_ops, step->outputs, step->nanoseconds);
+  run_section(&self, parts->head, parts->head_ops, step->outputs, step->nanoseconds);
+}
+
+int32_t q_program_run(q_program *program, const q_step *step) {
+  program->step = step;
+  program->failed = program->next_row = program->next_output = program->batch.tokens = 0;
+  program->next_token = program->tokens_before = 0;
+  atomic_store(&program->taken[0].value, 0);
+  atomic_store(&program->taken[1].value, 0);
+  q_team_run(program->parts.team, run_step, program);
+  return program->failed;
+}
+
+/* A thread's part of the head alone. */
+static void run_head(void *argument, int id, int threads) {
+  q_program *program = argument;
+  worker self = {program, id, threads, 0};
+  const q_step *step = program->step;
+  run_section(&self, program->parts.head, program->parts.head_ops, step->outputs, step->nanoseconds);
+}
+
+int32_t q_program_head(q_program *program, int32_t rows, int64_t *nanoseconds) {
+  q_step step = {.outputs = rows, .nanoseconds = nanoseconds};
+  program->step = &step;
+  program->failed = 0;
+  atomic_store(&program->taken[0].value, 0);
+  atomic_store(&program->taken[1].value, 0);
+  q_team_run(program->parts.team, run_head, program);
+  return program->failed;
+}
+
+q_program *q_program_new(const q_program_parts *parts) {
+  q_program *program = aligned_alloc(64, (sizeof *program + 63) / 64 * 64);
+  if (program == NULL) return NULL;
+  memset(program, 0, sizeof *program);
+  program->parts = *parts;
+  program->wanted = calloc((size_t)parts->outputs, sizeof *program->wanted);
+  if (program->wanted == NULL) {
+    free(program);
+    return NULL;
+  }
+  program->batch = (q_batch){
+      .ids = program->ids,
+      .positions = program->positions,
+      .slots = program->slots,
+      .tables = parts->tables,
+      .table_stride = parts->table_stride,
+      .tiles = program->tiles,
+  };
+  return program;
+}
+
+void q_program_free(q_program *program) {
+  free(program->wanted);
+  free(program);
+}
+
+void q_program_sizes(int32_t *sizes, int32_t count) {
+  const int32_t found[] = {
+      sizeof(q_op), sizeof(q_linear_op), sizeof(q_attend_op), sizeof(q_gather_op), sizeof(q_call_op),
+      sizeof(q_embed_op), sizeof(q_position_op), sizeof(q_norm_op), sizeof(q_head_norm_op), sizeof(q_prepare_op),
+      sizeof(q_sum_op), sizeof(q_clamp_op), sizeof(q_grow_op), sizeof(q_softcap_op), sizeof(q_step),
+      sizeof(q_program_parts),
+  };
+  for (int32_t at = 0; at < count && at < (int32_t)(sizeof found / sizeof *found); at++) sizes[at] = found[at];
+}

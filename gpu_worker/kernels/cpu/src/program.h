@@ -1,0 +1,175 @@
+/* A model's step as a list of operations on buffers that were made once. models/program.py writes the list.
+ *
+ * The list has three sections. The *body* is every layer up to the last one's attention, and runs for passes of at most
+ * Q_PASS tokens. The *tail* is the rest of the last layer and the final norm, for the tokens whose result is wanted
+ * alone. The *head* makes logits of those.
+ */
+#ifndef QUIRE_PROGRAM_H
+#define QUIRE_PROGRAM_H
+
+#include "kernels.h"
+#include "team.h"
+
+/* Tokens that go through the body at a time: their activations stay in cache, and buffers stay small. */
+enum { Q_PASS = 256 };
+
+/* Rows of float32 or of something else; ``stride`` is in bytes. */
+typedef struct {
+  char *data;
+  int64_t stride;
+} q_buffer;
+
+/* What an operation does. Those from Q_EMBED on are *row operations*: row i of the result needs nothing but row i of
+ * what goes in, so that neighbours in the list are done one after another for each row, with no barrier between. */
+typedef enum {
+  Q_LINEAR,
+  Q_ATTEND,
+  Q_GATHER,
+  Q_CALL,
+  Q_EMBED,
+  Q_POSITION,
+  Q_NORM,
+  Q_HEAD_NORM,
+  Q_PREPARE,
+  Q_SUM,
+  Q_CLAMP,
+  Q_GROW,
+  Q_SOFTCAP,
+  Q_KINDS
+} q_kind;
+
+/* ``arguments`` is the struct below that is named like the kind. */
+typedef struct {
+  int32_t kind;
+  const void *arguments;
+} q_op;
+
+/* A product, and what becomes of it. */
+typedef struct {
+  const q_weight *weight;
+  q_rows rows;
+  q_epilogue to;
+} q_linear_op;
+
+/* Rotates queries and keys in place, writes keys and values to the cache, and attends. */
+typedef struct {
+  q_attention layer;
+  q_buffer qkv; /* float32: the heads of queries, of keys, of values */
+  q_buffer out; /* [heads][head_dim] of out_type */
+  const float *cos, *sin; /* [positions][rotary_dim / 2], or NULL */
+  int32_t rotary_dim, interleaved, out_type;
+} q_attend_op;
+
+/* The rows whose result is wanted, to the rows of the tail: ``bytes`` of each, of two matrices. */
+typedef struct {
+  q_buffer from[2], to[2];
+  int64_t bytes[2];
+} q_gather_op;
+
+/* ``call(number, rows)`` on the caller's own thread, while the others wait: what no operation here can do. Returns 0,
+ * or something else where it failed. */
+typedef struct {
+  int32_t (*call)(int32_t number, int32_t rows);
+  int32_t number;
+} q_call_op;
+
+/* out = scale * the token's row of a table. */
+typedef struct {
+  const char *table;
+  int64_t table_stride;
+  int32_t type, size;
+  float scale;
+  q_buffer out;
+} q_embed_op;
+
+/* out += the row of a table for the token's position, ``offset`` further on. */
+typedef struct {
+  const char *table;
+  int64_t table_stride;
+  int32_t type, size, offset;
+  q_buffer scratch, out;
+} q_position_op;
+
+typedef struct {
+  q_norm norm;
+  q_buffer in, out;
+} q_norm_op;
+
+/* A norm of each of ``heads`` heads, in place; ``own``: each has weights of its own. */
+typedef struct {
+  q_norm norm;
+  q_buffer heads_of;
+  int32_t heads, own;
+} q_head_norm_op;
+
+/* Rows as a product with a weight of ``type`` reads them. */
+typedef struct {
+  int32_t type, size, padded;
+  q_buffer in, out;
+  float *scales;
+  int32_t *sums;
+} q_prepare_op;
+
+/* out += scale * in. */
+typedef struct {
+  int32_t size;
+  float scale;
+  q_buffer in, out;
+} q_sum_op;
+
+/* Into [-limit, limit]. */
+typedef struct {
+  int32_t size;
+  float limit;
+  q_buffer rows;
+} q_clamp_op;
+
+/* Times the factor of the token's position. */
+typedef struct {
+  int32_t size;
+  const float *factors;
+  q_buffer rows;
+} q_grow_op;
+
+typedef struct {
+  int32_t size;
+  float cap;
+  q_buffer rows;
+} q_softcap_op;
+
+/* What a step is: ``count[i]`` tokens of row ``row[i]``, from position ``start[i]`` on. */
+typedef struct {
+  int32_t rows;
+  int32_t outputs;              /* tokens whose result is wanted */
+  const int64_t *row, *start, *count; /* [rows] */
+  const int64_t *output;        /* [outputs]: numbers of tokens of the step */
+  float *hidden;                /* NULL: logits are wanted; else [outputs][hidden_stride], output in ascending order */
+  int64_t hidden_stride;        /* values */
+  int64_t *nanoseconds;         /* [Q_KINDS], added to, or NULL */
+} q_step;
+
+typedef struct q_program q_program;
+
+/* What a program is made of; the lists stay the caller's. */
+typedef struct {
+  q_team *team;
+  const q_op *body, *tail, *head;
+  int32_t body_ops, tail_ops, head_ops;
+  int32_t block_size, outputs; /* tokens of a block; rows that the tail's buffers have, at least Q_PASS */
+  q_buffer result;             /* float32: the tail's, which the head reads */
+  int64_t hidden_size;
+  const int32_t *tokens, *tables; /* of every row: its token ids, its block table */
+  int64_t token_stride, table_stride; /* entries from row to row */
+} q_program_parts;
+
+/* NULL where there is no memory. */
+Q_EXPORT q_program *q_program_new(const q_program_parts *parts);
+Q_EXPORT void q_program_free(q_program *program);
+/* One step. Returns 0, or what the call returned that failed. */
+Q_EXPORT int32_t q_program_run(q_program *program, const q_step *step);
+/* The head of ``rows`` rows that lie in ``parts.result``. */
+Q_EXPORT int32_t q_program_head(q_program *program, int32_t rows, int64_t *nanoseconds);
+/* Bytes of each struct that kernels/cpu/program.py fills, in the order of program.c, to compare: [count]. */
+Q_EXPORT void q_program_sizes(int32_t *sizes, int32_t count);
+
+#endif

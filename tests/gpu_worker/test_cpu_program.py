@@ -1,0 +1,141 @@
+"""A decoder's step in C against the same step in torch, and against itself: in other batches, chunks and threads."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from cpu_kernels import VARIANTS, using
+from program_rig import CPU, LENGTH, ProgramRig
+
+from quire.gpu_worker.kernels.cpu.library import library
+from quire.gpu_worker.kernels.cpu.program import KINDS
+from quire.gpu_worker.models.decoder import Decoder
+from quire.gpu_worker.models.loader import load_model
+from quire.proto.checkpoint.model_config import load_model_config
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no native CPU kernels: not compiled, or switched off")
+
+ROWS: dict[str, Any] = {}
+for module in ("tiny_models", "tiny_gpt", "tiny_modern", "tiny_moe", "tiny_remote"):
+    ROWS |= importlib.import_module(module).ROWS
+
+QUICK = ("llama", "qwen2", "gemma2", "gpt2", "opt-350m", "falcon-7b", "bloom-normed-residual", "mixtral")
+"""One row of each shape of layer, a soft cap, tables of positions, projections, ALiBi, experts."""
+
+PROMPTS = (1, 40, 7, 300, 17)
+"""Lengths: of one token, of several tiles, and past one pass."""
+
+
+def load(row: str, folder: Path, dtype: torch.dtype) -> Decoder:
+    """The variant ``row`` of a family, on the CPU."""
+    kind, values = ROWS[row][:2]
+    config = load_model_config(str(tiny_models.write(kind, folder, 3, values)), LENGTH)
+    model = load_model(config, dtype, CPU)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def filled(model: Decoder, seed: int = 0) -> ProgramRig:
+    """A rig whose first rows hold prompts of the lengths of PROMPTS, always the same ones."""
+    rig, generator = ProgramRig(model, seed), np.random.default_rng(1)
+    for row, length in enumerate(PROMPTS):
+        rig.admit(row, generator.integers(0, model.whole.vocab_size, length).tolist())
+    return rig
+
+
+WHOLE = [(row, 0, length) for row, length in enumerate(PROMPTS)]
+
+
+def check_near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    """In bfloat16 torch rounds all that goes from one operation to the next, and a token may take another expert."""
+    assert wanted.std() > 0.1
+    far, scale = (found - wanted).abs(), wanted.abs().max()
+    assert (far.max() <= 1e-5 * scale) if dtype == torch.float32 else (far.median() <= 0.02 * scale)
+
+
+def check_row(row: str, folder: Path) -> None:
+    """The program of ``row`` equals torch, and gives a token the same bits whatever it is computed with."""
+    for dtype in (torch.float32, torch.bfloat16):
+        rig = filled(load(row, folder / str(dtype), dtype))
+        every = rig.every(WHOLE)
+        check_near(every, rig.by_torch(WHOLE), dtype)
+
+        last = np.cumsum(PROMPTS) - 1
+        logits = rig.logits(WHOLE)
+        assert torch.equal(logits, every[last]), "logits of the last tokens alone"
+        rig.logits([(3, 0, 77), (1, 0, 39)])
+        rig.logits([(3, 77, 23)])
+        chunked = rig.logits([(1, 39, 1), (3, 100, 200)])
+        assert torch.equal(chunked, logits[[1, 3]]), "in chunks, and by a decode, with other rows"
+        assert torch.equal(rig.logits([WHOLE[4]]), logits[4:]), "alone"
+
+
+@pytest.mark.parametrize("row", QUICK)
+def test_a_program_equals_torch_and_itself(row: str, tmp_path: Path) -> None:
+    check_row(row, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in QUICK])
+def test_every_family_s_program_equals_torch_and_itself(row: str, tmp_path: Path) -> None:
+    check_row(row, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_does_not_depend_on_threads_or_blocks(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, before, found = load("qwen2", tmp_path, dtype), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            rig = filled(model, seed=threads)
+            found.append(rig.every(WHOLE))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_instruction_set_runs_it(variant: str, tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        with using(variant):
+            rig = filled(load("llama", tmp_path / str(dtype), dtype))
+            every = rig.every(WHOLE)
+            assert torch.equal(rig.logits(WHOLE[3:]), every[np.cumsum(PROMPTS)[3:] - 1])
+            check_near(every, rig.by_torch(WHOLE), dtype)
+
+
+def test_outputs_come_in_the_order_they_are_asked_for(tmp_path: Path) -> None:
+    """Children of one prompt draw from one token's logits, and a step may have no output at all."""
+    rig = filled(load("llama", tmp_path, torch.float32))
+    logits = rig.logits(WHOLE)
+    last = np.cumsum(PROMPTS) - 1
+    assert torch.equal(rig.logits(WHOLE, [last[4], last[0], last[0], last[3]]), logits[[4, 0, 0, 3]])
+    assert rig.logits(WHOLE, []).shape == (0, rig.model.whole.vocab_size)
+
+
+def test_a_call_that_fails_ends_the_step_with_its_error(tmp_path: Path) -> None:
+    rig = filled(load("mixtral", tmp_path, torch.float32))
+    wanted = rig.logits(WHOLE[:1])
+    operation, function = rig.program.calls[0]
+
+    def fail(rows: int) -> None:
+        raise RuntimeError(f"{rows} rows")
+
+    rig.program.calls[0] = operation, fail
+    with pytest.raises(RuntimeError, match="7 rows"):
+        rig.logits([WHOLE[2]])
+    rig.program.calls[0] = operation, function
+    assert torch.equal(rig.logits(WHOLE[:1]), wanted)
+
+
+def test_what_operations_take_is_measured_when_asked_for(tmp_path: Path) -> None:
+    rig = filled(load("llama", tmp_path, torch.float32))
+    rig.program.nanoseconds = spent = np.zeros(len(KINDS), np.int64)
+    rig.logits(WHOLE)
+    assert {kind.__name__ for kind, took in zip(KINDS, spent, strict=True) if took} >= {"Linear", "Attend", "Embed"}
