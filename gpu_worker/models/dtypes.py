@@ -8,7 +8,8 @@ import torch
 
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
-from ..layers.formats.dense import cpu_has_bf16
+from ..layers.formats.dense import cpu_backend, cpu_has_bf16
+from .fallback import uses_fallback
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,10 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
 
     "auto" on a GPU is the dtype of config.json (float32 where it names none), except that float32 becomes 16 bits
     wide: float16, or bfloat16 for the models whose activations overflow float16, which never run in it. On a CPU "auto"
-    is float32: there a token must not depend on how many others share its step, and bfloat16's rounding makes it.
-    bfloat16 can be asked for where the CPU has its instructions; float16 is never computed in there. On a GPU without
-    bfloat16 "auto" is float16 instead, for those models float32. Raises ConfigError.
+    is bfloat16 for a checkpoint in it, where the CPU has its instructions and the native kernels run the model: a token
+    must not depend on how many others share its step, and only they keep that in bfloat16. Else it is float32. bfloat16
+    can be asked for where the CPU has its instructions; float16 is never computed in there. On a GPU without bfloat16
+    "auto" is float16 instead, for those models float32. Raises ConfigError.
     """
     if name != "auto" and name not in _NAMES:
         raise ConfigError(f"Unknown dtype: {name}. Must be one of {['auto', *_NAMES]}.")
@@ -65,13 +67,18 @@ def _choose(name: str, stored: torch.dtype, config: ModelConfig, device: torch.d
         used = torch.float32 if large else torch.float16
         log.warning("%s. Using %s.", said, str(used)[6:])
         return used
-    if name == "auto" or wanted == torch.float32:
+    if wanted == torch.float32 or (name == "auto" and (wanted == torch.float16 or not _exact(config))):
         return torch.float32
     if wanted == torch.bfloat16 and cpu_has_bf16():
         return wanted
     used = torch.bfloat16 if cpu_has_bf16() else torch.float32
     log.warning("this CPU does not compute in %s; using %s", str(wanted)[6:], str(used)[6:])
     return used
+
+
+def _exact(config: ModelConfig) -> bool:
+    """Whether a token of this model has the same bits in any batch on this CPU, in bfloat16 too."""
+    return cpu_has_bf16() and cpu_backend(torch.bfloat16) == "native" and not uses_fallback(config)
 
 
 def gpu_capability(device: torch.device) -> tuple[int, int]:

@@ -305,8 +305,15 @@ def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_bf16 in (True, False):
         monkeypatch.setattr(dtypes, "cpu_has_bf16", lambda has=has_bf16: has)
         narrow = torch.bfloat16 if has_bf16 else torch.float32
-        for name in ("float32", "bfloat16", "torch.float16"):
+        for name in ("float32", "torch.float16"):
             assert dtype_of(name) == torch.float32
+        for backend in ("native", "onednn"):  # others round a token as its batch has it
+            monkeypatch.setattr(dtypes, "cpu_backend", lambda dtype, backend=backend: backend)
+            assert dtype_of("bfloat16") == (narrow if backend == "native" else torch.float32)
+        monkeypatch.setattr(dtypes, "uses_fallback", lambda config: True)
+        assert dtype_of("bfloat16") == torch.float32
+        monkeypatch.undo()
+        monkeypatch.setattr(dtypes, "cpu_has_bf16", lambda has=has_bf16: has)
         assert dtype_of("float32", "bfloat16") == narrow
         assert dtype_of("float32", "half") == narrow
         assert dtype_of("bfloat16", "float") == torch.float32
