@@ -84,6 +84,97 @@ def test_groups(variant: str, group: int) -> None:
     torch.testing.assert_close(case.attend(scores), case.wanted(scores), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("context", [15, 255, 256, 257, 511, 513, 2000])
+def test_long_contexts(variant: str, context: int) -> None:
+    case, scores = Case([(1, context), (9, context)], 3, 1, 32), Scores(0.2, window=None if context % 2 else 300)
+    torch.testing.assert_close(case.attend(scores), case.wanted(scores), atol=1e-5, rtol=1e-5)
+
+
+def in_chunks(case: Case, scores: Scores, chunks: list[int], threads: int = 1) -> torch.Tensor:
+    """The attention of every token of a case of one row, whose prompt comes in steps of so many tokens."""
+    before, done, out = torch.get_num_threads(), 0, []
+    torch.set_num_threads(threads)
+    for count in chunks:
+        lens = [(count, done + count)]
+        batch, q = batch_of(lens, case.tables, case.size), case.q[done : done + count]
+        out.append(paged_attention(q, case.k_cache, case.v_cache, batch, scores))
+        done += count
+    torch.set_num_threads(before)
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("feature", ["plain", "all"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "size"),
+    [(2, 2, 20, 16), (7, 1, 64, 16), (16, 1, 32, 32), (3, 1, 128, 8), (8, 4, 256, 16)],
+)
+def test_a_token_has_the_same_bits_however_its_prompt_comes(variant, heads, kv_heads, dim, size, feature) -> None:
+    """Decodes, tiles that begin anywhere, and chunks dealt to three threads."""
+    tokens = 560
+    case, scores = Case([(tokens, tokens)], heads, kv_heads, dim, size), scores_of(heads, FEATURES[feature])
+    alone = in_chunks(case, scores, [1] * tokens)
+    for chunks in ([tokens], [5, 300, 255], [250, 10, 300], [*[13] * 43, 1]):
+        assert torch.equal(in_chunks(case, scores, chunks), alone)
+    assert torch.equal(in_chunks(case, scores, [tokens - 20, 1, 2, 17], threads=2)[-20:], alone[-20:])
+    assert torch.equal(in_chunks(case, scores, [tokens - 20, *[1] * 20], threads=3), alone)
+
+
+def test_a_row_has_the_same_bits_in_any_batch(variant: str) -> None:
+    case, scores = Case(MIXED, 6, 2, 64, dtype=torch.bfloat16), Scores(0.2)
+    together, starts = case.attend(scores), case.batch.host_query_starts
+    for row, lens in enumerate(MIXED):
+        batch, tokens = batch_of([lens], [case.tables[row]], case.size), slice(starts[row], starts[row + 1])
+        got = paged_attention(case.q[tokens], case.k_cache, case.v_cache, batch, scores)
+        assert torch.equal(got, together[tokens])
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_what_lies_in_unused_slots_is_never_used(variant: str, size: int) -> None:
+    """Not even NaN, which a step that failed may have left there."""
+    case, scores = Case([(1, 19), (3, 70)], 4, 2, 32, size), Scores(0.2, 30)
+    wanted = case.attend(scores)
+    for cache in (case.k_cache, case.v_cache):
+        for table, (_, context) in zip(case.tables, case.lens, strict=True):
+            cache[table[-1], (context - 1) % size + 1 :] = float("nan")
+    assert torch.equal(case.attend(scores), wanted)
+
+
+@pytest.mark.parametrize("which", ["q", "k_cache", "v_cache"])
+def test_nan_comes_out_where_it_goes_in(variant: str, which: str) -> None:
+    case = Case([(1, 19), (1, 30)], 4, 2, 32)
+    (case.q[0, 0] if which == "q" else getattr(case, which)[case.tables[0][0], 3, 0])[5] = float("nan")
+    got = case.attend(Scores(0.2))
+    assert got[0, 0].isnan().any() and not got[0, 2:].isnan().any() and not got[1].isnan().any()
+
+
+def test_bfloat16_results_are_the_float32_ones_rounded(variant: str) -> None:
+    case, scores = Case(MIXED, 4, 2, 20, dtype=torch.bfloat16), Scores(0.2)
+    case.q = case.q.bfloat16().float()
+    wide = case.attend(scores)
+    case.q = case.q.bfloat16()
+    assert torch.equal(case.attend(scores), wide.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_writes_land_in_their_slots(variant: str, dtype: torch.dtype) -> None:
+    k_cache, v_cache = native_cache(3, 5, 8, 12, 7.0, dtype)
+    wanted = k_cache.clone(), v_cache.clone()
+    k, v = torch.randn(4, 3 * 12, 2).view(4, 3, 12, 2).unbind(-1)
+    slots = torch.tensor([39, 0, -1, 17])
+    write_cache(k_cache, v_cache, k, v, slots)
+    for cache, want, x in zip((k_cache, v_cache), wanted, (k, v), strict=True):
+        for token in (0, 1, 3):
+            want[slots[token] // 8, slots[token] % 8] = x[token].to(dtype)
+        assert torch.equal(cache, want)
+
+
+def test_rows_without_context_get_zeros(variant: str) -> None:
+    case = Case([(1, 9), (1, 20)], 4, 2, 16)
+    case.batch.host_context_lens[1] = 0
+    got = case.attend(Scores(0.25))
+    assert not got[1].any() and torch.equal(got[:1], case.attend(Scores(0.25))[:1]) and got[0].all()
+
+
 def test_the_tiles_of_rows() -> None:
     tiles = tiles_of(np.array([0, 1, 1, 35]), np.array([9, 0, 40]))
     assert tiles.tolist() == [[0, 1, 8, 0], [1, 16, 6, 2], [17, 16, 22, 2], [33, 2, 38, 2]]
