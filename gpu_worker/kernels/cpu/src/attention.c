@@ -139,12 +139,12 @@ static void collect_keys(const rows_of_tile *of, int32_t position, int32_t end, 
 
 /* Where ``vectors`` vectors of keys lie, from vector ``first`` of a chunk on; behind ``last`` the last is taken again,
  * for scores that nobody reads. */
-static void find_keys(const rows_of_tile *of, int32_t chunk, int32_t first, int32_t last, int32_t vectors,
-                      const char **at) {
+static void find_keys(const rows_of_tile *of, const char *pages, int32_t chunk, int32_t first, int32_t last,
+                      int32_t vectors, const char **at) {
   int32_t size = of->layer->block_size, bytes = of->layer->cache_type == Q_BF16 ? 2 : 4;
   for (int32_t i = 0; i < vectors; i++) {
     int32_t position = chunk * Q_CHUNK + (first + i < last ? first + i : last - 1) * LANES;
-    at[i] = of->keys + of->blocks[position / size] * of->page + position % size * bytes;
+    at[i] = pages + of->blocks[position / size] * of->page + position % size * bytes;
   }
 }
 
@@ -156,17 +156,16 @@ static void score_chunk(const rows_of_tile *of, int32_t chunk, seen any, const f
   key_block keys;
   if (layer->block_size % LANES == 0) {
     keys.stride = layer->block_size * (layer->cache_type == Q_BF16 ? 2 : 4);
-    find_keys(of, chunk, first, last, vectors, keys.at);
     for (int32_t i = first; i < last; i += vectors) {
-      find_keys(of, chunk, i + vectors, last, vectors, keys.next);
+      find_keys(of, of->keys, chunk, i, last, vectors, keys.at);
+      find_keys(of, of->values, chunk, i, last, vectors, keys.soon);
       scores_of(queries, layer->head_dim, &keys, layer->cache_type, scores + i * LANES, rows);
-      memcpy(keys.at, keys.next, sizeof keys.at);
     }
     return;
   }
   _Alignas(64) float collected[Q_HEAD_DIM * LANES];
   keys.stride = LANES * sizeof(float);
-  for (int32_t i = 0; i < vectors; i++) keys.at[i] = keys.next[i] = (const char *)collected;
+  for (int32_t i = 0; i < vectors; i++) keys.at[i] = keys.soon[i] = (const char *)collected;
   _Alignas(64) float each[BLOCK_ROWS * Q_CHUNK];
   for (int32_t i = first; i < last; i++) {
     collect_keys(of, chunk * Q_CHUNK + i * LANES, chunk * Q_CHUNK + any.last, collected);
@@ -193,9 +192,10 @@ static void attend_chunk(const rows_of_tile *of, int32_t row, int32_t rows, int3
     float *own = partials + i * of->partial;
     softmax_row(of, row + i, chunk, any, scores + i * Q_CHUNK, own + sums, own + sums + 1);
   }
-  int32_t start = chunk * Q_CHUNK;
+  int32_t start = chunk * Q_CHUNK, newest = of->tile->position + of->tile->count - 1;
   value_range range = {
-      .values = of->values, .blocks = of->blocks + start / layer->block_size, .page = of->page,
+      .values = of->values, .keys = of->keys, .blocks = of->blocks + start / layer->block_size,
+      .known = (newest - start) / layer->block_size + 1, .page = of->page,
       .block_size = layer->block_size, .offset = start % layer->block_size, .first = any.first, .last = any.last,
       .dims = layer->head_dim, .type = layer->cache_type,
   };

@@ -34,12 +34,16 @@ INLINE vfloat load_some(const char *at, int32_t count, int32_t type) {
 #endif
 }
 
+/* Bring a line into the second-level cache. While the keys of a chunk are read its values are fetched, and while these are
+ * read the keys of the next chunk: both fit there, and a whole chunk's work hides the latency. */
+INLINE void fetch_soon(const char *at) { __builtin_prefetch(at, 0, 2); }
+
 /* Vectors of keys that a block of so many rows takes at a time: enough sums to keep the multipliers busy. */
 static inline int32_t key_vectors(int32_t rows) { return rows <= 2 ? MOST_KEYS : 2; }
 
-/* Some vectors of keys: vector i of dim d lies at at[i] + d * stride. Those that come next lie at next[i]. */
+/* Some vectors of keys: vector i of dim d lies at at[i] + d * stride. What is wanted soon lies alike from soon[i] on. */
 typedef struct {
-  const char *at[MOST_KEYS], *next[MOST_KEYS];
+  const char *at[MOST_KEYS], *soon[MOST_KEYS];
   int64_t stride;
 } key_block;
 
@@ -56,7 +60,7 @@ INLINE void score_block(const float *queries, int32_t dims, const key_block *key
 #pragma GCC unroll 4
     for (int32_t i = 0; i < vectors; i++) {
       key[i] = load_cached(keys->at[i] + dim * keys->stride, type);
-      __builtin_prefetch(keys->next[i] + dim * keys->stride);
+      fetch_soon(keys->soon[i] + dim * keys->stride);
     }
 #pragma GCC unroll 12
     for (int32_t row = 0; row < rows; row++) {
@@ -102,9 +106,10 @@ static inline int32_t block_rows(int32_t rows) { return rows <= 8 && rows <= BLO
 
 /* The values of keys [first, last) of a chunk: key 0 is ``offset`` keys into the block blocks[0]. */
 typedef struct {
-  const char *values;
+  const char *values, *keys;
   const int32_t *blocks;
-  int64_t page; /* bytes of a block */
+  int32_t known; /* blocks that the sequence has, from blocks[0] on */
+  int64_t page;  /* bytes of a block */
   int32_t block_size, offset, first, last, dims, type;
 } value_range;
 
@@ -113,6 +118,7 @@ typedef struct {
 INLINE void value_block(const float *weights, const value_range *range, int32_t dim, int32_t some, int32_t type,
                         float *out, int32_t stride, const int32_t rows, const int32_t vectors) {
   const int32_t size = type == Q_BF16 ? 2 : 4;
+  const int32_t chunk = Q_CHUNK / range->block_size; /* blocks to the same place in the next chunk */
   vfloat sums[6][MOST_DIMS];
 #pragma GCC unroll 6
   for (int32_t row = 0; row < rows; row++)
@@ -124,15 +130,14 @@ INLINE void value_block(const float *weights, const value_range *range, int32_t 
     if (end > range->last) end = range->last;
     int64_t start = ((int64_t)within * range->dims + dim) * size;
     const char *at = range->values + range->blocks[index] * range->page + start;
-    /* The same place in the next block, so that it is in the cache when its turn comes. */
-    int32_t next = end < range->last ? index + 1 : index;
-    const char *ahead = range->values + range->blocks[next] * range->page + start;
-    for (; key < end; key++, at += range->dims * size, ahead += range->dims * size) {
+    const char *soon = at;
+    if (index + chunk < range->known) soon = range->keys + range->blocks[index + chunk] * range->page + start;
+    for (; key < end; key++, at += range->dims * size, soon += range->dims * size) {
       vfloat value[MOST_DIMS];
 #pragma GCC unroll 8
       for (int32_t i = 0; i < vectors; i++) {
         value[i] = some ? load_some(at, some, type) : load_cached(at + i * LANES * size, type);
-        if (i * LANES * size % 64 == 0) __builtin_prefetch(ahead + i * LANES * size);
+        if (i * LANES * size % 64 == 0) fetch_soon(soon + i * LANES * size);
       }
 #pragma GCC unroll 6
       for (int32_t row = 0; row < rows; row++) {
