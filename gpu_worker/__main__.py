@@ -181,7 +181,10 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
     try:
-        model = load_model(config, dtype, device, args.load_format, args.seed, group.leader, group, pooler)
+        model = load_model(
+            config, dtype, device, args.load_format, args.seed, group.leader, group, pooler, args.quantization,
+            args.quantize_lm_head,
+        )  # fmt: skip
     except Exception as error:
         if out_of_memory(error):
             raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error

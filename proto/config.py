@@ -83,6 +83,10 @@ class EngineArgs:
         "auto", _WORK, "type of weights and activations",
         ("auto", "half", "float16", "bfloat16", "float", "float32"),
     )  # fmt: skip
+    quantization: str | None = _flag(
+        None, _WORK, "on a CPU, make the layers' float weights so narrow while they are loaded", ("int8", "int4")
+    )
+    quantize_lm_head: bool = _flag(False, _WORK, "with --quantization, the lm_head too; as int8")
     runner: str = _flag(
         "auto", _MODEL, "what the model is served for; auto: by its files", ("auto", "generate", "pooling")
     )
@@ -165,7 +169,6 @@ class EngineArgs:
     data_parallel_size: int = _flag(1, (), "copies of the model to start, each with workers of its own")
     api_server_count: int = _flag(1, (), "frontends to start, sharing the port")
     detokenizer_count: int = _flag(1, (), "detokenizers to start")
-    quantization: str | None = _flag(None, (), "not supported yet")
     swap_space: float = _flag(4, (), "accepted for vLLM's sake; preempted requests are recomputed, never swapped")
 
     # One copy of the model in several workers
@@ -238,8 +241,6 @@ class EngineArgs:
             )
         if not 0 < self.master_port <= 65535:
             raise ConfigError(f"master_port must be in [1, 65535], got {self.master_port}.")
-        if self.quantization is not None:
-            raise ConfigError(f"quantization={self.quantization!r} is not supported yet; leave it out.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -247,8 +248,9 @@ class EngineArgs:
             )
         for fld in dataclasses.fields(self):
             choices = fld.metadata["choices"]
-            if choices and getattr(self, fld.name) not in choices:
-                raise ConfigError(f"Unknown {fld.name}: {getattr(self, fld.name)!r}. Must be one of {list(choices)}.")
+            value = getattr(self, fld.name)
+            if choices and value not in choices and not (value is None and fld.default is None):
+                raise ConfigError(f"Unknown {fld.name}: {value!r}. Must be one of {list(choices)}.")
         return self
 
     def _check_numbers(self) -> None:

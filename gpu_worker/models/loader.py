@@ -22,7 +22,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.checkpoint.pooler_config import PoolerConfig
 from ...proto.config import ConfigError
-from ..layers.formats.registry import quantization
+from ..layers.formats.at_load import NOTHING, AtLoad, check_quantization
+from ..layers.formats.registry import quantization as checkpoint_quantization
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec, Shard, WeightNames
 from .decoder import Decoder
@@ -56,20 +57,24 @@ def load_model(
     progress: bool = False,
     group: Group | None = None,
     pooler: PoolerConfig | None = None,
+    quantization: str | None = None,
+    quantize_lm_head: bool = False,
 ) -> Model:
     """The model of ``config`` on ``device`` in ``dtype``, or the part of it that ``group.shard`` says.
 
     ``load_format``: auto or safetensors read the folder, pt its pickled tensors; dummy makes random weights from
     ``seed``, no file needed. An architecture that the table does not know is left to ``fallback.py``. Raises
-    ConfigError, one line that names the file and the remedy.
+    ConfigError, one line that names the file and the remedy. ``quantization``: int8 or int4, see ``formats.at_load``.
     """
     check_load_format(load_format)
-    group = group or Group()
+    group, at_load = group or Group(), AtLoad(quantization, quantize_lm_head)
     with _named(config):
-        if pooler is None and uses_fallback(config):
+        foreign = pooler is None and uses_fallback(config)
+        check_quantization(at_load, device, bool(config.hf.get("quantization_config")), foreign)
+        if foreign:
             return load_fallback(config, dtype, device, load_format, seed, group)
         spec, names = _family(config, pooler)
-        found = quantization(config.hf)
+        found = checkpoint_quantization(config.hf)
         names = replace(names, skip=(*names.skip, *found.skip))
         room = spec.positions - spec.position_offset
         if 0 < room < config.max_model_len:
@@ -77,7 +82,7 @@ def load_model(
                 f"max_model_len={config.max_model_len} is more than the {room} positions that {spec.architecture} has "
                 f"learned; use --max-model-len {room} at most."
             )
-        parts = Parts(spec, dtype, device, group.shard, formats_of(spec, names, found))
+        parts = Parts(spec, dtype, device, group.shard, formats_of(spec, names, found), at_load)
         if load_format == "dummy":
             _fill_dummy(parts, seed, progress)
         else:
@@ -88,19 +93,21 @@ def load_model(
 
 
 def size_of(
-    config: ModelConfig, pooler: PoolerConfig | None, dtype: torch.dtype, shard: Shard
+    config: ModelConfig, pooler: PoolerConfig | None, dtype: torch.dtype, shard: Shard, at_load: AtLoad = NOTHING
 ) -> tuple[DecoderSpec, int, float]:
     """Of a model that is not transformers' own: its spec, the number of parameters that ``shard`` holds, and the bytes
     that each of them takes, in ``dtype`` or in the tensors of its format. Raises ConfigError as ``load_model`` does.
     """
     with _named(config):
         spec, names = _family(config, pooler)
-        formats, held = formats_of(spec, names, quantization(config.hf)), list(parameters(spec, shard))
+        formats, held = formats_of(spec, names, checkpoint_quantization(config.hf)), list(parameters(spec, shard))
     count, device = sum(math.prod(parameter.shape) for parameter in held), torch.device("cpu")
-    if not formats:
-        return spec, count, dtype.itemsize
-    tensors = [tensor for parameter in held for tensor in in_tensors(parameter, formats, dtype, device)]
-    size = sum(math.prod(each.shape) * ((each.stored and each.stored.dtype) or dtype).itemsize for each in tensors)
+    size = 0.0
+    for parameter in held:
+        made = at_load.format_of(parameter.name) if parameter.kind in ("linear", "experts") else None
+        for each in in_tensors(parameter, formats, dtype, device):
+            itemsize = made.bits / 8 if made else ((each.stored and each.stored.dtype) or dtype).itemsize
+            size += math.prod(each.shape) * itemsize
     return spec, count, size / count
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from ..layers.formats.at_load import NOTHING, AtLoad
 from ..layers.formats.base import Format
 from ..layers.formats.dense import PLAIN, dense
-from ..layers.linear import ExpertLinear, Linear
+from ..layers.linear import ExpertLinear, Linear, weight_of
 from ..spec import DecoderSpec, Shard
 from .files import trim
 from .parameters import Parameter, parameters
@@ -16,12 +17,17 @@ from .weights import Weights
 
 
 class Parts:
-    """``parameters`` are the tensors to fill, by name: a weight's are those of its format, of ``formats`` or plain."""
+    """``parameters`` are the tensors to fill, by name: a weight's are those of its format, of ``formats`` or plain.
+
+    ``at_load``: which of the plain ones are made narrower.
+    """
 
     def __init__(
-        self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, shard: Shard, formats: Mapping[str, Format]
-    ) -> None:
+        self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, shard: Shard, formats: Mapping[str, Format],
+        at_load: AtLoad = NOTHING,
+    ) -> None:  # fmt: skip
         self.spec, self.dtype, self.device, self.formats = spec, dtype, device, formats
+        self._at_load = at_load
         self._whole = {parameter.name: parameter for parameter in parameters(spec, shard)}
         self.parameters = {
             each.name: each for parameter in self._whole.values()
@@ -76,7 +82,7 @@ class Parts:
 
     def _make(self, parameter: Parameter, tensors: dict[str, torch.Tensor]) -> None:
         weight, name = parameter.as_weight(self.dtype, self.device), parameter.name.removesuffix(".weight")
-        format = self.formats.get(parameter.name) or dense(weight)
+        format = self.formats.get(parameter.name) or self._at_load.format_of(parameter.name) or dense(weight)
         if parameter.kind == "table":
             self._tensors[parameter.name] = format.dequantize(tensors, weight)
         elif weight.experts is None:
@@ -92,7 +98,10 @@ class Parts:
     def weights(self) -> Weights:
         """The finished parameters."""
         if self.spec.tied and "embed.weight" in self._tensors:
-            self._linears["lm_head"] = Linear.of(self._tensors["embed.weight"])
+            table = self._tensors["embed.weight"]
+            weight = weight_of(table)
+            format = self._at_load.format_of("lm_head.weight") or dense(weight)
+            self._linears["lm_head"] = Linear(format, {"weight": table}, weight)
         for name in [name for name in self._tensors if name.endswith(".bias")]:
             owner = name.removesuffix(".bias")
             if owner in self._linears:

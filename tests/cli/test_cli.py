@@ -290,7 +290,7 @@ def test_flags_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str
         (["--served-model-name", "a", "/nowhere/at/all"], "'a' '/nowhere/at/all'"),
         (["/nowhere/at/all"], "/nowhere/at/all"),
         (["--block-size", "7"], "block_size must be 8, 16 or 32"),
-        (["--quantization", "awq"], "not supported yet"),
+        (["--quantization", "awq"], "int8"),
         (["--keys", "/nowhere/keys"], "quire keygen"),
         (["--host", "203.0.113.7"], "203.0.113.7"),
     ],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cpu_kernels import VARIANTS, using
 
 from quire.gpu_worker.kernels.activation import gated_activation_torch
-from quire.gpu_worker.kernels.cpu.linear import ADD, GATED, multiply, pack
+from quire.gpu_worker.kernels.cpu.library import I4, I8
+from quire.gpu_worker.kernels.cpu.linear import ADD, GATED, GROUP, multiply, pack
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((96, 64), (100, 70), (33, 1), (1, 200), (160, 896), (72, 333))
@@ -98,3 +100,71 @@ def test_a_part_of_a_row_is_no_copy():
     wide[:, :128] = x
     multiply(wide[:, :128], pack(weight), out[:, :64])
     assert torch.equal(out[:, :64], multiply(x, pack(weight))) and not out[:, 64:].any()
+
+
+# --- int8 and int4 ---
+
+
+def by_groups(values: torch.Tensor, group: int) -> torch.Tensor:
+    """[rows, inputs] -> [rows, groups, group], filled up with zeros."""
+    return F.pad(values, (0, -values.shape[1] % group)).unflatten(1, (-1, group))
+
+
+def quantized(values: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 of groups of each row, and the groups' scales: the largest magnitude is 127."""
+    groups = by_groups(values, group)
+    largest = groups.abs().amax(2)
+    inverse = torch.where(largest > 0, torch.tensor(127.0) / largest, 0)  # 127 / largest would round twice
+    return (groups * inverse[..., None]).round(), largest / 127
+
+
+def int8_twin(x, weight):
+    (a, a_scale), (b, b_scale) = quantized(x, x.shape[1]), quantized(weight, x.shape[1])
+    return (a[:, 0].double() @ b[:, 0].double().T) * a_scale.double() * b_scale.double().T
+
+
+def int4_twin(x, weight):
+    a, a_scale = quantized(x, GROUP)
+    groups = by_groups(weight, GROUP)
+    at = torch.sort(groups.abs(), dim=2, descending=True, stable=True)[1][..., :1]  # the first of equal ones
+    scale = (groups.gather(2, at)[..., 0] / -8).bfloat16().float()
+    b = (groups * torch.where(scale != 0, 1 / scale, 0)[..., None]).round().clamp(-8, 7)
+    sums = torch.einsum("tgi,ogi->tog", a.double(), b.double())
+    return (sums * a_scale.double()[:, None] * scale.double()).sum(2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kind", "twin"), [(I8, int8_twin), (I4, int4_twin)])
+def test_quantized_product(kind, twin, shape, gated, dtype):
+    shape = (2 * shape[0], shape[1]) if gated else shape
+    x, weight, bias = operands(shape, dtype)
+    packed = pack(weight, kind, gated)
+    packed.set_bias(bias)
+    want = twin(x.float(), weight.float()) + bias.double()
+    for rows in (1, 5, 300):
+        got = multiply(x[:rows], packed, torch.empty(rows, shape[0]))
+        torch.testing.assert_close(got.double(), want[:rows], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [I8, I4])
+def test_a_quantized_row_has_the_same_bits_in_any_company(kind):
+    x, weight, _ = operands((160, 1100), torch.float32)
+    packed = pack(weight, kind)
+    alone = torch.cat([multiply(row[None], packed) for row in x])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in ROWS:
+            assert torch.equal(multiply(x[:rows], packed), alone[:rows])
+            assert torch.equal(multiply(x[-rows:], packed), alone[-rows:])
+
+
+@pytest.mark.parametrize("kind", [I8, I4])
+def test_quantized_rows_of_zeros_and_of_no_numbers(kind):
+    x, weight, _ = operands((64, 200), torch.float32, 5)
+    x[1], x[3, 150], x[4, 0] = 0, float("nan"), float("inf")
+    weight[7] = 0
+    found = multiply(x, pack(weight, kind))
+    assert not found[1].any() and not found[:3, 7].any() and found[[0, 2]].isfinite().all()
+    assert found[3].isnan().all() and not found[4].isfinite().any()

@@ -470,7 +470,7 @@ def test_bad_arguments_of_the_constructor():
         ({"override_generation_config": "5"}, "override_generation_config must be a JSON object"),
         ({"logits_processors": [lambda ids, logits: logits]}, "cannot be imported by the workers"),
         ({"tensor_parallel_size": 3}, r"attention heads \(8\) must be divisible by tensor parallel size \(3\)\."),
-        ({"quantization": "awq"}, "quantization='awq' is not supported yet"),
+        ({"quantization": "awq"}, "Unknown quantization: 'awq'"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in"),
         ({"dtype": "float64"}, "Unknown dtype"),
         ({"model": "/no/such/folder"}, "does not exist"),

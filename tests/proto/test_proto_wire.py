@@ -178,7 +178,7 @@ def test_flags_reach_the_services_that_name_them():
         ({"block_size": 12}, "8, 16 or 32"), ({"max_num_seqs": 0}, "at least 1"), ({"port": 70000}, "65535"),
         ({"gpu_memory_utilization": 0.0}, r"\(0, 1\]"), ({"tensor_parallel_size": 0}, "at least 1"),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "rank": 6}, r"rank must be in \[0, 5\]"),
-        ({"quantization": "awq"}, "not supported yet"), ({"dtype": "int3"}, "Unknown dtype"),
+        ({"quantization": "awq"}, "one of .'int8', 'int4'"), ({"dtype": "int3"}, "Unknown dtype"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "at least max_num_seqs"),
         ({"max_model_len": 0}, "at least 1"),
     ],

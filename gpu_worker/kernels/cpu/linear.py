@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ....proto.config import ConfigError
-from .library import BF16, F32, Library, library
+from .library import BF16, F32, I4, I8, Library, library
 from .structs import Epilogue, Matrix, Rows, Weight
 
 PANEL, ROW_UNIT, GROUP = 32, 64, 128
@@ -17,7 +17,7 @@ PANEL, ROW_UNIT, GROUP = 32, 64, 128
 STORE, ADD, GATED, ACTIVATED = range(4)
 """What becomes of the sums: kernels.h's Q_STORE, Q_ADD, Q_GATED and Q_ACTIVATED."""
 TYPES = {torch.float32: F32, torch.bfloat16: BF16}
-_DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
+_BITS = {F32: 32, BF16: 16, I8: 8, I4: 4}
 _STRUCTS = (Weight, Rows, Epilogue, Matrix)
 
 
@@ -25,17 +25,26 @@ class PackedWeight:
     """A weight [outputs, inputs] in the native kernels' panels.
 
     ``struct`` is kernels.h's q_weight. It stays at its address, and what it points to lives as long as this object.
+    ``dtype`` is what its products take: float32 where they quantize activations themselves.
     """
 
     def __init__(self, kind: int, outputs: int, inputs: int, gated: bool) -> None:
         panels = -(-(outputs // 2) // (PANEL // 2)) if gated else -(-outputs // PANEL)
-        padded = -(-inputs // ROW_UNIT) * ROW_UNIT
+        unit = GROUP if kind == I4 else ROW_UNIT
+        padded = -(-inputs // unit) * unit
         self.struct = Weight(kind, outputs, inputs, padded, panels, int(gated))
-        self.dtype = _DTYPES[kind]
+        self.dtype = torch.bfloat16 if kind == BF16 else torch.float32
         self.bias: torch.Tensor | None = None
-        self._data = aligned(panels * PANEL * padded * self.dtype.itemsize)
         self._bias: torch.Tensor | None = None
+        columns = panels * PANEL
+        self._data = aligned(columns * padded * _BITS[kind] // 8)
         self.struct.data = self._data.data_ptr()
+        if kind == I8:
+            self._scales, self._offsets = torch.zeros(columns), torch.zeros(columns, dtype=torch.int32)
+            self.struct.scales, self.struct.offsets = self._scales.data_ptr(), self._offsets.data_ptr()
+        elif kind == I4:
+            self._scales = torch.zeros(columns * padded // GROUP, dtype=torch.bfloat16)
+            self.struct.group_scales = self._scales.data_ptr()
 
     def set_bias(self, bias: torch.Tensor | None) -> None:
         """Let products add ``bias`` [outputs] from now on; None: nothing."""
@@ -125,9 +134,25 @@ def multiply(
     return out
 
 
-def _rows(x: torch.Tensor, packed: PackedWeight) -> tuple[Rows, torch.Tensor]:
+def _rows(x: torch.Tensor, packed: PackedWeight) -> tuple[Rows, tuple[torch.Tensor, ...]]:
     """``x`` as the kernels read it for ``packed``, and the memory that this points to."""
-    missing = packed.struct.padded_inputs - x.shape[1]
+    weight = packed.struct
     x = x.to(packed.dtype)
+    if weight.type in (I8, I4):
+        return _quantized(x, weight)
+    missing = weight.padded_inputs - x.shape[1]
     x = F.pad(x, (0, missing)) if missing else x if x.stride(1) == 1 else x.contiguous()
-    return Rows(x.data_ptr(), x.stride(0) * x.element_size(), None, None), x
+    return Rows(x.data_ptr(), x.stride(0) * x.element_size(), None, None), (x,)
+
+
+def _quantized(x: torch.Tensor, weight: Weight) -> tuple[Rows, tuple[torch.Tensor, ...]]:
+    """float32 rows as int8: by a scale for each row, for an int4 weight for each of its groups."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    groups = weight.padded_inputs // GROUP if weight.type == I4 else 1
+    values = torch.empty(len(x), weight.padded_inputs, dtype=torch.uint8)
+    scales, sums = torch.empty(len(x), groups), torch.empty(len(x), groups, dtype=torch.int32)
+    rows = Rows(values.data_ptr(), weight.padded_inputs, scales.data_ptr(), sums.data_ptr())
+    _native().c.q_prepare(
+        _team(), weight.type, len(x), x.data_ptr(), x.stride(0), x.shape[1], weight.padded_inputs, byref(rows)
+    )
+    return rows, (values, scales, sums)

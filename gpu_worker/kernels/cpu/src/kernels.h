@@ -44,7 +44,7 @@ typedef struct {
   const void *data;      /* panels, 64-byte aligned */
   const float *scales;   /* int8: of each output, [panels * Q_PANEL]; else NULL */
   const int32_t *offsets;       /* int8: takes back the 128 that was added to activations, [panels * Q_PANEL] */
-  const uint16_t *group_scales; /* int4: float16 of each group and output, [panels][groups][Q_PANEL] */
+  const uint16_t *group_scales; /* int4: bfloat16 of each group and output, [panels][groups][Q_PANEL] */
   const float *bias;            /* [panels * Q_PANEL] in the panels' order, or NULL */
 } q_weight;
 
@@ -52,8 +52,8 @@ typedef struct {
 typedef struct {
   const void *data;     /* float32, bfloat16; int8 + 128 as uint8 for an int8 weight, int8 for an int4 weight */
   int64_t stride;       /* bytes from row to row, a multiple of 64 */
-  const float *scales;  /* int8, int4: of each row */
-  const int32_t *sums;  /* int4: of each row and group, [rows][inputs / Q_GROUP] */
+  const float *scales;  /* int8: of each row; int4: of each row and group, [rows][padded inputs / Q_GROUP] */
+  const int32_t *sums;  /* int4: of each row and group, as scales */
 } q_rows;
 
 /* What becomes of the sums. */
@@ -139,8 +139,9 @@ typedef struct {
 
   /* out of ``rows`` rows, panels [first, last). */
   void (*linear)(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to, int32_t first, int32_t last);
-  /* One row of float32 [size], padded with zeros to ``padded``, as a weight of ``type`` wants it. */
-  void (*prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scale, int32_t *sums);
+  /* One row of float32 [size], padded with zeros to ``padded``, as a weight of ``type`` wants it; of int8 its scale,
+   * of int4 the scales and sums of its groups. */
+  void (*prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales, int32_t *sums);
 
   /* Query heads of key head ``kv_head`` of one tile: out = softmax(scores) values. q is [tokens][q_stride] with the
    * heads of a token one after another, rotated and not scaled; out alike, of out_type. Strides are in bytes. ``part``

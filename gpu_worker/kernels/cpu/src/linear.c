@@ -67,6 +67,8 @@ void Q_NAME(linear)(const q_weight *weight, const q_rows *x, int32_t rows, const
   switch (weight->type) {
     case Q_F32: Q_NAME(linear_f32)(weight, x, rows, to, first, last); break;
     case Q_BF16: Q_NAME(linear_bf16)(weight, x, rows, to, first, last); break;
+    case Q_I8: Q_NAME(linear_int8)(weight, x, rows, to, first, last); break;
+    case Q_I4: Q_NAME(linear_int4)(weight, x, rows, to, first, last); break;
   }
 }
 
@@ -88,5 +90,7 @@ void Q_NAME(prepare)(int32_t type, const float *x, int32_t size, int32_t padded,
   switch (type) {
     case Q_F32: prepare_f32(x, size, padded, out); break;
     case Q_BF16: prepare_bf16(x, size, padded, out); break;
+    case Q_I8: Q_NAME(quantize_row)(x, size, padded, padded, -128, out, scales, NULL); break;
+    case Q_I4: Q_NAME(quantize_row)(x, size, padded, Q_GROUP, 0, out, scales, sums); break;
   }
 }

@@ -26,6 +26,11 @@ typedef void q_linear_function(const q_weight *weight, const q_rows *x, int32_t 
                                int32_t first, int32_t last);
 q_linear_function Q_NAME(linear_f32), Q_NAME(linear_bf16), Q_NAME(linear_int8), Q_NAME(linear_int4);
 
+/* float32 [size] as int8, with zeros up to ``padded``: each group of ``group`` values by a scale of its own, its largest
+ * value / 127. ``scales`` and ``sums`` (or NULL) are each group's; ``flip`` is exclusive-ored to each value. */
+void Q_NAME(quantize_row)(const float *x, int32_t size, int32_t padded, int32_t group, int8_t flip, int8_t *out,
+                          float *scales, int32_t *sums);
+
 /* Bring ``sums`` [Q_PANEL] of ``row`` and ``panel`` to where ``to`` says; they are changed on the way. */
 void Q_NAME(finish_panel)(const q_weight *weight, const q_epilogue *to, int32_t row, int32_t panel, float *sums);
 

@@ -5,19 +5,12 @@ INLINE void linear_float(const int type, const q_weight *weight, const q_rows *x
                          int32_t first, int32_t last) {
   _Alignas(64) int32_t sums[MOST_PANELS * MOST_ROWS * Q_PANEL];
   for (int32_t row = 0; row < rows; row += MOST_ROWS) {
-    int32_t count = least(MOST_ROWS, rows - row), panels;
-    for (int32_t panel = first; panel < last; panel += panels) {
-      const int wide = count <= WIDE_ROWS && last - panel >= SPAN_PANELS;
-      panels = wide ? SPAN_PANELS : least(MOST_PANELS, last - panel);
-      if (wide)
-        sum_wide(type, weight, x, row, count, panel, sums);
-      else
-        sum_tall(type, weight, x, row, count, panel, panels, sums);
+    int32_t count = least(MOST_ROWS, rows - row);
+    for (int32_t panel = first, panels; panel < last; panel += panels) {
+      panels = sum_panels(type, weight, x, row, count, panel, last, sums);
       for (int32_t next = 0; next < panels; next++)
-        for (int32_t at = 0; at < count; at++) {
-          int32_t *own = sums + (wide ? at * SPAN + next * Q_PANEL : (next * count + at) * Q_PANEL);
-          Q_NAME(finish_panel)(weight, to, row + at, panel + next, (float *)own);
-        }
+        for (int32_t at = 0; at < count; at++)
+          Q_NAME(finish_panel)(weight, to, row + at, panel + next, (float *)sums + (next * count + at) * Q_PANEL);
     }
   }
 }

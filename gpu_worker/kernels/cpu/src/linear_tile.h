@@ -43,8 +43,9 @@ typedef struct {
   const uint32_t *weight; /* the first word of the first column */
   int64_t row_stride;
   int64_t panel_stride;
-  int32_t words; /* to add up, a multiple of 4 */
-  int32_t *sums; /* of the first row and column */
+  int32_t words;     /* to add up, a multiple of 4 */
+  int32_t *sums;     /* of the first row and column, [panels][rows][Q_PANEL] */
+  int32_t sum_panel; /* from panel to panel of the sums */
 } tile_place;
 
 /* Without instructions for pairs of bfloat16 a word of them is added in two parts, each made float32. */
@@ -100,6 +101,12 @@ INLINE const uint32_t *words_of(const tile_place *at, const int vector, int32_t 
   return at->weight + (column / Q_PANEL) * at->panel_stride + column % Q_PANEL + (int64_t)word * Q_PANEL;
 }
 
+/* The sums of a tile's row and vector. */
+INLINE int32_t *sums_of(const tile_place *at, const int row, const int vector) {
+  const int column = vector * LANES;
+  return at->sums + column / Q_PANEL * at->sum_panel + row * Q_PANEL + column % Q_PANEL;
+}
+
 /* Fetch the words of the rows behind a tile's: in four calls, each 4 words on, 16 words of 12 rows. Many rows come from
  * the second or third cache, and the processor alone does not ask for them early enough. */
 INLINE void fetch_next_rows(const tile_place *at, const int rows, int32_t word) {
@@ -111,14 +118,13 @@ INLINE void fetch_next_rows(const tile_place *at, const int rows, int32_t word) 
 
 /* Add the words of a tile of ``rows`` rows and ``vectors`` * LANES columns to its sums. */
 INLINE void add_tile(const int type, const int rows, const int vectors, const tile_place *at) {
-  const int sum_stride = vectors == WIDE_VECTORS ? SPAN : Q_PANEL;
   vint sums[TALL_ROWS][WIDE_VECTORS];
   /* Every third row has a pointer: the rows between are at its one and two strides, which the processor adds itself. */
   const uint32_t *third[(TALL_ROWS + 2) / 3];
   UNROLL for (int row = 0; row < rows; row++) {
     if (row % 3 == 0) third[row / 3] = at->rows + row * at->row_stride;
     UNROLL for (int vector = 0; vector < vectors; vector++)
-      sums[row][vector] = vi_load(at->sums + row * sum_stride + vector * LANES);
+      sums[row][vector] = vi_load(sums_of(at, row, vector));
   }
   const int64_t row_stride = at->row_stride;
   for (int32_t word = 0; word < at->words; word += 4) {
@@ -141,7 +147,7 @@ INLINE void add_tile(const int type, const int rows, const int vectors, const ti
   }
   UNROLL for (int row = 0; row < rows; row++)
     UNROLL for (int vector = 0; vector < vectors; vector++)
-      memcpy(at->sums + row * sum_stride + vector * LANES, &sums[row][vector], sizeof(vint));
+      memcpy(sums_of(at, row, vector), &sums[row][vector], sizeof(vint));
 }
 
 /* add_tile for up to WIDE_ROWS rows and WIDE_COLUMNS columns. */
@@ -192,11 +198,12 @@ INLINE tile_place place_of(const q_weight *weight, const q_rows *x, int32_t row,
   at.rows = (const uint32_t *)x->data + row * at.row_stride + word;
   at.weight = (const uint32_t *)weight->data + panel * at.panel_stride + (int64_t)word * Q_PANEL;
   at.words = words_in(weight) - word;
-  at.sums = 0;
+  at.sums = NULL;
+  at.sum_panel = 0;
   return at;
 }
 
-/* sums [rows][SPAN] of SPAN_PANELS panels from ``panel`` on, for 1 to WIDE_ROWS rows from ``row`` on. */
+/* sums [SPAN_PANELS][rows][Q_PANEL] for 1 to WIDE_ROWS rows from ``row`` on. */
 INLINE void sum_wide(const int type, const q_weight *weight, const q_rows *x, int32_t row, int32_t rows, int32_t panel,
                      int32_t *sums) {
   memset(sums, 0, (size_t)rows * SPAN * sizeof *sums);
@@ -204,6 +211,7 @@ INLINE void sum_wide(const int type, const q_weight *weight, const q_rows *x, in
     tile_place at = place_of(weight, x, row, panel, 0);
     at.weight += column;
     at.sums = sums + column;
+    at.sum_panel = rows * Q_PANEL;
     add_wide(type, rows, &at);
   }
 }
@@ -232,6 +240,19 @@ INLINE void sum_tall(const int type, const q_weight *weight, const q_rows *x, in
   for (int32_t word = 0; word < words_in(weight); word += BLOCK_WORDS)
     for (int32_t next = 0; next < panels; next++)
       add_block(type, weight, x, row, rows, panel + next, word, sums + next * rows * Q_PANEL);
+}
+
+/* sums [panels][rows][Q_PANEL] of the panels from ``panel`` on, before ``last``, for 1 to MOST_ROWS rows from ``row``
+ * on. Returns how many panels that were: MOST_PANELS at most. */
+INLINE int32_t sum_panels(const int type, const q_weight *weight, const q_rows *x, int32_t row, int32_t rows,
+                          int32_t panel, int32_t last, int32_t *sums) {
+  if (rows <= WIDE_ROWS && last - panel >= SPAN_PANELS) {
+    sum_wide(type, weight, x, row, rows, panel, sums);
+    return SPAN_PANELS;
+  }
+  int32_t panels = least(MOST_PANELS, last - panel);
+  sum_tall(type, weight, x, row, rows, panel, panels, sums);
+  return panels;
 }
 
 #endif

@@ -1,0 +1,58 @@
+"""``--quantization``: which weights become narrower while a float checkpoint is loaded.
+
+The weights of the layers, experts included. Routers and gates of one output stay, as choices hang on them, and so do
+embeddings; the lm_head by choice (``--quantize-lm-head``), and then as int8: its outputs are what is drawn from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ....proto.config import ConfigError
+from ...kernels.cpu.library import library
+from .native import Int4, Int8
+
+METHODS: dict[str, Int8 | Int4] = {"int8": Int8(), "int4": Int4()}
+_KEPT = ("router.weight", "shared_gate.weight")
+
+
+@dataclass(frozen=True)
+class AtLoad:
+    """``method``: of METHODS, or None for none. ``lm_head``: whether that is made int8 too."""
+
+    method: str | None = None
+    lm_head: bool = False
+
+    def format_of(self, name: str) -> Int8 | Int4 | None:
+        """Of a linear's or experts' parameter of the decoder ("layers.3.qkv.weight"); None: as it is."""
+        if self.method is None:
+            return None
+        if name == "lm_head.weight":
+            return METHODS["int8"] if self.lm_head else None
+        return METHODS[self.method] if name.startswith("layers.") and not name.endswith(_KEPT) else None
+
+
+NOTHING = AtLoad()
+
+
+def check_quantization(asked: AtLoad, device: torch.device, quantized: bool, transformers: bool) -> None:
+    """Refuse what cannot be made at load. ``quantized``: the checkpoint is already; ``transformers``: so is the model
+    that runs. Raises ConfigError.
+    """
+    if asked.method is None:
+        if asked.lm_head:
+            raise ConfigError("quantize_lm_head needs a quantization; add --quantization int8.")
+        return
+    why = None
+    if device.type != "cpu":
+        why = f"is for CPUs, and the device is {device.type}; leave it out, or use --device cpu"
+    elif library() is None:
+        why = "needs the native CPU kernels, which are off or were not compiled; install quire where a C compiler is"
+    elif quantized:
+        why = "is for float weights, and the model's are quantized already; leave it out"
+    elif transformers:
+        why = "is for the architectures that quire knows, and this one is run by transformers; leave it out"
+    if why:
+        raise ConfigError(f"quantization={asked.method} {why}.")
