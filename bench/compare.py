@@ -29,8 +29,6 @@ SECONDS = {"tiny-llama": 15.0, "small-llama": 30.0, "half-b-qwen2": 60.0}
 OTHER_SECONDS = 30.0
 RATES = {"tiny-llama": (2.0, 6.0, 12.0), "small-llama": (0.5, 1.0, 2.0), "half-b-qwen2": (0.1, 0.2, 0.4)}
 """Requests a second, where --rates does not say: up to about what the slower side can serve."""
-OFFLINE_RUNS = 3
-"""Batches of each turn; each is a sample."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", type=float, nargs="+", help="for the cell rates, requests a second")
     parser.add_argument("--turns", type=int, default=2, help="how often each side is started")
     parser.add_argument("--seconds", type=float, help="of each window (default: by model)")
+    parser.add_argument("--batches", type=int, default=3, help="of the cell offline, in each turn")
     parser.add_argument("--slo", nargs="+", default=["ttft:500", "tpot:50"], help="milliseconds that goodput allows")
     parser.add_argument("--flag", action="append", default=[], help="of quire's server, such as --flag=--cpu-threads=1")
     parser.add_argument("--peer-flag", action="append", default=[], help="of the peer's server")
@@ -115,7 +114,7 @@ class Turn:
     def _offline(self) -> None:
         with OfflineBatch(self.side, job_of(self.model, self.dtype)) as batch:
             note_progress(f"{self._name()} is loaded after {batch.start_seconds:.1f} s")
-            for repeat in range(OFFLINE_RUNS):
+            for repeat in range(self.args.batches):
                 with self.report.sample(**self.labels, cell="offline", repeat=repeat) as values:
                     values |= offline_figures(batch.run())
                     values["start_s"] = batch.start_seconds

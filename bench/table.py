@@ -10,7 +10,6 @@ from typing import Any
 from .report import BenchError
 from .stats import geometric_mean, medians
 
-HEAD = ("model", "dtype", "cell", "tokens/s", "ratio", "TTFT p50 / p99, ms", "ITL p50 / p99, ms")
 LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 Cell = tuple[str, str, str]
 """model, dtype and name of a cell."""
@@ -40,16 +39,16 @@ def worse_latencies(pair: tuple[dict[str, float], dict[str, float]]) -> list[str
 
 def markdown(data: dict[str, Any]) -> str:
     """The table, with geometric means and what the machine did below it."""
-    found = pairs(data)
-    names = " and ".join(data["settings"]["sides"])
-    lines = [f"Each cell: {names}; medians of {counts(data)} samples a side.", ""]
-    lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    found, sides = pairs(data), data["settings"]["sides"]
+    head = ["model", "dtype", "cell", *(f"{side}, tokens/s" for side in sides), "ratio"]
+    head += [f"{side}, {name} p50 / p99, ms" for name in ("TTFT", "ITL") for side in sides]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for (model, dtype, cell), pair in found.items():
-        speed = " and ".join(shown(side["output_tokens_per_s"]) for side in pair)
-        columns = [model, "default" if dtype == "auto" else dtype, cell, speed, times(cell, pair)]
-        columns += [latencies(pair, "ttft"), latencies(pair, "itl")]
+        columns = [model, "default" if dtype == "auto" else dtype, cell]
+        columns += [*(shown(side["output_tokens_per_s"]) for side in pair), times(cell, pair)]
+        columns += [latency(side, name) for name in ("ttft", "itl") for side in pair]
         lines.append("| " + " | ".join(columns) + " |")
-    return "\n".join([*lines, "", *means(found), quiet(data), ""])
+    return "\n".join([*lines, "", f"Medians of {counts(data)} samples.", *means(found), quiet(data), ""])
 
 
 def times(cell: str, pair: tuple[dict[str, float], dict[str, float]]) -> str:
@@ -57,11 +56,11 @@ def times(cell: str, pair: tuple[dict[str, float], dict[str, float]]) -> str:
     return "" if cell.startswith("rate-") else f"{ratio(pair):.2f}"
 
 
-def latencies(pair: tuple[dict[str, float], dict[str, float]], name: str) -> str:
-    """``p50 / p99`` of both sides, where there are any."""
-    if any(f"{name}_p50_ms" not in side for side in pair):
+def latency(values: dict[str, float], name: str) -> str:
+    """``p50 / p99``, where there are any."""
+    if f"{name}_p50_ms" not in values:
         return ""
-    return " and ".join(f"{shown(side[f'{name}_p50_ms'])} / {shown(side[f'{name}_p99_ms'])}" for side in pair)
+    return f"{shown(values[f'{name}_p50_ms'])} / {shown(values[f'{name}_p99_ms'])}"
 
 
 def means(found: dict[Cell, tuple[dict[str, float], dict[str, float]]]) -> list[str]:

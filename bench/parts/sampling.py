@@ -146,8 +146,10 @@ class Bench:
 
 
 def trace(run: Callable[[], Any]) -> list[str]:
-    """Every function of the worker and every torch operation that ``run`` calls, in order."""
+    """Every function of the worker and every torch operation that ``run`` calls, in order; at its second call, for the
+    first one finds out what is kept."""
     found: list[str] = []
+    run()
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
