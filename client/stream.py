@@ -1,7 +1,8 @@
 """What the consumer of a request holds, in its event loop: a stream of events, or what an answer is awaited on.
 
 The core (``core.py``) keeps the request itself and knows nothing of event loops. It holds no reference to a stream,
-only to its event, so a stream that is dropped aborts its request.
+only to its event (or, while ``forward`` is awaited, to what that gives to), so a stream that is dropped aborts its
+request.
 """
 
 from __future__ import annotations
