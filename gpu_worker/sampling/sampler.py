@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from ..kernels import masks, penalties, sampling
+from ..kernels.cpu.edits import Editor
 from ..kernels.cpu.library import library
 from ..kernels.cpu.sampling import Chooser
 from ..kernels.logprobs import Source
@@ -57,7 +58,7 @@ def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sa
         return Sampled(torch.empty(0, dtype=torch.int32, device=logits.device), None)
     needs, edit = batch.needs, batch.edit
     if batch.mask is not None:
-        (masks.mask_bits if logits.is_cuda else masks.mask_bits_numpy)(logits, batch.mask)
+        _mask_bits(logits, batch.mask)
     native = None if logits.is_cuda else chooser()
     gathers = needs.changes or (needs.random and (native is None or needs.logprobs))
     params = state.of(batch.rows) if gathers else None
@@ -69,8 +70,7 @@ def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sa
     if edit is not None:
         edit(logits)
     if params is not None and needs.penalties:
-        table = state.counts.tensor
-        (penalties.penalise if logits.is_cuda else penalties.penalise_numpy)(logits, table, batch.rows, params)
+        _penalise(logits, state.counts.tensor, batch.rows, params)
     if native is None:
         tokens, thresholds, chosen = _choose(logits, params, batch)
     else:
@@ -117,12 +117,43 @@ def _restrict(logits: torch.Tensor, state: SamplingState, batch: SampleBatch, pa
     needs, rows = batch.needs, batch.rows
     if needs.allowed:
         table = state.allowed.tensor
-        (masks.mask_bits if logits.is_cuda else masks.mask_bits_numpy)(logits, table, rows, params)
+        _mask_bits(logits, table, rows, params)
     if needs.edits:
         add(logits, *state.step_bias(batch.host_rows, batch.host_positions))
     if needs.words:
         ban = masks.ban_words if logits.is_cuda else masks.ban_words_numpy
         ban(logits, state.step_words(batch.host_rows), batch.history, rows, batch.positions, params)
+
+
+def _mask_bits(
+    logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None = None, params: torch.Tensor | None = None
+) -> None:
+    """``masks.mask_bits``, by native kernels or the twin where the logits are on the host."""
+    if logits.is_cuda:
+        masks.mask_bits(logits, bits, rows, params)
+    elif (native := _editor()) is None:
+        masks.mask_bits_numpy(logits, bits, rows, params)
+    elif rows is None or params is None:
+        native.mask_bits(logits.numpy(), bits.numpy())
+    else:
+        native.mask_bits(logits.numpy(), bits.numpy(), rows.numpy(), params.numpy())
+
+
+def _penalise(logits: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> None:
+    """``penalties.penalise``, likewise."""
+    if logits.is_cuda:
+        penalties.penalise(logits, counts, rows, params)
+    elif (native := _editor()) is None:
+        penalties.penalise_numpy(logits, counts, rows, params)
+    else:
+        native.penalise(logits.numpy(), counts.numpy(), rows.numpy(), params.numpy())
+
+
+@functools.cache
+def _editor() -> Editor | None:
+    """Native kernels that change logits on the host, by as many threads as torch has; None where there are none."""
+    found = library()
+    return None if found is None else Editor(found, torch.get_num_threads())
 
 
 @functools.cache

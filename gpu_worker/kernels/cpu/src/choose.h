@@ -6,6 +6,7 @@
 
 /* The columns of a row's parameters: kernels/columns.py, which a test compares. */
 enum { Q_INV_T = 0, Q_LOG_MIN_P, Q_TOP_P, Q_TOP_K, Q_SEED_LOW, Q_SEED_HIGH, Q_COLUMNS = 16 };
+enum { Q_REPETITION = 6, Q_FREQUENCY, Q_PRESENCE, Q_USES };
 
 /* Logits of which the largest is kept, so that later passes skip what lies too low. */
 enum { Q_SPAN = 64 };

@@ -128,9 +128,10 @@ typedef struct {
   const q_splits *splits; /* NULL: each tile is one part */
 } q_batch;
 
-/* ---------------------------------------------------------------- choose.c */
+/* ---------------------------------------------------------------- choose.c, edit.c */
 
 struct q_choice; /* choose.h */
+struct q_edit;   /* edit.h */
 
 /* ---------------------------------------------------------------- the table of one instruction set */
 
@@ -168,6 +169,8 @@ typedef struct {
 
   /* The token of one slot (choose.h). */
   void (*choose)(const struct q_choice *choice, int32_t slot, float *scratch);
+  /* Masks or penalties of one slot (edit.h). */
+  void (*edit)(const struct q_edit *edit, int32_t slot);
 } q_kernels;
 
 extern const q_kernels q_kernels_plain, q_kernels_avx2, q_kernels_avx512, q_kernels_avx512bf16;

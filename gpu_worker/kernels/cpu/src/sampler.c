@@ -1,7 +1,8 @@
-/* Chooses the tokens of a step: rows are shared by a team of threads, one at a time. */
+/* Changes a step's logits and chooses its tokens: rows are shared by a team of threads, one at a time. */
 #include <stdatomic.h>
 
 #include "choose.h"
+#include "edit.h"
 #include "kernels.h"
 #include "team.h"
 
@@ -31,4 +32,24 @@ Q_EXPORT void q_choose(q_team *team, const q_choice *choice) {
     choose_some(&shared, 0, 1);
   else
     q_team_run(team, choose_some, &shared);
+}
+
+typedef struct {
+  const q_edit *edit;
+  _Atomic int32_t next;
+} q_shared_edit;
+
+static void edit_some(void *argument, int id, int threads) {
+  (void)id, (void)threads;
+  q_shared_edit *shared = argument;
+  for (int32_t slot; (slot = q_take(&shared->next, 1)) < shared->edit->slots;) q_kernel->edit(shared->edit, slot);
+}
+
+/* Changes the logits of all slots. */
+Q_EXPORT void q_edit_logits(q_team *team, const q_edit *edit) {
+  q_shared_edit shared = {.edit = edit};
+  if (edit->slots == 1 || (int64_t)edit->slots * edit->vocab < ALONE)
+    edit_some(&shared, 0, 1);
+  else
+    q_team_run(team, edit_some, &shared);
 }

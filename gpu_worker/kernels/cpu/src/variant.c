@@ -20,6 +20,7 @@ void Q_NAME(embed)(int32_t type, const void *row, float scale, float *out, int32
 void Q_NAME(add)(const float *x, float scale, float *out, int32_t size);
 void Q_NAME(softcap)(float *x, float cap, int32_t size);
 void Q_NAME(choose)(const struct q_choice *choice, int32_t slot, float *scratch);
+void Q_NAME(edit)(const struct q_edit *edit, int32_t slot);
 
 const q_kernels Q_NAME(q_kernels) = {
     .name = Q_TEXT(Q_VARIANT),
@@ -35,4 +36,5 @@ const q_kernels Q_NAME(q_kernels) = {
     .add = Q_NAME(add),
     .softcap = Q_NAME(softcap),
     .choose = Q_NAME(choose),
+    .edit = Q_NAME(edit),
 };
