@@ -2,7 +2,7 @@
 
 Microseconds from the bytes of a ``StepPlan`` to the bytes of its ``StepResult``, without sockets and threads, in a
 steady state: every row decodes, and now and then one begins a new block. ``total`` and ``least`` (the median and the
-first percentile) are of steps without a clock inside; the phases are of others, with a clock around each.
+first percentile) are of steps without a clock inside; the phases are medians of others, with a clock around each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
@@ -76,15 +76,15 @@ def run_steps(rows: int, steps: int = 1000, vocab: int = 2048, sampling: str = "
     seconds, _ = _run(rows, steps, vocab, SAMPLING[sampling])
     clocked, phases = _run(rows, steps, vocab, SAMPLING[sampling], phases=True)
     found = {"total": statistics.median(seconds), "least": sorted(seconds)[steps // 100]}
-    found |= {name: spent / steps for name, spent in phases.items()}
-    found["rest"] = (sum(clocked) - sum(phases.values())) / steps
+    medians = {name: statistics.median(spent) for name, spent in phases.items()}
+    found |= medians | {"rest": statistics.median(clocked) - sum(medians.values())}
     return {name: round(1e6 * value, 1) for name, value in found.items()}
 
 
 def _run(
     rows: int, steps: int, vocab: int, params: dict[str, Any], phases: bool = False
-) -> tuple[list[float], Counter[str]]:
-    """Seconds of each step, and with ``phases`` those of each phase over all steps."""
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Seconds of each step, and with ``phases`` those of each phase in each step."""
     length = PROMPT + WARM_UP + steps
     args = EngineArgs(
         block_size=BLOCK_SIZE, max_num_seqs=rows, max_num_batched_tokens=PROMPT * rows,
@@ -101,7 +101,7 @@ def _run(
         gc.freeze()
         worker.serve(wire)
         gc.unfreeze()
-    return wire.seconds, wire.phases if phases else Counter()
+    return wire.seconds, wire.phases
 
 
 def plans(args: EngineArgs, length: int, vocab: int, sampling: SamplingParams, prompt: int = PROMPT) -> list[bytes]:
@@ -131,7 +131,7 @@ class Wire:
 
     def __init__(self, args: EngineArgs, frames: list[bytes]) -> None:
         self.last_step = 0
-        self.phases: Counter[str] = Counter()
+        self.phases: dict[str, list[float]] = defaultdict(list)
         self._steps = len(frames) - 2
         self._frames, self._decode = iter(frames), _clocked(Decoder(FromSchedulerWorkers), "decode", self.phases)
         self._encode = _clocked(encode, "encode", self.phases)
@@ -173,14 +173,14 @@ class FreeModel:
         return self._logits[: len(hidden)]
 
 
-def _clocked(call: Callable[..., Any], name: str, seconds: Counter[str]) -> Callable[..., Any]:
-    """``call``, with the time that it takes added to ``seconds[name]``."""
+def _clocked(call: Callable[..., Any], name: str, seconds: dict[str, list[float]]) -> Callable[..., Any]:
+    """``call``, with the time that each call takes put into ``seconds[name]``."""
 
     def clocked(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:
             return call(*args, **kwargs)
         finally:
-            seconds[name] += time.perf_counter() - began
+            seconds[name].append(time.perf_counter() - began)
 
     return clocked
