@@ -6,5 +6,5 @@
 
 PARTS = (
     "control-plane", "chain", "worker-python", "kernels", "sampling", "steps", "offline", "serve", "startup",
-    "prefix-caching", "preemption", "quantization", "idle",
+    "prefix-caching", "preemption", "quantization", "quality", "idle",
 )  # fmt: skip
