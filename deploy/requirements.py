@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 NEEDS = {
-    "scheduler": ["msgspec", "pyzmq"],
+    "scheduler": ["msgspec", "numpy", "pyzmq"],
     "frontend": ["aiohttp", "huggingface_hub", "msgspec", "numpy", "prometheus_client", "pyzmq", "uvloop"],
     "detokenizer": ["huggingface_hub", "jinja2", "llguidance", "msgspec", "pyzmq", "tokenizers", "transformers"],
     "gpu_worker": [

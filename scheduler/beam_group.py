@@ -28,6 +28,7 @@ from typing import NamedTuple
 from ..proto.codec import BadFrame, from_f32, from_i32, i8, i32, i64
 from ..proto.messages import BeamTokens, Finish, Logprobs, TokenBatch
 from .block_pool import BlockPool, PoolError, blocks_for
+from .columns import Columns
 from .request import Holdings, Request, Sequence
 
 
@@ -81,7 +82,8 @@ class BeamGroup(Sequence):
     """A whole beam search, as the unit that is queued and given rows."""
 
     __slots__ = (
-        "asked", "beams", "candidates", "ended", "filled", "reached", "ready", "scores", "spare", "step", "width",
+        "asked", "beams", "candidates", "ended", "filled", "grown", "reached", "ready", "scores", "spare", "step",
+        "width",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: tuple, losses: int = 0):
@@ -93,6 +95,7 @@ class BeamGroup(Sequence):
         super().__init__(request, 0, array("i"), key, losses)
 
     def _begin(self) -> None:
+        self.grown = 0  # output tokens of every live beam
         self.step = 0  # output tokens of every candidate, or else of every beam
         self.beams: list[Beam] = []  # empty until the prompt's log-probs have come
         self.scores: list[Scores] = []  # of each beam
@@ -103,14 +106,26 @@ class BeamGroup(Sequence):
 
     # -- what it holds
 
-    def start(self, replica: int, rows: list[int], blocks: list[int], computed: int, block_size: int) -> None:
-        """As for any sequence, with rows for all beams to come."""
+    def start(
+        self, replica: int, columns: Columns, rows: list[int], blocks: list[int], computed: int, block_size: int
+    ) -> None:
+        """As for any sequence, with rows for all beams to come. Its counters are in the first."""
         self.spare, self.filled = rows[1:], rows[:1]
-        super().start(replica, rows, blocks, computed, block_size)
+        super().start(replica, columns, rows, blocks, computed, block_size)
 
     def holdings(self) -> Holdings:
         """Rows and blocks of all beams."""
         return Holdings([self.row, *self.spare], self.filled, [self.blocks, *(beam.blocks for beam in self.beams)])
+
+    @property
+    def total(self) -> int:
+        """Tokens of every live beam."""
+        return self.request.prompt_len + self.grown
+
+    @property
+    def output_len(self) -> int:
+        """None until the end, when all are there at once."""
+        return 0
 
     def requeue(self) -> None:
         """As for any sequence. It will come to the same point again, so it waits until it could get past it."""
@@ -119,7 +134,7 @@ class BeamGroup(Sequence):
 
     def _leave(self) -> None:
         super()._leave()
-        self.total, self.spare = self.request.prompt_len, []
+        self.spare = []
         self._begin()
 
     def set_horizon(self, block_size: int, shared: bool = False) -> None:
@@ -240,7 +255,7 @@ class BeamGroup(Sequence):
             if at not in heirs:
                 pool.release_table(parent.blocks)
         self.beams, self.ready = beams, True
-        self.total += 1
+        self.grown += 1
 
     # -- the next step
 

@@ -98,6 +98,7 @@ class Books:
         """A request that was found sound: its sequences wait, but for those that had ended already."""
         now = self.clock()
         self.requests[request.uid] = request
+        request.enter(self.outbox.number(request.owner))
         self.queue.enter(request)
         self.accounts.enter(request, now)
         if self.config.queue_timeout is not None and not request.attempt:
@@ -106,11 +107,11 @@ class Books:
         for seq in list(request.live):
             finish, stop_id = Finish.NONE, -1
             if seq.outputs:
-                finish, stop_id = request.finish_of(seq.outputs[-1], len(seq.outputs))
+                finish, stop_id = request.finish_of(seq.outputs[-1], seq.output_len)
                 if finish is Finish.NONE and seq.total >= seq.limit:
                     finish = Finish.LENGTH
             if finish is not Finish.NONE:  # it had ended before its last attempt was lost
-                self.end(seq, finish, stop_id, with_token=False)
+                self.end(seq, finish, stop_id)
             elif parent is None or seq.outputs:
                 self.enqueue(seq)
                 parent = seq if parent is None and not seq.outputs else parent
@@ -122,9 +123,10 @@ class Books:
         self.queue.push(seq)
         self.quarantine_waits = self.quarantine_waits or seq.quarantined
 
-    def end(self, seq: Sequence, finish: Finish, stop_id: int, with_token: bool = True) -> None:
-        """``seq`` ends by its own tokens; the detokenizer is told."""
-        self.outbox.finished(seq, finish, stop_id, with_token)
+    def end(self, seq: Sequence, finish: Finish, stop_id: int, place: int | None = None) -> None:
+        """``seq`` ends by its own tokens; the detokenizer is told. ``place``: of its last token in the batch that is
+        being gathered, None where it is not in it."""
+        self.outbox.finished(seq, finish, stop_id, place)
         self.leave(seq)
 
     def answer(self, seq: Sequence, message: Any, tokens: int = 0) -> None:
@@ -165,7 +167,7 @@ class Books:
             self._forget(request)
 
     def _finish(self, seq: Sequence) -> None:
-        self.generation_tokens += len(seq.outputs)
+        self.generation_tokens += seq.output_len
         if seq.state is State.RUNNING:
             self.replicas[seq.replica].release(seq)
         seq.finish()
@@ -306,7 +308,7 @@ class Books:
             prefix_queries=self.prefix_queries,
             prefix_hits=self.prefix_hits,
             prompt_tokens=self.prompt_tokens,
-            generation_tokens=self.generation_tokens + sum(len(seq.outputs) for seq in live),
+            generation_tokens=self.generation_tokens + sum(seq.output_len for seq in live),
             steps=self.steps,
             bad_frames=bad_frames + self.bad_messages,
             replicas=[

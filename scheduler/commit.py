@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Container
 from itertools import pairwise
+from typing import NamedTuple
 
-from ..proto.codec import BadFrame, from_i32, from_u32, i32
+import numpy as np
+
+from ..proto.codec import BadFrame, from_i32, i32
 from ..proto.messages import Finish, Pooled, PromptLogprobs, SlotPooled, StepResult
 from .beam_group import BeamGroup, Scores, read_scores
 from .beams import advance
 from .books import Books
+from .columns import Ints, as_u32
 from .logprobs import count_logprobs, skip_logprobs
 from .replica import Replica
 from .request import Sequence
@@ -30,55 +34,43 @@ def commit_result(books: Books, replica: Replica, result: StepResult) -> None:
     books.finish_step(replica)
     if step.prompts or result.failed or result.logprobs:
         _pass_on(books, step, result, scores)
-    owner = ""
-    for seq, generation, token in zip(step.decodes, step.generations, tokens, strict=False):
-        if seq.generation != generation:
-            continue  # it left while this step was in flight
-        total = seq.computed = seq.total
-        total += 1
-        seq.total = total
-        seq.outputs.append(token)
-        if seq.owner is not owner:  # one string object for many, mostly
-            owner = seq.owner
-            sink = books.outbox.sink(owner)
-            put_seq, put_token = sink.seqs.append, sink.tokens.append
-        put_seq(seq)
-        put_token(token)
-        if total >= seq.milestone or token in seq.stops:
-            _look(books, replica, seq, token)
-    if step.chunks:
-        _commit_chunks(books, replica, step, tokens, pooled)
+    computed, drew = _commit_decodes(books, replica, step, tokens) if len(step.decodes) else ([], [])
+    replica.register(computed + _commit_chunks(step))
+    drew += _commit_others(books, step, tokens, pooled)
+    for last in drew:
+        _end_by(books, *last)
     if scores:
         _commit_beams(books, replica, step, scores)
 
 
-def _check(replica: Replica, result: StepResult) -> tuple[Step, list[int]]:
+def _check(replica: Replica, result: StepResult) -> tuple[Step, Ints]:
     if not replica.in_flight or result.step != replica.in_flight[0].number:
         expected = replica.in_flight[0].number if replica.in_flight else "none"
         raise BadFrame(f"result of step {result.step} where {expected} was expected")
     step = replica.in_flight[0]
-    tokens = from_u32(result.tokens)  # so that a negative one is too large
+    tokens = as_u32(result.tokens)  # so that a negative one is too large
     if len(tokens) != step.samples():
         raise BadFrame(f"{len(tokens)} tokens for the {step.samples()} sample slots of step {step.number}")
     if result.counts and result.counts != _ONE * len(tokens):
         raise BadFrame(f"step {step.number} draws one token for each slot")
     if result.failed:
-        _check_failed(result, tokens)
-    if tokens and max(tokens) >= replica.vocab_size:
-        raise BadFrame(f"token {max(tokens)} of a vocabulary of {replica.vocab_size}")
+        tokens = tokens.copy()
+        tokens[_failed_slots(result, len(tokens))] = 0  # what stands there for a token means nothing
+    if len(tokens) and (highest := tokens.item(tokens.argmax())) >= replica.vocab_size:
+        raise BadFrame(f"token {highest} of a vocabulary of {replica.vocab_size}")
     if result.logprobs or result.logprob_slots:
         _check_logprobs(result, len(tokens))
     if step.prompts or result.prompts:
         _check_prompts(step, result)
-    return step, tokens
+    return step, tokens.view(np.int32)
 
 
-def _check_failed(result: StepResult, tokens: list[int]) -> None:
-    """Failed slots must be slots; what stands there for a token means nothing."""
+def _failed_slots(result: StepResult, slots: int) -> list[int]:
+    """Failed slots must be slots."""
     for failed in result.failed:
-        if not 0 <= failed.slot < len(tokens):
-            raise BadFrame(f"slot {failed.slot} of {len(tokens)} failed")
-        tokens[failed.slot] = 0
+        if not 0 <= failed.slot < slots:
+            raise BadFrame(f"slot {failed.slot} of {slots} failed")
+    return [failed.slot for failed in result.failed]
 
 
 def _check_logprobs(result: StepResult, slots: int) -> None:
@@ -156,17 +148,43 @@ def _pass_on(books: Books, step: Step, result: StepResult, beams: Container[int]
     for number, record in zip(from_i32(result.logprob_slots), result.logprobs, strict=True):
         seq = step.drawn_for(number)
         if seq is not None and number not in beams:
-            books.outbox.sink(seq.owner).logprobs[seq] = record
+            books.outbox.logprobs(seq, record)
 
 
-def _commit_chunks(
-    books: Books, replica: Replica, step: Step, tokens: list[int], pooled: dict[int, SlotPooled]
-) -> None:
-    """Prompts' chunks, and what was drawn from them, for siblings forked from them as well."""
-    for chunk in step.chunks:
-        if chunk.seq.generation == chunk.generation:
-            chunk.seq.commit(chunk.end)
-            replica.register(chunk.seq)
+class Last(NamedTuple):
+    """A sequence's last token, and its place in its detokenizer's batch."""
+
+    seq: Sequence
+    token: int
+    place: int
+
+
+def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) -> tuple[list[Sequence], list[Last]]:
+    """One token more for each decode whose sequence has not left while the step was in flight. Returns those at their
+    milestone, and those that may end: they are as long as they may grow, or drew what ends somebody."""
+    columns = replica.columns
+    batch, starts, tokens = step.decoded(tokens)
+    columns.decoded(batch.rows, starts, tokens)
+    total = starts + 2
+    books.outbox.decoded(batch, starts - batch.before_output, tokens)
+    full = np.flatnonzero(total >= columns.milestone[batch.rows])
+    ends = np.flatnonzero((total >= batch.limits) | replica.stop_ids.among(tokens))
+    last = [Last(batch.seqs[at], tokens.item(at), batch.place(at)) for at in ends.tolist()]
+    return [batch.seqs[at] for at in full.tolist()], last
+
+
+def _commit_chunks(step: Step) -> list[Sequence]:
+    """The chunks of prompts that are computed. Returns whose they are."""
+    chunks = [chunk for chunk in step.chunks if chunk.seq.generation == chunk.generation]
+    for chunk in chunks:
+        chunk.seq.commit(chunk.end)
+    return [chunk.seq for chunk in chunks]
+
+
+def _commit_others(books: Books, step: Step, tokens: Ints, pooled: dict[int, SlotPooled]) -> list[Last]:
+    """What was drawn or pooled from the logits of prompts, for siblings forked from them as well. Returns what was
+    drawn."""
+    drew = []
     for number, slot in enumerate(step.others, len(step.decodes)):
         seq, request = slot.seq, slot.seq.request
         if seq.generation != slot.generation or isinstance(seq, BeamGroup):
@@ -175,9 +193,10 @@ def _commit_chunks(
             found = pooled[number]
             books.answer(seq, Pooled(request.uid, request.attempt, found.rows, found.data))
         else:
-            seq.append(tokens[number])
-            books.outbox.token(seq, tokens[number])
-            _look(books, replica, seq, tokens[number])
+            token = tokens.item(number)
+            seq.begin_output(token)
+            drew.append(Last(seq, token, books.outbox.token(seq, token)))
+    return drew
 
 
 def _commit_beams(books: Books, replica: Replica, step: Step, scores: dict[int, Scores]) -> None:
@@ -192,13 +211,13 @@ def _commit_beams(books: Books, replica: Replica, step: Step, scores: dict[int, 
         advance(books, group, of_beams)
 
 
-def _look(books: Books, replica: Replica, seq: Sequence, token: int) -> None:
-    """At a milestone or a stop token: register the blocks that are full, or end the sequence."""
-    replica.register(seq)
+def _end_by(books: Books, seq: Sequence, token: int, place: int) -> None:
+    """End ``seq`` where its last token, at this place in its detokenizer's batch, is one to stop at, or the last that
+    it may grow to."""
     if token in seq.stops:
-        finish, stop_id = seq.request.finish_of(token, len(seq.outputs))
+        finish, stop_id = seq.request.finish_of(token, seq.output_len)
         if finish is not Finish.NONE:
-            books.end(seq, finish, stop_id)
+            books.end(seq, finish, stop_id, place)
             return
     if seq.total >= seq.limit:
-        books.end(seq, Finish.LENGTH, -1)
+        books.end(seq, Finish.LENGTH, -1, place)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..proto.codec import i32, u64
 from ..proto.messages import Admit, StepPlan
+from .batch import NOBODY, Batch
 from .beam_group import BeamGroup
 from .block_pool import BlockPool
+from .columns import Ints
 from .replica import Replica
 from .request import Sequence
 from .step import Chunk, Search, Step
 
 _ONE = i32([1])
-_RANGE = bytearray()  # int32 0, 1, 2, … as far as was needed yet
+_NO_STARTS = np.zeros(0, np.int32)
 
 
 class Draft:
@@ -19,9 +23,8 @@ class Draft:
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens that may still be scheduled
-        self.decodes: list[Sequence] = []
-        self.rows: list[int] = []  # of ``decodes``, and so the next:
-        self.starts: list[int] = []
+        self.decodes: Batch | None = None
+        self.starts: Ints = _NO_STARTS  # of ``decodes``
         self.searches: list[Search] = []
         self.chunks: list[Chunk] = []
         self.admits: list[Admit] = []
@@ -40,7 +43,12 @@ class Draft:
         """So many tokens of the budget are scheduled."""
         self.budget -= tokens
 
-    # -- what runs (decodes are written by the planner's loop)
+    # -- what runs
+
+    def decode(self, batch: Batch, starts: Ints) -> None:
+        """One token of each of these, at the positions ``starts``."""
+        self.decodes, self.starts = batch, starts
+        self.spend(len(batch))
 
     def search(self, group: BeamGroup) -> None:
         """One decode of each beam."""
@@ -94,11 +102,9 @@ class Draft:
 
     def seal(self, replica: Replica, now: float) -> StepPlan:
         """Count the step as in flight and pack the columns."""
-        step = Step(replica.last_step + 1, self.decodes, self.searches, self.chunks, now)
+        number, decodes = replica.last_step + 1, self.decodes or NOBODY
+        step = Step(number, replica.columns, decodes, self.starts, self.searches, self.chunks, now)
         drops = replica.launch(step)
-        decodes, size = i32(self.rows), 4 * len(self.rows)
-        while len(_RANGE) < size:
-            _RANGE.extend(i32(range(len(_RANGE) // 4, len(_RANGE) // 2 + 64)))
         rows, starts, counts = _columns(step.compute_rows, 3)
         sample_src, sample_rows = _columns(step.draws, 2)
         fork_src, fork_dst = _columns(self.forks, 2)
@@ -107,7 +113,7 @@ class Draft:
         append_rows, append_tokens = _columns(self.appends, 2)
         return StepPlan(
             lease=replica.lease,
-            step=step.number,
+            step=number,
             drops=i32(drops),
             fork_src=fork_src,
             fork_dst=fork_dst,
@@ -120,11 +126,11 @@ class Draft:
             delta_blocks=delta_blocks,
             append_rows=append_rows,
             append_tokens=append_tokens,
-            rows=decodes + rows,
-            starts=i32(self.starts) + starts,
-            counts=_ONE * len(self.rows) + counts,
-            sample_src=bytes(_RANGE[:size]) + sample_src,
-            sample_rows=decodes + sample_rows,
+            rows=decodes.packed + rows,
+            starts=self.starts.tobytes() + starts,
+            counts=_ONE * len(decodes) + counts,
+            sample_src=decodes.numbers + sample_src,
+            sample_rows=decodes.packed + sample_rows,
         )
 
 

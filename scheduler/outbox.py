@@ -8,34 +8,56 @@ from __future__ import annotations
 from array import array
 from typing import Any, NamedTuple
 
-from ..proto.codec import i32, i64
+from ..proto.codec import from_i32, from_i64, i32, i64
 from ..proto.messages import Finish, Logprobs, TokenBatch
+from .batch import Batch
+from .columns import Ints
 from .request import Request, Sequence
 
 _ONE, _MINUS_ONE = i32([1]), i32([-1])
 
 
+class Piece(NamedTuple):
+    """Columns of a TokenBatch, for some of its sequences."""
+
+    uids: bytes
+    attempts: bytes
+    indexes: bytes
+    offsets: bytes
+    tokens: bytes
+
+
 class TokenSink:
     """New tokens of one detokenizer's sequences, gathered while a step is committed."""
 
-    __slots__ = ("finishes", "logprobs", "seqs", "started", "tokens")
+    __slots__ = ("count", "finishes", "logprobs", "number", "pieces", "started")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.clear()
 
     def clear(self) -> None:
         """Begin the next batch."""
-        self.seqs: list[Sequence] = []
-        self.tokens: list[int] = []
+        self.pieces: list[Piece] = []
+        self.count = 0  # sequences in them
         self.finishes: list[Ending] = []
-        self.logprobs: dict[Sequence, Logprobs] = {}  # of the tokens of those who ask for them
+        self.logprobs: dict[tuple[int, int], Logprobs] = {}  # by (uid, index), of those who ask for them
         self.started: list[tuple[int, int]] = []  # (uid, cached prompt tokens)
+
+    def add(self, count: int, piece: Piece) -> int:
+        """So many sequences more. Returns the place of the first in the batch."""
+        place = self.count
+        self.pieces.append(piece)
+        self.count += count
+        return place
 
 
 class Ending(NamedTuple):
     """How a sequence of a batch ends."""
 
-    at: int  # its place among the batch's sequences
+    place: int  # among the batch's sequences
+    uid: int
+    child: int
     finish: Finish
     stop_id: int
     with_token: bool
@@ -46,44 +68,57 @@ class Outbox:
 
     def __init__(self) -> None:
         self._sinks: dict[str, TokenSink] = {}
+        self._numbered: dict[int, TokenSink] = {}
+        self._numbers = 0  # of sinks, given out
         self._messages: list[tuple[str, Any]] = []
 
-    def sink(self, owner: str) -> TokenSink:
-        """Where to put the tokens of this detokenizer's sequences."""
+    def _sink(self, owner: str) -> TokenSink:
+        """Where the tokens of this detokenizer's sequences go."""
         sink = self._sinks.get(owner)
         if sink is None:
-            sink = self._sinks[owner] = TokenSink()
+            sink = self._sinks[owner] = self._numbered[self._numbers] = TokenSink(self._numbers)
+            self._numbers += 1
         return sink
+
+    def number(self, owner: str) -> int:
+        """The number of this detokenizer's sink, by which columns name it."""
+        return self._sink(owner).number
 
     def forget(self, owner: str) -> None:
         """A detokenizer is gone for good and owns no request any more."""
-        self._sinks.pop(owner, None)
+        sink = self._sinks.pop(owner, None)
+        if sink is not None:
+            del self._numbered[sink.number]
 
     def started(self, request: Request, cached: int) -> None:
         """``request`` is in its first plan, with so many prompt tokens found in the prefix cache."""
-        self.sink(request.owner).started.append((request.uid, cached))
+        self._sink(request.owner).started.append((request.uid, cached))
 
-    def token(self, seq: Sequence, token: int) -> None:
-        """``seq`` has one token more. (The loop over decodes puts theirs into the sink itself.)"""
-        sink = self.sink(seq.owner)
-        sink.seqs.append(seq)
-        sink.tokens.append(token)
+    def decoded(self, batch: Batch, offsets: Ints, tokens: Ints) -> None:
+        """Each of ``batch`` has one token more. They are the first of a message: a commit begins with a flush."""
+        for part in batch.parts:
+            piece = Piece(part.uids, part.attempts, part.indexes, part.of(offsets), part.of(tokens))
+            self._numbered[part.sink].add(len(part.uids) // 8, piece)
 
-    def finished(self, seq: Sequence, finish: Finish, stop_id: int, with_token: bool) -> None:
-        """``seq`` ends: with the token just put into its sink, or with none (an end found before it ran)."""
-        sink = self.sink(seq.owner)
-        if not with_token:
-            sink.seqs.append(seq)
-        sink.finishes.append(Ending(len(sink.seqs) - 1, finish, stop_id, with_token))
+    def token(self, seq: Sequence, token: int) -> int:
+        """``seq`` has one token more. Returns its place in its detokenizer's batch."""
+        return self._sink(seq.owner).add(1, _piece(seq, seq.output_len - 1, i32([token])))
+
+    def logprobs(self, seq: Sequence, record: Logprobs) -> None:
+        """Logprobs of the token that ``seq`` gets in this batch."""
+        self._sink(seq.owner).logprobs[seq.uid, seq.index] = record
+
+    def finished(self, seq: Sequence, finish: Finish, stop_id: int, place: int | None) -> None:
+        """``seq`` ends: with its token at ``place``, or with none (an end found before it ran)."""
+        sink, with_token = self._sink(seq.owner), place is not None
+        if place is None:
+            place = sink.add(1, _piece(seq, seq.output_len, b""))
+        sink.finishes.append(Ending(place, seq.uid, seq.index, finish, stop_id, with_token))
 
     def stopped(self) -> list[tuple[int, int]]:
         """(uid, index) of those whose last token ended them, since the last batch was closed."""
-        return [
-            (sink.seqs[end.at].uid, sink.seqs[end.at].index)
-            for sink in self._sinks.values()
-            for end in sink.finishes
-            if end.finish is Finish.STOP and end.with_token
-        ]
+        ends = [end for sink in self._sinks.values() for end in sink.finishes]
+        return [(end.uid, end.child) for end in ends if end.finish is Finish.STOP and end.with_token]
 
     def put(self, peer: str, message: Any) -> None:
         """A message of its own."""
@@ -99,32 +134,38 @@ class Outbox:
     def flush(self) -> None:
         """Close the batches: at most one token of a sequence may be in each."""
         for owner, sink in self._sinks.items():
-            if sink.seqs or sink.started:
+            if sink.count or sink.started:
                 self._messages.append((owner, _batch(sink)))
-                self._sinks[owner].clear()
+                sink.clear()
+
+
+def _piece(seq: Sequence, offset: int, tokens: bytes) -> Piece:
+    """Of one sequence."""
+    return Piece(i64([seq.uid]), i32([seq.attempt]), i32([seq.index]), i32([offset]), tokens)
 
 
 def _batch(sink: TokenSink) -> TokenBatch:
     """One token for each sequence, but for the few that end without one. Most columns are mostly constant."""
-    seqs, count, logprobs = sink.seqs, len(sink.seqs), sink.logprobs
-    offsets = [len(seq.outputs) - 1 for seq in seqs]
+    count, logprobs = sink.count, sink.logprobs
+    uids, attempts, indexes, offsets, tokens = map(b"".join, zip(*sink.pieces, strict=True)) if count else (b"",) * 5
     counts, stop_ids, finishes = array("i", _ONE * count), array("i", _MINUS_ONE * count), bytearray(count)
-    for at, finish, stop_id, with_token in sink.finishes:
-        finishes[at], stop_ids[at] = finish.value, stop_id
-        if not with_token:
-            counts[at] = 0
-            offsets[at] += 1
+    for place, _, _, finish, stop_id, with_token in sink.finishes:
+        finishes[place], stop_ids[place], counts[place] = finish.value, stop_id, with_token
+    asked = []  # places of those with logprobs, and whose they are
+    if logprobs:
+        keys = enumerate(zip(from_i64(uids), from_i32(indexes), strict=True))
+        asked = [(place, key) for place, key in keys if key in logprobs]
     return TokenBatch(
-        uids=i64([seq.uid for seq in seqs]),
-        attempts=i32([seq.attempt for seq in seqs]),
-        indexes=i32([seq.index for seq in seqs]),
-        offsets=i32(offsets),
+        uids=uids,
+        attempts=attempts,
+        indexes=indexes,
+        offsets=offsets,
         counts=counts.tobytes(),
-        tokens=i32(sink.tokens),
+        tokens=tokens,
         finishes=bytes(finishes),
         stop_ids=stop_ids.tobytes(),
         started_uids=i64([uid for uid, _ in sink.started]),
         started_cached=i32([cached for _, cached in sink.started]),
-        logprob_rows=i32([at for at, seq in enumerate(seqs) if seq in logprobs]) if logprobs else b"",
-        logprobs=[logprobs[seq] for seq in seqs if seq in logprobs] if logprobs else [],
+        logprob_rows=i32([place for place, _ in asked]),
+        logprobs=[logprobs[key] for _, key in asked],
     )

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from ..proto.messages import StepPlan
+from .batch import Lineup
 from .beam_group import BeamGroup
 from .beams import plan_beams
 from .books import Books
 from .draft import Draft
 from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, elsewhere, has_room
 from .replica import MAX_IN_FLIGHT, Replica
-from .request import Sequence
+from .request import Sequence, State
 
 TOGETHER = 8
 """Children of one request that begin together, sharing one prefill, although others wait. The rest take turns."""
@@ -39,13 +42,13 @@ def plan_step(books: Books, replica: Replica) -> StepPlan | None:
     if not replica.quarantined and not draft:
         wait = _decodes_wait(books, replica)
         if not wait:
-            _plan_decodes(books, replica, draft, replica.decoding)
+            _plan_decodes(books, replica, draft, replica.going)
         for seq in list(replica.prefilling):
             _plan_chunk(books, replica, draft, seq)
         if not replica.draining:
             _admit(books, replica, draft)
         if wait and not draft:
-            _plan_decodes(books, replica, draft, replica.decoding)
+            _plan_decodes(books, replica, draft, replica.going)
         replica.let_decodes_wait(wait)
     return draft.seal(replica, books.clock()) if draft else None
 
@@ -58,7 +61,9 @@ def _plan_alone(books: Books, replica: Replica, draft: Draft) -> None:
     if seq.prefilling:
         _plan_chunk(books, replica, draft, seq)
     else:
-        _plan_decodes(books, replica, draft, [seq])
+        alone = Lineup(1)
+        alone.add(seq)
+        _plan_decodes(books, replica, draft, alone)
 
 
 def _decodes_wait(books: Books, replica: Replica) -> bool:
@@ -73,32 +78,35 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
 # -- decodes
 
 
-def _plan_decodes(books: Books, replica: Replica, draft: Draft, seqs: list[Sequence]) -> None:
-    """One token for each. Preemption takes sequences off the end of ``seqs`` while it is iterated: a list allows it."""
-    decodes, rows, starts = draft.decodes, draft.rows, draft.starts
-    for seq in seqs:
-        position = seq.scheduled
-        if position >= seq.horizon and not _make_room(books, replica, draft, seq):
-            continue
-        seq.scheduled = position + 1
-        rows.append(seq.row)
-        starts.append(position)
-        decodes.append(seq)
-    draft.spend(len(decodes))
+def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -> None:
+    """One token for each. Only those at their horizon are looked at, in order; preemption takes others from the end."""
+    columns, batch, beams = replica.columns, going.batch(), []
+    due = np.flatnonzero(columns.scheduled[batch.rows] >= columns.horizon[batch.rows])
+    for seq in [batch.seqs[at] for at in due.tolist()]:
+        if seq.state is not State.RUNNING:
+            continue  # it was preempted for one before it
+        if isinstance(seq, BeamGroup):
+            plan_beams(books, replica, draft, seq)
+            beams.append(seq)
+        elif not _make_room(books, replica, draft, seq):
+            going.discard(seq)
+    batch = going.batch()  # without those that were preempted, or have nothing left to schedule
+    if beams:
+        batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs]))
+    starts = columns.scheduled[batch.rows]
+    columns.schedule(batch.rows, starts)
+    draft.decode(batch, starts)
 
 
 def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> bool:
-    """Give ``seq`` a block of its own to write its next position in. False where it has nothing to write or had to go,
-    and for a beam search, whose rows are planned apart.
+    """Give ``seq`` a block of its own to write its next position in. False where it has nothing to write, or had to go.
 
     A partial block shared with siblings is copied by all but the last of them.
     """
-    if isinstance(seq, BeamGroup):
-        plan_beams(books, replica, draft, seq)
+    position = seq.scheduled
+    if position >= seq.limit - 1:
         return False
-    if seq.scheduled >= seq.limit - 1:
-        return False
-    pool, blocks, slot = replica.pool, seq.blocks, seq.scheduled // replica.block_size
+    pool, blocks, slot = replica.pool, seq.blocks, position // replica.block_size
     while not pool.free_count and (slot == len(blocks) or pool.refs[blocks[slot]] > 1):
         victim = replica.last()
         books.preempt(victim)

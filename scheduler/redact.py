@@ -24,6 +24,8 @@ from ..proto.hashing import HASH_SIZE
 from ..proto.messages import Child, Logprobs, SlotFailed, StepPlan, StepResult, Submit
 from ..proto.params import MAX_BEAMS, RequestOutputKind, SamplingParams
 from ..proto.work import Generate, Pool, Work
+from .columns import Columns, StopIds
+from .replica import Replica
 from .request import Request, Sequence
 from .snapshot import Attributes
 
@@ -182,12 +184,16 @@ def state(obj: Any, attributes: Attributes) -> Attributes:
         }
         return now | {"params": bare.params} if isinstance(bare, Generate) else now
     if isinstance(obj, Sequence):
-        outputs = array("i", bytes(4 * len(obj.outputs)))
-        now = {**attributes, "outputs": outputs, "stops": _ends(work(obj.request.work))["stops"]}
+        outputs = array("i", bytes(4 * len(attributes["_outputs"])))
+        now = {**attributes, "_outputs": outputs, "stops": _stops(obj)}
         if "candidates" in now:
             eos, stops = obj.request.eos, obj.stops
             now["candidates"] = [c._replace(token=_kind(c.token, eos, stops)) for c in now["candidates"]]
         return now
+    if isinstance(obj, Columns):
+        return {**attributes, "drawn": obj.drawn * 0}
+    if isinstance(obj, Replica):
+        return {**attributes, "stop_ids": StopIds(obj.vocab_size, map(_stops, obj.sequences()))}
     kind = type(obj).__name__
     if kind == "Node":
         return {**attributes, "token": 0, "ids": bytes(len(obj.ids)), "values": bytes(len(obj.values))}
@@ -198,6 +204,10 @@ def _ends(bare: Work) -> dict[str, frozenset[int]]:
     """The sets of a request that ``work`` was made for."""
     eos = frozenset[int](bare.eos) if isinstance(bare, Generate) else frozenset[int]()
     return {"eos": eos, "stops": eos.union(bare.params.stop_token_ids or ()) if isinstance(bare, Generate) else eos}
+
+
+def _stops(seq: Sequence) -> frozenset[int]:
+    return _ends(work(seq.request.work))["stops"]
 
 
 # -- what goes out

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable
 from operator import attrgetter
 
 from ..proto.messages import Lease
 from ..proto.standstill import Standstill
+from .batch import Lineup
 from .block_pool import BlockPool, PoolError, blocks_for
+from .columns import Columns, StopIds
 from .request import Sequence
 from .step import Step
 
@@ -26,7 +29,10 @@ _key = attrgetter("key")
 
 
 class Replica:
-    """A worker that can run plans. Lists of sequences are kept in order of their keys, first come first."""
+    """A worker that can run plans. Lists of sequences are kept in order of their keys, first come first.
+
+    ``columns`` has of each row what steps read and change.
+    """
 
     def __init__(
         self, number: int, lease: Lease, peer: str, num_rows: int, num_blocks: int, block_size: int,
@@ -39,7 +45,10 @@ class Replica:
         self.pool = BlockPool(num_blocks, caching and not whole)
         self.num_rows = num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
+        self.columns = Columns(num_rows, block_size)
+        self.stop_ids = StopIds(vocab_size)  # of all that run here
         self.decoding: list[Sequence] = []
+        self.going = Lineup(num_rows)  # those of ``decoding`` that have something left to schedule
         self.prefilling: list[Sequence] = []
         self.quarantined: list[Sequence] = []  # those who run here and may be what ends workers
         self.drops: list[int] = []  # rows given up since the last plan
@@ -114,7 +123,8 @@ class Replica:
         fresh = blocks_for(seq.total, self.block_size) - len(cached)
         blocks = cached + [self.pool.allocate() for _ in range(fresh)]
         rows = [self.free_rows.pop() for _ in range(seq.width)]
-        seq.start(self.number, rows, blocks, len(cached) * self.block_size, self.block_size)
+        seq.start(self.number, self.columns, rows, blocks, len(cached) * self.block_size, self.block_size)
+        self.stop_ids.add(seq.stops)
         insort(self.prefilling, seq, key=_key)
         self.update_quarantine(seq)
 
@@ -123,14 +133,20 @@ class Replica:
         for block in parent.blocks:
             self.pool.share(block)
         seq.fork(parent, self.free_rows.pop(), self.block_size)
-        insort(self.decoding, seq, key=_key)
+        self.stop_ids.add(seq.stops)
+        self._decode(seq)
         self.update_quarantine(seq)
 
     def prefilled(self, seq: Sequence) -> None:
         """The whole of ``seq`` is scheduled: from here on it decodes."""
         del self.prefilling[_find(self.prefilling, seq)]
         seq.begin_decoding(self.block_size)
+        self._decode(seq)
+
+    def _decode(self, seq: Sequence) -> None:
+        """``seq`` takes its place among those that decode."""
         insort(self.decoding, seq, key=_key)
+        self.going.add(seq)
 
     def release(self, seq: Sequence) -> None:
         """Take back rows and blocks of ``seq``, which is about to leave the state "running".
@@ -140,6 +156,8 @@ class Replica:
         """
         running = self.prefilling if seq.prefilling else self.decoding
         del running[_find(running, seq)]
+        self.going.discard(seq)
+        self.stop_ids.remove(seq.stops)
         if self.quarantined:
             self.update_quarantine(seq, leaves=True)
         rows, filled, tables = seq.holdings()
@@ -152,16 +170,12 @@ class Replica:
         """The worker is told with the next plan that these rows are given up."""
         self.drops += rows
 
-    def register(self, seq: Sequence) -> None:
-        """Offer committed full blocks to the prefix cache."""
-        if self.quarantined:
-            self.update_quarantine(seq)
-        full, pool = seq.computed // self.block_size, self.pool
-        if full > seq.registered and pool.caching:
-            hashes = seq.hash_blocks(full, self.block_size)
-            for slot in range(seq.registered, full):
-                pool.register(seq.blocks[slot], hashes[slot])
-        seq.note_registered(full, self.block_size)
+    def register(self, seqs: Iterable[Sequence]) -> None:
+        """These have committed something: offer full blocks to the prefix cache, and set when to look again."""
+        for seq in seqs:
+            seq.register(self.pool, self.block_size)
+            if self.quarantined:
+                self.update_quarantine(seq)
 
     def update_quarantine(self, seq: Sequence, leaves: bool = False) -> None:
         """Keep ``quarantined`` true to ``seq``, which has begun, computed something, or leaves."""
@@ -187,6 +201,13 @@ class Replica:
             if seq.computed > seq.total or seq.scheduled > len(table) * self.block_size:
                 raise PoolError(f"scheduled {seq.scheduled} of {len(table)} blocks of {self.block_size}")
             seq.check_look_ahead(self.block_size, self.pool.refs)
+        if self.stop_ids != StopIds(self.vocab_size, (seq.stops for seq in running)):
+            raise PoolError("the stop ids looked for are not those of the sequences that run")
+        batch = self.going.batch()
+        if batch.rows.tolist() != [seq.row for seq in batch.seqs]:
+            raise PoolError(f"{batch.rows.tolist()} are not the rows of those that go on decoding")
+        if any(seq not in batch.seqs and seq.scheduled < seq.limit - 1 for seq in self.decoding):
+            raise PoolError("a sequence that decodes is left out")
         if {seq.key for seq in self.quarantined} != {seq.key for seq in running if seq.quarantined}:
             raise PoolError(f"{[seq.key for seq in self.quarantined]} run in quarantine, and others must")
         for name, seqs in (("decoding", self.decoding), ("prefilling", self.prefilling)):

@@ -14,12 +14,15 @@ for, and ``total`` the tokens that exist: the prompt and the committed outputs. 
 past ``total``, because the worker reads the token it has just drawn from its own row. Position p yields token p + 1, so
 ``scheduled`` never passes ``limit - 1``.
 
+While a sequence runs, its counters are in the columns of its replica (``columns.py``), where a step of many decodes
+changes all of them at once. They are read and written here one by one, for all that is not such a step.
+
 ``generation`` rises whenever a sequence gives up its row and blocks. A step remembers the generation it was planned
 with, and a result counts only where it still matches; so nothing has to be undone when a sequence leaves in mid-flight.
+(For a step's decodes, the columns say the same: when a sequence last left the row.)
 
-This file is the lowest room but the block pool: a sequence knows its request and the number of its replica, and nobody
-above it. Its counters are written by its own methods, and in place by the two loops that run for each token
-(``planner.py`` and ``commit.py``).
+This file is the lowest room but the columns and the block pool: a sequence knows its request, the number of its replica
+and its entries of the columns, and nobody above it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ from ..proto.hashing import hash_block
 from ..proto.losses import Losses
 from ..proto.messages import Admit, Finish, Submit
 from ..proto.work import Pool, child_seed
-from .block_pool import PoolError, blocks_for
+from .block_pool import BlockPool, PoolError, blocks_for
+from .columns import Columns
+
+NOWHERE = Columns(0, 1)
+"""The columns of a sequence that does not run: there is no row in them."""
 
 
 class Holdings(NamedTuple):
@@ -56,8 +63,8 @@ class Request:
 
     __slots__ = (
         "account", "arrival", "attempt", "eos", "hashes", "live", "max_tokens", "owner", "params", "pools", "priority",
-        "prompt", "prompt_done", "prompt_len", "reads_cache", "root", "seed", "started", "stops", "turn", "uid",
-        "work",
+        "prompt", "prompt_done", "prompt_len", "reads_cache", "root", "seed", "sink", "started", "stops", "turn",
+        "uid", "work",
     )  # fmt: skip
 
     def __init__(self, owner: str, message: Submit, hashes: list[bytes], priority: int = 0):
@@ -68,6 +75,7 @@ class Request:
         self.account = message.key  # the API key it came with, "" for none
         self.live: list[Sequence] = []
         self.started = False
+        self.sink = -1  # number of the owner's sink in the outbox, once it is taken in
         self.turn: tuple | None = None
         # Leading prompt tokens whose logprobs nobody needs from here on: they were sent, or were never asked for.
         self.prompt_done = self.prompt_len
@@ -86,6 +94,10 @@ class Request:
         self.reads_cache = not params.skip_reading_prefix_cache
         if params.prompt_logprobs is not None:
             self.prompt_done = max(1, message.prompt_logprobs_from)
+
+    def enter(self, sink: int) -> None:
+        """It was found sound; its tokens go into this sink of the outbox."""
+        self.sink = sink
 
     def set_turn(self, turn: tuple) -> None:
         """Its next child to leave the line comes where a sequence of key ``turn`` would."""
@@ -130,9 +142,9 @@ class Sequence:
     """One child of a request: the unit that is queued, given a row and planned. (A beam search is one, with rows.)"""
 
     __slots__ = (
-        "attempt", "blocks", "computed", "generation", "hashes", "horizon", "index", "key", "limit", "losses",
-        "milestone", "outputs", "owner", "prefilling", "prompt_from", "registered", "replica", "request", "row",
-        "scheduled", "siblings", "state", "stops", "total", "uid",
+        "_outputs", "attempt", "blocks", "columns", "drew", "generation", "hashes", "index", "key", "limit", "losses",
+        "owner", "prefilling", "prompt_from", "registered", "replica", "request", "row", "siblings", "state", "stops",
+        "uid",
     )  # fmt: skip
 
     width = 1  # rows it runs in
@@ -140,48 +152,48 @@ class Sequence:
     def __init__(self, request: Request, index: int, outputs: array[int], key: tuple, losses: int = 0):
         self.request, self.index, self.key = request, index, key
         self.uid, self.attempt, self.owner, self.stops = request.uid, request.attempt, request.owner, request.stops
-        self.outputs = outputs
-        self.total = request.prompt_len + len(outputs)
-        self.computed = self.scheduled = 0
+        self._outputs = outputs  # but for those that the columns still have
         self.generation = 0
         self.state = State.WAITING
         self.limit = request.prompt_len + request.max_tokens
         self.siblings: list[Sequence] = []  # children that wait for this one's prefill, to be forked from its row
         # While running:
         self.replica = -1  # its number
+        self.columns = NOWHERE  # the replica's
         self.row = -1
         self.prefilling = False  # tokens that exist are still to be scheduled before it draws
+        self.drew = False  # its first token here has come: from then on exactly the last token is not computed
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
         self.registered = 0  # leading blocks offered to the prefix cache
         self.prompt_from = -1  # first prompt token whose logprobs this row computes, -1: none
-        # Two look-ahead caches, each with one writer, spare the loops over tokens a look at every sequence:
-        self.horizon = 0  # scheduling at or past this position needs a look: a new block, a copy, or the end
-        self.milestone = 0  # committing this many tokens needs a look: a full block, or the end
         # Workers lost, at points of ``computed``. What the loss before this attempt found is not known exactly.
         self.losses = Losses(losses, self.total - 1 if losses else -1)
 
     # -- the state machine
 
-    def start(self, replica: int, rows: list[int], blocks: list[int], computed: int, block_size: int) -> None:
+    def start(
+        self, replica: int, columns: Columns, rows: list[int], blocks: list[int], computed: int, block_size: int
+    ) -> None:
         """waiting -> running, with rows, blocks for all its tokens, and ``computed`` tokens found in the cache."""
-        self._run(replica, rows[0], blocks, computed)
+        self._run(replica, columns, rows[0], blocks, computed)
         self.scheduled, self.prefilling = computed, True
         if self.request.asks_prompt:
             self.prompt_from = self.request.prompt_done
-        self.note_registered(computed // block_size, block_size)
+        self._registered(computed // block_size, block_size)
 
     def fork(self, parent: Sequence, row: int, block_size: int) -> None:
         """waiting -> running, where ``parent`` is, with the same blocks and everything scheduled."""
-        self._run(parent.replica, row, parent.blocks[:], parent.computed)
+        self._run(parent.replica, parent.columns, row, parent.blocks[:], parent.computed)
         self.scheduled = parent.scheduled
         for seq in (parent, self):
             seq.set_horizon(block_size, shared=True)
-        self.note_registered(parent.registered, block_size)
+        self._registered(parent.registered, block_size)
 
-    def _run(self, replica: int, row: int, blocks: list[int], computed: int) -> None:
-        self.state, self.replica = State.RUNNING, replica
-        self.row, self.blocks, self.computed = row, blocks, computed
+    def _run(self, replica: int, columns: Columns, row: int, blocks: list[int], computed: int) -> None:
+        columns.enter(row, computed)
+        self.state, self.replica, self.columns = State.RUNNING, replica, columns
+        self.row, self.blocks = row, blocks
 
     def requeue(self) -> None:
         """running -> waiting: the one way back, whether preempted, drained, or its worker is gone."""
@@ -196,9 +208,12 @@ class Sequence:
         self.state = State.FINISHED
 
     def _leave(self) -> None:
+        self._fetch()
+        self.columns.leave(self.row)
         self.generation += 1
-        self.replica, self.row, self.blocks, self.prefilling = -1, -1, [], False
-        self.computed = self.scheduled = self.registered = 0
+        self.replica, self.columns, self.row, self.blocks = -1, NOWHERE, -1, []
+        self.prefilling = self.drew = False
+        self.registered = 0
         self.prompt_from = -1
 
     def take_siblings(self) -> list[Sequence]:
@@ -230,6 +245,47 @@ class Sequence:
 
     # -- counters
 
+    @property
+    def computed(self) -> int:
+        """Tokens whose keys and values are committed."""
+        return self.columns.computed.item(self.row) if self.row >= 0 else 0
+
+    @computed.setter
+    def computed(self, value: int) -> None:
+        self.columns.computed[self.row] = value
+
+    @property
+    def scheduled(self) -> int:
+        """Tokens whose keys and values were asked for."""
+        return self.columns.scheduled.item(self.row) if self.row >= 0 else 0
+
+    @scheduled.setter
+    def scheduled(self, value: int) -> None:
+        self.columns.scheduled[self.row] = value
+
+    @property
+    def total(self) -> int:
+        """Tokens that exist."""
+        return self.computed + 1 if self.drew else self.request.prompt_len + len(self._outputs)
+
+    @property
+    def output_len(self) -> int:
+        """Committed outputs."""
+        return self.total - self.request.prompt_len
+
+    @property
+    def outputs(self) -> array[int]:
+        """The committed outputs."""
+        self._fetch()
+        return self._outputs
+
+    def _fetch(self) -> int:
+        """Take over the outputs that only the columns have. Returns ``computed``, which says how many there are."""
+        computed = self.computed
+        if self.drew and (missing := computed + 1 - self.request.prompt_len - len(self._outputs)):
+            self._outputs.frombytes(self.columns.fetch_drawn(self.row, computed, missing))
+        return computed
+
     def schedule(self, count: int) -> bool:
         """Ask for the next ``count`` tokens of a prefill. True where they are the last."""
         self.scheduled += count
@@ -244,27 +300,44 @@ class Sequence:
         """Keys and values of so many tokens are there."""
         self.computed = computed
 
-    def append(self, token: int) -> None:
-        """The token that all before it yield."""
-        self.computed = self.total
-        self.total += 1
-        self.outputs.append(token)
+    def begin_output(self, token: int) -> None:
+        """The first token that it draws in this row, which all before it yield. Those of decodes go to the columns."""
+        self._outputs.append(token)
+        self.drew = True
 
     # -- look-ahead
+
+    @property
+    def horizon(self) -> int:
+        """Scheduling at or past this position needs a look: a new block, a copy, or the end."""
+        return self.columns.horizon.item(self.row)
+
+    @horizon.setter
+    def horizon(self, value: int) -> None:
+        self.columns.horizon[self.row] = value
+
+    @property
+    def milestone(self) -> int:
+        """Committing this many tokens needs a look: a full block, or the end."""
+        return self.columns.milestone.item(self.row)
+
+    @milestone.setter
+    def milestone(self, value: int) -> None:
+        self.columns.milestone[self.row] = value
 
     def set_horizon(self, block_size: int, shared: bool = False) -> None:
         """Look again at the next position where its block may be ``shared``; else at the first past the block table, or
         at ``limit - 1``, where nothing is left to schedule."""
-        next_look, end = len(self.blocks) * block_size, self.limit - 1
+        next_look, end, scheduled = len(self.blocks) * block_size, self.limit - 1, self.scheduled
         if end < next_look:
             next_look = end
-        self.horizon = self.scheduled if shared or next_look < self.scheduled else next_look
+        self.horizon = scheduled if shared or next_look < scheduled else next_look
 
-    def note_registered(self, blocks: int, block_size: int) -> None:
+    def _registered(self, full: int, block_size: int) -> None:
         """So many blocks were offered to the prefix cache. Look again when the next is full, at the end, or, in
         quarantine, at every token."""
-        self.registered = blocks
-        next_look = (blocks + 1) * block_size + 1
+        self.registered = full
+        next_look = (full + 1) * block_size + 1
         if self.losses.count and self.quarantined:
             next_look = 0
         self.milestone = next_look if next_look < self.limit else self.limit
@@ -316,6 +389,15 @@ class Sequence:
             return 0
         return min(self.total, request.prompt_done) - 1 if request.asks_prompt else self.total - 1
 
+    def register(self, pool: BlockPool, block_size: int) -> None:
+        """Offer committed full blocks to the prefix cache."""
+        full = self._fetch() // block_size
+        if full > self.registered and pool.caching:
+            hashes = self.hash_blocks(full, block_size)
+            for slot in range(self.registered, full):
+                pool.register(self.blocks[slot], hashes[slot])
+        self._registered(full, block_size)
+
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Hashes of this sequence's blocks, at least the first ``count`` full ones."""
         hashes = self.hashes
@@ -327,9 +409,9 @@ class Sequence:
         return hashes
 
     def _tokens(self, slot: int, block_size: int) -> bytes:
-        """The int32 bytes of a block's tokens."""
+        """The int32 bytes of a block's tokens; it is full, so its outputs are fetched."""
         start, stop, prompt_len = slot * block_size, (slot + 1) * block_size, self.request.prompt_len
         if start >= prompt_len:
-            return self.outputs[start - prompt_len : stop - prompt_len].tobytes()
-        outputs = self.outputs[: max(0, stop - prompt_len)].tobytes()
+            return self._outputs[start - prompt_len : stop - prompt_len].tobytes()
+        outputs = self._outputs[: max(0, stop - prompt_len)].tobytes()
         return self.request.prompt[4 * start : 4 * stop] + outputs

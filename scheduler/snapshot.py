@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ..proto.codec import from_i32
 from ..proto.config import EngineArgs
@@ -25,6 +26,7 @@ from .block_pool import BlockPool
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _ROOMS = (f"{__package__}.", f"{__package__.rpartition('.')[0]}.proto.")
 _KINDS: dict[type, str] = {list: "list", dict: "dict", set: "set", deque: "deque", array: "array", Counter: "counter"}
+_DTYPES = ("<i4", "<i8")
 _FEW = 64  # bytes that are written down as they are
 _RUN = 4096  # items of an array that are compared at once
 _MOST = 2**23  # blocks of a pool: more than any scheduler takes (worker_registry.MAX_BLOCKS)
@@ -116,6 +118,9 @@ class _Dump:
         if kind is array:
             data = obj.tobytes()
             return ["array", obj.typecode, len(data) if _zeros(data) else data]
+        if kind is np.ndarray:
+            data = obj.tobytes()
+            return ["ndarray", obj.dtype.str, list(obj.shape), len(data) if _zeros(data) else data]
         if isinstance(obj, tuple):
             items = list(obj)
             if self._redact is not None and kind is not tuple:
@@ -199,7 +204,8 @@ class _Load:
         elif kind == "set":
             made.update(map(self._value, rest[0]))
         elif kind in ("dict", "counter"):
-            made.update(zip(map(self._value, rest[0]), map(self._value, rest[1]), strict=True))
+            pairs = zip(map(self._value, rest[0]), map(self._value, rest[1]), strict=True)
+            dict.update(made, pairs)  # that of a Counter would count them
         elif kind == "object":
             attributes = {name: self._value(value) for name, value in rest[1].items()}
             if isinstance(made, BlockPool):
@@ -213,6 +219,11 @@ def _shell(entry: list[Any]) -> Any:
     kind, *rest = entry
     if kind == "array":
         return array(rest[0], bytes(rest[1]))
+    if kind == "ndarray":
+        dtype, shape, data = rest
+        if dtype not in _DTYPES:
+            raise SnapshotError(f"an array of {dtype}")
+        return np.frombuffer(bytearray(data), dtype).reshape(shape)
     if kind == "deque":
         return deque(maxlen=rest[1])
     if kind == "object":

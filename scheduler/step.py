@@ -5,10 +5,16 @@ A room above the sequences and below the replicas.
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..proto.standstill import Standstill
+from .batch import Batch
 from .beam_group import BeamGroup
+from .columns import Columns, Ints
 from .request import Request, Sequence
 
 
@@ -49,26 +55,27 @@ class Slot(NamedTuple):
     """Whom a token is drawn for."""
 
     seq: Sequence
-    generation: int
+    generation: int  # -1 where it has left since
 
 
 class Step:
     """Decodes, with one compute row and one slot each; after those the ``others``: beams, then chunks that draw.
 
-    Decodes are most of a step, and are kept as bare columns.
+    Decodes are most of a step, and are kept as a batch and the positions where they start.
     """
 
     __slots__ = (
-        "chunks", "compute_rows", "decodes", "draws", "generations", "number", "others", "prompts", "searches",
-        "sent_at",
+        "chunks", "columns", "compute_rows", "decodes", "departures", "draws", "number", "others", "prompts",
+        "searches", "sent_at", "starts",
     )  # fmt: skip
 
     def __init__(
-        self, number: int, decodes: list[Sequence], searches: list[Search], chunks: list[Chunk], sent_at: float
-    ):
-        self.number, self.sent_at = number, sent_at
-        self.decodes, self.searches, self.chunks = decodes, searches, chunks
-        self.generations = [seq.generation for seq in decodes]
+        self, number: int, columns: Columns, decodes: Batch, starts: Ints, searches: list[Search], chunks: list[Chunk],
+        sent_at: float,
+    ):  # fmt: skip
+        self.number, self.columns, self.sent_at = number, columns, sent_at
+        self.decodes, self.starts, self.searches, self.chunks = decodes, starts, searches, chunks
+        self.departures = columns.departures  # when it was planned
         # After the decodes, as flat tables of the plan:
         self.compute_rows: list[int] = []  # row, start, tokens of each
         self.draws: list[int] = []  # compute row drawn from and row drawn for, of each of
@@ -100,9 +107,22 @@ class Step:
         """This process stood still, and could not have seen the result."""
         self.sent_at = standstill.since(self.sent_at)
 
+    def decoded(self, tokens: Ints) -> tuple[Batch, Ints, Ints]:
+        """The decodes whose sequences have not left since: with the positions where they start, and what they drew."""
+        batch, starts, tokens = self.decodes, self.starts, tokens[: len(self.decodes)]
+        if self.columns.departures == self.departures or (here := self._here()).all():
+            return batch, starts, tokens
+        return batch.only(here), starts[here], tokens[here]
+
+    def _here(self) -> NDArray[np.bool_]:
+        """Which of the decodes have a sequence that has not left since."""
+        return self.columns.left_at[self.decodes.rows] <= self.departures
+
     def slots(self) -> list[Slot]:
         """All sample slots, in the order of the result's tokens."""
-        return list(map(Slot, self.decodes, self.generations)) + self.others
+        here = zip(self.decodes.seqs, self._here().tolist(), strict=True)
+        decodes = [Slot(seq, seq.generation if there else -1) for seq, there in here]
+        return decodes + self.others
 
     def samples(self) -> int:
         """Tokens the result must have."""
@@ -111,9 +131,9 @@ class Step:
     def drawn_for(self, number: int) -> Sequence | None:
         """The sequence of a slot, or None where it has left since."""
         if number < len(self.decodes):
-            seq, generation = self.decodes[number], self.generations[number]
-        else:
-            seq, generation = self.others[number - len(self.decodes)]
+            left = self.columns.left_at[self.decodes.rows[number]] > self.departures
+            return None if left else self.decodes.seqs[number]
+        seq, generation = self.others[number - len(self.decodes)]
         return seq if seq.generation == generation else None
 
     def of_beams(self) -> bool:
@@ -122,6 +142,6 @@ class Step:
 
     def sequences(self) -> list[Sequence]:
         """Those in this step that have not left since."""
-        alive = [s for s, g in zip(self.decodes, self.generations, strict=True) if s.generation == g]
+        alive = list(compress(self.decodes.seqs, self._here().tolist()))
         alive += [search.group for search in self.searches if search.group.generation == search.generation]
         return alive + [chunk.seq for chunk in self.chunks if chunk.seq.generation == chunk.generation]

@@ -19,8 +19,9 @@ FLOORS = {
         "proto.checks proto.group proto.grammars",
     ],
     "scheduler": [
-        "scheduler.block_pool scheduler.logprobs scheduler.blame",
-        "scheduler.request scheduler.beam_group scheduler.outbox scheduler.queue scheduler.accounts",  # requests
+        "scheduler.block_pool scheduler.columns scheduler.logprobs scheduler.blame",
+        "scheduler.request scheduler.beam_group scheduler.batch "  # requests
+        "scheduler.outbox scheduler.queue scheduler.accounts",
         "scheduler.step scheduler.replica",  # where they run
         "scheduler.placement scheduler.draft scheduler.books",  # all of the state, and its transitions
         "scheduler.intake scheduler.beams scheduler.planner scheduler.commit",  # what is done with it

@@ -1,0 +1,145 @@
+"""The columns of running sequences, and what steps make of them: who decodes, for whom, and what ends somebody."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import numpy as np
+import pytest
+from scheduler_rig import Rig
+
+from quire.proto.codec import BadFrame, from_i8, from_i32, from_i64, i32
+from quire.proto.messages import Finish, StepResult, Submit, TokenBatch
+from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
+from quire.scheduler.columns import Columns, StopIds, as_u32
+from quire.scheduler.request import Sequence
+from quire.scheduler.snapshot import SnapshotError, dump, load
+
+
+def test_what_decodes_draw_is_fetched_in_order_wherever_a_block_begins() -> None:
+    columns, rows = Columns(4, 8), np.array([2, 0])
+    for position in range(9, 16):
+        columns.decoded(rows, np.array([position, position + 8], np.int32), np.array([position, -position], np.int32))
+    assert columns.computed[rows].tolist() == [16, 24]
+    assert columns.fetch_drawn(2, 16, 7) == i32(range(9, 16))
+    assert columns.fetch_drawn(0, 24, 2) == i32([-14, -15])
+
+
+def test_a_step_is_told_who_left_a_row_since() -> None:
+    columns = Columns(3, 8)
+    columns.leave(1)
+    planned = columns.departures
+    columns.leave(2)
+    assert (columns.left_at <= planned).tolist() == [True, True, False]
+
+
+def test_stop_ids_are_those_of_somebody_who_is_there() -> None:
+    stop_ids, tokens = StopIds(100), np.array([0, 2, 5, 7, 99], np.int32)
+    assert not stop_ids.among(tokens).any()
+    for stops in ({2, 99}, {2}, {2}, {5, 1000, -1}):
+        stop_ids.add(frozenset(stops))
+    assert tokens[stop_ids.among(tokens)].tolist() == [2, 5, 99]
+    stop_ids.remove(frozenset({2, 99}))
+    stop_ids.remove(frozenset({2}))
+    assert tokens[stop_ids.among(tokens)].tolist() == [2, 5]
+    stop_ids.remove(frozenset({2}))
+    assert tokens[stop_ids.among(tokens)].tolist() == [5]
+
+
+def test_a_column_of_part_of_a_number_is_no_column() -> None:
+    assert as_u32(i32([-1, 3])).tolist() == [2**32 - 1, 3]
+    with pytest.raises(BadFrame, match="5 bytes"):
+        as_u32(bytes(5))
+
+
+def submit(rig: Rig, owner: str, uid: int, max_tokens: int, eos: list[int]) -> None:
+    work = Generate(SamplingParams(max_tokens=max_tokens), uid, eos)
+    rig.core.submit(owner, Submit(uid, uid + 5, i32([1, 2, 3]), b"", work, float(uid)))
+
+
+def drawn(rig: Rig, tokens: list[int]) -> dict[str, list[tuple[int, ...]]]:
+    """A step in which these are drawn: for each detokenizer (uid, attempt, offset, token, finish) of its sequences."""
+    plan = rig.core.plan(rig.replica)
+    assert plan is not None
+    rig.core.commit(rig.replica, StepResult(plan.lease, plan.step, i32(tokens)))
+    rig.core.check_integrity()
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for owner, batch in rig.core.outbox.take():
+        assert isinstance(batch, TokenBatch)
+        found.setdefault(owner, []).extend(zip(
+            from_i64(batch.uids), from_i32(batch.attempts), from_i32(batch.offsets), from_i32(batch.tokens),
+            from_i8(batch.finishes), strict=True,
+        ))  # fmt: skip
+    return found
+
+
+def test_each_detokenizer_is_sent_its_own_and_told_who_of_them_ends() -> None:
+    rig = Rig()
+    for uid, owner in enumerate("abbab", 1):
+        submit(rig, owner, uid, 4 if uid == 3 else 9, eos=[70 + uid])
+    drawn(rig, [11, 12, 13, 14, 15])
+    assert drawn(rig, [21, 22, 23, 24, 25]) == {
+        "a": [(1, 6, 1, 21, 0), (4, 9, 1, 24, 0)],
+        "b": [(2, 7, 1, 22, 0), (3, 8, 1, 23, 0), (5, 10, 1, 25, 0)],
+    }
+    assert drawn(rig, [72, 71, 33, 74, 75]) == {  # another's stop id ends nobody
+        "a": [(1, 6, 2, 72, 0), (4, 9, 2, 74, Finish.STOP)],
+        "b": [(2, 7, 2, 71, 0), (3, 8, 2, 33, 0), (5, 10, 2, 75, Finish.STOP)],
+    }
+    assert drawn(rig, [41, 42, 43]) == {"a": [(1, 6, 3, 41, 0)], "b": [(2, 7, 3, 42, 0), (3, 8, 3, 43, Finish.LENGTH)]}
+
+
+def test_steps_share_their_batch_until_somebody_joins_or_leaves() -> None:
+    rig = Rig()
+    for uid in (1, 2):
+        submit(rig, "a", uid, 30, eos=[])
+    drawn(rig, [11, 12])
+    batch = rig.replica.going.batch()
+    drawn(rig, [21, 22])
+    assert rig.replica.going.batch() is batch
+    submit(rig, "a", 3, 30, eos=[])
+    drawn(rig, [31, 32, 33])
+    assert [seq.uid for seq in rig.replica.going.batch().seqs] == [1, 2, 3] and len(batch) == 2
+    rig.core.abort(2, 99)
+    assert [seq.uid for seq in rig.replica.going.batch().seqs] == [1, 3]
+    rig.core.check_integrity()
+
+
+def test_who_has_nothing_left_to_schedule_stays_until_its_last_token_comes() -> None:
+    rig = Rig()
+    submit(rig, "a", 1, 3, eos=[])
+    drawn(rig, [11])
+    first, second = rig.core.plan(rig.replica), rig.core.plan(rig.replica)
+    assert first is not None and second is not None
+    assert rig.core.plan(rig.replica) is None
+    for plan, token in ((first, 21), (second, 31)):
+        assert rig.replica.decoding
+        rig.core.commit(rig.replica, StepResult(plan.lease, plan.step, i32([token])))
+    assert not rig.replica.decoding and not rig.core.requests
+    rig.core.check_integrity()
+
+
+def test_outputs_are_whole_at_any_time() -> None:
+    rig = Rig()
+    submit(rig, "a", 1, 40, eos=[])
+    seqs: list[Sequence] = []
+    for number in range(30):
+        drawn(rig, [100 + number])
+        seqs = seqs or list(rig.replica.decoding)
+        assert (seqs[0].output_len, seqs[0].total, seqs[0].computed) == (number + 1, number + 4, number + 3)
+        if number % 3 == 0:
+            assert seqs[0].outputs.tolist() == list(range(100, 101 + number))
+    rig.core.preempt(seqs[0])
+    assert seqs[0].outputs.tolist() == list(range(100, 130)) and seqs[0].total == 33
+
+
+def test_columns_and_counters_are_in_a_snapshot() -> None:
+    state = {"columns": Columns(3, 8), "counter": Counter(a=3, b=1), "queue": deque([1])}
+    state["columns"].decoded(np.array([2]), np.array([5], np.int32), np.array([77], np.int32))  # type: ignore[attr-defined]
+    again = load(dump(state, {}), {})
+    assert again["counter"] == Counter(a=3, b=1) and again["queue"] == deque([1])
+    assert again["columns"].fetch_drawn(2, 6, 1) == i32([77]) and again["columns"].drawn.shape == (3, 8)
+    again["columns"].leave(0)  # it can be written to
+    with pytest.raises(SnapshotError, match="an array of"):
+        load(dump(np.zeros(3, np.complex64), {}), {})
