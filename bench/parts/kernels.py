@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Which kernels at which sizes."""
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["small-llama", "half-b-qwen2"])
-    parser.add_argument("--types", nargs="+", choices=list(TYPES), default=["float32", "bfloat16"], help="of weights")
+    parser.add_argument("--types", nargs="+", choices=list(TYPES), default=list(TYPES), help="of weights")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 512])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--milliseconds", type=float, default=150.0, help="of each measurement")

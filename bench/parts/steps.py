@@ -2,7 +2,8 @@
 
 A real worker carries out the plans of a real scheduler: prompts of the context's length in chunks, then decodes of all
 rows. A decode's bytes (every weight that a step reads, and the keys and values of its rows) and a prefill's operations
-stand beside this machine's own read bandwidth and product peak.
+stand beside this machine's own read bandwidth and product peak. A model that fits into the caches is read faster than
+memory is.
 """
 
 from __future__ import annotations
