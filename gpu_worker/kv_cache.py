@@ -52,7 +52,11 @@ class KVCache:
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy blocks ``src`` [N] over blocks ``dst`` [N] in every layer; all are read before any is written."""
         for pool in self._pools:
-            pool[:, dst] = pool[:, src]  # index_select would make the whole permuted pool contiguous first
+            if pool.is_contiguous():
+                pool[:, dst] = pool[:, src]
+            else:  # a CPU's, contiguous with the heads first: in that order a block's page is one copy
+                by_head = pool.transpose(1, 2)
+                by_head.index_copy_(2, dst.long(), by_head.index_select(2, src))
 
     @staticmethod
     def block_bytes(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:

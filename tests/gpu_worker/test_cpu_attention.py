@@ -180,7 +180,7 @@ def test_the_tiles_of_rows() -> None:
     assert tiles.tolist() == [[0, 1, 8, 0], [1, 16, 6, 2], [17, 16, 22, 2], [33, 2, 38, 2]]
 
 
-def test_a_cache_of_another_layout_is_not_taken() -> None:
+def test_a_cache_of_another_layout_is_not_taken(variant: str) -> None:
     k, v = native_cache(2, 3, 16, 32, 0.0)
     assert native_layout(k, v) and not native_layout(v, v) and not native_layout(k.contiguous(), v.contiguous())
     assert not native_layout(*native_cache(2, 3, 16, 32, 0.0, torch.float16))

@@ -1,10 +1,10 @@
 /* Attention over pages in place, and the writes to them.
  *
- * The query tokens of a tile and the query heads of a key head are the rows of one product (as many as BLOCK_ROWS at a
- * time), so a page is read once for all of them. The softmax of each chunk of Q_CHUNK keys is made by itself; the chunks
- * are merged in order (online softmax: Milakov and Gimelshein 2018; in chunks: Dao et al. 2022). A chunk begins at a
- * multiple of Q_CHUNK keys of the sequence, and a key that a row does not see adds exactly nothing: so a token's result
- * has the same bits in a decode, in any tile of a prefill, and whoever computes which chunk.
+ * The query tokens of a tile and the query heads of a key head are the rows of one product (as many as BLOCK_ROWS at
+ * a time), so a page is read once for all of them. The softmax of each chunk of Q_CHUNK keys is made by itself; the
+ * chunks are merged in order (online softmax: Milakov and Gimelshein 2018; in chunks: Dao et al. 2022). A chunk begins
+ * at a multiple of Q_CHUNK keys of the sequence, and a key that a row does not see adds exactly nothing: so a token's
+ * result has the same bits in a decode, in any tile of a prefill, and whoever computes which chunk.
  */
 #include "activations.h"
 #include "attention_products.h"
@@ -87,8 +87,8 @@ static void shape_scores(const rows_of_tile *of, int32_t row, int32_t chunk, flo
   }
 }
 
-/* A row's scores become weights e^(score - largest), 0 for keys that it does not see and its block [any.first, any.last)
- * does. Leaves the largest score and the sum of weights behind the row's partial result. */
+/* A row's scores become weights e^(score - largest), 0 for keys that it does not see and its block does, which are
+ * [any.first, any.last). */
 static void softmax_row(const rows_of_tile *of, int32_t row, int32_t chunk, seen any, float *scores, float *largest,
                         float *sum) {
   seen own = seen_of(of, row, chunk);
@@ -131,8 +131,8 @@ static void collect_keys(const rows_of_tile *of, int32_t position, int32_t end, 
     const char *page = of->keys + of->blocks[at / size] * of->page;
     for (int32_t dim = 0; dim < dims; dim++) {
       int32_t place = dim * size + at % size;
-      float key = layer->cache_type == Q_BF16 ? from_bf16(((const uint16_t *)page)[place]) : ((const float *)page)[place];
-      out[dim * LANES + lane] = key;
+      int32_t bf16 = layer->cache_type == Q_BF16;
+      out[dim * LANES + lane] = bf16 ? from_bf16(((const uint16_t *)page)[place]) : ((const float *)page)[place];
     }
   }
 }
@@ -170,7 +170,8 @@ static void score_chunk(const rows_of_tile *of, int32_t chunk, seen any, const f
   for (int32_t i = first; i < last; i++) {
     collect_keys(of, chunk * Q_CHUNK + i * LANES, chunk * Q_CHUNK + any.last, collected);
     scores_of(queries, layer->head_dim, &keys, Q_F32, each, rows);
-    for (int32_t row = 0; row < rows; row++) memcpy(scores + row * Q_CHUNK + i * LANES, each + row * Q_CHUNK, LANES * 4);
+    for (int32_t row = 0; row < rows; row++)
+      vf_store(scores + row * Q_CHUNK + i * LANES, vf_load(each + row * Q_CHUNK));
   }
 }
 
@@ -244,8 +245,8 @@ static void finish(const rows_of_tile *of, int32_t row, const float *result, voi
 }
 
 /* The queries of ``rows`` rows, times the scale, as [dims][width]; zeros in the rows that are not there. */
-static void pack_queries(const rows_of_tile *of, int32_t row, int32_t rows, int32_t width, const float *q, int64_t stride,
-                         float *out) {
+static void pack_queries(const rows_of_tile *of, int32_t row, int32_t rows, int32_t width, const float *q,
+                         int64_t stride, float *out) {
   int32_t dims = of->layer->head_dim;
   for (int32_t i = 0; i < width; i++) {
     if (i >= rows) {
@@ -349,7 +350,8 @@ void Q_NAME(write_kv)(const q_attention *layer, int64_t slot, const float *k, co
   int32_t dims = layer->head_dim, size = layer->block_size;
   int64_t key_at = slot / size * size * dims + slot % size, value_at = slot * dims;
   for (int32_t head = 0; head < layer->kv_heads; head++, k += dims, v += dims) {
-    char *keys = (char *)layer->keys + head * layer->head_stride, *values = (char *)layer->values + head * layer->head_stride;
+    char *keys = (char *)layer->keys + head * layer->head_stride;
+    char *values = (char *)layer->values + head * layer->head_stride;
     if (layer->cache_type == Q_BF16) {
       for (int32_t dim = 0; dim < dims; dim++) ((uint16_t *)keys)[key_at + (int64_t)dim * size] = to_bf16(k[dim]);
       for (int32_t dim = 0; dim < dims; dim++) ((uint16_t *)values)[value_at + dim] = to_bf16(v[dim]);

@@ -1,8 +1,8 @@
 /* The two products of attention over pages: queries with keys, and weights with values.
  *
- * Both hold their sums in registers, for some rows (query tokens x heads) at a time, and read a key or value once for all
- * of these rows. A sum is one chain of additions, over the dims of a key or over the keys in their order, so its bits
- * do not depend on how many rows and vectors share a block.
+ * Both hold their sums in registers, for some rows (query tokens x heads) at a time, and read a key or value once for
+ * all of these rows. A sum is one chain of additions, over the dims of a key or over the keys in their order, so its
+ * bits do not depend on how many rows and vectors share a block.
  */
 #ifndef QUIRE_ATTENTION_PRODUCTS_H
 #define QUIRE_ATTENTION_PRODUCTS_H
@@ -34,14 +34,14 @@ INLINE vfloat load_some(const char *at, int32_t count, int32_t type) {
 #endif
 }
 
-/* Bring a line into the second-level cache. While the keys of a chunk are read its values are fetched, and while these are
- * read the keys of the next chunk: both fit there, and a whole chunk's work hides the latency. */
+/* Bring a line into the second-level cache. While the keys of a chunk are read its values are fetched, and while these
+ * are read the keys of the next chunk: both fit there, and a whole chunk's work hides the latency. */
 INLINE void fetch_soon(const char *at) { __builtin_prefetch(at, 0, 2); }
 
 /* Vectors of keys that a block of so many rows takes at a time: enough sums to keep the multipliers busy. */
 static inline int32_t key_vectors(int32_t rows) { return rows <= 2 ? MOST_KEYS : 2; }
 
-/* Some vectors of keys: vector i of dim d lies at at[i] + d * stride. What is wanted soon lies alike from soon[i] on. */
+/* Some vectors of keys: vector i of dim d lies at at[i] + d * stride. What is wanted soon lies alike at soon[i]. */
 typedef struct {
   const char *at[MOST_KEYS], *soon[MOST_KEYS];
   int64_t stride;
