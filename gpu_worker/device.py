@@ -5,6 +5,11 @@ sleep, by default for milliseconds, which takes the cores from everybody else. M
 processes beside, a decode step of 32 rows of a wide 6-layer model: 180 ms when threads sleep at once, 240 ms with
 2,000 turns of spinning, 440 ms with 200,000; one thread takes 256 ms. A small model (4 layers of 256) is three times
 slower with two threads than with one.
+
+The native kernels have threads of their own (``kernels/cpu/src/team.c``), as many, which spin for microseconds alone.
+Even so a small model had better leave the other core to the other processes: where they kept two cores busy, the median
+decode step of one row of 5 million parameters in bfloat16 took 0.27 ms with one thread and 1.2 ms with two (the fastest
+0.16 and 0.11 ms).
 """
 
 from __future__ import annotations

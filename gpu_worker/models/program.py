@@ -60,6 +60,7 @@ class Program:
         self._program = native.NativeProgram(parts, builder.body, builder.tail, builder.head, torch.get_num_threads())
         self._columns = [np.zeros(len(tokens), np.int64) for _ in range(3)]
         self._outputs = np.zeros(outputs, np.int64)
+        self._outputs_at = self._outputs.ctypes.data  # numpy takes a microsecond to say
         self._step = native.Step()
         self._step.row, self._step.start, self._step.count = (column.ctypes.data for column in self._columns)
         self.nanoseconds: np.ndarray | None = None
@@ -74,8 +75,7 @@ class Program:
         """
         count = len(outputs)
         self._outputs[:count] = outputs
-        self._step.output, self._step.outputs = self._outputs.ctypes.data, count
-        self._step.hidden = None
+        self._step.output, self._step.outputs, self._step.hidden = self._outputs_at, count, None
         self._run(rows, starts, counts)
         return self._logits[:count]
 
