@@ -24,7 +24,7 @@ def test_a_stop_while_it_reads(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> N
     now, turns, left = 1000.0, iter([0.0, 300.0] + [1.5] * 11), []
     loop.core.clock = lambda: now
 
-    def read() -> None:
+    def read(readable: dict[int, int]) -> None:
         """Each turn hears one worker's heartbeat, and then takes its time."""
         nonlocal now
         loop.membership.registry.on_worker("heard", Heartbeat(0))
