@@ -32,11 +32,11 @@ PROMPTS = (1, 40, 7, 300, 17)
 """Lengths: of one token, of several tiles, and past one pass."""
 
 
-def load(row: str, folder: Path, dtype: torch.dtype) -> Decoder:
+def load(row: str, folder: Path, dtype: torch.dtype, quantization: str | None = None) -> Decoder:
     """The variant ``row`` of a family, on the CPU."""
     kind, values = ROWS[row][:2]
     config = load_model_config(str(tiny_models.write(kind, folder, 3, values)), LENGTH)
-    model = load_model(config, dtype, CPU)
+    model = load_model(config, dtype, CPU, quantization=quantization, quantize_lm_head=quantization is not None)
     assert isinstance(model, Decoder)
     return model
 
@@ -85,6 +85,17 @@ def test_a_program_equals_torch_and_itself(row: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in QUICK])
 def test_every_family_s_program_equals_torch_and_itself(row: str, tmp_path: Path) -> None:
     check_row(row, tmp_path)
+
+
+@pytest.mark.parametrize("row", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_made_narrower_give_what_their_layers_give(row: str, quantization: str, tmp_path: Path) -> None:
+    rig = filled(load(row, tmp_path, torch.float32, quantization))
+    every, wanted = rig.every(WHOLE), rig.by_torch(WHOLE)
+    # An activation that lies between two integers may go to the other one, and so to another expert.
+    assert wanted.std() > 0.1
+    assert (every - wanted).abs().median() <= 1e-3 * wanted.abs().max()
+    assert torch.equal(rig.logits([WHOLE[1], WHOLE[4]]), every[np.cumsum(PROMPTS)[[1, 4]] - 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
