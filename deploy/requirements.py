@@ -14,7 +14,9 @@ from pathlib import Path
 NEEDS = {
     "scheduler": ["msgspec", "numpy", "pyzmq"],
     "frontend": ["aiohttp", "huggingface_hub", "msgspec", "numpy", "prometheus_client", "pyzmq", "uvloop"],
-    "detokenizer": ["huggingface_hub", "jinja2", "llguidance", "msgspec", "pyzmq", "tokenizers", "transformers"],
+    "detokenizer": [
+        "huggingface_hub", "jinja2", "llguidance", "msgspec", "pyzmq", "tokenizers", "transformers", "uvloop",
+    ],
     "gpu_worker": [
         "huggingface_hub", "llguidance", "msgspec", "numpy", "pyzmq", "safetensors", "tokenizers", "torch", "tqdm",
         "transformers", "triton",

@@ -11,7 +11,8 @@ import time
 from ..proto.checkpoint.model_config import config_of, model_folder, tokenizer_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
-from ..proto.process import die, ending_signals, new_incarnation, new_loop, setup_logging, tell_ready, watch_parent
+from ..proto.event_loop import new_loop
+from ..proto.process import die, ending_signals, new_incarnation, setup_logging, tell_ready, watch_parent
 from ..proto.wire.sockets import detokenizer_bind, load_keys, private_dir
 from .gate import Checker
 from .loop import Detokenizer, check_bind

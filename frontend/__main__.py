@@ -17,7 +17,8 @@ from ..client.results import RequestError
 from ..proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
-from ..proto.process import die, ending_signals, new_loop, setup_logging, tell_ready, watch_parent
+from ..proto.event_loop import new_loop
+from ..proto.process import die, ending_signals, setup_logging, tell_ready, watch_parent
 from ..proto.wire.sockets import load_keys
 from .app import make_app
 from .auth import keys_of

@@ -20,8 +20,8 @@ from ..client.pooled import OpenPooling
 from ..client.request import OpenRequest
 from ..client.results import RequestError, TokenLogprobs
 from ..proto.codec import from_i32, i32
+from ..proto.event_loop import new_loop
 from ..proto.messages import Accepted, Finish, Peer, Peers, ReplicaStats, Stats, Tokenize
-from ..proto.process import new_loop
 from .__main__ import app_runner
 from .app import make_app
 from .front import Settings

@@ -132,17 +132,6 @@ def ending_signals(loop: AbstractEventLoop, act: Callable[[], object]) -> Iterat
         waker.close()
 
 
-def new_loop() -> AbstractEventLoop:
-    """uvloop's event loop, or asyncio's own where there is no uvloop."""
-    try:
-        import uvloop
-    except ImportError:
-        import asyncio
-
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
 def watch_parent() -> None:
     """End this process when its parent dies, even by kill -9. Does nothing where no parent asked for it."""
     fd = os.environ.pop(PARENT_FD, None)
