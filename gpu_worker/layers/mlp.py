@@ -54,5 +54,13 @@ class MoEBlock:
             return out
         shared = self.shared(x)
         if self.shared_gate is not None:
-            shared = shared * torch.sigmoid(self.shared_gate(x))
+            shared = shared * _sigmoid(self.shared_gate(x))
         return out + shared
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Of x [T, 1], with the same bits for a row whatever T is.
+
+    On a CPU torch computes what is left over of its vectors, of 64 values at most, with another exponential.
+    """
+    return torch.sigmoid(x if x.is_cuda else x.expand(-1, 64).contiguous())[:, :1]

@@ -35,6 +35,7 @@ PROMPTS = (1, 40, 7, 300, 17)
 def load(row: str, folder: Path, dtype: torch.dtype, quantization: str | None = None) -> Decoder:
     """The variant ``row`` of a family, on the CPU."""
     kind, values = ROWS[row][:2]
+    folder.mkdir(exist_ok=True)
     config = load_model_config(str(tiny_models.write(kind, folder, 3, values)), LENGTH)
     model = load_model(config, dtype, CPU, quantization=quantization, quantize_lm_head=quantization is not None)
     assert isinstance(model, Decoder)

@@ -109,7 +109,7 @@ def test_a_killed_worker_loses_no_answer(decoder):
         expected = states(model, prompt)
         expected = (unit(expected.mean(0)), unit(expected[-1]), expected)[n % 3]
         assert pooled.data.shape == expected.shape
-        assert np.abs(pooled.data - expected).max() < 1e-5
+        assert np.abs(pooled.data - expected).max() < 2e-5
 
 
 def test_what_cannot_be_pooled_is_refused_and_cancelled_requests_end(decoder):
@@ -190,7 +190,7 @@ def test_real_sentence_embeddings(minilm):
         assert pooled.prompt_ids == ids
         assert pooled.data.shape == (384,)
         assert pooled.data @ expected > 1 - 1e-6
-        assert np.abs(pooled.data - expected).max() < 1e-5
+        assert np.abs(pooled.data - expected).max() < 2e-5
     sentence_transformers = pytest.importorskip("sentence_transformers")
     theirs = sentence_transformers.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
     for pooled, other in zip(found, theirs, strict=True):
