@@ -52,19 +52,11 @@ INLINE vint lane_numbers(void) {
 
 /* e^x for x <= 0, by vf_exp's polynomial with less around it; NaN of NaN. */
 INLINE vfloat exp_negative(vfloat x) {
-  const float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+  const float log2e = 1.44269504f;
   vfloat held = vf_max(vf_set(-87.33f), x);
   vfloat shifted = vf_fma(held, vf_set(log2e), vf_set(12582912.0f));
   vfloat whole = shifted - vf_set(12582912.0f);
-  vfloat rest = vf_fma(whole, vf_set(-ln2_high), held);
-  rest = vf_fma(whole, vf_set(-ln2_low), rest);
-  vfloat y = vf_set(1.9875691500e-4f);
-  y = vf_fma(y, rest, vf_set(1.3981999507e-3f));
-  y = vf_fma(y, rest, vf_set(8.3334519073e-3f));
-  y = vf_fma(y, rest, vf_set(4.1665795894e-2f));
-  y = vf_fma(y, rest, vf_set(1.6666665459e-1f));
-  y = vf_fma(y, rest, vf_set(5.0000001201e-1f));
-  y = vf_fma(y, rest * rest, rest) + vf_set(1.0f);
+  vfloat y = vf_exp_rest(whole, held);
   /* The lowest bits of ``shifted`` are the whole number: moved into the exponent they multiply by 2^whole. */
   y = y * (vfloat)(((vuint)shifted + 127) << 23);
   return vf_select(x < vf_set(-87.33f), vf_set(0.0f), y);

@@ -4,12 +4,11 @@
  * that lost its core does not hold the others up. Nothing is allocated here but in q_program_new. */
 #include "program.h"
 
-#include "linear.h"
-
-
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+
+#include "linear.h"
 
 /* One thread in one step. ``phase`` counts the barriers, alike in all threads. */
 typedef struct {

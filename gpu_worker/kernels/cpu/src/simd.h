@@ -180,24 +180,29 @@ INLINE void vf_store_bf16(uint16_t *at, vfloat x) {
 #endif
 }
 
-/* e^x within 2 units in the last place; 0 below -87.3 (so also at -infinity), infinity above 88.7,
- * NaN of NaN. */
-INLINE vfloat vf_exp(vfloat x) {
-  const float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
-  vint too_small = x < vf_set(-87.33f), too_large = x > vf_set(88.72f);
-  vfloat held = vf_min(vf_set(88.72f), vf_max(vf_set(-87.33f), x)); /* in this order NaN goes through */
-  /* Adding and taking away 1.5 * 2^23 rounds to a whole number. */
-  vfloat whole = vf_fma(held, vf_set(log2e), vf_set(12582912.0f)) - vf_set(12582912.0f);
-  vfloat rest = vf_fma(whole, vf_set(-ln2_high), held);
+/* e^(x - whole ln 2), by the polynomial of Cephes' expf, for x within ln 2 / 2 of whole ln 2. */
+INLINE vfloat vf_exp_rest(vfloat whole, vfloat x) {
+  const float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+  vfloat rest = vf_fma(whole, vf_set(-ln2_high), x);
   rest = vf_fma(whole, vf_set(-ln2_low), rest);
-  /* The polynomial of Cephes' expf. */
   vfloat y = vf_set(1.9875691500e-4f);
   y = vf_fma(y, rest, vf_set(1.3981999507e-3f));
   y = vf_fma(y, rest, vf_set(8.3334519073e-3f));
   y = vf_fma(y, rest, vf_set(4.1665795894e-2f));
   y = vf_fma(y, rest, vf_set(1.6666665459e-1f));
   y = vf_fma(y, rest, vf_set(5.0000001201e-1f));
-  y = vf_fma(y, rest * rest, rest) + vf_set(1.0f);
+  return vf_fma(y, rest * rest, rest) + vf_set(1.0f);
+}
+
+/* e^x within 2 units in the last place; 0 below -87.3 (so also at -infinity), infinity above 88.7,
+ * NaN of NaN. */
+INLINE vfloat vf_exp(vfloat x) {
+  const float log2e = 1.44269504f;
+  vint too_small = x < vf_set(-87.33f), too_large = x > vf_set(88.72f);
+  vfloat held = vf_min(vf_set(88.72f), vf_max(vf_set(-87.33f), x)); /* in this order NaN goes through */
+  /* Adding and taking away 1.5 * 2^23 rounds to a whole number. */
+  vfloat whole = vf_fma(held, vf_set(log2e), vf_set(12582912.0f)) - vf_set(12582912.0f);
+  vfloat y = vf_exp_rest(whole, held);
   /* 2^whole in two factors, so that 2^128 is never made. */
   vint power = __builtin_convertvector(whole, vint), half = power >> 1;
   vfloat first = (vfloat)((half + 127) << 23), second = (vfloat)((power - half + 127) << 23);
