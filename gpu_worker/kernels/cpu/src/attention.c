@@ -6,108 +6,14 @@
  * at a multiple of Q_CHUNK keys of the sequence, and a key that a row does not see adds exactly nothing: so a token's
  * result has the same bits in a decode, in any tile of a prefill, and whoever computes which chunk.
  */
-#include "activations.h"
 #include "attention_products.h"
+#include "attention_softmax.h"
+#include "attention_tile.h"
 #include "kernels.h"
 #include "simd.h"
 
 /* Values of the largest set of queries, and of results, that one pass over the keys holds: 96 KB each. */
 enum { PASS_VALUES = 96 * 256 };
-
-/* Rows [first, first + rows) of one tile and key head; row = token * group + head within the group. */
-typedef struct {
-  const q_attention *layer;
-  const q_tile *tile;
-  const int32_t *blocks;      /* of the sequence */
-  const char *keys, *values;  /* of the key head */
-  int64_t page;               /* bytes of a block of keys, or of values */
-  int32_t head, group;        /* the first query head, and how many */
-  int32_t first, rows;
-  int32_t partial;            /* q_partial_size */
-} rows_of_tile;
-
-/* The keys [first, last) that a row sees of a chunk, from the chunk's start; none where last <= first. */
-typedef struct {
-  int32_t first, last;
-} seen;
-
-/* The position in its sequence of a row's token. */
-static inline int32_t position_of(const rows_of_tile *of, int32_t row) {
-  return of->tile->position + row / of->group;
-}
-
-static inline seen seen_of(const rows_of_tile *of, int32_t row, int32_t chunk) {
-  int32_t position = position_of(of, row), start = chunk * Q_CHUNK;
-  int32_t first = of->layer->window ? position - of->layer->window + 1 - start : 0;
-  int32_t last = position + 1 - start;
-  return (seen){first > 0 ? first : 0, last < Q_CHUNK ? last : Q_CHUNK};
-}
-
-/* 0, 1, 2, ... */
-INLINE vint lane_numbers(void) {
-  vint numbers;
-  for (int32_t lane = 0; lane < LANES; lane++) numbers[lane] = lane;
-  return numbers;
-}
-
-/* e^x for x <= 0, by vf_exp's polynomial with less around it; NaN of NaN. */
-INLINE vfloat exp_negative(vfloat x) {
-  const float log2e = 1.44269504f;
-  vfloat held = vf_max(vf_set(-87.33f), x);
-  vfloat shifted = vf_fma(held, vf_set(log2e), vf_set(12582912.0f));
-  vfloat whole = shifted - vf_set(12582912.0f);
-  vfloat y = vf_exp_rest(whole, held);
-  /* The lowest bits of ``shifted`` are the whole number: moved into the exponent they multiply by 2^whole. */
-  y = y * (vfloat)(((vuint)shifted + 127) << 23);
-  return vf_select(x < vf_set(-87.33f), vf_set(0.0f), y);
-}
-
-INLINE float exp_negative_one(float x) { return exp_negative(vf_set(x))[0]; }
-
-/* Soft cap and ALiBi of vectors [first, last) of a row's scores with a chunk. */
-static void shape_scores(const rows_of_tile *of, int32_t row, int32_t chunk, float *scores, int32_t first,
-                         int32_t last) {
-  const q_attention *layer = of->layer;
-  float cap = layer->softcap, slope = layer->slopes ? layer->slopes[of->head + row % of->group] : 0.0f;
-  int32_t before = chunk * Q_CHUNK - position_of(of, row);
-  for (int32_t i = first; i < last; i++) {
-    vfloat score = vf_load(scores + i * LANES);
-    if (cap != 0) score = vf_set(cap) * vf_tanh(score / vf_set(cap));
-    vint distance = lane_numbers() + (before + i * LANES);
-    if (slope != 0) score = vf_fma(vf_set(slope), __builtin_convertvector(distance, vfloat), score);
-    vf_store(scores + i * LANES, score);
-  }
-}
-
-/* A row's scores become weights e^(score - largest), 0 for keys that it does not see and its block does, which are
- * [any.first, any.last). */
-static void softmax_row(const rows_of_tile *of, int32_t row, int32_t chunk, seen any, float *scores, float *largest,
-                        float *sum) {
-  seen own = seen_of(of, row, chunk);
-  *largest = -INFINITY;
-  *sum = 0.0f;
-  if (own.last <= own.first) {
-    for (int32_t key = any.first; key < any.last; key++) scores[key] = 0.0f;
-    return;
-  }
-  int32_t first = own.first / LANES, last = (own.last + LANES - 1) / LANES;
-  if (of->layer->softcap != 0 || of->layer->slopes) shape_scores(of, row, chunk, scores, first, last);
-  float *begin = scores + first * LANES, *end = scores + (last - 1) * LANES;
-  vfloat none = vf_set(-INFINITY);
-  vf_store(begin, vf_select(lane_numbers() < own.first - first * LANES, none, vf_load(begin)));
-  vf_store(end, vf_select(lane_numbers() >= own.last - (last - 1) * LANES, none, vf_load(end)));
-  vfloat top = none, total = vf_set(0.0f);
-  for (int32_t i = first; i < last; i++) top = vf_max(top, vf_load(scores + i * LANES));
-  *largest = vf_largest(top);
-  for (int32_t i = first; i < last; i++) {
-    vfloat weight = exp_negative(vf_load(scores + i * LANES) - vf_set(*largest));
-    vf_store(scores + i * LANES, weight);
-    total += weight;
-  }
-  *sum = vf_sum(total);
-  for (int32_t key = any.first; key < first * LANES; key++) scores[key] = 0.0f;
-  for (int32_t key = last * LANES; key < any.last; key++) scores[key] = 0.0f;
-}
 
 /* Lay LANES keys from ``position`` on side by side, [dims][LANES] in float32, where a block holds fewer; zeros from
  * ``end`` on. */
@@ -181,10 +87,8 @@ static void attend_chunk(const rows_of_tile *of, int32_t row, int32_t rows, int3
    * vectors are taken from any.first on. */
   _Alignas(64) float scores[BLOCK_ROWS * Q_CHUNK + MOST_KEYS * LANES];
   score_chunk(of, chunk, any, queries, width, scores);
-  for (int32_t i = 0; i < rows; i++) {
-    float *own = partials + i * of->partial;
-    softmax_row(of, row + i, chunk, any, scores + i * Q_CHUNK, own + sums, own + sums + 1);
-  }
+  for (int32_t i = 0; i < rows; i++)
+    softmax_row(of, row + i, chunk, any, scores + i * Q_CHUNK, partials + i * of->partial + sums);
   int32_t start = chunk * Q_CHUNK, newest = of->tile->position + of->tile->count - 1;
   value_range range = {
       .values = of->values, .keys = of->keys, .blocks = of->blocks + start / layer->block_size,
@@ -195,32 +99,10 @@ static void attend_chunk(const rows_of_tile *of, int32_t row, int32_t rows, int3
   values_of(scores, &range, partials, of->partial, rows);
 }
 
-/* One more chunk's result for a row, in order. A sum of weights of 0 says that the row sees nothing of a chunk. */
-static void merge(float *into, const float *chunk, int32_t size) {
-  float *at = into + size - 16;
-  const float *other = chunk + size - 16;
-  if (other[1] == 0.0f) return;
-  if (at[1] == 0.0f) {
-    memcpy(into, chunk, (size_t)size * sizeof(float));
-    return;
-  }
-  float largest = at[0] > other[0] ? at[0] : other[0];
-  float keep = exp_negative_one(at[0] - largest), add = exp_negative_one(other[0] - largest);
-  for (int32_t i = 0; i < size - 16; i += LANES)
-    vf_store(into + i, vf_fma(vf_load(chunk + i), vf_set(add), vf_load(into + i) * vf_set(keep)));
-  at[0] = largest;
-  at[1] = at[1] * keep + other[1] * add;
-}
-
 /* out = sums / sum of weights, with the head's sink in that sum. */
 static void finish(const rows_of_tile *of, int32_t row, const float *result, void *out, int32_t type) {
-  int32_t dims = of->layer->head_dim, dim = 0, sums = of->partial - 16;
-  float factor = 1.0f / result[sums + 1];
-  if (of->layer->sinks) {
-    float sink = of->layer->sinks[of->head + row % of->group];
-    float largest = result[sums] > sink ? result[sums] : sink, keep = exp_negative_one(result[sums] - largest);
-    factor = keep / (result[sums + 1] * keep + exp_negative_one(sink - largest));
-  }
+  int32_t dims = of->layer->head_dim, dim = 0;
+  float factor = normalizer(of, row, result + of->partial - 16);
   for (; dim + LANES <= dims; dim += LANES) {
     vfloat x = vf_load(result + dim) * vf_set(factor);
     if (type == Q_BF16)
@@ -236,7 +118,7 @@ static void finish(const rows_of_tile *of, int32_t row, const float *result, voi
   }
 }
 
-/* The queries of ``rows`` rows, times the scale, as [dims][width]; zeros in the rows that are not there. */
+/* The queries of ``rows`` rows as [dims][width]; zeros in the rows that are not there. */
 static void pack_queries(const rows_of_tile *of, int32_t row, int32_t rows, int32_t width, const float *q,
                          int64_t stride, float *out) {
   int32_t dims = of->layer->head_dim;
@@ -247,7 +129,7 @@ static void pack_queries(const rows_of_tile *of, int32_t row, int32_t rows, int3
     }
     int32_t token = of->tile->token + (row + i) / of->group, head = of->head + (row + i) % of->group;
     const float *query = (const float *)((const char *)q + token * stride) + (int64_t)head * dims;
-    for (int32_t dim = 0; dim < dims; dim++) out[dim * width + i] = query[dim] * of->layer->scale;
+    for (int32_t dim = 0; dim < dims; dim++) out[dim * width + i] = query[dim];
   }
 }
 

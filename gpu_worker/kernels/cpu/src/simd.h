@@ -89,11 +89,15 @@ INLINE vfloat vf_min(vfloat a, vfloat b) {
 
 /* The sum of all lanes: halves are added until one is left. */
 INLINE float vf_sum(vfloat x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
   float lanes[LANES];
   vf_store(lanes, x);
   for (int half = LANES / 2; half; half /= 2)
     for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
   return lanes[0];
+#endif
 }
 
 /* The largest lane. */
@@ -209,6 +213,32 @@ INLINE vfloat vf_exp(vfloat x) {
   y = y * first * second;
   y = vf_select(too_small, vf_set(0.0f), y);
   return vf_select(too_large, vf_set(INFINITY), y);
+}
+
+/* 2^x within 2 units in the last place, for x <= 1; NaN of NaN.
+ *
+ * The polynomial was fitted for the smallest relative error (8e-8) over 0 <= rest <= 1, with 2^0 exactly 1. */
+INLINE vfloat vf_exp2(vfloat x) {
+#if defined(__AVX512F__)
+  vfloat rest = (vfloat)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF); /* x less the next lower whole number */
+#else
+  vfloat held = vf_max(vf_set(-126.0f), x); /* in this order NaN goes through */
+  vfloat shifted = held - vf_set(0.5f) + vf_set(12582912.0f); /* 1.5 * 2^23: rounds to a whole number */
+  vfloat rest = held - (shifted - vf_set(12582912.0f));
+#endif
+  vfloat y = vf_set(1.8671302e-3f);
+  y = vf_fma(y, rest, vf_set(9.01703e-3f));
+  y = vf_fma(y, rest, vf_set(5.5799913e-2f));
+  y = vf_fma(y, rest, vf_set(2.4016444e-1f));
+  y = vf_fma(y, rest, vf_set(6.931513e-1f));
+  y = vf_fma(y, rest, vf_set(1.0f));
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_scalef_ps((__m512)y, (__m512)x);
+#else
+  /* The lowest bits of ``shifted`` are the whole number: moved into the exponent they multiply by 2^whole. */
+  y = y * (vfloat)(((vuint)shifted + 127) << 23);
+  return vf_select(x < vf_set(-126.0f), vf_set(0.0f), y);
+#endif
 }
 
 /* log(x) of normal numbers above 0, within 2 units in the last place: Cephes' logf. */
