@@ -15,9 +15,9 @@ from .columns import Ints, Rows
 from .request import Sequence
 
 _key = attrgetter("key")
-_FIELDS = 7
+_FIELDS = 6
 """Of each sequence, as int64 in this order: row, uid, attempt, index, number of its sink in the outbox, tokens of its
-prompt, tokens that it may grow to."""
+prompt."""
 
 
 class Part(NamedTuple):
@@ -43,6 +43,7 @@ class Batch:
 
     def __init__(self, seqs: list[Sequence], fields: NDArray[np.int64]):
         self.seqs, self.fields = seqs, fields
+        self.rows: Rows = fields[0]  # theirs
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -50,11 +51,6 @@ class Batch:
     def only(self, which: NDArray[np.bool_]) -> Batch:
         """Some of them."""
         return Batch(list(compress(self.seqs, which.tolist())), self.fields[:, which])
-
-    @property
-    def rows(self) -> Rows:
-        """Theirs."""
-        return self.fields[0]
 
     @cached_property
     def packed(self) -> bytes:
@@ -70,11 +66,6 @@ class Batch:
     def before_output(self) -> Ints:
         """The position from which each draws its first output token."""
         return _i32(self.fields[5] - 1)
-
-    @cached_property
-    def limits(self) -> Ints:
-        """Tokens that each may grow to."""
-        return _i32(self.fields[6])
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -111,7 +102,7 @@ class Lineup:
         seqs, fields, at = self._seqs, self._fields, bisect_left(self._seqs, seq.key, key=_key)
         fields[:, at + 1 : len(seqs) + 1] = fields[:, at : len(seqs)]
         request = seq.request
-        fields[:, at] = seq.row, seq.uid, seq.attempt, seq.index, request.sink, request.prompt_len, seq.limit
+        fields[:, at] = seq.row, seq.uid, seq.attempt, seq.index, request.sink, request.prompt_len
         seqs.insert(at, seq)
         self._batch = None
 

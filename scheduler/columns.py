@@ -20,6 +20,39 @@ Rows = NDArray[np.intp]
 Ints = NDArray[np.int32]
 
 
+class Lookout:
+    """For each row the position at which it needs a look of its own.
+
+    Rows that go on together come nearer by one a step. So whoever compares them once knows for how many steps none of
+    them needs a look, and those steps cost one comparison of two numbers.
+    """
+
+    def __init__(self, num_rows: int):
+        self.at = np.zeros(num_rows, np.int32)
+        self._rows: Rows | None = None  # those that were compared last
+        self._quiet = 0  # steps of these from then on in which none gets there
+
+    def set(self, row: int, position: int) -> None:
+        """The next look at ``row`` is due at ``position`` or past it."""
+        self.at[row] = position
+        self._quiet = 0
+
+    def reached(self, rows: Rows, positions: Ints) -> list[int]:
+        """Places in ``rows``, which are at ``positions``, of those whose look is due. Whoever asks for the very array
+        that was asked for last asks for the step after it: each position is one more."""
+        if self._quiet and rows is self._rows:
+            self._quiet -= 1
+            return []
+        ahead = self.at[rows] - positions
+        nearest = ahead.item(ahead.argmin())
+        self._rows, self._quiet = rows, max(nearest - 1, 0)
+        return (ahead <= 0).nonzero()[0].tolist() if nearest <= 0 else []
+
+    def overlooks(self, rows: Rows, positions: Ints) -> bool:
+        """A look would go by, were ``rows`` asked for next at ``positions``: this must never be so."""
+        return rows is self._rows and self._quiet > 0 and self._quiet > (self.at[rows] - positions).min()
+
+
 class Columns:
     """One entry for each of ``num_rows`` rows. Those of a row that nobody holds mean nothing, but for ``left_at``."""
 
@@ -28,8 +61,8 @@ class Columns:
         self.computed = np.zeros(num_rows, np.int32)
         self.scheduled = np.zeros(num_rows, np.int32)
         # Two look-ahead caches spare a step the look at every sequence:
-        self.horizon = np.zeros(num_rows, np.int32)  # scheduling at or past this position needs a look
-        self.milestone = np.zeros(num_rows, np.int32)  # committing this many tokens needs a look
+        self.horizon = Lookout(num_rows)  # scheduling at or past this position needs a look
+        self.milestone = Lookout(num_rows)  # computing this many tokens needs a look
         # Tokens drawn by decodes. The one at position p is in place (p - 1) % block_size; at a milestone, when a block
         # is full and the token after it is drawn, they are fetched, before the next one would take the place of one.
         self.drawn = np.zeros((num_rows, block_size), np.int32)
@@ -39,7 +72,9 @@ class Columns:
     def enter(self, row: int, computed: int) -> None:
         """A sequence takes ``row``, with so much computed."""
         self.computed[row] = computed
-        self.scheduled[row] = self.horizon[row] = self.milestone[row] = 0
+        self.scheduled[row] = 0
+        self.horizon.set(row, 0)
+        self.milestone.set(row, 0)
 
     def leave(self, row: int) -> None:
         """The sequence in ``row`` gives it up: what a step in flight draws for it counts no more."""
@@ -50,10 +85,12 @@ class Columns:
         """One decode of each of ``rows`` is asked for, at ``starts``."""
         self.scheduled[rows] = starts + 1
 
-    def decoded(self, rows: Rows, starts: Ints, tokens: Ints) -> None:
-        """The decodes of ``rows`` at ``starts`` are done, and drew ``tokens``."""
+    def decoded(self, rows: Rows, starts: Ints, tokens: Ints) -> list[int]:
+        """The decodes of ``rows`` at ``starts`` are done, and drew ``tokens``. Returns the places of those at their
+        milestone."""
         self.drawn[rows, starts % self.drawn.shape[1]] = tokens
-        self.computed[rows] = starts + 1
+        self.computed[rows] = computed = starts + 1
+        return self.milestone.reached(rows, computed)
 
     def fetch_drawn(self, row: int, computed: int, count: int) -> bytes:
         """The last ``count`` tokens that decodes drew, as int32 bytes: a block's at most, up to its milestone."""
@@ -68,7 +105,7 @@ class StopIds:
     def __init__(self, vocab_size: int, of_each: Iterable[frozenset[int]] = ()):
         self._vocab_size = vocab_size
         self._holders: dict[frozenset[int], int] = {}  # how many sequences end by just these ids
-        self._ids = np.zeros(0, np.int32)  # of all, in order
+        self._ids = frozenset[int]()  # of all
         for stops in of_each:
             self.add(stops)
 
@@ -76,28 +113,28 @@ class StopIds:
         """One more sequence ends by each of these."""
         self._holders[stops] = self._holders.get(stops, 0) + 1
         if self._holders[stops] == 1:
-            self._sort()
+            self._unite()
 
     def remove(self, stops: frozenset[int]) -> None:
         """One sequence less ends by each of these."""
         self._holders[stops] -= 1
         if not self._holders[stops]:
             del self._holders[stops]
-            self._sort()
+            self._unite()
 
-    def among(self, tokens: Ints) -> NDArray[np.bool_]:
-        """Which of ``tokens`` are stop ids of somebody."""
-        if not self._ids.size:
-            return np.zeros(len(tokens), np.bool_)
-        nearest = self._ids.take(self._ids.searchsorted(tokens), mode="clip")
-        return nearest == tokens
+    def among(self, tokens: Ints) -> list[int]:
+        """Places in ``tokens`` of stop ids of somebody."""
+        drawn = tokens.tolist()
+        if self._ids.isdisjoint(drawn):
+            return []
+        return [place for place, token in enumerate(drawn) if token in self._ids]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StopIds) and self._holders == other._holders
 
-    def _sort(self) -> None:
+    def _unite(self) -> None:
         stops = frozenset[int]().union(*self._holders)
-        self._ids = np.array(sorted(stop for stop in stops if 0 <= stop < self._vocab_size), np.int32)
+        self._ids = frozenset(stop for stop in stops if 0 <= stop < self._vocab_size)
 
 
 def as_u32(column: bytes) -> NDArray[np.uint32]:

@@ -162,15 +162,17 @@ class Last(NamedTuple):
 def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) -> tuple[list[Sequence], list[Last]]:
     """One token more for each decode whose sequence has not left while the step was in flight. Returns those at their
     milestone, and those that may end: they are as long as they may grow, or drew what ends somebody."""
-    columns = replica.columns
     batch, starts, tokens = step.decoded(tokens)
-    columns.decoded(batch.rows, starts, tokens)
-    total = starts + 2
+    if not batch:
+        return [], []
+    seqs = batch.seqs
+    due = replica.columns.decoded(batch.rows, starts, tokens)
     books.outbox.decoded(batch, starts - batch.before_output, tokens)
-    full = np.flatnonzero(total >= columns.milestone[batch.rows])
-    ends = np.flatnonzero((total >= batch.limits) | replica.stop_ids.among(tokens))
-    last = [Last(batch.seqs[at], tokens.item(at), batch.place(at)) for at in ends.tolist()]
-    return [batch.seqs[at] for at in full.tolist()], last
+    ends = replica.stop_ids.among(tokens)
+    if due:
+        ends = sorted({*ends, *(at for at in due if starts.item(at) + 2 >= seqs[at].limit)})
+    last = [Last(seqs[at], tokens.item(at), batch.place(at)) for at in ends]
+    return [seqs[at] for at in due], last
 
 
 def _commit_chunks(step: Step) -> list[Sequence]:

@@ -81,8 +81,11 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
 def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -> None:
     """One token for each. Only those at their horizon are looked at, in order; preemption takes others from the end."""
     columns, batch, beams = replica.columns, going.batch(), []
-    due = np.flatnonzero(columns.scheduled[batch.rows] >= columns.horizon[batch.rows])
-    for seq in [batch.seqs[at] for at in due.tolist()]:
+    if not batch:
+        return
+    starts = columns.scheduled[batch.rows]
+    due = columns.horizon.reached(batch.rows, starts)
+    for seq in [batch.seqs[at] for at in due]:
         if seq.state is not State.RUNNING:
             continue  # it was preempted for one before it
         if isinstance(seq, BeamGroup):
@@ -90,10 +93,11 @@ def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -
             beams.append(seq)
         elif not _make_room(books, replica, draft, seq):
             going.discard(seq)
-    batch = going.batch()  # without those that were preempted, or have nothing left to schedule
-    if beams:
-        batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs]))
-    starts = columns.scheduled[batch.rows]
+    if due:
+        batch = going.batch()  # without those that were preempted, or have nothing left to schedule
+        if beams:
+            batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs]))
+        starts = columns.scheduled[batch.rows]
     columns.schedule(batch.rows, starts)
     draft.decode(batch, starts)
 

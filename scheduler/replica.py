@@ -189,9 +189,9 @@ class Replica:
         """Raises PoolError where rows, lists or blocks do not add up."""
         running = self.sequences()
         self.pool.check_integrity([table for seq in running for table in seq.holdings().tables])
-        rows = [row for seq in running for row in seq.holdings().rows]
-        if sorted(rows + self.free_rows) != list(range(self.num_rows)):
-            raise PoolError(f"rows {sorted(rows)} are held and {sorted(self.free_rows)} free of {self.num_rows}")
+        held = [row for seq in running for row in seq.holdings().rows]
+        if sorted(held + self.free_rows) != list(range(self.num_rows)):
+            raise PoolError(f"rows {sorted(held)} are held and {sorted(self.free_rows)} free of {self.num_rows}")
         for seq in running:
             if not 0 <= seq.computed <= seq.scheduled <= max(seq.limit - 1, seq.total):
                 raise PoolError(
@@ -206,6 +206,11 @@ class Replica:
         batch = self.going.batch()
         if batch.rows.tolist() != [seq.row for seq in batch.seqs]:
             raise PoolError(f"{batch.rows.tolist()} are not the rows of those that go on decoding")
+        columns, rows = self.columns, batch.rows
+        if columns.horizon.overlooks(rows, columns.scheduled[rows]):
+            raise PoolError("plans go by before somebody is at its horizon")
+        if columns.milestone.overlooks(rows, columns.computed[rows] + 1):
+            raise PoolError("commits go by before somebody is at its milestone")
         if any(seq not in batch.seqs and seq.scheduled < seq.limit - 1 for seq in self.decoding):
             raise PoolError("a sequence that decodes is left out")
         if {seq.key for seq in self.quarantined} != {seq.key for seq in running if seq.quarantined}:

@@ -310,20 +310,20 @@ class Sequence:
     @property
     def horizon(self) -> int:
         """Scheduling at or past this position needs a look: a new block, a copy, or the end."""
-        return self.columns.horizon.item(self.row)
+        return self.columns.horizon.at.item(self.row)
 
     @horizon.setter
     def horizon(self, value: int) -> None:
-        self.columns.horizon[self.row] = value
+        self.columns.horizon.set(self.row, value)
 
     @property
     def milestone(self) -> int:
-        """Committing this many tokens needs a look: a full block, or the end."""
-        return self.columns.milestone.item(self.row)
+        """Computing this many tokens needs a look: a full block, or the end."""
+        return self.columns.milestone.at.item(self.row)
 
     @milestone.setter
     def milestone(self, value: int) -> None:
-        self.columns.milestone[self.row] = value
+        self.columns.milestone.set(self.row, value)
 
     def set_horizon(self, block_size: int, shared: bool = False) -> None:
         """Look again at the next position where its block may be ``shared``; else at the first past the block table, or
@@ -337,15 +337,15 @@ class Sequence:
         """So many blocks were offered to the prefix cache. Look again when the next is full, at the end, or, in
         quarantine, at every token."""
         self.registered = full
-        next_look = (full + 1) * block_size + 1
+        next_look, last = (full + 1) * block_size, self.limit - 1
         if self.losses.count and self.quarantined:
             next_look = 0
-        self.milestone = next_look if next_look < self.limit else self.limit
+        self.milestone = next_look if next_look < last else last
 
     def check_look_ahead(self, block_size: int, refs: array[int]) -> None:
         """PoolError where ``horizon`` or ``milestone`` would let a look that is due go by, or come too soon. ``refs``
         counts the holders of each block."""
-        milestone = 0 if self.quarantined else min(self.limit, (self.registered + 1) * block_size + 1)
+        milestone = 0 if self.quarantined else min(self.limit - 1, (self.registered + 1) * block_size)
         if self.milestone != milestone:
             raise PoolError(f"milestone {self.milestone} where {milestone} is right")
         if self.prefilling or self.horizon == self.scheduled:
