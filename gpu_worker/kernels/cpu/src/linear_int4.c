@@ -125,8 +125,9 @@ static void sum_groups(const q_weight *weight, const q_rows *x, int32_t row, int
 void Q_NAME(linear_int4)(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to, int32_t first,
                          int32_t last) {
   _Alignas(64) float sums[MOST_ROWS * Q_PANEL];
-  for (int32_t row = 0; row < rows; row += MOST_ROWS) {
-    int32_t count = least(MOST_ROWS, rows - row);
+  int32_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (int32_t part = 0; part < parts; part++) {
+    int32_t row = rows * part / parts, count = rows * (part + 1) / parts - row;
     for (int32_t panel = first; panel < last; panel++) {
       sum_groups(weight, x, row, count, panel, sums);
       for (int32_t at = 0; at < count; at++)

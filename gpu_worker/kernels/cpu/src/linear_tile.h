@@ -35,6 +35,7 @@ enum {
   MOST_PANELS = 8,
   /* Words between what is multiplied and what is fetched from memory. */
   FETCH_AHEAD = 512,
+  LINE_WORDS = 16, /* of a line of the caches */
 };
 
 /* Where a tile's words are. Strides are in words. */
@@ -46,6 +47,9 @@ typedef struct {
   int32_t words;     /* to add up, a multiple of 4 */
   int32_t *sums;     /* of the first row and column, [panels][rows][Q_PANEL] */
   int32_t sum_panel; /* from panel to panel of the sums */
+  /* What a tall tile fetches from memory meanwhile: so many lines for each 4 words, up to the end. */
+  const uint32_t *fetch, *fetch_end;
+  int32_t fetch_lines;
 } tile_place;
 
 /* Without instructions for pairs of bfloat16 a word of them is added in two parts, each made float32. */
@@ -116,6 +120,13 @@ INLINE void fetch_next_rows(const tile_place *at, const int rows, int32_t word) 
   __builtin_prefetch(next + 2 * at->row_stride, 0, 2);
 }
 
+/* Fetch the next lines of the weight that a tall tile fetches. Returns those after them. */
+INLINE const uint32_t *fetch_weight(const tile_place *at, const uint32_t *next) {
+  for (int32_t line = 0; line < at->fetch_lines && next < at->fetch_end; line++, next += LINE_WORDS)
+    __builtin_prefetch(next, 0, 2);
+  return next;
+}
+
 /* Add the words of a tile of ``rows`` rows and ``vectors`` * LANES columns to its sums. */
 INLINE void add_tile(const int type, const int rows, const int vectors, const tile_place *at) {
   vint sums[TALL_ROWS][WIDE_VECTORS];
@@ -127,11 +138,14 @@ INLINE void add_tile(const int type, const int rows, const int vectors, const ti
       sums[row][vector] = vi_load(sums_of(at, row, vector));
   }
   const int64_t row_stride = at->row_stride;
+  const uint32_t *fetch = at->fetch;
   for (int32_t word = 0; word < at->words; word += 4) {
+    if (vectors == TALL_VECTORS) fetch = fetch_weight(at, fetch);
     if (rows > WIDE_ROWS) fetch_next_rows(at, rows, word);
     UNROLL for (int next = 0; next < 4; next++) {
       UNROLL for (int vector = 0; vector < vectors; vector++)
-        if (vector * LANES % 16 == 0) __builtin_prefetch(words_of(at, vector, word + next) + FETCH_AHEAD, 0, 3);
+        if (vectors == WIDE_VECTORS && vector * LANES % LINE_WORDS == 0)
+          __builtin_prefetch(words_of(at, vector, word + next) + FETCH_AHEAD, 0, 3);
       UNROLL for (int part = 0; part < parts_of(type); part++) {
         vint weight[WIDE_VECTORS];
         UNROLL for (int vector = 0; vector < vectors; vector++)
@@ -216,20 +230,41 @@ INLINE void sum_wide(const int type, const q_weight *weight, const q_rows *x, in
   }
 }
 
-/* Add to sums [rows][Q_PANEL] the words from ``word`` on, BLOCK_WORDS at most, of one panel, for rows from ``row`` on. */
+/* Add to sums [rows][Q_PANEL] the words from ``word`` on, BLOCK_WORDS at most, of one panel, for rows from ``row`` on.
+ * Its tiles fetch the block that comes ``next``, each a part, so that memory delivers all the while. */
 INLINE void add_block(const int type, const q_weight *weight, const q_rows *x, int32_t row, int32_t rows, int32_t panel,
-                      int32_t word, int32_t *sums) {
-  int32_t tiles = (rows + TALL_ROWS - 1) / TALL_ROWS;
+                      int32_t word, const uint32_t *next, int32_t *sums) {
+  enum { LINES = 4 * Q_PANEL / LINE_WORDS, COLUMN_TILES = Q_PANEL / TALL_COLUMNS }; /* lines of 4 words */
+  int32_t tiles = (rows + TALL_ROWS - 1) / TALL_ROWS, words = least(BLOCK_WORDS, words_in(weight) - word);
+  int32_t lines = (LINES + tiles * COLUMN_TILES - 1) / (tiles * COLUMN_TILES);
+  const uint32_t *end = next + words * Q_PANEL;
   for (int32_t tile = 0; tile < tiles; tile++) {
     int32_t start = rows * tile / tiles, stop = rows * (tile + 1) / tiles;
     for (int32_t column = 0; column < Q_PANEL; column += TALL_COLUMNS) {
       tile_place at = place_of(weight, x, row + start, panel, word);
       at.weight += column;
-      at.words = at.words < BLOCK_WORDS ? at.words : BLOCK_WORDS;
+      at.words = words;
       at.sums = sums + start * Q_PANEL + column;
+      at.fetch = next;
+      at.fetch_end = end;
+      at.fetch_lines = lines;
       add_tall(type, stop - start, &at);
+      next += words / 4 * lines * LINE_WORDS;
     }
   }
+}
+
+/* What comes after the block at ``word`` of panel ``at`` of ``panels`` from ``panel`` on: the same words of the next
+ * panel; behind the last panel the next words of the first; behind all of them the panel that follows. */
+INLINE const uint32_t *block_after(const q_weight *weight, int32_t panel, int32_t panels, int32_t at, int32_t word) {
+  if (at + 1 < panels) {
+    at += 1;
+  } else {
+    word += BLOCK_WORDS;
+    at = word < words_in(weight) ? 0 : panels;
+    if (at == panels) word = 0;
+  }
+  return (const uint32_t *)weight->data + ((int64_t)(panel + at) * words_in(weight) + word) * Q_PANEL;
 }
 
 /* sums [panels][rows][Q_PANEL] of up to MOST_PANELS panels for up to MOST_ROWS rows from ``row`` on: a block of the
@@ -238,8 +273,9 @@ INLINE void sum_tall(const int type, const q_weight *weight, const q_rows *x, in
                      int32_t panels, int32_t *sums) {
   memset(sums, 0, (size_t)(panels * rows * Q_PANEL) * sizeof *sums);
   for (int32_t word = 0; word < words_in(weight); word += BLOCK_WORDS)
-    for (int32_t next = 0; next < panels; next++)
-      add_block(type, weight, x, row, rows, panel + next, word, sums + next * rows * Q_PANEL);
+    for (int32_t at = 0; at < panels; at++)
+      add_block(type, weight, x, row, rows, panel + at, word, block_after(weight, panel, panels, at, word),
+                sums + at * rows * Q_PANEL);
 }
 
 /* sums [panels][rows][Q_PANEL] of the panels from ``panel`` on, before ``last``, for 1 to MOST_ROWS rows from ``row``
