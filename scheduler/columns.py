@@ -18,6 +18,49 @@ from ..proto.codec import BadFrame
 Rows = NDArray[np.intp]
 """Numbers of rows, or places in a batch. The type is the one that numpy indexes by, which spares a conversion."""
 Ints = NDArray[np.int32]
+_ONE = np.ones(1, np.int32)
+"""Added in place of 1, which numpy would have to make an array of each time."""
+_NO_ROWS: Rows = np.zeros(0, np.intp)
+
+
+class Positions:
+    """For each row how many of its tokens have come so far.
+
+    Rows that go on together are one array, which each of their steps replaces by the next. It is written back to the
+    column only when somebody asks for one of its rows, or other rows go on.
+    """
+
+    def __init__(self, num_rows: int):
+        self._at = np.zeros(num_rows, np.int32)
+        self._rows: Rows = _NO_ROWS  # those that go on together
+        self._now: Ints | None = None  # where they are, as long as the column does not say so
+
+    def __getitem__(self, row: int) -> int:
+        """Where one row is."""
+        self._write_back()
+        return self._at.item(row)
+
+    def __setitem__(self, row: int, position: int) -> None:
+        self._write_back()
+        self._at[row], self._rows = position, _NO_ROWS
+
+    def of(self, rows: Rows) -> Ints:
+        """Where these are."""
+        if self._now is not None and rows is self._rows:
+            return self._now
+        self._write_back()
+        return self._at[rows]
+
+    def go_on(self, rows: Rows, now: Ints) -> None:
+        """These are at ``now``, one further than before."""
+        if rows is not self._rows:
+            self._write_back()
+            self._rows = rows
+        self._now = now
+
+    def _write_back(self) -> None:
+        if self._now is not None:
+            self._at[self._rows], self._now = self._now, None
 
 
 class Lookout:
@@ -58,14 +101,14 @@ class Columns:
 
     def __init__(self, num_rows: int, block_size: int):
         # How far it is: see ``request.py``.
-        self.computed = np.zeros(num_rows, np.int32)
-        self.scheduled = np.zeros(num_rows, np.int32)
+        self.computed, self.scheduled = Positions(num_rows), Positions(num_rows)
         # Two look-ahead caches spare a step the look at every sequence:
         self.horizon = Lookout(num_rows)  # scheduling at or past this position needs a look
         self.milestone = Lookout(num_rows)  # computing this many tokens needs a look
         # Tokens drawn by decodes. The one at position p is in place (p - 1) % block_size; at a milestone, when a block
         # is full and the token after it is drawn, they are fetched, before the next one would take the place of one.
         self.drawn = np.zeros((num_rows, block_size), np.int32)
+        self._drawn_since: list[tuple[Rows, Ints, Ints]] = []  # rows, starts, tokens of steps that are not in it yet
         self.departures = 0  # how many sequences have left a row
         self.left_at = np.zeros(num_rows, np.int64)  # ``departures`` when one last left this row
 
@@ -81,21 +124,34 @@ class Columns:
         self.departures += 1
         self.left_at[row] = self.departures
 
-    def schedule(self, rows: Rows, starts: Ints) -> None:
-        """One decode of each of ``rows`` is asked for, at ``starts``."""
-        self.scheduled[rows] = starts + 1
+    def schedule(self, rows: Rows, starts: Ints) -> Ints:
+        """One decode of each of ``rows`` is asked for, at ``starts``. Returns where they end."""
+        ends = starts + _ONE
+        self.scheduled.go_on(rows, ends)
+        return ends
 
-    def decoded(self, rows: Rows, starts: Ints, tokens: Ints) -> list[int]:
-        """The decodes of ``rows`` at ``starts`` are done, and drew ``tokens``. Returns the places of those at their
-        milestone."""
-        self.drawn[rows, starts % self.drawn.shape[1]] = tokens
-        self.computed[rows] = computed = starts + 1
-        return self.milestone.reached(rows, computed)
+    def decoded(self, rows: Rows, starts: Ints, ends: Ints, tokens: Ints) -> list[int]:
+        """The decodes of ``rows`` from ``starts`` to ``ends`` are done, and drew ``tokens``. Returns the places of
+        those at their milestone."""
+        self._drawn_since.append((rows, starts, tokens))
+        if len(self._drawn_since) == self.drawn.shape[1]:
+            self._keep_drawn()
+        self.computed.go_on(rows, ends)
+        return self.milestone.reached(rows, ends)
 
     def fetch_drawn(self, row: int, computed: int, count: int) -> bytes:
         """The last ``count`` tokens that decodes drew, as int32 bytes: a block's at most, up to its milestone."""
+        if self._drawn_since:
+            self._keep_drawn()
         end = (computed - 1) % self.drawn.shape[1] + 1
         return self.drawn[row, end - count : end].tobytes()
+
+    def _keep_drawn(self) -> None:
+        """Put tokens in their places: those of several small steps at once, which costs as much as those of one."""
+        steps = self._drawn_since
+        rows, starts, tokens = map(np.concatenate, zip(*steps, strict=True)) if len(steps) > 1 else steps[0]
+        self.drawn[rows, starts % self.drawn.shape[1]] = tokens
+        steps.clear()
 
 
 class StopIds:

@@ -162,17 +162,16 @@ class Last(NamedTuple):
 def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) -> tuple[list[Sequence], list[Last]]:
     """One token more for each decode whose sequence has not left while the step was in flight. Returns those at their
     milestone, and those that may end: they are as long as they may grow, or drew what ends somebody."""
-    batch, starts, tokens = step.decoded(tokens)
+    batch, starts, ends, tokens = step.decoded(tokens)
     if not batch:
         return [], []
     seqs = batch.seqs
-    due = replica.columns.decoded(batch.rows, starts, tokens)
+    due = replica.columns.decoded(batch.rows, starts, ends, tokens)
     books.outbox.decoded(batch, starts - batch.before_output, tokens)
-    ends = replica.stop_ids.among(tokens)
+    last = replica.stop_ids.among(tokens)
     if due:
-        ends = sorted({*ends, *(at for at in due if starts.item(at) + 2 >= seqs[at].limit)})
-    last = [Last(seqs[at], tokens.item(at), batch.place(at)) for at in ends]
-    return [seqs[at] for at in due], last
+        last = sorted({*last, *(at for at in due if ends.item(at) + 1 >= seqs[at].limit)})
+    return [seqs[at] for at in due], [Last(seqs[at], tokens.item(at), batch.place(at)) for at in last]
 
 
 def _commit_chunks(step: Step) -> list[Sequence]:

@@ -15,7 +15,7 @@ from .request import Sequence
 from .step import Chunk, Search, Step
 
 _ONE = i32([1])
-_NO_STARTS = np.zeros(0, np.int32)
+_NOWHERE: Ints = np.zeros(0, np.int32)
 
 
 class Draft:
@@ -24,7 +24,7 @@ class Draft:
     def __init__(self, budget: int):
         self.budget = budget  # tokens that may still be scheduled
         self.decodes: Batch | None = None
-        self.starts: Ints = _NO_STARTS  # of ``decodes``
+        self.starts = self.ends = _NOWHERE  # of ``decodes``
         self.searches: list[Search] = []
         self.chunks: list[Chunk] = []
         self.admits: list[Admit] = []
@@ -45,9 +45,9 @@ class Draft:
 
     # -- what runs
 
-    def decode(self, batch: Batch, starts: Ints) -> None:
-        """One token of each of these, at the positions ``starts``."""
-        self.decodes, self.starts = batch, starts
+    def decode(self, batch: Batch, starts: Ints, ends: Ints) -> None:
+        """One token of each of these, from the positions ``starts`` to ``ends``."""
+        self.decodes, self.starts, self.ends = batch, starts, ends
         self.spend(len(batch))
 
     def search(self, group: BeamGroup) -> None:
@@ -103,7 +103,7 @@ class Draft:
     def seal(self, replica: Replica, now: float) -> StepPlan:
         """Count the step as in flight and pack the columns."""
         number, decodes = replica.last_step + 1, self.decodes or NOBODY
-        step = Step(number, replica.columns, decodes, self.starts, self.searches, self.chunks, now)
+        step = Step(number, replica.columns, decodes, self.starts, self.ends, self.searches, self.chunks, now)
         drops = replica.launch(step)
         rows, starts, counts = _columns(step.compute_rows, 3)
         sample_src, sample_rows = _columns(step.draws, 2)
@@ -114,10 +114,10 @@ class Draft:
         return StepPlan(
             lease=replica.lease,
             step=number,
-            drops=i32(drops),
+            drops=i32(drops) if drops else b"",
             fork_src=fork_src,
             fork_dst=fork_dst,
-            fork_seeds=u64(self.fork_seeds),
+            fork_seeds=u64(self.fork_seeds) if self.fork_seeds else b"",
             copy_src=copy_src,
             copy_dst=copy_dst,
             admits=self.admits,

@@ -27,6 +27,9 @@ class Piece(NamedTuple):
     tokens: bytes
 
 
+_NOTHING = Piece(b"", b"", b"", b"", b"")
+
+
 class TokenSink:
     """New tokens of one detokenizer's sequences, gathered while a step is committed."""
 
@@ -146,26 +149,34 @@ def _piece(seq: Sequence, offset: int, tokens: bytes) -> Piece:
 
 def _batch(sink: TokenSink) -> TokenBatch:
     """One token for each sequence, but for the few that end without one. Most columns are mostly constant."""
-    count, logprobs = sink.count, sink.logprobs
-    uids, attempts, indexes, offsets, tokens = map(b"".join, zip(*sink.pieces, strict=True)) if count else (b"",) * 5
-    counts, stop_ids, finishes = array("i", _ONE * count), array("i", _MINUS_ONE * count), bytearray(count)
-    for place, _, _, finish, stop_id, with_token in sink.finishes:
-        finishes[place], stop_ids[place], counts[place] = finish.value, stop_id, with_token
+    count, pieces, started, logprobs = sink.count, sink.pieces or [_NOTHING], sink.started, sink.logprobs
+    found = pieces[0] if len(pieces) == 1 else Piece(*map(b"".join, zip(*pieces, strict=True)))
+    counts, stop_ids, finishes = _ONE * count, _MINUS_ONE * count, bytes(count)
+    if sink.finishes:
+        counts, stop_ids, finishes = _with_endings(sink.finishes, counts, stop_ids, finishes)
     asked = []  # places of those with logprobs, and whose they are
     if logprobs:
-        keys = enumerate(zip(from_i64(uids), from_i32(indexes), strict=True))
+        keys = enumerate(zip(from_i64(found.uids), from_i32(found.indexes), strict=True))
         asked = [(place, key) for place, key in keys if key in logprobs]
     return TokenBatch(
-        uids=uids,
-        attempts=attempts,
-        indexes=indexes,
-        offsets=offsets,
-        counts=counts.tobytes(),
-        tokens=tokens,
-        finishes=bytes(finishes),
-        stop_ids=stop_ids.tobytes(),
-        started_uids=i64([uid for uid, _ in sink.started]),
-        started_cached=i32([cached for _, cached in sink.started]),
-        logprob_rows=i32([place for place, _ in asked]),
+        uids=found.uids,
+        attempts=found.attempts,
+        indexes=found.indexes,
+        offsets=found.offsets,
+        counts=counts,
+        tokens=found.tokens,
+        finishes=finishes,
+        stop_ids=stop_ids,
+        started_uids=i64([uid for uid, _ in started]) if started else b"",
+        started_cached=i32([cached for _, cached in started]) if started else b"",
+        logprob_rows=i32([place for place, _ in asked]) if asked else b"",
         logprobs=[logprobs[key] for _, key in asked],
     )
+
+
+def _with_endings(endings: list[Ending], counts: bytes, stop_ids: bytes, finishes: bytes) -> tuple[bytes, bytes, bytes]:
+    """The three columns of a batch in which these end."""
+    tokens, stops, how = array("i", counts), array("i", stop_ids), bytearray(finishes)
+    for place, _, _, finish, stop_id, with_token in endings:
+        how[place], stops[place], tokens[place] = finish.value, stop_id, with_token
+    return tokens.tobytes(), stops.tobytes(), bytes(how)

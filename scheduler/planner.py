@@ -83,7 +83,7 @@ def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -
     columns, batch, beams = replica.columns, going.batch(), []
     if not batch:
         return
-    starts = columns.scheduled[batch.rows]
+    starts = columns.scheduled.of(batch.rows)
     due = columns.horizon.reached(batch.rows, starts)
     for seq in [batch.seqs[at] for at in due]:
         if seq.state is not State.RUNNING:
@@ -97,9 +97,8 @@ def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -
         batch = going.batch()  # without those that were preempted, or have nothing left to schedule
         if beams:
             batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs]))
-        starts = columns.scheduled[batch.rows]
-    columns.schedule(batch.rows, starts)
-    draft.decode(batch, starts)
+        starts = columns.scheduled.of(batch.rows)
+    draft.decode(batch, starts, columns.schedule(batch.rows, starts))
 
 
 def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> bool:

@@ -207,9 +207,9 @@ class Replica:
         if batch.rows.tolist() != [seq.row for seq in batch.seqs]:
             raise PoolError(f"{batch.rows.tolist()} are not the rows of those that go on decoding")
         columns, rows = self.columns, batch.rows
-        if columns.horizon.overlooks(rows, columns.scheduled[rows]):
+        if columns.horizon.overlooks(rows, columns.scheduled.of(rows)):
             raise PoolError("plans go by before somebody is at its horizon")
-        if columns.milestone.overlooks(rows, columns.computed[rows] + 1):
+        if columns.milestone.overlooks(rows, columns.computed.of(rows) + 1):
             raise PoolError("commits go by before somebody is at its milestone")
         if any(seq not in batch.seqs and seq.scheduled < seq.limit - 1 for seq in self.decoding):
             raise PoolError("a sequence that decodes is left out")

@@ -143,8 +143,8 @@ class Sequence:
 
     __slots__ = (
         "_outputs", "attempt", "blocks", "columns", "drew", "generation", "hashes", "index", "key", "limit", "losses",
-        "owner", "prefilling", "prompt_from", "registered", "replica", "request", "row", "siblings", "state", "stops",
-        "uid",
+        "owner", "prefilling", "prompt_from", "prompt_len", "registered", "replica", "request", "row", "siblings",
+        "state", "stops", "uid",
     )  # fmt: skip
 
     width = 1  # rows it runs in
@@ -152,6 +152,7 @@ class Sequence:
     def __init__(self, request: Request, index: int, outputs: array[int], key: tuple, losses: int = 0):
         self.request, self.index, self.key = request, index, key
         self.uid, self.attempt, self.owner, self.stops = request.uid, request.attempt, request.owner, request.stops
+        self.prompt_len = request.prompt_len
         self._outputs = outputs  # but for those that the columns still have
         self.generation = 0
         self.state = State.WAITING
@@ -248,7 +249,7 @@ class Sequence:
     @property
     def computed(self) -> int:
         """Tokens whose keys and values are committed."""
-        return self.columns.computed.item(self.row) if self.row >= 0 else 0
+        return self.columns.computed[self.row] if self.row >= 0 else 0
 
     @computed.setter
     def computed(self, value: int) -> None:
@@ -257,7 +258,7 @@ class Sequence:
     @property
     def scheduled(self) -> int:
         """Tokens whose keys and values were asked for."""
-        return self.columns.scheduled.item(self.row) if self.row >= 0 else 0
+        return self.columns.scheduled[self.row] if self.row >= 0 else 0
 
     @scheduled.setter
     def scheduled(self, value: int) -> None:
@@ -266,12 +267,12 @@ class Sequence:
     @property
     def total(self) -> int:
         """Tokens that exist."""
-        return self.computed + 1 if self.drew else self.request.prompt_len + len(self._outputs)
+        return self.computed + 1 if self.drew else self.prompt_len + len(self._outputs)
 
     @property
     def output_len(self) -> int:
         """Committed outputs."""
-        return self.total - self.request.prompt_len
+        return self.total - self.prompt_len
 
     @property
     def outputs(self) -> array[int]:
@@ -282,7 +283,7 @@ class Sequence:
     def _fetch(self) -> int:
         """Take over the outputs that only the columns have. Returns ``computed``, which says how many there are."""
         computed = self.computed
-        if self.drew and (missing := computed + 1 - self.request.prompt_len - len(self._outputs)):
+        if self.drew and (missing := computed + 1 - self.prompt_len - len(self._outputs)):
             self._outputs.frombytes(self.columns.fetch_drawn(self.row, computed, missing))
         return computed
 
@@ -391,12 +392,13 @@ class Sequence:
 
     def register(self, pool: BlockPool, block_size: int) -> None:
         """Offer committed full blocks to the prefix cache."""
-        full = self._fetch() // block_size
-        if full > self.registered and pool.caching:
-            hashes = self.hash_blocks(full, block_size)
-            for slot in range(self.registered, full):
-                pool.register(self.blocks[slot], hashes[slot])
-        self._registered(full, block_size)
+        first, full = self.registered, self._fetch() // block_size
+        if full > first and pool.caching:
+            hashes, blocks = self.hash_blocks(full, block_size), self.blocks
+            for slot in range(first, full):
+                pool.register(blocks[slot], hashes[slot])
+        if full > first or self.losses.count:
+            self._registered(full, block_size)
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Hashes of this sequence's blocks, at least the first ``count`` full ones."""
@@ -410,7 +412,8 @@ class Sequence:
 
     def _tokens(self, slot: int, block_size: int) -> bytes:
         """The int32 bytes of a block's tokens; it is full, so its outputs are fetched."""
-        start, stop, prompt_len = slot * block_size, (slot + 1) * block_size, self.request.prompt_len
+        prompt_len = self.prompt_len
+        start, stop = slot * block_size, (slot + 1) * block_size
         if start >= prompt_len:
             return self._outputs[start - prompt_len : stop - prompt_len].tobytes()
         outputs = self._outputs[: max(0, stop - prompt_len)].tobytes()

@@ -65,16 +65,17 @@ class Step:
     """
 
     __slots__ = (
-        "chunks", "columns", "compute_rows", "decodes", "departures", "draws", "number", "others", "prompts",
+        "chunks", "columns", "compute_rows", "decodes", "departures", "draws", "ends", "number", "others", "prompts",
         "searches", "sent_at", "starts",
     )  # fmt: skip
 
     def __init__(
-        self, number: int, columns: Columns, decodes: Batch, starts: Ints, searches: list[Search], chunks: list[Chunk],
-        sent_at: float,
+        self, number: int, columns: Columns, decodes: Batch, starts: Ints, ends: Ints, searches: list[Search],
+        chunks: list[Chunk], sent_at: float,
     ):  # fmt: skip
         self.number, self.columns, self.sent_at = number, columns, sent_at
-        self.decodes, self.starts, self.searches, self.chunks = decodes, starts, searches, chunks
+        self.decodes, self.starts, self.ends = decodes, starts, ends
+        self.searches, self.chunks = searches, chunks
         self.departures = columns.departures  # when it was planned
         # After the decodes, as flat tables of the plan:
         self.compute_rows: list[int] = []  # row, start, tokens of each
@@ -107,12 +108,15 @@ class Step:
         """This process stood still, and could not have seen the result."""
         self.sent_at = standstill.since(self.sent_at)
 
-    def decoded(self, tokens: Ints) -> tuple[Batch, Ints, Ints]:
-        """The decodes whose sequences have not left since: with the positions where they start, and what they drew."""
-        batch, starts, tokens = self.decodes, self.starts, tokens[: len(self.decodes)]
+    def decoded(self, tokens: Ints) -> tuple[Batch, Ints, Ints, Ints]:
+        """The decodes whose sequences have not left since: with the positions where they start and end, and what they
+        drew."""
+        batch, starts, ends = self.decodes, self.starts, self.ends
+        if self.others:
+            tokens = tokens[: len(batch)]
         if self.columns.departures == self.departures or (here := self._here()).all():
-            return batch, starts, tokens
-        return batch.only(here), starts[here], tokens[here]
+            return batch, starts, ends, tokens
+        return batch.only(here), starts[here], ends[here], tokens[here]
 
     def _here(self) -> NDArray[np.bool_]:
         """Which of the decodes have a sequence that has not left since."""
@@ -138,7 +142,7 @@ class Step:
 
     def of_beams(self) -> bool:
         """Some slot is a beam's."""
-        return any(isinstance(slot.seq, BeamGroup) for slot in self.others)
+        return bool(self.others) and any(isinstance(slot.seq, BeamGroup) for slot in self.others)
 
     def sequences(self) -> list[Sequence]:
         """Those in this step that have not left since."""

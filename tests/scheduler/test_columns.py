@@ -20,8 +20,9 @@ from quire.scheduler.snapshot import SnapshotError, dump, load
 def test_what_decodes_draw_is_fetched_in_order_wherever_a_block_begins() -> None:
     columns, rows = Columns(4, 8), np.array([2, 0])
     for position in range(9, 16):
-        columns.decoded(rows, np.array([position, position + 8], np.int32), np.array([position, -position], np.int32))
-    assert columns.computed[rows].tolist() == [16, 24]
+        starts = np.array([position, position + 8], np.int32)
+        columns.decoded(rows, starts, starts + 1, np.array([position, -position], np.int32))
+    assert columns.computed.of(rows).tolist() == [16, 24] and columns.computed[2] == 16
     assert columns.fetch_drawn(2, 16, 7) == i32(range(9, 16))
     assert columns.fetch_drawn(0, 24, 2) == i32([-14, -15])
 
@@ -161,7 +162,7 @@ def test_outputs_are_whole_at_any_time() -> None:
 
 def test_columns_and_counters_are_in_a_snapshot() -> None:
     state = {"columns": Columns(3, 8), "counter": Counter(a=3, b=1), "queue": deque([1])}
-    state["columns"].decoded(np.array([2]), np.array([5], np.int32), np.array([77], np.int32))  # type: ignore[attr-defined]
+    state["columns"].decoded(*map(np.int32, ([2], [5], [6], [77])))  # type: ignore[attr-defined]
     again = load(dump(state, {}), {})
     assert again["counter"] == Counter(a=3, b=1) and again["queue"] == deque([1])
     assert again["columns"].fetch_drawn(2, 6, 1) == i32([77]) and again["columns"].drawn.shape == (3, 8)
