@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import signal
 import threading
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..proto.checkpoint.model_config import DEMO_MODEL
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
-from ..proto.process import ignore_signals, setup_logging
+from ..proto.process import collect_from_now, ignore_signals, setup_logging
 from .errors import CommandError
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
+    gc.disable()
     from ..client.supervisor.launch import LaunchError, Supervisor
 
+    collect_from_now()
     setup_logging("serve", engine_args.log_level)
     supervisor = Supervisor(engine_args, http=True)
     supervisor.hurry = ending.hurry

@@ -22,9 +22,9 @@ from ..client.results import RequestError, TokenLogprobs
 from ..proto.codec import from_i32, i32
 from ..proto.event_loop import new_loop
 from ..proto.messages import Accepted, Finish, Peer, Peers, ReplicaStats, Stats, Tokenize
-from .__main__ import app_runner
 from .app import make_app
 from .front import Settings
+from .main import app_runner
 from .port import listen, url_of
 from .prompts import text_of
 

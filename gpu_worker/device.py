@@ -1,7 +1,7 @@
-"""Which device computes, and with how many threads; nothing here may import torch before the environment is set.
+"""Which device computes, and with how many threads. Nothing here imports torch before it is needed.
 
-OpenMP reads its environment once, when torch is imported. Between parallel regions its threads spin before they
-sleep, by default for milliseconds, which takes the cores from everybody else. Measured on two cores with six busy
+Between parallel regions OpenMP's threads spin before they sleep, by default for milliseconds, which takes the cores
+from everybody else: ``early.py`` sets its environment. Measured on two cores with six busy
 processes beside, a decode step of 32 rows of a wide 6-layer model: 180 ms when threads sleep at once, 240 ms with
 2,000 turns of spinning, 440 ms with 200,000; one thread takes 256 ms. A small model (4 layers of 256) is three times
 slower with two threads than with one.
@@ -86,20 +86,6 @@ def choose_threads(asked: int | None, cores: int, parameters: int) -> int:
     if parameters < SMALL_MODEL:
         return 1
     return cores if cores <= 2 else cores - 1
-
-
-def set_environment(threads: int) -> None:
-    """Set OpenMP's variables, before torch is imported. What the user has set stays."""
-    for name, value in (
-        ("OMP_NUM_THREADS", str(threads)),
-        ("MKL_NUM_THREADS", str(threads)),
-        ("GOMP_SPINCOUNT", "0"),
-        ("KMP_BLOCKTIME", "0"),
-        ("OMP_WAIT_POLICY", "passive"),
-        ("OPENBLAS_NUM_THREADS", "1"),  # numpy's; it multiplies nothing here
-        ("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
-    ):
-        os.environ.setdefault(name, value)
 
 
 def choose_device(name: str) -> torch.device:

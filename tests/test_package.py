@@ -75,15 +75,18 @@ def test_services_load_only_what_they_use():
         "numpy",
         "uvloop",
         "prometheus_client",
+        "asyncio",
     }
     allowed = {
         "quire": set(),
         "quire.scheduler.loop": {"numpy"},
-        "quire.detokenizer.loop": {"tokenizers", "jinja2"},
-        "quire.frontend.app": {"aiohttp", "uvloop", "prometheus_client"},
-        "quire.client.engine": set(),
+        "quire.detokenizer.loop": {"tokenizers", "jinja2", "asyncio"},
+        "quire.frontend.app": {"aiohttp", "uvloop", "prometheus_client", "asyncio"},
+        "quire.client.engine": {"asyncio"},
+        "quire.client.supervisor.launch": set(),
         "quire.cli.main": set(),
-        "quire.gpu_worker.runner": {"torch", "numpy"},
+        "quire.gpu_worker.main": set(),
+        "quire.gpu_worker.runner": {"torch", "numpy", "asyncio"},
     }
     for module, may in allowed.items():
         code = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"

@@ -33,7 +33,7 @@ FLOORS = {
         "scheduler.fake",
     ],
     "gpu_worker": [
-        "gpu_worker.spec gpu_worker.batch gpu_worker.device gpu_worker.transfer gpu_worker.link",
+        "gpu_worker.early gpu_worker.spec gpu_worker.batch gpu_worker.device gpu_worker.transfer gpu_worker.link",
         "gpu_worker.kernels",
         "gpu_worker.kv_cache",
         "gpu_worker.parallel.parallel gpu_worker.parallel.group_link",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
 import logging
 import os
 import selectors
@@ -33,7 +32,6 @@ from ...proto.group import check_split
 from ...proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ...proto.standstill import Standstill
 from ...proto.wire.sockets import load_keys
-from ..background import EngineThread
 from .child import Child, State, record_exit, say, without_errors
 from .commands import command_of, devices_of, free_port, import_path
 from .decision import GiveUp, Leave, decide
@@ -153,7 +151,8 @@ class Supervisor:
             size = shutil.get_terminal_size()  # for progress bars: the children write to a pipe
             environment.update(COLUMNS=str(size.columns), LINES=str(size.lines))
         counts = {
-            "scheduler": 1, "gpu_worker": args.data_parallel_size * self._ranks, "detokenizer": args.detokenizer_count,
+            "gpu_worker": args.data_parallel_size * self._ranks,  # first: these take longest, to import torch
+            "scheduler": 1, "detokenizer": args.detokenizer_count,
             "frontend": args.api_server_count if self.http else 0,
         }  # fmt: skip
         devices = devices_of(counts["gpu_worker"], args.device)
@@ -203,6 +202,8 @@ class Supervisor:
             if is_ready is None and self.http:
                 is_ready = self._healthy
             elif is_ready is None:
+                from ..background import EngineThread  # where the server has no port to ask
+
                 thread = EngineThread(self.address, load_keys(self._keys))
                 after.callback(thread.close)
                 is_ready = lambda: thread.engine.ready  # noqa: E731
@@ -222,6 +223,8 @@ class Supervisor:
             self.check(starting=not self._was_ready)
 
     def _healthy(self) -> bool:
+        import http.client  # only now: the processes start sooner without it
+
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.args.host, self.args.host)
         connection = http.client.HTTPConnection(host, self.args.port, timeout=2)
         try:

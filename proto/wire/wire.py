@@ -7,16 +7,18 @@ whether a message waits is asked rather than found out by an exception, which co
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import struct
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from ..codec import Decoder
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,9 @@ EVENTS: dict[int, str] = {
 NOBLOCK, SNDMORE, RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)
 _STATE, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
+_EVENT = struct.Struct("=Hi")
+"""The first frame of a monitor's message: which event, and a value that depends on it (zmq_socket_monitor(3))."""
+
 
 def descriptor(socket: zmq.Socket) -> int:
     """What is readable when something has come. It signals edges: whoever waits for it asks ``waits`` before."""
@@ -72,7 +77,7 @@ class Wire(Generic[T]):
         self._pump_events: Callable[[], None] | None = None
         self._will_look = False  # the pump runs, or is going to
         self._resets = 0  # connections given up, not told by next_event yet
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: AbstractEventLoop | None = None
         self.bad_frames = 0
         for option, value in (
             (zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.MAXMSGSIZE, MAX_FRAME), (zmq.IPV6, 1),
@@ -93,7 +98,9 @@ class Wire(Generic[T]):
 
         ZeroMQ's descriptor signals edges, not levels, so the socket is drained, and looked at after a send as well.
         """
-        self._loop = asyncio.get_running_loop()
+        from asyncio import get_running_loop  # processes without such a loop start sooner without it
+
+        self._loop = get_running_loop()
         loop = self._loop
 
         def pump() -> None:
@@ -150,9 +157,9 @@ class Wire(Generic[T]):
         monitor = self._monitor
         if monitor is None or monitor.closed or not _readable(monitor.getsockopt):
             return None
-        event = parse_monitor_message(monitor.recv_multipart(NOBLOCK))
-        self._note(event["event"])
-        return EVENTS.get(event["event"])
+        event, _ = _EVENT.unpack(monitor.recv_multipart(NOBLOCK)[0])
+        self._note(event)
+        return EVENTS.get(event)
 
     def _note(self, event: int) -> None:
         """What a kind of socket makes of an event of its monitor."""

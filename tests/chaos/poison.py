@@ -41,7 +41,7 @@ def worker() -> None:
 
 def scheduler() -> None:
     """Dies when the prompt is submitted."""
-    from quire.scheduler import __main__ as module
+    from quire.scheduler import main as module
     from quire.scheduler.core import Scheduler
 
     submit = Scheduler.submit
@@ -57,7 +57,7 @@ def scheduler() -> None:
 
 def detokenizer() -> None:
     """Dies when it prepares the prompt."""
-    from quire.detokenizer import __main__ as module
+    from quire.detokenizer import main as module
     from quire.detokenizer.tokenize import Preparer
 
     prepare = Preparer.prepare

@@ -580,6 +580,6 @@ def test_bad_flags_are_one_line(flags: list[str], line: str, tmp_path: Path) -> 
 
 def test_only_what_it_uses_is_imported() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'jinja2', 'aiohttp'}"
-    code = f"import sys, quire.detokenizer.__main__; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, quire.detokenizer.main; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

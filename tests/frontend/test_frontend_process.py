@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.__main__ import settings_of
 from quire.frontend.front import Settings
+from quire.frontend.main import settings_of
 from quire.frontend.port import listen, url_of
 from quire.proto.config import ConfigError, EngineArgs
 
@@ -110,7 +110,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
 
 def test_imports_nothing_heavy() -> None:
     """No process loads what it does not use."""
-    code = "import sys, quire.frontend.__main__; print(*sys.modules)"
+    code = "import sys, quire.frontend.main; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"torch", "numpy", "transformers", "tokenizers", "jinja2", "huggingface_hub", "openai"}
     assert not heavy.intersection(loaded)

@@ -134,13 +134,25 @@ def test_parameter_estimate():
 def test_the_environment_is_set_before_torch_and_the_users_stays():
     """In a process of its own: the main module alone must not import torch."""
     code = (
-        "import sys, os; import quire.gpu_worker.__main__ as m; assert 'torch' not in sys.modules;"
-        "m.set_environment(3); print(os.environ['OMP_NUM_THREADS'], os.environ['GOMP_SPINCOUNT'])"
+        "import sys, os; import quire.gpu_worker.main, quire.gpu_worker.early as early;"
+        "assert 'torch' not in sys.modules; early.set_environment();"
+        "print(os.environ['KMP_BLOCKTIME'], os.environ['GOMP_SPINCOUNT'])"
     )
     env = {**os.environ, "GOMP_SPINCOUNT": "5"}
-    env.pop("OMP_NUM_THREADS", None)
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["3", "5"]
+    assert out.stdout.split() == ["0", "5"]
+
+
+def test_torch_is_imported_as_ever_after_its_libraries_were_opened_by_a_thread():
+    """In a process of its own: the libraries are there before Python's part of torch is, and compute."""
+    code = (
+        "import sys, threading; from quire.gpu_worker.early import open_torch; open_torch();"
+        "[each.join() for each in threading.enumerate() if each.name == 'libraries'];"
+        "print('libtorch_cpu' in open('/proc/self/maps').read(), 'torch' in sys.modules);"
+        "import torch; print((torch.ones(2, 3) @ torch.ones(3, 1)).tolist())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.splitlines() == ["True False", "[[3.0], [3.0]]"]
 
 
 def test_cuda_where_there_is_none():

@@ -11,8 +11,8 @@ import pytest
 
 from quire.proto.config import ConfigError, EngineArgs
 from quire.scheduler import blame
-from quire.scheduler.__main__ import MAX_EPOCH, next_epoch, take_address
 from quire.scheduler.blame import Blame
+from quire.scheduler.main import MAX_EPOCH, next_epoch, take_address
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class Late:
         jumps[:] = signals
         return events
 select.poll = Late
-from quire.scheduler.__main__ import main
+from quire.scheduler.main import main
 from quire.proto.work import Generate
 main()
 """

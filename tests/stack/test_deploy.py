@@ -94,7 +94,7 @@ def third_party(module: str) -> set[str]:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_has_what_its_service_imports_and_nothing_else(service):
-    assert set(script("requirements").NEEDS[service]) == third_party(f"quire.{service}.__main__") - OPTIONAL
+    assert set(script("requirements").NEEDS[service]) == third_party(f"quire.{service}.main") - OPTIONAL
 
 
 @pytest.mark.parametrize("command", ["keygen", "workers"])

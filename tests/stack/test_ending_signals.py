@@ -25,7 +25,7 @@ atexit.register(os.kill, os.getpid(), signal.SIGTERM)
 WHILE_IT_CLOSES = """
 import asyncio.selector_events, importlib, os, signal, sys
 sys.modules["uvloop"] = None  # asyncio's own loop, the one that lets go of its signals last
-service = importlib.import_module(f"quire.{sys.argv[1]}.__main__")
+service = importlib.import_module(f"quire.{sys.argv[1]}.main")
 del sys.argv[0]
 close = asyncio.selector_events.BaseSelectorEventLoop.close
 def once_more(loop):
@@ -40,7 +40,7 @@ service.main()
 WHEN_ITS_SOCKETS_ARE_CLOSED = """
 import os, signal
 from quire.scheduler import loop
-from quire.scheduler.__main__ import main
+from quire.scheduler.main import main
 loop.tell_ready = lambda: os.kill(os.getpid(), signal.SIGTERM)
 close = loop.Loop.close
 def once_more(self):
@@ -55,7 +55,7 @@ WHEN_IT_HAS_SERVED = (
     + """
 import sys
 from quire.scheduler import loop
-from quire.scheduler.__main__ import main
+from quire.scheduler.main import main
 loop.tell_ready = lambda: os.kill(os.getpid(), signal.SIGTERM)
 main()
 """
@@ -64,7 +64,7 @@ main()
 WHEN_IT_HAS_DRAINED = (
     AT_THE_LAST_MOMENT
     + """
-from quire.gpu_worker import __main__ as service
+from quire.gpu_worker import main as service
 class Fake(service.Link):
     def __init__(self): self.asked = False
     def leave(self): self.asked = True
@@ -93,7 +93,7 @@ WHILE_IT_DRAINS = WHEN_IT_HAS_DRAINED.replace(
 
 WHILE_IT_LOADS = """
 import os, signal, sys, weakref
-from quire.gpu_worker import __main__ as service
+from quire.gpu_worker import main as service
 class Thing: pass
 def lost(*args):
     thing = Thing()

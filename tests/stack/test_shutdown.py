@@ -18,7 +18,7 @@ import psutil
 import pytest
 from stack import Server, wait_until
 
-from quire.frontend import __main__ as main
+from quire.frontend import main as main
 from quire.frontend.fake import FakeServer, Say, Script
 from quire.frontend.front import FRONT
 from quire.proto.messages import Finish
