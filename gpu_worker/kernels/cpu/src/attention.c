@@ -51,29 +51,30 @@ static void score_chunk(const rows_of_tile *of, int32_t chunk, seen any, const f
                         float *scores) {
   const q_attention *layer = of->layer;
   int32_t first = any.first / LANES, last = (any.last + LANES - 1) / LANES, vectors = key_vectors(rows);
-  key_block keys;
+  key_block keys = {.kind = kind_of(layer)};
   if (layer->block_size % LANES == 0) {
-    keys.stride = layer->block_size * (layer->cache_type == Q_BF16 ? 2 : 4);
+    keys.stride = layer->block_size * bytes_of(keys.kind);
     for (int32_t i = first; i < last; i += vectors) {
       find_keys(of, of->keys, chunk, i, last, vectors, keys.at);
       find_keys(of, of->values, chunk, i, last, vectors, keys.soon);
-      scores_of(queries, layer->head_dim, &keys, layer->cache_type, scores + i * LANES, rows);
+      scores_of(queries, layer->head_dim / per_word(keys.kind), &keys, scores + i * LANES, rows);
     }
     return;
   }
   _Alignas(64) float collected[Q_HEAD_DIM * LANES];
+  keys.kind = WIDE_PAGES;
   keys.stride = LANES * sizeof(float);
   for (int32_t i = 0; i < vectors; i++) keys.at[i] = keys.soon[i] = (const char *)collected;
   _Alignas(64) float each[BLOCK_ROWS * Q_CHUNK];
   for (int32_t i = first; i < last; i++) {
     collect_keys(of, chunk * Q_CHUNK + i * LANES, chunk * Q_CHUNK + any.last, collected);
-    scores_of(queries, layer->head_dim, &keys, Q_F32, each, rows);
+    scores_of(queries, layer->head_dim, &keys, each, rows);
     for (int32_t row = 0; row < rows; row++)
       vf_store(scores + row * Q_CHUNK + i * LANES, vf_load(each + row * Q_CHUNK));
   }
 }
 
-/* The partial results of ``rows`` rows from ``row`` on with one chunk; queries are [dims][width]. */
+/* The partial results of ``rows`` rows from ``row`` on with one chunk; queries are [words][width]. */
 static void attend_chunk(const rows_of_tile *of, int32_t row, int32_t rows, int32_t chunk, const float *queries,
                          int32_t width, float *partials) {
   const q_attention *layer = of->layer;
@@ -87,15 +88,15 @@ static void attend_chunk(const rows_of_tile *of, int32_t row, int32_t rows, int3
    * vectors are taken from any.first on. */
   _Alignas(64) float scores[BLOCK_ROWS * Q_CHUNK + MOST_KEYS * LANES];
   score_chunk(of, chunk, any, queries, width, scores);
-  for (int32_t i = 0; i < rows; i++)
-    softmax_row(of, row + i, chunk, any, scores + i * Q_CHUNK, partials + i * of->partial + sums);
   int32_t start = chunk * Q_CHUNK, newest = of->tile->position + of->tile->count - 1;
   value_range range = {
       .values = of->values, .keys = of->keys, .blocks = of->blocks + start / layer->block_size,
       .known = (newest - start) / layer->block_size + 1, .page = of->page,
       .block_size = layer->block_size, .offset = start % layer->block_size, .first = any.first, .last = any.last,
-      .dims = layer->head_dim, .type = layer->cache_type,
+      .dims = layer->head_dim, .kind = kind_of(layer),
   };
+  for (int32_t i = 0; i < rows; i++)
+    softmax_row(of, row + i, chunk, any, range.kind, scores + i * Q_CHUNK, partials + i * of->partial + sums);
   values_of(scores, &range, partials, of->partial, rows);
 }
 
@@ -118,18 +119,21 @@ static void finish(const rows_of_tile *of, int32_t row, const float *result, voi
   }
 }
 
-/* The queries of ``rows`` rows as [dims][width]; zeros in the rows that are not there. */
+/* The queries of ``rows`` rows as words, [words][width]; zeros in the rows that are not there. */
 static void pack_queries(const rows_of_tile *of, int32_t row, int32_t rows, int32_t width, const float *q,
                          int64_t stride, float *out) {
-  int32_t dims = of->layer->head_dim;
+  int32_t dims = of->layer->head_dim, kind = kind_of(of->layer), words = dims / per_word(kind);
+  uint16_t rounded[Q_HEAD_DIM];
   for (int32_t i = 0; i < width; i++) {
     if (i >= rows) {
-      for (int32_t dim = 0; dim < dims; dim++) out[dim * width + i] = 0.0f;
+      for (int32_t word = 0; word < words; word++) out[word * width + i] = 0.0f;
       continue;
     }
     int32_t token = of->tile->token + (row + i) / of->group, head = of->head + (row + i) % of->group;
     const float *query = (const float *)((const char *)q + token * stride) + (int64_t)head * dims;
-    for (int32_t dim = 0; dim < dims; dim++) out[dim * width + i] = query[dim];
+    if (kind == PAIRS) round_row(query, dims, rounded);
+    const char *from = kind == PAIRS ? (const char *)rounded : (const char *)query;
+    for (int32_t word = 0; word < words; word++) memcpy(out + word * width + i, from + word * 4, 4);
   }
 }
 
@@ -227,8 +231,10 @@ void Q_NAME(write_kv)(const q_attention *layer, int64_t slot, const float *k, co
     char *keys = (char *)layer->keys + head * layer->head_stride;
     char *values = (char *)layer->values + head * layer->head_stride;
     if (layer->cache_type == Q_BF16) {
-      for (int32_t dim = 0; dim < dims; dim++) ((uint16_t *)keys)[key_at + (int64_t)dim * size] = to_bf16(k[dim]);
-      for (int32_t dim = 0; dim < dims; dim++) ((uint16_t *)values)[value_at + dim] = to_bf16(v[dim]);
+      uint16_t rounded[Q_HEAD_DIM];
+      round_row(k, dims, rounded);
+      for (int32_t dim = 0; dim < dims; dim++) ((uint16_t *)keys)[key_at + (int64_t)dim * size] = rounded[dim];
+      round_row(v, dims, (uint16_t *)values + value_at);
     } else {
       for (int32_t dim = 0; dim < dims; dim++) ((float *)keys)[key_at + (int64_t)dim * size] = k[dim];
       memcpy((float *)values + value_at, v, (size_t)dims * sizeof(float));

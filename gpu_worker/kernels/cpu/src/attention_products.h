@@ -3,6 +3,10 @@
  * Both hold their sums in registers, for some rows (query tokens x heads) at a time, and read a key or value once for
  * all of these rows. A sum is one chain of additions, over the dims of a key or over the keys in their order, so its
  * bits do not depend on how many rows and vectors share a block.
+ *
+ * What is multiplied are words of 32 bits: a float32, or a pair of bfloat16 where the processor multiplies these. Such
+ * a word has two dims of one key, or of two keys the same dim; in the pages these lie apart, and are paired in
+ * registers. Queries and weights are then rounded to bfloat16. A pair of keys begins at an even place in its block.
  */
 #ifndef QUIRE_ATTENTION_PRODUCTS_H
 #define QUIRE_ATTENTION_PRODUCTS_H
@@ -15,24 +19,78 @@ enum { BLOCK_ROWS = LANES == 16 ? 12 : 6 };
 /* Most vectors of keys, or of a value's dims, at a time. */
 enum { MOST_KEYS = 4, MOST_DIMS = LANES == 16 ? 8 : 4 };
 
-/* LANES numbers of a cache. */
-INLINE vfloat load_cached(const char *at, int32_t type) {
-  return type == Q_BF16 ? vf_load_bf16((const uint16_t *)at) : vf_load((const float *)at);
+/* How a layer's words are made: float32 as it is in the pages, from bfloat16, or pairs of bfloat16. */
+enum { WIDE_PAGES, WIDENED, PAIRS };
+
+static inline int32_t kind_of(const q_attention *layer) {
+  if (layer->cache_type == Q_F32) return WIDE_PAGES;
+#if defined(__AVX512BF16__)
+  if (layer->head_dim % 2 == 0 && layer->block_size % LANES == 0) return PAIRS;
+#endif
+  return WIDENED;
 }
 
-/* ``count`` < LANES numbers of a cache, zeros in the other lanes; nothing behind them is read. */
-INLINE vfloat load_some(const char *at, int32_t count, int32_t type) {
+/* Dims, or keys, of a word. */
+INLINE int32_t per_word(int32_t kind) { return kind == PAIRS ? 2 : 1; }
+/* Bytes of a number in the pages. */
+INLINE int32_t bytes_of(int32_t kind) { return kind == WIDE_PAGES ? 4 : 2; }
+
+/* sum + a * b, of pairs the sum of both products. */
+INLINE vfloat add_word(int32_t kind, vfloat a, vfloat b, vfloat sum) {
+#if defined(__AVX512BF16__)
+  if (kind == PAIRS) return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+  return vf_fma(a, b, sum);
+}
+
+/* LANES numbers of a page as float32. */
+INLINE vfloat load_wide(int32_t kind, const char *at) {
+  return kind == WIDENED ? vf_load_bf16((const uint16_t *)at) : vf_load((const float *)at);
+}
+
+/* ``count`` < LANES numbers of a page as float32, zeros in the other lanes; nothing behind them is read. */
+INLINE vfloat load_some(int32_t kind, const char *at, int32_t count) {
 #if defined(__AVX512F__)
   __mmask16 mask = (__mmask16)((1u << count) - 1);
-  if (type == Q_F32) return (vfloat)_mm512_maskz_loadu_ps(mask, at);
+  if (kind == WIDE_PAGES) return (vfloat)_mm512_maskz_loadu_ps(mask, at);
   return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at)), 16);
 #else
   vfloat x = {0};
   for (int32_t lane = 0; lane < count; lane++)
-    x[lane] = type == Q_BF16 ? from_bf16(((const uint16_t *)at)[lane]) : ((const float *)at)[lane];
+    x[lane] = kind == WIDENED ? from_bf16(((const uint16_t *)at)[lane]) : ((const float *)at)[lane];
   return x;
 #endif
 }
+
+#if defined(__AVX512BF16__)
+/* The numbers of LANES keys at ``first`` and at ``second``, as LANES pairs. */
+INLINE vfloat load_key_pairs(const char *first, const char *second) {
+  typedef int16_t vshort __attribute__((vector_size(64)));
+  const vshort order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)first));
+  both = _mm512_inserti64x4(both, _mm256_loadu_si256((const __m256i *)second), 1);
+  return (vfloat)_mm512_permutexvar_epi16((__m512i)order, both);
+}
+
+/* ``count`` <= 2 * LANES numbers at ``first`` and at ``second``, as two vectors of pairs, zeros behind them. Pairs are
+ * made within each 16 bytes: of eight dims the first four are in the first vector. */
+INLINE void load_value_pairs(const char *first, const char *second, int32_t count, vfloat *pairs) {
+  __mmask32 mask = (__mmask32)(0xffffffffu >> (32 - count));
+  __m512i low = count < 32 ? _mm512_maskz_loadu_epi16(mask, first) : _mm512_loadu_si512(first);
+  __m512i high = count < 32 ? _mm512_maskz_loadu_epi16(mask, second) : _mm512_loadu_si512(second);
+  pairs[0] = (vfloat)_mm512_unpacklo_epi16(low, high);
+  pairs[1] = (vfloat)_mm512_unpackhi_epi16(low, high);
+}
+
+/* Two vectors of sums in the order of load_value_pairs, in the order of the dims. */
+INLINE void order_dims(vfloat *sums) {
+  const vint first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+  vfloat low = (vfloat)_mm512_permutex2var_ps((__m512)sums[0], (__m512i)first, (__m512)sums[1]);
+  sums[1] = (vfloat)_mm512_permutex2var_ps((__m512)sums[0], (__m512i)(first + 8), (__m512)sums[1]);
+  sums[0] = low;
+}
+#endif
 
 /* Bring a line into the second-level cache. While the keys of a chunk are read its values are fetched, and while these
  * are read the keys of the next chunk: both fit there, and a whole chunk's work hides the latency. */
@@ -45,28 +103,38 @@ static inline int32_t key_vectors(int32_t rows) { return rows <= 2 ? MOST_KEYS :
 typedef struct {
   const char *at[MOST_KEYS], *soon[MOST_KEYS];
   int64_t stride;
+  int32_t kind;
 } key_block;
 
-/* scores[row][key] = sum over dims of query x key; queries [dims][rows], scores [rows][Q_CHUNK]. */
-INLINE void score_block(const float *queries, int32_t dims, const key_block *keys, int32_t type, float *scores,
+/* Word ``word`` of LANES keys whose first dim is at ``at``. */
+INLINE vfloat load_keys(int32_t kind, const char *at, int64_t stride, int32_t word) {
+#if defined(__AVX512BF16__)
+  if (kind == PAIRS) return load_key_pairs(at + 2 * word * stride, at + (2 * word + 1) * stride);
+#endif
+  return load_wide(kind, at + word * stride);
+}
+
+/* scores[row][key] = sum over words of query x key; queries [words][rows], scores [rows][Q_CHUNK]. */
+INLINE void score_block(const float *queries, int32_t words, const key_block *keys, int32_t kind, float *scores,
                         const int32_t rows, const int32_t vectors) {
+  const int64_t stride = keys->stride;
   vfloat sums[BLOCK_ROWS][MOST_KEYS];
 #pragma GCC unroll 12
   for (int32_t row = 0; row < rows; row++)
 #pragma GCC unroll 4
     for (int32_t i = 0; i < vectors; i++) sums[row][i] = vf_set(0.0f);
-  for (int32_t dim = 0; dim < dims; dim++) {
+  for (int32_t word = 0; word < words; word++) {
     vfloat key[MOST_KEYS];
 #pragma GCC unroll 4
     for (int32_t i = 0; i < vectors; i++) {
-      key[i] = load_cached(keys->at[i] + dim * keys->stride, type);
-      fetch_soon(keys->soon[i] + dim * keys->stride);
+      key[i] = load_keys(kind, keys->at[i], stride, word);
+      fetch_soon(keys->soon[i] + per_word(kind) * word * stride);
     }
 #pragma GCC unroll 12
     for (int32_t row = 0; row < rows; row++) {
-      vfloat query = vf_set(queries[dim * rows + row]);
+      vfloat query = vf_set(queries[word * rows + row]);
 #pragma GCC unroll 4
-      for (int32_t i = 0; i < vectors; i++) sums[row][i] = vf_fma(query, key[i], sums[row][i]);
+      for (int32_t i = 0; i < vectors; i++) sums[row][i] = add_word(kind, query, key[i], sums[row][i]);
     }
   }
 #pragma GCC unroll 12
@@ -75,30 +143,32 @@ INLINE void score_block(const float *queries, int32_t dims, const key_block *key
     for (int32_t i = 0; i < vectors; i++) vf_store(scores + row * Q_CHUNK + i * LANES, sums[row][i]);
 }
 
-INLINE void score_rows(const float *queries, int32_t dims, const key_block *keys, int32_t type, float *scores,
+INLINE void score_rows(const float *queries, int32_t words, const key_block *keys, int32_t kind, float *scores,
                        int32_t rows) {
   switch (rows) {
-    case 1: score_block(queries, dims, keys, type, scores, 1, MOST_KEYS); break;
-    case 2: score_block(queries, dims, keys, type, scores, 2, MOST_KEYS); break;
-    case 3: score_block(queries, dims, keys, type, scores, 3, 2); break;
-    case 4: score_block(queries, dims, keys, type, scores, 4, 2); break;
-    case 5: score_block(queries, dims, keys, type, scores, 5, 2); break;
-    case 6: score_block(queries, dims, keys, type, scores, 6, 2); break;
+    case 1: score_block(queries, words, keys, kind, scores, 1, MOST_KEYS); break;
+    case 2: score_block(queries, words, keys, kind, scores, 2, MOST_KEYS); break;
+    case 3: score_block(queries, words, keys, kind, scores, 3, 2); break;
+    case 4: score_block(queries, words, keys, kind, scores, 4, 2); break;
+    case 5: score_block(queries, words, keys, kind, scores, 5, 2); break;
+    case 6: score_block(queries, words, keys, kind, scores, 6, 2); break;
 #if defined(__AVX512F__)
-    case 7: score_block(queries, dims, keys, type, scores, 7, 2); break;
-    case 8: score_block(queries, dims, keys, type, scores, 8, 2); break;
-    default: score_block(queries, dims, keys, type, scores, 12, 2); break;
+    case 7: score_block(queries, words, keys, kind, scores, 7, 2); break;
+    case 8: score_block(queries, words, keys, kind, scores, 8, 2); break;
+    default: score_block(queries, words, keys, kind, scores, 12, 2); break;
 #endif
   }
 }
 
-/* The scores of ``rows`` rows with one block of keys; rows is of block_rows, queries [dims][rows]. */
-static void scores_of(const float *queries, int32_t dims, const key_block *keys, int32_t type, float *scores,
-                      int32_t rows) {
-  if (type == Q_BF16)
-    score_rows(queries, dims, keys, Q_BF16, scores, rows);
-  else
-    score_rows(queries, dims, keys, Q_F32, scores, rows);
+/* The scores of ``rows`` rows with one block of keys; rows is of block_rows, queries [words][rows]. */
+static void scores_of(const float *queries, int32_t words, const key_block *keys, float *scores, int32_t rows) {
+  switch (keys->kind) {
+    case WIDE_PAGES: score_rows(queries, words, keys, WIDE_PAGES, scores, rows); break;
+#if defined(__AVX512BF16__)
+    case PAIRS: score_rows(queries, words, keys, PAIRS, scores, rows); break;
+#endif
+    default: score_rows(queries, words, keys, WIDENED, scores, rows); break;
+  }
 }
 
 /* The size of block that score_rows has for ``rows`` rows. */
@@ -110,21 +180,54 @@ typedef struct {
   const int32_t *blocks;
   int32_t known; /* blocks that the sequence has, from blocks[0] on */
   int64_t page;  /* bytes of a block */
-  int32_t block_size, offset, first, last, dims, type;
+  int32_t block_size, offset, first, last, dims, kind;
 } value_range;
 
-/* out[row] = sum over keys of weight x value, for dims [dim, dim + vectors * LANES), of the last vector only ``some``
- * where that is not 0; weights [rows][Q_CHUNK], out [rows][stride]. */
-INLINE void value_block(const float *weights, const value_range *range, int32_t dim, int32_t some, int32_t type,
+/* Read in place of a value that nobody sees, beside one in its pair. */
+static const uint16_t NO_VALUE[Q_HEAD_DIM] = {0};
+
+/* The words of a key's value, or of a pair's, from dim ``dim`` on: ``vectors`` of them, or ``some`` dims where that is
+ * not 0. ``key`` is the first key, whose value from that dim on is at ``at``. */
+INLINE void load_values(int32_t kind, const value_range *range, int32_t key, const char *at, const int32_t vectors,
+                        int32_t some, vfloat *value) {
+#if defined(__AVX512BF16__)
+  if (kind == PAIRS) {
+    const char *none = (const char *)NO_VALUE;
+    const char *first = key >= range->first ? at : none, *second = key + 1 < range->last ? at + range->dims * 2 : none;
+#pragma GCC unroll 4
+    for (int32_t i = 0; i < vectors; i += 2)
+      load_value_pairs(first + i * LANES * 2, second + i * LANES * 2, some ? some : 2 * LANES, value + i);
+    return;
+  }
+#endif
+#pragma GCC unroll 8
+  for (int32_t i = 0; i < vectors; i++)
+    value[i] = some ? load_some(kind, at, some) : load_wide(kind, at + i * LANES * bytes_of(kind));
+}
+
+/* The sums of a row, [vectors], to ``out``; ``some`` dims of them where that is not 0. */
+INLINE void store_sums(int32_t kind, vfloat *sums, const int32_t vectors, int32_t some, float *out) {
+#pragma GCC unroll 8
+  for (int32_t i = 0; i < vectors; i++) {
+#if defined(__AVX512BF16__)
+    if (kind == PAIRS && i % 2 == 0) order_dims(sums + i);
+#endif
+    if (some == 0 || i * LANES < some) vf_store(out + i * LANES, sums[i]);
+  }
+}
+
+/* out[row] = sum over keys of weight x value, for dims [dim, dim + vectors * LANES), or ``some`` dims where that is not
+ * 0; weights [rows][Q_CHUNK] words from key 0 on, out [rows][stride]. */
+INLINE void value_block(const float *weights, const value_range *range, int32_t dim, int32_t some, int32_t kind,
                         float *out, int32_t stride, const int32_t rows, const int32_t vectors) {
-  const int32_t size = type == Q_BF16 ? 2 : 4;
+  const int32_t size = bytes_of(kind), per = per_word(kind);
   const int32_t chunk = Q_CHUNK / range->block_size; /* blocks to the same place in the next chunk */
   vfloat sums[6][MOST_DIMS];
 #pragma GCC unroll 6
   for (int32_t row = 0; row < rows; row++)
 #pragma GCC unroll 8
     for (int32_t i = 0; i < vectors; i++) sums[row][i] = vf_set(0.0f);
-  for (int32_t key = range->first; key < range->last;) {
+  for (int32_t key = range->first / per * per; key < range->last;) {
     int32_t place = range->offset + key, index = place / range->block_size, within = place % range->block_size;
     int32_t end = key + range->block_size - within;
     if (end > range->last) end = range->last;
@@ -132,54 +235,53 @@ INLINE void value_block(const float *weights, const value_range *range, int32_t 
     const char *at = range->values + range->blocks[index] * range->page + start;
     const char *soon = at;
     if (index + chunk < range->known) soon = range->keys + range->blocks[index + chunk] * range->page + start;
-    for (; key < end; key++, at += range->dims * size, soon += range->dims * size) {
+    for (; key < end; key += per, at += per * range->dims * size, soon += per * range->dims * size) {
       vfloat value[MOST_DIMS];
+      load_values(kind, range, key, at, vectors, some, value);
+#pragma GCC unroll 2
+      for (int32_t beside = 0; beside < per; beside++)
 #pragma GCC unroll 8
-      for (int32_t i = 0; i < vectors; i++) {
-        value[i] = some ? load_some(at, some, type) : load_cached(at + i * LANES * size, type);
-        if (i * LANES * size % 64 == 0) fetch_soon(soon + i * LANES * size);
-      }
+        for (int32_t i = 0; i < vectors; i++)
+          if (i * LANES * size % 64 == 0) fetch_soon(soon + (beside * range->dims + i * LANES) * size);
 #pragma GCC unroll 6
       for (int32_t row = 0; row < rows; row++) {
-        vfloat weight = vf_set(weights[row * Q_CHUNK + key]);
+        vfloat weight = vf_set(weights[row * Q_CHUNK + key / per]);
 #pragma GCC unroll 8
-        for (int32_t i = 0; i < vectors; i++) sums[row][i] = vf_fma(weight, value[i], sums[row][i]);
+        for (int32_t i = 0; i < vectors; i++) sums[row][i] = add_word(kind, weight, value[i], sums[row][i]);
       }
     }
   }
 #pragma GCC unroll 6
-  for (int32_t row = 0; row < rows; row++)
-#pragma GCC unroll 8
-    for (int32_t i = 0; i < vectors; i++) vf_store(out + row * stride + dim + i * LANES, sums[row][i]);
+  for (int32_t row = 0; row < rows; row++) store_sums(kind, sums[row], vectors, some, out + row * stride + dim);
 }
 
 /* All dims of ``rows`` rows, as many vectors at a time as there are registers for. */
-INLINE void value_dims(const float *weights, const value_range *range, int32_t type, float *out, int32_t stride,
+INLINE void value_dims(const float *weights, const value_range *range, int32_t kind, float *out, int32_t stride,
                        const int32_t rows) {
-  const int32_t most = rows <= 3 ? MOST_DIMS : MOST_DIMS / 2;
-  int32_t dim = 0, full = range->dims / LANES * LANES;
+  const int32_t most = rows <= 3 ? MOST_DIMS : MOST_DIMS / 2, least = per_word(kind);
+  int32_t dim = 0, full = range->dims / (least * LANES) * (least * LANES);
   for (; dim + most * LANES <= full; dim += most * LANES)
-    value_block(weights, range, dim, 0, type, out, stride, rows, most);
+    value_block(weights, range, dim, 0, kind, out, stride, rows, most);
   if (most == 8 && dim + 4 * LANES <= full) {
-    value_block(weights, range, dim, 0, type, out, stride, rows, 4);
+    value_block(weights, range, dim, 0, kind, out, stride, rows, 4);
     dim += 4 * LANES;
   }
   if (most >= 4 && dim + 2 * LANES <= full) {
-    value_block(weights, range, dim, 0, type, out, stride, rows, 2);
+    value_block(weights, range, dim, 0, kind, out, stride, rows, 2);
     dim += 2 * LANES;
   }
-  for (; dim < full; dim += LANES) value_block(weights, range, dim, 0, type, out, stride, rows, 1);
-  if (dim < range->dims) value_block(weights, range, dim, range->dims - dim, type, out, stride, rows, 1);
+  for (; dim < full; dim += least * LANES) value_block(weights, range, dim, 0, kind, out, stride, rows, least);
+  if (dim < range->dims) value_block(weights, range, dim, range->dims - dim, kind, out, stride, rows, least);
 }
 
-INLINE void value_rows(const float *weights, const value_range *range, int32_t type, float *out, int32_t stride,
+INLINE void value_rows(const float *weights, const value_range *range, int32_t kind, float *out, int32_t stride,
                        int32_t rows) {
   switch (rows) {
-    case 1: value_dims(weights, range, type, out, stride, 1); break;
-    case 2: value_dims(weights, range, type, out, stride, 2); break;
-    case 3: value_dims(weights, range, type, out, stride, 3); break;
-    case 4: value_dims(weights, range, type, out, stride, 4); break;
-    default: value_dims(weights, range, type, out, stride, 6); break;
+    case 1: value_dims(weights, range, kind, out, stride, 1); break;
+    case 2: value_dims(weights, range, kind, out, stride, 2); break;
+    case 3: value_dims(weights, range, kind, out, stride, 3); break;
+    case 4: value_dims(weights, range, kind, out, stride, 4); break;
+    default: value_dims(weights, range, kind, out, stride, 6); break;
   }
 }
 
@@ -189,15 +291,18 @@ static inline int32_t value_block_rows(int32_t rows) {
   return rows > 4 ? (rows == 5 ? 3 : 4) : rows;
 }
 
-/* out[row] = sum over the range's keys of weight x value, for ``rows`` rows; weights [rows][Q_CHUNK]. */
+/* out[row] = sum over the range's keys of weight x value, for ``rows`` rows; weights [rows][Q_CHUNK] words, the first
+ * being key 0's. */
 static void values_of(const float *weights, const value_range *range, float *out, int32_t stride, int32_t rows) {
-  for (int32_t row = 0; row < rows;) {
-    int32_t count = value_block_rows(rows - row);
-    if (range->type == Q_BF16)
-      value_rows(weights + row * Q_CHUNK, range, Q_BF16, out + (int64_t)row * stride, stride, count);
-    else
-      value_rows(weights + row * Q_CHUNK, range, Q_F32, out + (int64_t)row * stride, stride, count);
-    row += count;
+  for (int32_t row = 0, count; row < rows; row += count, weights += count * Q_CHUNK, out += (int64_t)count * stride) {
+    count = value_block_rows(rows - row);
+    switch (range->kind) {
+      case WIDE_PAGES: value_rows(weights, range, WIDE_PAGES, out, stride, count); break;
+#if defined(__AVX512BF16__)
+      case PAIRS: value_rows(weights, range, PAIRS, out, stride, count); break;
+#endif
+      default: value_rows(weights, range, WIDENED, out, stride, count); break;
+    }
   }
 }
 

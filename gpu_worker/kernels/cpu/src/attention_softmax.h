@@ -6,6 +6,7 @@
 #define QUIRE_ATTENTION_SOFTMAX_H
 
 #include "activations.h"
+#include "attention_products.h"
 #include "attention_tile.h"
 
 #define LOG2_E 1.44269504f
@@ -56,15 +57,31 @@ INLINE float largest_of(const float *scores, seen units, vfloat factor) {
   return vf_largest(vf_max(even, odd));
 }
 
-/* A row's scores become weights 2^(factor * score - largest) in place, 0 for keys of ``any`` that it does not see.
- * ``sums`` gets the largest score and the sum of weights; a sum of 0 says that the row sees nothing of the chunk. */
-static void softmax_row(const rows_of_tile *of, int32_t row, int32_t chunk, seen any, float *scores, float *sums) {
+/* Write a unit's weights as the words of the product with the values, and add them to ``sum`` as that takes them. */
+INLINE vfloat store_weights(int32_t kind, float *scores, int32_t unit, vfloat first, vfloat second, vfloat sum) {
+#if defined(__AVX512BF16__)
+  if (kind == PAIRS) {
+    __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first), ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    memcpy(scores + unit * LANES, &pairs, sizeof pairs);
+    return (vfloat)_mm512_dpbf16_ps((__m512)sum, pairs, ones);
+  }
+#endif
+  vf_store(scores + unit * UNIT, first);
+  vf_store(scores + unit * UNIT + LANES, second);
+  return sum + (first + second);
+}
+
+/* A row's scores become weights 2^(factor * score - largest) in place, as words; 0 for keys of ``any`` that it does not
+ * see. ``sums`` gets the largest score and the sum of weights, 0 where the row sees nothing of the chunk. */
+INLINE void softmax_row(const rows_of_tile *of, int32_t row, int32_t chunk, seen any, int32_t kind, float *scores,
+                        float *sums) {
   seen own = seen_of(of, row, chunk), all = units_of(any), units = units_of(own);
-  if (own.last <= own.first) units.first = units.last = all.first;
-  for (int32_t key = all.first * UNIT; key < units.first * UNIT; key++) scores[key] = 0.0f;
-  for (int32_t key = units.last * UNIT; key < all.last * UNIT; key++) scores[key] = 0.0f;
+  vfloat none = vf_set(0.0f), sum = none;
   sums[1] = 0.0f;
-  if (own.last <= own.first) return;
+  if (own.last <= own.first) {
+    for (int32_t unit = all.first; unit < all.last; unit++) store_weights(kind, scores, unit, none, none, none);
+    return;
+  }
   float scale = of->layer->scale;
   if (of->layer->softcap != 0 || of->layer->slopes) {
     shape_scores(of, row, chunk, scores, units);
@@ -72,17 +89,16 @@ static void softmax_row(const rows_of_tile *of, int32_t row, int32_t chunk, seen
   }
   if (own.first % UNIT != 0) hide(scores, units.first, own);
   if (own.last % UNIT != 0) hide(scores, units.last - 1, own);
-  vfloat factor = vf_set(scale * LOG2_E), even = vf_set(0.0f), odd = even;
+  vfloat factor = vf_set(scale * LOG2_E);
   sums[0] = largest_of(scores, units, factor);
-  for (float *at = scores + units.first * UNIT; at < scores + units.last * UNIT; at += UNIT) {
-    vfloat first = vf_exp2(vf_fma(vf_load(at), factor, vf_set(-sums[0])));
-    vfloat second = vf_exp2(vf_fma(vf_load(at + LANES), factor, vf_set(-sums[0])));
-    vf_store(at, first);
-    vf_store(at + LANES, second);
-    even += first;
-    odd += second;
+  for (int32_t unit = all.first; unit < units.first; unit++) store_weights(kind, scores, unit, none, none, none);
+  for (int32_t unit = units.first; unit < units.last; unit++) {
+    vfloat first = vf_exp2(vf_fma(vf_load(scores + unit * UNIT), factor, vf_set(-sums[0])));
+    vfloat second = vf_exp2(vf_fma(vf_load(scores + unit * UNIT + LANES), factor, vf_set(-sums[0])));
+    sum = store_weights(kind, scores, unit, first, second, sum);
   }
-  sums[1] = vf_sum(even + odd);
+  for (int32_t unit = units.last; unit < all.last; unit++) store_weights(kind, scores, unit, none, none, none);
+  sums[1] = vf_sum(sum);
 }
 
 /* By what two sums of weights are multiplied that were made with different largest scores, to be added. */

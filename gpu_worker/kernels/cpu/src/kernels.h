@@ -84,7 +84,8 @@ typedef struct {
 /* ---------------------------------------------------------------- attention.c */
 
 /* One layer's attention. The cache is [kv_heads][blocks][head_dim][block_size] for keys, so that a vector holds one
- * dim of many keys, and [kv_heads][blocks][block_size][head_dim] for values. */
+ * dim of many keys, and [kv_heads][blocks][block_size][head_dim] for values. Sums and the softmax are float32; where the
+ * instruction set multiplies pairs of bfloat16, queries and weights are rounded to it for a bfloat16 cache. */
 typedef struct {
   int32_t heads, kv_heads, head_dim, block_size;
   int32_t window; /* keys that a query sees, itself included; 0: all */
@@ -113,7 +114,7 @@ typedef struct {
   int32_t *arrived; /* parts that are done: [tiles][kv_heads], zeros before and after */
 } q_splits;
 
-/* Values of a partial result: a head's sum of values, padded, then its largest score and its sum of weights. */
+/* Values of a partial result: a head's sum of values, padded, then its largest score, times log2(e), and its sum of weights. */
 static inline int32_t q_partial_size(int32_t head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
 
 /* The tokens of one pass through the model. */

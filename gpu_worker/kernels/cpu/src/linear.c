@@ -79,9 +79,7 @@ static void prepare_f32(const float *x, int32_t size, int32_t padded, float *out
 }
 
 static void prepare_bf16(const float *x, int32_t size, int32_t padded, uint16_t *out) {
-  int32_t at = 0;
-  for (; at + LANES <= size; at += LANES) vf_store_bf16(out + at, vf_load(x + at));
-  for (; at < size; at++) out[at] = to_bf16(x[at]);
+  round_row(x, size, out);
   memset(out + size, 0, (size_t)(padded - size) * sizeof *out);
 }
 

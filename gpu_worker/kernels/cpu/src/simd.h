@@ -184,6 +184,13 @@ INLINE void vf_store_bf16(uint16_t *at, vfloat x) {
 #endif
 }
 
+/* ``size`` numbers to bfloat16. */
+INLINE void round_row(const float *x, int32_t size, uint16_t *out) {
+  int32_t at = 0;
+  for (; at + LANES <= size; at += LANES) vf_store_bf16(out + at, vf_load(x + at));
+  for (; at < size; at++) out[at] = to_bf16(x[at]);
+}
+
 /* e^(x - whole ln 2), by the polynomial of Cephes' expf, for x within ln 2 / 2 of whole ln 2. */
 INLINE vfloat vf_exp_rest(vfloat whole, vfloat x) {
   const float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
