@@ -145,6 +145,10 @@ typedef struct {
    * of int4 the scales and sums of its groups. */
   void (*prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales, int32_t *sums);
 
+  /* One row [inputs] of a matrix of ``type`` (Q_F32 or Q_BF16) as ``to`` keeps it, with its scales, which go to
+   * ``place`` of all panels' columns. ``floats`` [padded inputs] is scratch. */
+  void (*convert_row)(int32_t type, const void *from, const q_weight *to, int32_t place, float *floats, uint32_t *out);
+
   /* Query heads of key head ``kv_head`` of one tile: out = softmax(scores) values. q is [tokens][q_stride] with the
    * heads of a token one after another, rotated and not scaled; out alike, of out_type. Strides are in bytes. ``part``
    * is one of batch->splits->count, 0 without splits; whoever is the last of a tile's parts writes out. */

@@ -31,6 +31,10 @@ q_linear_function Q_NAME(linear_f32), Q_NAME(linear_bf16), Q_NAME(linear_int8), 
 void Q_NAME(quantize_row)(const float *x, int32_t size, int32_t padded, int32_t group, int8_t flip, int8_t *out,
                           float *scales, int32_t *sums);
 
+/* As in q_kernels. */
+void Q_NAME(prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales,
+                     int32_t *sums);
+
 /* Bring ``sums`` [Q_PANEL] of ``row`` and ``panel`` to where ``to`` says; they are changed on the way. */
 void Q_NAME(finish_panel)(const q_weight *weight, const q_epilogue *to, int32_t row, int32_t panel, float *sums);
 

@@ -8,6 +8,8 @@ void Q_NAME(linear)(const q_weight *weight, const q_rows *x, int32_t rows, const
                     int32_t last);
 void Q_NAME(prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales,
                      int32_t *sums);
+void Q_NAME(convert_row)(int32_t type, const void *from, const q_weight *to, int32_t place, float *floats,
+                         uint32_t *out);
 void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, int32_t tile, int32_t kv_head, int32_t part,
                        const float *q, int64_t q_stride, void *out, int64_t out_stride, int32_t out_type);
 void Q_NAME(write_kv)(const q_attention *layer, int64_t slot, const float *k, const float *v);
@@ -26,6 +28,7 @@ const q_kernels Q_NAME(q_kernels) = {
     .name = Q_TEXT(Q_VARIANT),
     .linear = Q_NAME(linear),
     .prepare = Q_NAME(prepare),
+    .convert_row = Q_NAME(convert_row),
     .attention = Q_NAME(attention),
     .write_kv = Q_NAME(write_kv),
     .norm = Q_NAME(norm),
