@@ -137,9 +137,9 @@ class BeamGroup(Sequence):
         self.spare = []
         self._begin()
 
-    def set_horizon(self, block_size: int, shared: bool = False) -> None:
+    def set_horizon(self, block_size: int, scheduled: int, shared: bool = False) -> None:
         """The planner always has to look."""
-        self.horizon = 0
+        self.columns.horizon.set(self.row, 0)
 
     def check_look_ahead(self, block_size: int, refs: array[int]) -> None:
         """PoolError where the planner would not look."""

@@ -151,6 +151,10 @@ def _pass_on(books: Books, step: Step, result: StepResult, beams: Container[int]
             books.outbox.logprobs(seq, record)
 
 
+Reached = tuple[Sequence, int]
+"""A sequence, and how many of its tokens are computed now."""
+
+
 class Last(NamedTuple):
     """A sequence's last token, and its place in its detokenizer's batch."""
 
@@ -159,7 +163,7 @@ class Last(NamedTuple):
     place: int
 
 
-def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) -> tuple[list[Sequence], list[Last]]:
+def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) -> tuple[list[Reached], list[Last]]:
     """One token more for each decode whose sequence has not left while the step was in flight. Returns those at their
     milestone, and those that may end: they are as long as they may grow, or drew what ends somebody."""
     batch, starts, ends, tokens = step.decoded(tokens)
@@ -169,17 +173,19 @@ def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) ->
     due = replica.columns.decoded(batch.rows, starts, ends, tokens)
     books.outbox.decoded(batch, starts - batch.before_output, tokens)
     last = replica.stop_ids.among(tokens)
+    reached = [(seqs[at], ends.item(at)) for at in due]
     if due:
-        last = sorted({*last, *(at for at in due if ends.item(at) + 1 >= seqs[at].limit)})
-    return [seqs[at] for at in due], [Last(seqs[at], tokens.item(at), batch.place(at)) for at in last]
+        longest = [at for at, (seq, computed) in zip(due, reached, strict=True) if computed + 1 >= seq.limit]
+        last = sorted({*last, *longest}) if last else longest
+    return reached, [Last(seqs[at], tokens.item(at), batch.place(at)) for at in last]
 
 
-def _commit_chunks(step: Step) -> list[Sequence]:
+def _commit_chunks(step: Step) -> list[Reached]:
     """The chunks of prompts that are computed. Returns whose they are."""
     chunks = [chunk for chunk in step.chunks if chunk.seq.generation == chunk.generation]
     for chunk in chunks:
         chunk.seq.commit(chunk.end)
-    return [chunk.seq for chunk in chunks]
+    return [(chunk.seq, chunk.end) for chunk in chunks]
 
 
 def _commit_others(books: Books, step: Step, tokens: Ints, pooled: dict[int, SlotPooled]) -> list[Last]:

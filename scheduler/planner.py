@@ -85,13 +85,13 @@ def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -
         return
     starts = columns.scheduled.of(batch.rows)
     due = columns.horizon.reached(batch.rows, starts)
-    for seq in [batch.seqs[at] for at in due]:
+    for seq, position in [(batch.seqs[at], starts.item(at)) for at in due]:
         if seq.state is not State.RUNNING:
             continue  # it was preempted for one before it
         if isinstance(seq, BeamGroup):
             plan_beams(books, replica, draft, seq)
             beams.append(seq)
-        elif not _make_room(books, replica, draft, seq):
+        elif not _make_room(books, replica, draft, seq, position):
             going.discard(seq)
     if due:
         batch = going.batch()  # without those that were preempted, or have nothing left to schedule
@@ -101,12 +101,11 @@ def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -
     draft.decode(batch, starts, columns.schedule(batch.rows, starts))
 
 
-def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> bool:
-    """Give ``seq`` a block of its own to write its next position in. False where it has nothing to write, or had to go.
+def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence, position: int) -> bool:
+    """Give ``seq`` a block of its own to write ``position`` in. False where it has nothing to write, or had to go.
 
     A partial block shared with siblings is copied by all but the last of them.
     """
-    position = seq.scheduled
     if position >= seq.limit - 1:
         return False
     pool, blocks, slot = replica.pool, seq.blocks, position // replica.block_size
@@ -116,7 +115,7 @@ def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> b
         if victim is seq:
             return False
     draft.own_block(pool, seq.row, blocks, slot)
-    seq.set_horizon(replica.block_size)
+    seq.set_horizon(replica.block_size, position)
     return True
 
 

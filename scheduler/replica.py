@@ -170,10 +170,11 @@ class Replica:
         """The worker is told with the next plan that these rows are given up."""
         self.drops += rows
 
-    def register(self, seqs: Iterable[Sequence]) -> None:
-        """These have committed something: offer full blocks to the prefix cache, and set when to look again."""
-        for seq in seqs:
-            seq.register(self.pool, self.block_size)
+    def register(self, reached: Iterable[tuple[Sequence, int]]) -> None:
+        """So many tokens of each of these are computed now: offer full blocks to the prefix cache, and set when to look
+        again."""
+        for seq, computed in reached:
+            seq.register(self.pool, self.block_size, computed)
             if self.quarantined:
                 self.update_quarantine(seq)
 

@@ -188,7 +188,7 @@ class Sequence:
         self._run(parent.replica, parent.columns, row, parent.blocks[:], parent.computed)
         self.scheduled = parent.scheduled
         for seq in (parent, self):
-            seq.set_horizon(block_size, shared=True)
+            seq.set_horizon(block_size, parent.scheduled, shared=True)
         self._registered(parent.registered, block_size)
 
     def _run(self, replica: int, columns: Columns, row: int, blocks: list[int], computed: int) -> None:
@@ -209,7 +209,7 @@ class Sequence:
         self.state = State.FINISHED
 
     def _leave(self) -> None:
-        self._fetch()
+        self._fetch(self.computed)
         self.columns.leave(self.row)
         self.generation += 1
         self.replica, self.columns, self.row, self.blocks = -1, NOWHERE, -1, []
@@ -277,15 +277,13 @@ class Sequence:
     @property
     def outputs(self) -> array[int]:
         """The committed outputs."""
-        self._fetch()
+        self._fetch(self.computed)
         return self._outputs
 
-    def _fetch(self) -> int:
-        """Take over the outputs that only the columns have. Returns ``computed``, which says how many there are."""
-        computed = self.computed
+    def _fetch(self, computed: int) -> None:
+        """Take over the outputs that only the columns have; ``computed`` says how many there are."""
         if self.drew and (missing := computed + 1 - self.prompt_len - len(self._outputs)):
             self._outputs.frombytes(self.columns.fetch_drawn(self.row, computed, missing))
-        return computed
 
     def schedule(self, count: int) -> bool:
         """Ask for the next ``count`` tokens of a prefill. True where they are the last."""
@@ -295,7 +293,7 @@ class Sequence:
     def begin_decoding(self, block_size: int) -> None:
         """All tokens that exist are scheduled: from here on it decodes."""
         self.prefilling = False
-        self.set_horizon(block_size)
+        self.set_horizon(block_size, self.scheduled)
 
     def commit(self, computed: int) -> None:
         """Keys and values of so many tokens are there."""
@@ -326,13 +324,13 @@ class Sequence:
     def milestone(self, value: int) -> None:
         self.columns.milestone.set(self.row, value)
 
-    def set_horizon(self, block_size: int, shared: bool = False) -> None:
+    def set_horizon(self, block_size: int, scheduled: int, shared: bool = False) -> None:
         """Look again at the next position where its block may be ``shared``; else at the first past the block table, or
         at ``limit - 1``, where nothing is left to schedule."""
-        next_look, end, scheduled = len(self.blocks) * block_size, self.limit - 1, self.scheduled
+        next_look, end = len(self.blocks) * block_size, self.limit - 1
         if end < next_look:
             next_look = end
-        self.horizon = scheduled if shared or next_look < scheduled else next_look
+        self.columns.horizon.set(self.row, scheduled if shared or next_look < scheduled else next_look)
 
     def _registered(self, full: int, block_size: int) -> None:
         """So many blocks were offered to the prefix cache. Look again when the next is full, at the end, or, in
@@ -341,7 +339,7 @@ class Sequence:
         next_look, last = (full + 1) * block_size, self.limit - 1
         if self.losses.count and self.quarantined:
             next_look = 0
-        self.milestone = next_look if next_look < last else last
+        self.columns.milestone.set(self.row, next_look if next_look < last else last)
 
     def check_look_ahead(self, block_size: int, refs: array[int]) -> None:
         """PoolError where ``horizon`` or ``milestone`` would let a look that is due go by, or come too soon. ``refs``
@@ -390,9 +388,10 @@ class Sequence:
             return 0
         return min(self.total, request.prompt_done) - 1 if request.asks_prompt else self.total - 1
 
-    def register(self, pool: BlockPool, block_size: int) -> None:
-        """Offer committed full blocks to the prefix cache."""
-        first, full = self.registered, self._fetch() // block_size
+    def register(self, pool: BlockPool, block_size: int, computed: int) -> None:
+        """Offer committed full blocks to the prefix cache. So much is ``computed``."""
+        self._fetch(computed)
+        first, full = self.registered, computed // block_size
         if full > first and pool.caching:
             hashes, blocks = self.hash_blocks(full, block_size), self.blocks
             for slot in range(first, full):

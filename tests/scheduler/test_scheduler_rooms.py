@@ -51,8 +51,8 @@ def test_a_look_ahead_cache_has_one_writer(name: str) -> None:
         for cls in [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]:
             for function in [node for node in cls.body if isinstance(node, ast.FunctionDef)]:
                 code = ast.unparse(function)
-                changes = (f"self.{name} = ", f"self.{name}.append", f"self.{name}.remove")
-                if function.name != "__init__" and any(change in code for change in changes):
+                changes = (f"self.columns.{name}.set", f"self.{name}.append", f"self.{name}.remove")
+                if function.name != name and any(change in code for change in changes):
                     writers.add((cls.name, function.name))
     writers.discard(("BeamGroup", "set_horizon"))  # its own form of that writer
     assert len(writers) == 1, writers
