@@ -89,6 +89,11 @@ def sample_share(
 
     Returns values float32 [S] and tokens int64 [S]; of all shares' winners the one of the largest value is drawn.
     """
+    native = None if logits.is_cuda else chooser()
+    if native is not None:
+        values = np.empty(len(logits), np.float32)
+        tokens = _choose_natively(native, logits, state, batch, first, values)[0]
+        return torch.from_numpy(values), tokens.long()
     if batch.needs.random:
         draw = sampling.draw_part if logits.is_cuda else sampling.draw_part_numpy
         return draw(logits, state.of(batch.rows), batch.positions, first)
@@ -183,13 +188,17 @@ def _choose(logits: torch.Tensor, params: torch.Tensor | None, batch: SampleBatc
     return tokens, thresholds, chosen
 
 
-def _choose_natively(native: Chooser, logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> _Choice:
+def _choose_natively(
+    native: Chooser, logits: torch.Tensor, state: SamplingState, batch: SampleBatch, first: int = 0,
+    values: np.ndarray | None = None,
+) -> _Choice:  # fmt: skip
+    """``first`` and ``values``: of a share of the vocabulary, as ``Chooser.choose`` has them."""
     count, needs = len(logits), batch.needs
     tokens, chosen = np.empty(count, np.int32), np.empty(count, np.float32)
     thresholds = np.empty(count, np.float32) if needs.threshold else None
     params = state.packed_host if needs.random else None
     native.choose(
-        logits.numpy(), params, batch.host_rows, batch.positions.numpy(), tokens, chosen, thresholds=thresholds
+        logits.numpy(), params, batch.host_rows, batch.positions.numpy(), tokens, chosen, values, thresholds, first
     )
     return torch.from_numpy(tokens), None if thresholds is None else torch.from_numpy(thresholds), chosen
 

@@ -1,5 +1,6 @@
 """A vocabulary in parts: the best of the parts is what is drawn of the whole."""
 
+import numpy as np
 import pytest
 import torch
 from kernel_device import DEVICE
@@ -7,6 +8,8 @@ from sampler_rows import Request, state_of
 
 from quire.gpu_worker.kernels import sampling
 from quire.gpu_worker.parallel.parallel import Ranks
+from quire.gpu_worker.sampling.sample_batch import SampleBatch
+from quire.gpu_worker.sampling.sampler import sample, sample_share
 from quire.gpu_worker.spec import Shard
 from quire.proto.params import SamplingParams
 
@@ -55,6 +58,21 @@ def test_parts_draw_as_the_whole(monkeypatch, vocab, count, flat, kernel):
     values, tokens = best(monkeypatch, pairs)
     assert torch.equal(tokens, sampling.draw_numpy(logits, params, positions, None))
     assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_the_samplers_of_shares_draw_what_one_of_all_draws(monkeypatch, random):
+    plain = PLAIN if random else PLAIN[1::4]
+    logits = torch.randn(len(plain), 1000, generator=torch.Generator().manual_seed(3)) * 2
+    logits[1, :500] = -float("inf")  # nothing of the first share
+    state = state_of([Request(p, 77 + row) for row, p in enumerate(plain)], 1000)
+    rows, positions = np.arange(len(plain)), np.arange(len(plain)) * 100
+    on_device = [torch.from_numpy(x).to(DEVICE) for x in (rows, positions)]
+    batch = SampleBatch(*on_device, rows, positions, on_device[0][:, None].int(), state.needs(rows, positions))
+    shares = [Shard(rank, 2).share(1000) for rank in range(2)]
+    pairs = [sample_share(logits[:, part.start : part.stop].contiguous().to(DEVICE), state, batch, part.start)
+             for part in shares]  # fmt: skip
+    assert torch.equal(best(monkeypatch, pairs)[1].int(), sample(logits.to(DEVICE), state, batch).tokens)
 
 
 def test_the_largest_wins_the_lowest_of_equals_and_nan_over_all(monkeypatch):
