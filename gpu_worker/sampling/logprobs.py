@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 
 from ..kernels import logprobs as kernels
+from ..kernels.cpu.library import library
+from ..kernels.cpu.logprobs import Teller
 from ..kernels.logprobs import Source
 from .sampling_tables import to_device
 
@@ -82,6 +85,9 @@ def _parts(ks: list[int]) -> Iterator[list[int]]:
 def _values(
     source: Source, tokens: torch.Tensor, k: int, softmax: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    native = None if tokens.is_cuda else _teller()
+    if native is not None:
+        return _values_natively(native, source, tokens, k, softmax)
     values, sums, ranks, best = (_look if tokens.is_cuda else _look_on_host)(source, tokens, k)
     ids, values = tokens.to(torch.int32)[:, None], values[:, None]
     if best is not None:
@@ -89,6 +95,24 @@ def _values(
     if softmax:
         values = values - sums[:, None]
     return ids, torch.nan_to_num(values, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), ranks
+
+
+@functools.cache
+def _teller() -> Teller | None:
+    """Native kernels for logits on the host, by as many threads as torch has; None where there are none."""
+    found = library()
+    return None if found is None else Teller(found, torch.get_num_threads())
+
+
+def _values_natively(
+    native: Teller, source: Source, tokens: torch.Tensor, k: int, softmax: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits, slots, params, thresholds = source
+    ids, values, ranks = native.tell(
+        logits.numpy(), slots.numpy(), None if params is None else params.numpy(),
+        None if thresholds is None else thresholds.numpy(), tokens.numpy(), k, softmax,
+    )  # fmt: skip
+    return torch.from_numpy(ids), torch.from_numpy(values), torch.from_numpy(ranks)
 
 
 _Look = tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]

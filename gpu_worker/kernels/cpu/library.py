@@ -25,7 +25,7 @@ F32, BF16, I8, I4 = range(4)
 
 FUNCTIONS = (
     "linear", "prepare", "attention", "write_kv", "norm", "rotate", "activate", "gate", "embed", "add", "softcap",
-    "choose", "edit",
+    "choose", "edit", "logprobs",
 )  # fmt: skip
 """The functions of an instruction set, in the order of kernels.h's q_kernels."""
 

@@ -131,8 +131,9 @@ typedef struct {
 
 /* ---------------------------------------------------------------- choose.c, edit.c */
 
-struct q_choice; /* choose.h */
-struct q_edit;   /* edit.h */
+struct q_choice;   /* choose.h */
+struct q_edit;     /* edit.h */
+struct q_logprobs; /* logprobs.h */
 
 /* ---------------------------------------------------------------- the table of one instruction set */
 
@@ -176,6 +177,8 @@ typedef struct {
   void (*choose)(const struct q_choice *choice, int32_t slot, float *scratch);
   /* Masks or penalties of one slot (edit.h). */
   void (*edit)(const struct q_edit *edit, int32_t slot);
+  /* Logprobs of one row (logprobs.h). */
+  void (*logprobs)(const struct q_logprobs *asked, int32_t at, float *scratch);
 } q_kernels;
 
 extern const q_kernels q_kernels_plain, q_kernels_avx2, q_kernels_avx512, q_kernels_avx512bf16;

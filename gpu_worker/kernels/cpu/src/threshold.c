@@ -5,6 +5,7 @@
 
 #include "choose.h"
 #include "kernels.h"
+#include "select.h"
 #include "simd.h"
 
 enum {
@@ -14,35 +15,6 @@ enum {
 };
 /* What lies so far below the top has no share in where top_p ends: 2^31 tokens of e^-40 are under 2^-24 of the mass. */
 static const float DEEPEST = 40.0f;
-
-/* A float32's bits as an unsigned number that is larger where the value is. */
-INLINE uint32_t ordered(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits & 0x80000000 ? ~bits : bits | 0x80000000;
-}
-
-/* The k-th largest of ``count`` >= k > 0 values, which are moved about: a byte of them after the other. */
-static float kth_largest(float *values, int32_t count, int32_t k) {
-  for (int shift = 24; shift >= 0 && count > 1; shift -= 8) {
-    int32_t found[256] = {0}, digit = 255, kept = 0;
-    for (int32_t at = 0; at < count; at++) found[ordered(values[at]) >> shift & 255]++;
-    for (; found[digit] < k; digit--) k -= found[digit];
-    for (int32_t at = 0; at < count; at++) {
-      float value = values[at];
-      values[kept] = value;
-      kept += (ordered(value) >> shift & 255) == (uint32_t)digit;
-    }
-    count = kept;
-  }
-  return values[0];
-}
-
-/* The k-th largest logit of the largest of each chunk. */
-static float kth_peak(const q_row *row, int32_t k) {
-  memcpy(row->spare, row->peaks, (size_t)row->chunks * sizeof(float));
-  return kth_largest(row->spare, row->chunks, k);
-}
 
 /* Gathers the scaled logits >= ``lowest`` in the pool. How many there are. */
 static int32_t gather(const q_row *row, float lowest) {

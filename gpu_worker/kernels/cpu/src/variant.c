@@ -23,6 +23,7 @@ void Q_NAME(add)(const float *x, float scale, float *out, int32_t size);
 void Q_NAME(softcap)(float *x, float cap, int32_t size);
 void Q_NAME(choose)(const struct q_choice *choice, int32_t slot, float *scratch);
 void Q_NAME(edit)(const struct q_edit *edit, int32_t slot);
+void Q_NAME(logprobs)(const struct q_logprobs *asked, int32_t at, float *scratch);
 
 const q_kernels Q_NAME(q_kernels) = {
     .name = Q_TEXT(Q_VARIANT),
@@ -40,4 +41,5 @@ const q_kernels Q_NAME(q_kernels) = {
     .softcap = Q_NAME(softcap),
     .choose = Q_NAME(choose),
     .edit = Q_NAME(edit),
+    .logprobs = Q_NAME(logprobs),
 };
