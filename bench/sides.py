@@ -100,7 +100,8 @@ def shared_flags() -> list[str]:
 
 def quire(flags: Sequence[str] = (), python: str = sys.executable, name: str = "quire") -> Quire:
     """quire in an interpreter."""
-    return Quire(name, python, {"HF_HUB_OFFLINE": "1"}, list(flags), ("quire", *Side.packages))
+    env = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}  # a checkout keeps its bytecode, as what is installed
+    return Quire(name, python, env, list(flags), ("quire", *Side.packages))
 
 
 def peer(name: str, venv: Path | None, flags: Sequence[str] = (), preload: Sequence[str] = ()) -> Side:
