@@ -35,14 +35,19 @@ static void collect_keys(const rows_of_tile *of, int32_t position, int32_t end, 
   }
 }
 
-/* Where ``vectors`` vectors of keys lie, from vector ``first`` of a chunk on; behind ``last`` the last is taken again,
- * for scores that nobody reads. */
-static void find_keys(const rows_of_tile *of, const char *pages, int32_t chunk, int32_t first, int32_t last,
-                      int32_t vectors, const char **at) {
-  int32_t size = of->layer->block_size, bytes = of->layer->cache_type == Q_BF16 ? 2 : 4;
+/* Where ``vectors`` vectors of keys lie, from vector ``first`` of a chunk on, and their values, which are wanted soon;
+ * behind ``last`` the last is taken again, for scores that nobody reads. */
+static void find_keys(const rows_of_tile *of, int32_t chunk, int32_t first, int32_t last, int32_t vectors,
+                      key_block *keys) {
+  int32_t size = of->layer->block_size, position = chunk * Q_CHUNK + first * LANES;
+  int32_t index = position / size, within = position % size;
   for (int32_t i = 0; i < vectors; i++) {
-    int32_t position = chunk * Q_CHUNK + (first + i < last ? first + i : last - 1) * LANES;
-    at[i] = pages + of->blocks[position / size] * of->page + position % size * bytes;
+    int64_t place = of->blocks[index] * of->page + within * bytes_of(keys->kind);
+    keys->at[i] = of->keys + place;
+    keys->soon[i] = of->values + place;
+    if (first + i + 1 >= last) continue;
+    within += LANES;
+    if (within == size) within = 0, index++;
   }
 }
 
@@ -55,8 +60,7 @@ static void score_chunk(const rows_of_tile *of, int32_t chunk, seen any, const f
   if (layer->block_size % LANES == 0) {
     keys.stride = layer->block_size * bytes_of(keys.kind);
     for (int32_t i = first; i < last; i += vectors) {
-      find_keys(of, of->keys, chunk, i, last, vectors, keys.at);
-      find_keys(of, of->values, chunk, i, last, vectors, keys.soon);
+      find_keys(of, chunk, i, last, vectors, &keys);
       scores_of(queries, layer->head_dim / per_word(keys.kind), &keys, scores + i * LANES, rows);
     }
     return;
@@ -137,17 +141,22 @@ static void pack_queries(const rows_of_tile *of, int32_t row, int32_t rows, int3
   }
 }
 
+/* How many of ``rows`` rows go into each block but the last: as even as possible where score_rows has that size. */
+static int32_t rows_per_block(int32_t rows) {
+  int32_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, even = (rows + blocks - 1) / blocks;
+  return block_rows(even) == even ? even : BLOCK_ROWS;
+}
+
 /* Chunks [first, last) of the rows, block by block. With ``partials`` [chunks][rows of the tile][partial] each chunk's
  * result goes there; without, they are merged into results [rows][partial]. */
 static void attend_rows(const rows_of_tile *of, int32_t first, int32_t last, const float *q, int64_t stride,
                         float *partials, int64_t partial_stride, float *results) {
   _Alignas(64) float queries[PASS_VALUES];
   _Alignas(64) float chunk_results[BLOCK_ROWS * (Q_HEAD_DIM + 16)];
-  int32_t blocks = (of->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, rows = (of->rows + blocks - 1) / blocks;
-  int32_t width = block_rows(rows), dims = of->layer->head_dim;
+  int32_t rows = rows_per_block(of->rows), words = of->layer->head_dim / per_word(kind_of(of->layer));
   for (int32_t row = 0; row < of->rows; row += rows) {
     int32_t count = of->rows - row < rows ? of->rows - row : rows;
-    pack_queries(of, of->first + row, count, width, q, stride, queries + (int64_t)row / rows * width * dims);
+    pack_queries(of, of->first + row, count, block_rows(count), q, stride, queries + (int64_t)row * words);
   }
   for (int32_t i = 0; i < of->rows && results; i++) results[(int64_t)i * of->partial + of->partial - 15] = 0.0f;
   for (int32_t chunk = first; chunk < last; chunk++) {
@@ -155,7 +164,7 @@ static void attend_rows(const rows_of_tile *of, int32_t first, int32_t last, con
       int32_t count = of->rows - row < rows ? of->rows - row : rows;
       float *out = chunk_results;
       if (partials) out = partials + (chunk - first) * partial_stride + (int64_t)(of->first + row) * of->partial;
-      attend_chunk(of, of->first + row, count, chunk, queries + (int64_t)row / rows * width * dims, width, out);
+      attend_chunk(of, of->first + row, count, chunk, queries + (int64_t)row * words, block_rows(count), out);
       for (int32_t i = 0; i < count && results; i++)
         merge(results + (int64_t)(row + i) * of->partial, out + i * of->partial, of->partial);
     }
