@@ -70,7 +70,7 @@ class Batch:
     @cached_property
     def parts(self) -> list[Part]:
         """One for each detokenizer."""
-        sinks = np.flatnonzero(np.bincount(self.fields[4])).tolist()
+        sinks = np.bincount(self.fields[4]).nonzero()[0].tolist()
         if len(sinks) == 1:
             return [_part(sinks[0], None, self.fields)]
         places = [np.flatnonzero(self.fields[4] == sink) for sink in sinks]

@@ -89,7 +89,7 @@ class Lookout:
         ahead = self.at[rows] - positions
         nearest = ahead.item(ahead.argmin())
         self._rows, self._quiet = rows, max(nearest - 1, 0)
-        return (ahead <= 0).nonzero()[0].tolist() if nearest <= 0 else []
+        return (ahead < _ONE).nonzero()[0].tolist() if nearest <= 0 else []
 
     def overlooks(self, rows: Rows, positions: Ints) -> bool:
         """A look would go by, were ``rows`` asked for next at ``positions``: this must never be so."""

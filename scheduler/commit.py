@@ -34,7 +34,7 @@ def commit_result(books: Books, replica: Replica, result: StepResult) -> None:
     books.finish_step(replica)
     if step.prompts or result.failed or result.logprobs:
         _pass_on(books, step, result, scores)
-    computed, drew = _commit_decodes(books, replica, step, tokens) if len(step.decodes) else ([], [])
+    computed, drew = _commit_decodes(books, replica, step, tokens)
     replica.register(computed + _commit_chunks(step))
     drew += _commit_others(books, step, tokens, pooled)
     for last in drew:
