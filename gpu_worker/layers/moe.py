@@ -1,7 +1,8 @@
 """Mixture of experts: a router chooses ``top_k`` experts a token, whose outputs are summed with the router's weights.
 
 ``route`` knows the families' ways to choose. The experts then run where the data is: on a GPU in grouped Triton
-products (``kernels/moe.py``), on a CPU one expert after the other, below.
+products (``kernels/moe.py``), on a CPU one expert after the other, below, or within a step's program
+(``models/program_experts.py``).
 """
 
 from __future__ import annotations

@@ -1,60 +1,25 @@
-"""From a decoder to the list of operations that C runs as its step (``kernels/cpu/program.py``).
-
-Hidden states are float32 throughout; what a product reads is rounded to its weight's type by the operation that makes
-it. A linear layer without a packed weight, and experts, are *calls*: torch does them on views of the same buffers.
-"""
+"""From a decoder to the list of operations that C runs as its step (``kernels/cpu/program.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import Structure, addressof
-from dataclasses import dataclass
+from ctypes import Structure
 
 import torch
 
 from ..kernels.cpu import program as native
 from ..kernels.cpu.attention import layer_of
-from ..kernels.cpu.library import BF16, F32
-from ..kernels.cpu.linear import ACTIVATED, ADD, GATED, GROUP, STORE
-from ..kernels.cpu.structs import Epilogue, Rows, Weight
+from ..kernels.cpu.linear import ACTIVATED, ADD, GATED, STORE
 from ..kv_cache import KVCache
-from ..layers.activation import activation, gated_activation
 from ..layers.attention import Attention
-from ..layers.linear import Linear
 from ..layers.mlp import MLP, MoEBlock
 from ..layers.norm import LayerNorm, NoNorm, Norm, ResidualFromNorm, RMSNorm
 from .blocks import Block, Parallel, PostNorm, PreNorm, Sandwich
 from .decoder import Decoder
-
-TYPES = {torch.float32: F32, torch.bfloat16: BF16}
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "swiglu_oai")
-"""In the order of kernels.h's Q_SILU and those after it."""
+from .program_experts import experts_run_in_c, new_routing, write_experts
+from .program_writer import TYPES, Area, Writer
 
 
-@dataclass(frozen=True)
-class Area:
-    """A buffer of rows: ``width`` values of each are used, and zeros follow up to the next multiple of GROUP."""
-
-    name: str
-    tensor: torch.Tensor
-    width: int
-
-    @property
-    def buffer(self) -> native.Buffer:
-        """Where it lies, for C."""
-        return self.part(0)
-
-    def part(self, first: int) -> native.Buffer:
-        """The same from value ``first`` of each row on."""
-        size = self.tensor.element_size()
-        return native.Buffer(self.tensor.data_ptr() + first * size, self.tensor.stride(0) * size)
-
-    def rows(self, count: int) -> torch.Tensor:
-        """The first ``count`` rows, [count, width]."""
-        return self.tensor[:count, : self.width]
-
-
-class Builder:
+class Builder(Writer):
     """Writes the three sections of ``model``'s program.
 
     Args:
@@ -64,15 +29,13 @@ class Builder:
     """
 
     def __init__(self, model: Decoder, kv: KVCache, outputs: int, logits: torch.Tensor) -> None:
+        super().__init__(model.dtype, outputs)
         self.model, self.kv, self.spec = model, kv, model.spec
         self.body: list[Structure] = []
         self.tail: list[Structure] = []
         self.head: list[Structure] = []
-        self._section, self._rows = self.body, outputs
-        self.calls: list[tuple[native.Call, Callable[[int], None]]] = []
-        self.keep: list[torch.Tensor] = []  # what operations point to
-        self._areas: dict[tuple[str, torch.dtype], Area] = {}
-        self._prepared: set[str] = set()  # areas that hold their source as it is now, prepared for a product
+        self.section = self.body
+        self.routing = None if self.spec.moe is None else new_routing(self, self.spec.moe)
         hidden = self.spec.hidden_size
         self.stream = self.area("stream", hidden)
         self.attended = self.stream
@@ -80,48 +43,15 @@ class Builder:
         for block in model.layers:
             self._shape(block)
         self.result = self._leave()
-        self._section = self.head
+        self.section = self.head
         self._logits(Area("logits", logits, logits.shape[1]))
-
-    # ------------------------------------------------------------ buffers and single operations
-
-    def area(self, name: str, width: int, dtype: torch.dtype = torch.float32) -> Area:
-        """The buffer ``name``, made at the first call. One name always has one width, so what pads it stays zero."""
-        found = self._areas.get((name, dtype))
-        if found is None:
-            padded = -(-width // GROUP) * GROUP
-            if padded * dtype.itemsize % 4096 == 0:  # neighbouring rows would share their places in the cache
-                padded += 64 // dtype.itemsize
-            found = Area(name, torch.zeros(self._rows, padded, dtype=dtype), width)
-            self._areas[name, dtype] = found
-        if found.width != width:
-            raise ValueError(f"buffer {name} has {found.width} values a row, not {width}")
-        return found
-
-    def _add(self, operation: Structure, wrote: Area) -> None:
-        self._section.append(operation)
-        self._prepared = {name for name in self._prepared if not name.startswith(f"{wrote.name} for ")}
-
-    def _pointer(self, tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
-        """The address of a parameter, contiguous and in ``dtype``."""
-        if tensor is None:
-            return None
-        kept = tensor.to(dtype).contiguous()
-        self.keep.append(kept)
-        return kept.data_ptr()
-
-    def _call(self, function: Callable[[int], None], wrote: Area) -> None:
-        """``function(rows)`` by torch."""
-        operation = native.Call(number=len(self.calls))
-        self.calls.append((operation, function))
-        self._add(operation, wrote)
 
     def _norm_struct(self, norm: Norm, size: int) -> native.Norm:
         if isinstance(norm, RMSNorm):
             weight = norm.weight.float() + 1 if norm.plus_one else norm.weight
-            return native.Norm(0, size, norm.eps, self._pointer(weight), None)
+            return native.Norm(0, size, norm.eps, self.pointer(weight), None)
         if isinstance(norm, LayerNorm):
-            return native.Norm(1, size, norm.eps, self._pointer(norm.weight), self._pointer(norm.bias))
+            return native.Norm(1, size, norm.eps, self.pointer(norm.weight), self.pointer(norm.bias))
         raise TypeError(f"no operation computes {type(norm).__name__}")
 
     def _norm(self, norm: Norm, source: Area, out: Area) -> Area:
@@ -130,7 +60,7 @@ class Builder:
             return source
         if isinstance(norm, ResidualFromNorm):
             norm, out = norm.norm, source
-        self._add(native.RowNorm(self._norm_struct(norm, source.width), source.buffer, out.buffer), out)
+        self.add(native.RowNorm(self._norm_struct(norm, source.width), source.buffer, out.buffer), out)
         return out
 
     def _normed(self, norm: Norm) -> Area:
@@ -138,51 +68,7 @@ class Builder:
         return self._norm(norm, self.stream, self.area("normed", self.spec.hidden_size))
 
     def _sum(self, source: Area, out: Area) -> None:
-        self._add(native.Sum(out.width, 1.0, source.buffer, out.buffer), out)
-
-    # ------------------------------------------------------------ products
-
-    @staticmethod
-    def _input_type(linear: Linear) -> torch.dtype:
-        """What an operation had better write where this product is the next to read."""
-        packed = linear.packed
-        return torch.bfloat16 if packed is not None and packed.struct.type == BF16 else torch.float32
-
-    def _inputs(self, source: Area, weight: Weight) -> Rows:
-        """``source`` as a product with ``weight`` reads it; an operation makes it so where it is not."""
-        if source.tensor.dtype == torch.float32 and weight.type == F32:
-            return Rows(source.tensor.data_ptr(), source.buffer.stride, None, None)
-        if source.tensor.dtype == torch.bfloat16 and weight.type == BF16:
-            return Rows(source.tensor.data_ptr(), source.buffer.stride, None, None)
-        dtype = torch.bfloat16 if weight.type == BF16 else torch.int8
-        ready = self.area(f"{source.name} for {weight.type}", source.width, dtype)
-        rows = Rows(ready.tensor.data_ptr(), ready.buffer.stride, None, None)
-        if dtype == torch.int8:
-            groups = -(-source.width // GROUP)
-            scales, sums = torch.zeros(self._rows, groups), torch.zeros(self._rows, groups, dtype=torch.int32)
-            self.keep += [scales, sums]
-            rows.scales, rows.sums = scales.data_ptr(), sums.data_ptr()
-        if ready.name not in self._prepared:
-            self._add(
-                native.Prepare(
-                    weight.type, source.width, weight.padded_inputs, source.buffer, ready.buffer, rows.scales, rows.sums
-                ),
-                ready,
-            )
-            self._prepared.add(ready.name)
-        return rows
-
-    def product(
-        self, source: Area, linear: Linear, out: Area, action: int = STORE, kind: str = "silu", scale: float = 1.0
-    ) -> None:
-        """``linear(source)`` to ``out`` as the epilogue ``action`` says, with the activation ``kind``."""
-        if linear.packed is None:
-            dtype = self.model.dtype
-            self._call(lambda rows: _torch_product(rows, source, linear, out, action, kind, scale, dtype), out)
-            return
-        rows, to = self._inputs(source, linear.packed.struct), out.buffer
-        epilogue = Epilogue(action, TYPES[out.tensor.dtype], ACTIVATIONS.index(kind), scale, to.data, to.stride)
-        self._add(native.Linear(addressof(linear.packed.struct), rows, epilogue), out)
+        self.add(native.Sum(out.width, 1.0, source.buffer, out.buffer), out)
 
     # ------------------------------------------------------------ the ends of the model
 
@@ -194,14 +80,14 @@ class Builder:
         if model.project_in is not None:
             x = self.area("embedded", model.embed.shape[1])
         table = self._table(model.embed)
-        self._add(native.Embed(*table, model.embed_scale, x.buffer), x)
+        self.add(native.Embed(*table, model.embed_scale, x.buffer), x)
         if model.project_in is not None:
             self.product(x, model.project_in, self.stream)
         if model.positions is not None:
             scratch = self.area("normed", self.spec.hidden_size)
             table = self._table(model.positions)
             operation = native.Position(*table, whole.position_offset, scratch.buffer, self.stream.buffer)
-            self._add(operation, self.stream)
+            self.add(operation, self.stream)
         self._norm(model.embed_norm, self.stream, self.stream)
 
     def _table(self, table: torch.Tensor) -> tuple[int, int, int, int]:
@@ -225,7 +111,7 @@ class Builder:
             return
         self.product(self.result, model.lm_head, logits, scale=whole.logit_scale)
         if whole.logit_softcap:
-            self._add(native.Softcap(logits.width, whole.logit_softcap, logits.buffer), logits)
+            self.add(native.Softcap(logits.width, whole.logit_softcap, logits.buffer), logits)
 
     # ------------------------------------------------------------ layers
 
@@ -239,14 +125,14 @@ class Builder:
         qkv = self.area(f"queries and {kv_heads} keys", (heads + 2 * kv_heads) * dim)
         self.product(source, attention.qkv, qkv)
         if attention.clip is not None:
-            self._add(native.Clamp(qkv.width, attention.clip, qkv.buffer), qkv)
+            self.add(native.Clamp(qkv.width, attention.clip, qkv.buffer), qkv)
         for norm, first, count in ((attention.q_norm, 0, heads), (attention.k_norm, heads, kv_heads)):
             if norm is not None:
                 self._head_norm(attention, norm, qkv, first, count)
         if attention.growth is not None:
-            self._add(native.Grow(heads * dim, self._pointer(attention.growth), qkv.buffer), qkv)
-        out = self.area("attended", heads * dim, self._input_type(attention.o))
-        self._add(self._attend_struct(block, qkv, out), out)
+            self.add(native.Grow(heads * dim, self.pointer(attention.growth), qkv.buffer), qkv)
+        out = self.area("attended", heads * dim, self.input_type(attention.o.packed))
+        self.add(self._attend_struct(block, qkv, out), out)
         self.attended = out
         if block.last:
             self._gather()
@@ -256,7 +142,7 @@ class Builder:
         dim = attention.head_dim
         size, count = (heads * dim, 1) if attention.norm_all else (dim, heads)
         own = norm.weight is not None and norm.weight.dim() == 2
-        self._add(native.HeadNorm(self._norm_struct(norm, size), qkv.part(first * dim), count, own), qkv)
+        self.add(native.HeadNorm(self._norm_struct(norm, size), qkv.part(first * dim), count, own), qkv)
 
     def _attend_struct(self, block: Block, qkv: Area, out: Area) -> native.Attend:
         attention = block.attention
@@ -266,7 +152,7 @@ class Builder:
         operation.out_type, operation.interleaved = TYPES[out.tensor.dtype], attention.interleaved
         if attention.tables is not None:
             cos, sin = attention.tables
-            operation.cos, operation.sin = self._pointer(cos), self._pointer(sin)
+            operation.cos, operation.sin = self.pointer(cos), self.pointer(sin)
             operation.rotary_dim = 2 * cos.shape[1]
         return operation
 
@@ -278,17 +164,19 @@ class Builder:
         for at, (source, to) in enumerate(((self.stream, stream), (self.attended, attended))):
             gather.source[at], gather.to[at] = source.buffer, to.buffer
             gather.bytes[at] = source.width * source.tensor.element_size()
-        self._add(gather, stream)
-        self._section, self.stream, self.attended = self.tail, stream, attended
+        self.add(gather, stream)
+        self.section, self.stream, self.attended = self.tail, stream, attended
 
     def _mlp(self, mlp: MLP | MoEBlock, source: Area, out: Area, action: int) -> None:
         scale = self.spec.residual_scale
-        if isinstance(mlp, MoEBlock):
-            self._call(lambda rows: _finish(mlp(_read(source, rows, self.model.dtype)), rows, out, action, scale), out)
-            return
-        wide = self.area("wide", self.spec.intermediate_size, self._input_type(mlp.down))
-        self.product(source, mlp.up, wide, GATED if mlp.gated else ACTIVATED, mlp.kind)
-        self.product(wide, mlp.down, out, action, scale=scale)
+        if isinstance(mlp, MLP):
+            wide = self.area("wide", self.spec.intermediate_size, self.input_type(mlp.down.packed))
+            self.product(source, mlp.up, wide, GATED if mlp.gated else ACTIVATED, mlp.kind)
+            self.product(wide, mlp.down, out, action, scale=scale)
+        elif self.routing is not None and experts_run_in_c(mlp):
+            write_experts(self, self.routing, mlp, source, out, action, scale)
+        else:
+            self.call(mlp, source, out, action, scale)
 
     def _shape(self, block: Block) -> None:
         """The operations of one layer; each of these is a forward of ``blocks.py`` in other words."""
@@ -327,32 +215,3 @@ class Builder:
             source = self._normed(block.attn_norm)  # again, of the gathered rows
         self._mlp(block.mlp, source, self.stream, ADD)
         self.product(self.attended, block.attention.o, self.stream, ADD, scale=block.scale)
-
-
-# ---------------------------------------------------------------- what torch computes
-
-
-def _read(area: Area, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """The rows in the model's dtype."""
-    return area.rows(rows).to(dtype)
-
-
-def _finish(result: torch.Tensor, rows: int, out: Area, action: int, scale: float) -> None:
-    """What an epilogue does, with what torch has computed."""
-    result = result.float() if scale == 1.0 else result.float() * scale
-    if action == ADD:
-        out.rows(rows).add_(result)
-    else:
-        out.rows(rows).copy_(result)
-
-
-def _torch_product(
-    rows: int, source: Area, linear: Linear, out: Area, action: int, kind: str, scale: float, dtype: torch.dtype
-) -> None:
-    """A linear layer whose weight is in a format of its own, and its epilogue."""
-    result = linear(_read(source, rows, dtype))
-    if action == GATED:
-        result = gated_activation(result, kind)
-    elif action == ACTIVATED:
-        result = activation(result, kind)
-    _finish(result, rows, out, action, scale)

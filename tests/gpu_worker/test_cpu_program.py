@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from program_rig import CPU, LENGTH, ProgramRig
 
 from quire.gpu_worker.kernels.cpu.library import library
 from quire.gpu_worker.kernels.cpu.program import KINDS
+from quire.gpu_worker.layers.linear import Linear
 from quire.gpu_worker.models.decoder import Decoder
 from quire.gpu_worker.models.loader import load_model
 from quire.proto.checkpoint.model_config import load_model_config
@@ -88,7 +90,7 @@ def test_every_family_s_program_equals_torch_and_itself(row: str, tmp_path: Path
     check_row(row, tmp_path)
 
 
-@pytest.mark.parametrize("row", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("row", ["llama", "gpt2", "falcon-7b", "mixtral", "qwen2-moe"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_weights_made_narrower_give_what_their_layers_give(row: str, quantization: str, tmp_path: Path) -> None:
     rig = filled(load(row, tmp_path, torch.float32, quantization))
@@ -100,8 +102,9 @@ def test_weights_made_narrower_give_what_their_layers_give(row: str, quantizatio
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_does_not_depend_on_threads_or_blocks(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, before, found = load("qwen2", tmp_path, dtype), torch.get_num_threads(), []
+@pytest.mark.parametrize("row", ["qwen2", "qwen2-moe"])
+def test_a_token_does_not_depend_on_threads_or_blocks(row: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, before, found = load(row, tmp_path, dtype), torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
@@ -113,10 +116,11 @@ def test_a_token_does_not_depend_on_threads_or_blocks(dtype: torch.dtype, tmp_pa
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_instruction_set_runs_it(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", ["llama", "mixtral"])
+def test_every_instruction_set_runs_it(row: str, variant: str, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with using(variant):
-            rig = filled(load("llama", tmp_path / str(dtype), dtype))
+            rig = filled(load(row, tmp_path / str(dtype), dtype))
             every = rig.every(WHOLE)
             assert torch.equal(rig.logits(WHOLE[3:]), every[np.cumsum(PROMPTS)[3:] - 1])
             check_near(every, rig.by_torch(WHOLE), dtype)
@@ -131,6 +135,59 @@ def test_outputs_come_in_the_order_they_are_asked_for(tmp_path: Path) -> None:
     assert rig.logits(WHOLE, []).shape == (0, rig.model.whole.vocab_size)
 
 
+ROUTERS: dict[str, dict[str, Any]] = {
+    "sigmoid": {"scoring": "sigmoid", "renormalise": True, "scale": 2.5},
+    "sigmoid in groups": {"scoring": "sigmoid", "top_k": 3, "groups": 3, "topk_groups": 2, "renormalise": True},
+    "softmax in groups": {"groups": 3, "topk_groups": 1, "top_k": 2, "scale": 1.5},
+    "softmax of the chosen": {"scoring": "topk_softmax", "top_k": 5, "scale": 0.5},
+    "all experts": {"top_k": 6, "renormalise": True},
+}
+"""Ways to choose that no family of the tables has, beside those that some have."""
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_every_router_chooses_as_torch_does(name: str, corrected: bool, tmp_path: Path) -> None:
+    model = load("qwen3-moe", tmp_path, torch.float32)
+    spec = dataclasses.replace(model.spec.moe, **ROUTERS[name])
+    model.spec = dataclasses.replace(model.spec, moe=spec)
+    for block in model.layers:
+        moe = block.mlp.experts
+        moe.spec = spec
+        moe.router.packed.set_bias(torch.linspace(-0.5, 0.5, spec.experts))
+        if corrected:
+            moe.correction = torch.linspace(0.3, -0.3, spec.experts)
+    rig = filled(model)
+    assert not rig.program.calls
+    every = rig.every(WHOLE)
+    check_near(every, rig.by_torch(WHOLE), torch.float32)
+    assert torch.equal(rig.logits([WHOLE[1], WHOLE[4]]), every[np.cumsum(PROMPTS)[[1, 4]] - 1])
+
+
+def test_tied_experts_are_chosen_by_number(tmp_path: Path) -> None:
+    """A router of zeros gives every expert the same score."""
+    model = load("mixtral", tmp_path, torch.float32)
+    for block in model.layers:
+        block.mlp.experts.router = Linear.of(torch.zeros(4, model.spec.hidden_size))
+    rig = filled(model)
+    check_near(rig.every(WHOLE[:3]), rig.by_torch(WHOLE[:3]), torch.float32)
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights without a packed form, whose products torch computes."""
+    monkeypatch.setenv("QUIRE_CPU_LINEAR", "plain")
+
+
+@pytest.mark.usefixtures("unpacked")
+@pytest.mark.parametrize("row", ["llama", "qwen2-moe"])
+def test_what_c_cannot_multiply_is_done_by_torch(row: str, tmp_path: Path) -> None:
+    rig = filled(load(row, tmp_path, torch.float32))
+    assert rig.program.calls
+    check_near(rig.every(WHOLE), rig.by_torch(WHOLE), torch.float32)
+
+
+@pytest.mark.usefixtures("unpacked")
 def test_a_call_that_fails_ends_the_step_with_its_error(tmp_path: Path) -> None:
     rig = filled(load("mixtral", tmp_path, torch.float32))
     wanted = rig.logits(WHOLE[:1])

@@ -68,6 +68,36 @@ class Call(Structure):
     _fields_ = [("call", CALLBACK), ("number", c_int32)]
 
 
+class Routing(Structure):
+    """q_routing: which experts the rows go to, one for each of a row's slots."""
+
+    _fields_ = [
+        ("experts", c_int32), ("top_k", c_int32), ("ids", c_void_p), ("weights", c_void_p), ("slots", c_void_p),
+        ("ends", c_void_p),
+    ]  # fmt: skip
+
+
+class Router(Structure):
+    """q_router: how logits become experts and weights."""
+
+    _fields_ = [
+        ("experts", c_int32), ("top_k", c_int32), ("scoring", c_int32), ("renormalise", c_int32), ("groups", c_int32),
+        ("topk_groups", c_int32), ("scale", c_float), ("correction", c_void_p),
+    ]  # fmt: skip
+
+
+class Dispatch(Structure):
+    """Rows, as products read them, to the slots of their experts."""
+
+    _fields_ = [("routing", c_void_p), ("source", Rows), ("to", Rows), ("bytes", c_int64), ("groups", c_int32)]
+
+
+class Experts(Structure):
+    """The slots of each expert times its own weight."""
+
+    _fields_ = [("routing", c_void_p), ("weights", c_void_p), ("rows", Rows), ("to", Epilogue)]
+
+
 class Embed(Structure):
     """out = scale * the token's row of a table."""
 
@@ -102,8 +132,8 @@ class Prepare(Structure):
     """Rows as a product reads them."""
 
     _fields_ = [
-        ("type", c_int32), ("size", c_int32), ("padded", c_int32), ("source", Buffer), ("out", Buffer),
-        ("scales", c_void_p), ("sums", c_void_p),
+        ("type", c_int32), ("size", c_int32), ("padded", c_int32), ("each", c_int32), ("source", Buffer),
+        ("out", Buffer), ("scales", c_void_p), ("sums", c_void_p),
     ]  # fmt: skip
 
 
@@ -131,8 +161,27 @@ class Softcap(Structure):
     _fields_ = [("size", c_int32), ("cap", c_float), ("rows", Buffer)]
 
 
+class Route(Structure):
+    """The experts of each row, from the router's logits."""
+
+    _fields_ = [("router", Router), ("logits", Buffer), ("to", c_void_p)]
+
+
+class Combine(Structure):
+    """out = or += the weighted sum of a row's slots."""
+
+    _fields_ = [("routing", c_void_p), ("results", Buffer), ("out", Buffer), ("size", c_int32), ("add", c_int32)]
+
+
+class GatedSum(Structure):
+    """out += scale * sigmoid(gate) * source, with one gate for each row."""
+
+    _fields_ = [("size", c_int32), ("scale", c_float), ("gate", Buffer), ("source", Buffer), ("out", Buffer)]
+
+
 KINDS: tuple[type[Structure], ...] = (
-    Linear, Attend, Gather, Call, Embed, Position, RowNorm, HeadNorm, Prepare, Sum, Clamp, Grow, Softcap,
+    Linear, Attend, Gather, Call, Dispatch, Experts, Embed, Position, RowNorm, HeadNorm, Prepare, Sum, Clamp, Grow,
+    Softcap, Route, Combine, GatedSum,
 )  # fmt: skip
 """The operations in the order of program.h's q_kind."""
 
@@ -192,7 +241,7 @@ def _native() -> Library:
     found = library()
     if found is None:
         raise ConfigError("there are no native CPU kernels; install quire where a C compiler is.")
-    structs: tuple[type[Structure], ...] = (Op, *KINDS, Step, Parts)
+    structs: tuple[type[Structure], ...] = (Op, *KINDS, Routing, Step, Parts)
     sizes = (c_int32 * len(structs))()
     found.c.q_program_sizes(sizes, len(structs))
     if list(sizes) != [sizeof(struct) for struct in structs]:

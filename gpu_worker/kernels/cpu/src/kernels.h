@@ -129,8 +129,9 @@ typedef struct {
   const q_splits *splits; /* NULL: each tile is one part */
 } q_batch;
 
-/* ---------------------------------------------------------------- choose.c, edit.c */
+/* ---------------------------------------------------------------- route.c, choose.c, edit.c */
 
+struct q_router;   /* route.h */
 struct q_choice;   /* choose.h */
 struct q_edit;     /* edit.h */
 struct q_logprobs; /* logprobs.h */
@@ -172,6 +173,13 @@ typedef struct {
   void (*add)(const float *x, float scale, float *out, int32_t size);
   /* x = cap * tanh(x / cap). */
   void (*softcap)(float *x, float cap, int32_t size);
+
+  /* The experts of one token by its logits [experts], in ascending order, and their weights: [top_k] each. */
+  void (*route)(const struct q_router *router, const float *logits, int32_t *ids, float *weights);
+  /* out = or, with ``add``, += the sum of weights[i] * row slots[i] of ``rows``, in order: [count] of ``size`` values.
+   * ``stride`` is in bytes. */
+  void (*combine)(const float *rows, int64_t stride, const int32_t *slots, const float *weights, int32_t count,
+                  int32_t add, float *out, int32_t size);
 
   /* The token of one slot (choose.h). */
   void (*choose)(const struct q_choice *choice, int32_t slot, float *scratch);

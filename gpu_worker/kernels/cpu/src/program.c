@@ -130,10 +130,12 @@ static void head_norm_row(const q_head_norm_op *op, int32_t row) {
 
 static void prepare_row(const q_prepare_op *op, int32_t row) {
   int64_t groups = op->type == Q_I4 ? op->padded / Q_GROUP : 1;
-  float *scale = op->scales == NULL ? NULL : op->scales + row * groups;
-  int32_t *sums = op->sums == NULL ? NULL : op->sums + row * groups;
-  q_kernel->prepare(op->type, (const float *)row_of(&op->in, row), op->size, op->padded, row_of(&op->out, row), scale,
-                    sums);
+  for (int64_t at = (int64_t)row * op->each; at < (int64_t)(row + 1) * op->each; at++) {
+    float *scale = op->scales == NULL ? NULL : op->scales + at * groups;
+    int32_t *sums = op->sums == NULL ? NULL : op->sums + at * groups;
+    q_kernel->prepare(op->type, (const float *)row_of(&op->in, at), op->size, op->padded, row_of(&op->out, at), scale,
+                      sums);
+  }
 }
 
 static void clamp_row(const q_clamp_op *op, int32_t row) {
@@ -146,6 +148,11 @@ static void grow_row(const q_program *program, const q_grow_op *op, int32_t row)
   for (int32_t at = 0; at < op->size; at++) x[at] *= factor;
 }
 
+static void route_row(const q_route_op *op, int32_t row) {
+  int64_t first = (int64_t)row * op->to->top_k;
+  q_kernel->route(&op->router, (const float *)row_of(&op->logits, row), op->to->ids + first, op->to->weights + first);
+}
+
 /* One row operation for one row. */
 static void run_row(const q_program *program, const q_op *op, int32_t row) {
   const void *of = op->arguments;
@@ -156,6 +163,9 @@ static void run_row(const q_program *program, const q_op *op, int32_t row) {
     case Q_PREPARE: prepare_row(of, row); break;
     case Q_CLAMP: clamp_row(of, row); break;
     case Q_GROW: grow_row(program, of, row); break;
+    case Q_ROUTE: route_row(of, row); break;
+    case Q_COMBINE: q_combine_row(of, row); break;
+    case Q_GATED_SUM: q_gated_sum_row(of, row); break;
     case Q_NORM: {
       const q_norm_op *norm = of;
       q_kernel->norm(&norm->norm, (const float *)row_of(&norm->in, row), (float *)row_of(&norm->out, row));
@@ -262,6 +272,31 @@ static void run_gather(worker *self, const q_gather_op *op) {
   }
 }
 
+/* Experts' inputs: one thread sorts, all copy. */
+static void run_dispatch(worker *self, const q_dispatch_op *op, int32_t rows) {
+  if (self->id == 0) q_sort_by_expert(op->routing, rows);
+  next_phase(self);
+  int32_t size = share(rows, self->threads, 16);
+  for (int32_t first; (first = take(self, size)) < rows;)
+    for (int32_t row = first; row < first + size && row < rows; row++) q_dispatch_row(op, row);
+}
+
+/* Experts' products: each item is some panels of one expert with all its slots. The items are numbered through all
+ * experts that have slots, and every thread counts along. */
+static void run_experts(worker *self, const q_experts_op *op) {
+  int32_t item = take(self, 1), before = 0;
+  for (int32_t expert = 0; expert < op->routing->experts; expert++) {
+    int32_t slots = q_slots_of(op->routing, expert), panels = op->weights[expert]->panels;
+    if (slots == 0) continue;
+    int32_t size = q_linear_share(op->weights[expert], slots), items = (panels + size - 1) / size;
+    for (; item < before + items; item = take(self, 1)) {
+      int32_t first = (item - before) * size;
+      q_expert_product(op, expert, first, least(first + size, panels));
+    }
+    before += items;
+  }
+}
+
 static int64_t now(void) {
   struct timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -280,6 +315,8 @@ static void run_section(worker *self, const q_op *ops, int32_t count, int32_t ro
       case Q_LINEAR: run_linear(self, of, rows); break;
       case Q_ATTEND: run_attend(self, of); break;
       case Q_GATHER: run_gather(self, of); break;
+      case Q_DISPATCH: run_dispatch(self, of, rows); break;
+      case Q_EXPERTS: run_experts(self, of); break;
       case Q_CALL: {
         const q_call_op *call = of;
         if (self->id == 0 && !program->failed) program->failed = call->call(call->number, rows);
@@ -389,9 +426,10 @@ void q_program_free(q_program *program) {
 void q_program_sizes(int32_t *sizes, int32_t count) {
   const int32_t found[] = {
       sizeof(q_op), sizeof(q_linear_op), sizeof(q_attend_op), sizeof(q_gather_op), sizeof(q_call_op),
-      sizeof(q_embed_op), sizeof(q_position_op), sizeof(q_norm_op), sizeof(q_head_norm_op), sizeof(q_prepare_op),
-      sizeof(q_sum_op), sizeof(q_clamp_op), sizeof(q_grow_op), sizeof(q_softcap_op), sizeof(q_step),
-      sizeof(q_program_parts),
+      sizeof(q_dispatch_op), sizeof(q_experts_op), sizeof(q_embed_op), sizeof(q_position_op), sizeof(q_norm_op),
+      sizeof(q_head_norm_op), sizeof(q_prepare_op), sizeof(q_sum_op), sizeof(q_clamp_op), sizeof(q_grow_op),
+      sizeof(q_softcap_op), sizeof(q_route_op), sizeof(q_combine_op), sizeof(q_gated_sum_op), sizeof(q_routing),
+      sizeof(q_step), sizeof(q_program_parts),
   };
   for (int32_t at = 0; at < count && at < (int32_t)(sizeof found / sizeof *found); at++) sizes[at] = found[at];
 }

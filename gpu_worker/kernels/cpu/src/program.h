@@ -8,6 +8,7 @@
 #define QUIRE_PROGRAM_H
 
 #include "kernels.h"
+#include "route.h"
 #include "team.h"
 
 /* Tokens that go through the body at a time: their activations stay in cache, and buffers stay small. */
@@ -26,6 +27,8 @@ typedef enum {
   Q_ATTEND,
   Q_GATHER,
   Q_CALL,
+  Q_DISPATCH,
+  Q_EXPERTS,
   Q_EMBED,
   Q_POSITION,
   Q_NORM,
@@ -35,6 +38,9 @@ typedef enum {
   Q_CLAMP,
   Q_GROW,
   Q_SOFTCAP,
+  Q_ROUTE,
+  Q_COMBINE,
+  Q_GATED_SUM,
   Q_KINDS
 } q_kind;
 
@@ -102,9 +108,9 @@ typedef struct {
   int32_t heads, own;
 } q_head_norm_op;
 
-/* Rows as a product with a weight of ``type`` reads them. */
+/* Rows as a product with a weight of ``type`` reads them: ``each`` neighbours for each row of the operation. */
 typedef struct {
-  int32_t type, size, padded;
+  int32_t type, size, padded, each;
   q_buffer in, out;
   float *scales;
   int32_t *sums;
@@ -136,6 +142,74 @@ typedef struct {
   float cap;
   q_buffer rows;
 } q_softcap_op;
+
+/* ---------------------------------------------------------------- mixtures of experts (experts.c) */
+
+/* Which experts the rows go to. A row has ``top_k`` *slots*, one for each of its experts. Buffers of slots are in the
+ * order of the experts, so that those of one expert lie together. */
+typedef struct {
+  int32_t experts, top_k;
+  int32_t *ids;   /* [rows][top_k]: each row's experts, ascending */
+  float *weights; /* [rows][top_k] */
+  int32_t *slots; /* [rows][top_k]: the places of the row's slots */
+  int32_t *ends;  /* [experts]: where each expert's slots end */
+} q_routing;
+
+static inline int32_t q_first_slot(const q_routing *routing, int32_t expert) {
+  return expert == 0 ? 0 : routing->ends[expert - 1];
+}
+
+static inline int32_t q_slots_of(const q_routing *routing, int32_t expert) {
+  return routing->ends[expert] - q_first_slot(routing, expert);
+}
+
+/* The experts of each row and their weights, from the router's logits. */
+typedef struct {
+  q_router router;
+  q_buffer logits;
+  const q_routing *to;
+} q_route_op;
+
+/* Places for the slots, and to each the row it belongs to, prepared as products read it. */
+typedef struct {
+  const q_routing *routing;
+  q_rows from, to;
+  int64_t bytes;  /* of a row's values */
+  int32_t groups; /* scales and sums of a row; 0: it has none */
+} q_dispatch_op;
+
+/* The slots of each expert times its own weight. */
+typedef struct {
+  const q_routing *routing;
+  const q_weight *const *weights; /* [experts] */
+  q_rows rows;
+  q_epilogue to;
+} q_experts_op;
+
+/* out = or, with ``add``, += the results of a row's slots times their weights, added up from the lowest expert on. */
+typedef struct {
+  const q_routing *routing;
+  q_buffer results, out;
+  int32_t size, add;
+} q_combine_op;
+
+/* out += scale * sigmoid(gate) * in; the gate is one value for each row. */
+typedef struct {
+  int32_t size;
+  float scale;
+  q_buffer gate, in, out;
+} q_gated_sum_op;
+
+/* Counts the slots of ``rows`` rows and gives them their places. */
+void q_sort_by_expert(const q_routing *routing, int32_t rows);
+/* These do their operation for one row. */
+void q_dispatch_row(const q_dispatch_op *op, int32_t row);
+void q_combine_row(const q_combine_op *op, int32_t row);
+void q_gated_sum_row(const q_gated_sum_op *op, int32_t row);
+/* One expert's slots times the panels [first, last) of its weight. */
+void q_expert_product(const q_experts_op *op, int32_t expert, int32_t first, int32_t last);
+
+/* ---------------------------------------------------------------- a step */
 
 /* What a step is: ``count[i]`` tokens of row ``row[i]``, from position ``start[i]`` on. */
 typedef struct {

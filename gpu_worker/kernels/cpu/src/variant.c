@@ -21,6 +21,9 @@ void Q_NAME(gate)(int32_t kind, const float *gate, const float *up, float *out, 
 void Q_NAME(embed)(int32_t type, const void *row, float scale, float *out, int32_t size);
 void Q_NAME(add)(const float *x, float scale, float *out, int32_t size);
 void Q_NAME(softcap)(float *x, float cap, int32_t size);
+void Q_NAME(route)(const struct q_router *router, const float *logits, int32_t *ids, float *weights);
+void Q_NAME(combine)(const float *rows, int64_t stride, const int32_t *slots, const float *weights, int32_t count,
+                     int32_t add, float *out, int32_t size);
 void Q_NAME(choose)(const struct q_choice *choice, int32_t slot, float *scratch);
 void Q_NAME(edit)(const struct q_edit *edit, int32_t slot);
 void Q_NAME(logprobs)(const struct q_logprobs *asked, int32_t at, float *scratch);
@@ -39,6 +42,8 @@ const q_kernels Q_NAME(q_kernels) = {
     .embed = Q_NAME(embed),
     .add = Q_NAME(add),
     .softcap = Q_NAME(softcap),
+    .route = Q_NAME(route),
+    .combine = Q_NAME(combine),
     .choose = Q_NAME(choose),
     .edit = Q_NAME(edit),
     .logprobs = Q_NAME(logprobs),
