@@ -15,6 +15,10 @@ from .files import trim
 from .parameters import Parameter, parameters
 from .weights import Weights
 
+TRIM_BYTES = 2**26
+"""Tensors of so many bytes are read before freed memory goes back to the system: each time it does, what is read next
+has its pages made anew, which takes longer than to copy into them."""
+
 
 class Parts:
     """``parameters`` are the tensors to fill, by name: a weight's are those of its format, of ``formats`` or plain.
@@ -37,6 +41,7 @@ class Parts:
         self._experts: dict[str, ExpertLinear] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._open: dict[str, torch.Tensor] = {}
+        self._untrimmed = 0  # bytes of tensors finished since the last ``trim``
         self._left = {
             name: {index for index, part in enumerate(p.parts) if len(part)} for name, p in self.parameters.items()
         }
@@ -66,8 +71,12 @@ class Parts:
         left = self._left[parameter.name]
         left.discard(index)
         if not left and parameter.name in self._open:
-            self.finish(parameter, self._open.pop(parameter.name))
-            trim()
+            whole = self._open.pop(parameter.name)
+            self._untrimmed += whole.nbytes
+            self.finish(parameter, whole)
+            del whole
+            if self._untrimmed >= TRIM_BYTES:
+                self._trim()
 
     def finish(self, parameter: Parameter, tensor: torch.Tensor) -> None:
         """Take ``tensor`` as the whole of ``parameter``, on its device; the last of a weight's makes the linear."""
@@ -91,12 +100,17 @@ class Parts:
             apart = {key: _by_expert(tensor, weight.experts) for key, tensor in tensors.items()}
             self._experts[name] = ExpertLinear(format, apart, weight)
 
+    def _trim(self) -> None:
+        self._untrimmed = 0
+        trim()
+
     def missing(self) -> list[tuple[str, int]]:
         """(parameter, part) still without rows, in the model's order."""
         return [(name, part) for name, left in self._left.items() for part in sorted(left)]
 
     def weights(self) -> Weights:
         """The finished parameters."""
+        self._trim()
         if self.spec.tied and "embed.weight" in self._tensors:
             table = self._tensors["embed.weight"]
             weight = weight_of(table)
