@@ -1,6 +1,5 @@
 /* The threshold of a row: the lowest logit / temperature that min_p, top_k and top_p leave. kernels/sampling.py says
  * what each keeps. */
-#include <float.h>
 #include <math.h>
 
 #include "choose.h"
@@ -15,10 +14,15 @@ enum {
 };
 /* What lies so far below the top has no share in where top_p ends: 2^31 tokens of e^-40 are under 2^-24 of the mass. */
 static const float DEEPEST = 40.0f;
+/* Values that differ by less have the same exponential, to the last bit of a float32. This also bounds how often the
+ * range from the deepest value to the top is divided into buckets: by 2^10, four times. */
+static const float SAME_MASS = 0x1p-26f;
 
-/* Gathers the scaled logits >= ``lowest`` in the pool. How many there are. */
-static int32_t gather(const q_row *row, float lowest) {
-  vfloat bound = vf_set(lowest), inv_t = vf_set(row->inv_t);
+/* Gathers the scaled logits from ``lowest`` to ``highest`` in the pool. How many there are; in ``above``, how many are
+ * larger. */
+static int32_t gather_between(const q_row *row, float lowest, float highest, int32_t *above) {
+  vfloat low = vf_set(lowest), high = vf_set(highest), inv_t = vf_set(row->inv_t);
+  vint larger = {0};
   int32_t count = 0;
   for (int32_t chunk = 0; chunk < row->chunks; chunk++) {
     if (!(row->peaks[chunk] * row->inv_t >= lowest)) continue;
@@ -26,18 +30,41 @@ static int32_t gather(const q_row *row, float lowest) {
     const float *logits = q_chunk(row, chunk, room);
     for (int32_t at = 0; at < Q_SPAN; at += LANES) {
       vfloat scaled = vf_load(logits + at) * inv_t;
-      count += vf_store_chosen(row->pool + count, scaled, scaled >= bound);
+      vint over = scaled > high;
+      larger -= over; /* a comparison gives -1 where it holds */
+      count += vf_store_chosen(row->pool + count, scaled, (scaled >= low) & ~over);
     }
   }
+  *above = 0;
+  for (int lane = 0; lane < LANES; lane++) *above += larger[lane];
   return count;
 }
 
-/* The k-th largest scaled logit: among what is no lower than the k-th largest of the chunks' peaks. */
+/* Gathers the scaled logits >= ``lowest`` in the pool. How many there are. */
+static int32_t gather(const q_row *row, float lowest) {
+  int32_t above;
+  return gather_between(row, lowest, INFINITY, &above);
+}
+
+/* The ``rank``-th largest of a sample of the scaled logits, one of each chunk; infinities for ranks outside it. */
+static float kth_sampled(const q_row *row, int32_t rank) {
+  if (rank < 1) return INFINITY;
+  if (rank > row->chunks) return -INFINITY;
+  for (int32_t chunk = 0; chunk < row->chunks; chunk++) row->spare[chunk] = row->logits[chunk * Q_SPAN] * row->inv_t;
+  return kth_largest(row->spare, row->chunks, rank);
+}
+
+/* The k-th largest scaled logit: among what is no lower than the k-th largest of the chunks' peaks. Where there are not
+ * as many chunks, it lies most likely between two values of a sample; else it is looked for among all. */
 static float kth_scaled(const q_row *row, int32_t k) {
-  float guess = k <= row->chunks ? kth_peak(row, k) * row->inv_t : -INFINITY;
-  int32_t count = gather(row, guess);
-  /* Only where the guess is -infinity does the padding of the last chunk come along; it is never among the k. */
-  return kth_largest(row->pool, count, k);
+  if (k <= row->chunks) return kth_largest(row->pool, gather(row, kth_peak(row, k) * row->inv_t), k);
+  int32_t rank = k / Q_SPAN, rest = row->chunks - rank, above;
+  int32_t slack = 8 + (int32_t)(4.0 * sqrt(rank < rest ? rank : rest)); /* four standard deviations and more */
+  float highest = kth_sampled(row, rank - slack);
+  int32_t count = gather_between(row, kth_sampled(row, rank + slack), highest, &above);
+  if (above < k && k <= above + count) return kth_largest(row->pool, count, k - above);
+  /* The padding of the last chunk comes along; it is never among the k. */
+  return kth_largest(row->pool, gather(row, -INFINITY), k);
 }
 
 /* The sum of e^(s - top) over the scaled logits >= ``lowest``. Chunks are added in float64. */
@@ -65,23 +92,6 @@ static void sort_few(float *values, int32_t count) {
     int32_t at = next;
     for (; at > 0 && values[at - 1] < value; at--) values[at] = values[at - 1];
     values[at] = value;
-  }
-}
-
-/* The largest and the smallest of ``count`` > 0 values. */
-static void range_of(const float *values, int32_t count, float *high, float *low) {
-  vfloat largest = vf_set(values[0]), smallest = largest;
-  int32_t at = 0;
-  for (; at + LANES <= count; at += LANES) {
-    vfloat part = vf_load(values + at);
-    largest = vf_max(largest, part);
-    smallest = vf_min(smallest, part);
-  }
-  *high = vf_largest(largest);
-  *low = -vf_largest(-smallest);
-  for (; at < count; at++) {
-    *high = values[at] > *high ? values[at] : *high;
-    *low = values[at] < *low ? values[at] : *low;
   }
 }
 
@@ -134,8 +144,8 @@ static float value_at_mass(const q_row *row, int32_t count, double need) {
   while (count > FEW) {
     float high, low;
     range_of(pool, count, &high, &low);
+    if (high - low < SAME_MASS) return value_among_equals(row, count, need - above);
     float scale = BUCKETS / (high - low);
-    if (!(scale < FLT_MAX)) return value_among_equals(row, count, need - above);
     double masses[BUCKETS];
     bucket_masses(pool, count, high, scale, row->top, masses);
     int32_t bucket = 0;
