@@ -6,7 +6,12 @@
  */
 #include "linear_tile.h"
 
-enum { GROUP_WORDS = Q_GROUP / 8 };
+enum {
+  GROUP_WORDS = Q_GROUP / 8,
+  /* Words between what is multiplied and what is fetched: a group takes less time than memory takes to answer, so that
+   * several groups have to be on their way. */
+  GROUPS_AHEAD = 4 * GROUP_WORDS * Q_PANEL,
+};
 
 /* Where a tile's groups are. */
 typedef struct {
@@ -45,7 +50,7 @@ INLINE void add_group(const int rows, const group_place *at, int32_t group, vint
       vint low[TALL_VECTORS], high[TALL_VECTORS];
       UNROLL for (int vector = 0; vector < TALL_VECTORS; vector++) {
         const uint32_t *words = weight + (word + next) * Q_PANEL + vector * LANES;
-        __builtin_prefetch(words + FETCH_AHEAD, 0, 3);
+        __builtin_prefetch(words + GROUPS_AHEAD, 0, 3);
         low[vector] = vi_load(words) & 0x0f0f0f0f;
         high[vector] = (vi_load(words) >> 4) & 0x0f0f0f0f;
       }
