@@ -4,6 +4,7 @@ installs and answers without them."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,12 @@ if __name__ == "__main__":
     with LLM(quire.__path__[0] + "/demo_model", device="cpu") as llm:
         print(len(llm.generate(["Hello"], SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids))
 """
+
+
+def test_functions_are_found_at_their_places_in_the_table() -> None:
+    header = (build.SOURCES / "kernels.h").read_text()
+    table = header[header.index("the table of one instruction set") : header.index("} q_kernels;")]
+    assert tuple(re.findall(r"\(\*(\w+)\)\(", table)) == library.FUNCTIONS
 
 
 def test_no_compiler_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ F32, BF16, I8, I4 = range(4)
 
 
 FUNCTIONS = (
-    "linear", "prepare", "attention", "write_kv", "norm", "rotate", "activate", "gate", "embed", "add", "softcap",
-    "choose", "edit", "logprobs",
+    "linear", "prepare", "convert_row", "attention", "write_kv", "norm", "rotate", "activate", "gate", "embed", "add",
+    "softcap", "route", "combine", "choose", "edit", "logprobs",
 )  # fmt: skip
 """The functions of an instruction set, in the order of kernels.h's q_kernels."""
 
