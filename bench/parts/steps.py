@@ -39,7 +39,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(report: Report, args: argparse.Namespace) -> None:
     """A sample for each dtype, context, number of rows, and repeat."""
-    from quire.gpu_worker.device import choose_threads, parameter_estimate, set_environment, usable_cores
+    from quire.gpu_worker.device import choose_threads, parameter_estimate, usable_cores
+    from quire.gpu_worker.early import set_environment
     from quire.proto.checkpoint.model_config import load_model_config
 
     folder = find_model(args.model)
@@ -48,7 +49,7 @@ def measure(report: Report, args: argparse.Namespace) -> None:
     limits = ceilings(threads)
     with report.sample(threads=threads) as values:
         values |= limits
-    set_environment(threads)  # before torch is imported
+    set_environment()  # before torch is imported
     for dtype in args.dtype:
         rig = Rig(folder, dtype, args.quantization, threads)
         for repeat in range(args.repeats):

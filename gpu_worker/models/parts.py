@@ -15,7 +15,7 @@ from .files import trim
 from .parameters import Parameter, parameters
 from .weights import Weights
 
-TRIM_BYTES = 2**26
+TRIM_BYTES = 2**24
 """Tensors of so many bytes are read before freed memory goes back to the system: each time it does, what is read next
 has its pages made anew, which takes longer than to copy into them."""
 

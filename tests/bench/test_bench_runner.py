@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -329,3 +331,13 @@ def test_a_server_is_loaded_and_an_offline_batch_run(tmp_path):
     assert main(["offline", "--model", model, "--requests", "3", "--repeats", "1", "--out", str(out)]) == 0
     (batch,) = load(out)["samples"]
     assert batch["values"]["output_tokens"] > 0
+
+
+@pytest.mark.parametrize("part", sorted((ROOT / "bench").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_part_takes_from_quire_is_there(part: Path) -> None:
+    """Parts import quire in their functions, where nothing but a run would miss a name."""
+    for node in ast.walk(ast.parse(part.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "quire":
+            module = importlib.import_module(node.module or "")
+            for name in (alias.name for alias in node.names):
+                assert hasattr(module, name) or importlib.import_module(f"{node.module}.{name}")

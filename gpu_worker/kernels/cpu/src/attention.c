@@ -15,22 +15,21 @@
 /* Values of the largest set of queries, and of results, that one pass over the keys holds: 96 KB each. */
 enum { PASS_VALUES = 96 * 256 };
 
-/* Lay LANES keys from ``position`` on side by side, [dims][LANES] in float32, where a block holds fewer; zeros from
- * ``end`` on. */
-static void collect_keys(const rows_of_tile *of, int32_t position, int32_t end, float *out) {
+/* Lay LANES keys from ``position`` on side by side, [dims][LANES], where a block holds fewer; zeros from ``end`` on.
+ * They are bfloat16 for PAIRS and else float32. */
+static void collect_keys(const rows_of_tile *of, int32_t position, int32_t end, int32_t kind, void *out) {
   const q_attention *layer = of->layer;
-  int32_t size = layer->block_size, dims = layer->head_dim;
-  for (int32_t lane = 0; lane < LANES; lane++) {
+  int32_t size = layer->block_size, dims = layer->head_dim, bf16 = layer->cache_type == Q_BF16;
+  memset(out, 0, (size_t)(dims * LANES * bytes_of(kind)));
+  for (int32_t lane = 0; lane < LANES && position + lane < end; lane++) {
     int32_t at = position + lane;
-    if (at >= end) {
-      for (int32_t dim = 0; dim < dims; dim++) out[dim * LANES + lane] = 0.0f;
-      continue;
-    }
     const char *page = of->keys + of->blocks[at / size] * of->page;
     for (int32_t dim = 0; dim < dims; dim++) {
-      int32_t place = dim * size + at % size;
-      int32_t bf16 = layer->cache_type == Q_BF16;
-      out[dim * LANES + lane] = bf16 ? from_bf16(((const uint16_t *)page)[place]) : ((const float *)page)[place];
+      int32_t from = dim * size + at % size, to = dim * LANES + lane;
+      if (kind == PAIRS)
+        ((uint16_t *)out)[to] = ((const uint16_t *)page)[from];
+      else
+        ((float *)out)[to] = bf16 ? from_bf16(((const uint16_t *)page)[from]) : ((const float *)page)[from];
     }
   }
 }
@@ -66,13 +65,13 @@ static void score_chunk(const rows_of_tile *of, int32_t chunk, seen any, const f
     return;
   }
   _Alignas(64) float collected[Q_HEAD_DIM * LANES];
-  keys.kind = WIDE_PAGES;
-  keys.stride = LANES * sizeof(float);
+  if (keys.kind == WIDENED) keys.kind = WIDE_PAGES; /* collect_keys widens them */
+  keys.stride = LANES * bytes_of(keys.kind);
   for (int32_t i = 0; i < vectors; i++) keys.at[i] = keys.soon[i] = (const char *)collected;
   _Alignas(64) float each[BLOCK_ROWS * Q_CHUNK];
   for (int32_t i = first; i < last; i++) {
-    collect_keys(of, chunk * Q_CHUNK + i * LANES, chunk * Q_CHUNK + any.last, collected);
-    scores_of(queries, layer->head_dim, &keys, each, rows);
+    collect_keys(of, chunk * Q_CHUNK + i * LANES, chunk * Q_CHUNK + any.last, keys.kind, collected);
+    scores_of(queries, layer->head_dim / per_word(keys.kind), &keys, each, rows);
     for (int32_t row = 0; row < rows; row++)
       vf_store(scores + row * Q_CHUNK + i * LANES, vf_load(each + row * Q_CHUNK));
   }

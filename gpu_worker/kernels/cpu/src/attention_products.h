@@ -25,7 +25,7 @@ enum { WIDE_PAGES, WIDENED, PAIRS };
 static inline int32_t kind_of(const q_attention *layer) {
   if (layer->cache_type == Q_F32) return WIDE_PAGES;
 #if defined(__AVX512BF16__)
-  if (layer->head_dim % 2 == 0 && layer->block_size % LANES == 0) return PAIRS;
+  if (layer->head_dim % 2 == 0 && layer->block_size % 2 == 0) return PAIRS;
 #endif
   return WIDENED;
 }
