@@ -76,7 +76,10 @@ def figures(found: dict[str, Any], slo: Slo, concurrency: int) -> dict[str, Any]
         if begin <= after < end
     ]
     values |= spread("itl", gaps)
-    values |= spread("tpot", [tpot(request) for request in ended if request["tokens"] > 1 and request["sent"] >= begin])
+    values |= spread(
+        "tpot",
+        [tpot(request) for request in ended if request["times"] and request["tokens"] > 1 and request["sent"] >= begin],
+    )
     if not concurrency:
         met = sum(meets(request, slo) for request in inside)
         values["arrived_per_s"] = len(inside) / (end - begin)

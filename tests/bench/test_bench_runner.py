@@ -118,6 +118,12 @@ def test_an_event_counts_for_as_many_tokens_as_events_hold_on_average():
     assert values["tokens_per_event"] == 3 and values["output_tokens_per_s"] == pytest.approx(0.9)
 
 
+def test_an_answer_without_text_has_no_times():
+    requests = [request(1.0, [], tokens=6), request(1.0, [2.0, 3.0])]
+    values = serving.figures({"window": [0.0, 10.0], "requests": requests}, {}, concurrency=1)
+    assert values["tpot_mean_ms"] == pytest.approx(1000)
+
+
 def test_goodput_counts_requests_that_kept_within_every_limit():
     requests = [
         request(0.0, [0.1, 0.2]),  # met
