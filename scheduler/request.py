@@ -311,18 +311,10 @@ class Sequence:
         """Scheduling at or past this position needs a look: a new block, a copy, or the end."""
         return self.columns.horizon.at.item(self.row)
 
-    @horizon.setter
-    def horizon(self, value: int) -> None:
-        self.columns.horizon.set(self.row, value)
-
     @property
     def milestone(self) -> int:
         """Computing this many tokens needs a look: a full block, or the end."""
         return self.columns.milestone.at.item(self.row)
-
-    @milestone.setter
-    def milestone(self, value: int) -> None:
-        self.columns.milestone.set(self.row, value)
 
     def set_horizon(self, block_size: int, scheduled: int, shared: bool = False) -> None:
         """Look again at the next position where its block may be ``shared``; else at the first past the block table, or

@@ -142,7 +142,7 @@ class Step:
 
     def of_beams(self) -> bool:
         """Some slot is a beam's."""
-        return bool(self.others) and any(isinstance(slot.seq, BeamGroup) for slot in self.others)
+        return any(isinstance(slot.seq, BeamGroup) for slot in self.others)
 
     def sequences(self) -> list[Sequence]:
         """Those in this step that have not left since."""
