@@ -19,8 +19,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "int8": {"quantization": "int8"},
     "int8+lm_head": {"quantization": "int8", "quantize_lm_head": True},
-    "int4": {"quantization": "int4"},
-    "int4+lm_head": {"quantization": "int4", "quantize_lm_head": True},
+    "int4": {"quantization": "int4", "quantize_lm_head": False},
+    "int4+lm_head": {"quantization": "int4"},
 }
 SEED = 12345  # of documents that the model was not trained on
 

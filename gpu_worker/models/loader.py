@@ -58,7 +58,7 @@ def load_model(
     group: Group | None = None,
     pooler: PoolerConfig | None = None,
     quantization: str | None = None,
-    quantize_lm_head: bool = False,
+    quantize_lm_head: bool | None = None,
 ) -> Model:
     """The model of ``config`` on ``device`` in ``dtype``, or the part of it that ``group.shard`` says.
 

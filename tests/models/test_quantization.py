@@ -43,7 +43,7 @@ def logits(model) -> torch.Tensor:
 def test_the_layers_are_quantized_and_compute_the_same_within_its_error(method):
     whole, narrow = load(DEMO), load(DEMO, method)
     assert narrow.layers[0].attention.qkv.packed.struct.type == KINDS[method]
-    assert narrow.lm_head.packed.struct.type == F32
+    assert narrow.lm_head.packed.struct.type == {"int8": F32, "int4": I8}[method]
     want, got = logits(whole), logits(narrow)
     error = (got - want).norm() / want.norm()
     assert 0 < error < MOST_ERROR[method]
@@ -51,15 +51,16 @@ def test_the_layers_are_quantized_and_compute_the_same_within_its_error(method):
 
 @needs_kernels
 def test_a_bfloat16_model_is_quantized_too():
-    model = load(DEMO, "int4", torch.bfloat16)
+    model = load(DEMO, "int4", torch.bfloat16, quantize_lm_head=False)
     assert model.lm_head.packed.struct.type == BF16
     x = torch.randn(3, model.spec.hidden_size).bfloat16()
     assert model.layers[0].mlp.up(x).dtype == torch.bfloat16
 
 
 @needs_kernels
-def test_the_lm_head_by_choice():
-    assert load(DEMO, "int4", quantize_lm_head=True).lm_head.packed.struct.type == I8
+@pytest.mark.parametrize(("method", "asked", "kind"), [("int8", True, I8), ("int4", False, F32)])
+def test_the_lm_head_by_choice(method, asked, kind):
+    assert load(DEMO, method, quantize_lm_head=asked).lm_head.packed.struct.type == kind
 
 
 @needs_kernels

@@ -1,7 +1,8 @@
 """``--quantization``: which weights become narrower while a float checkpoint is loaded.
 
 The weights of the layers, experts included. Routers and gates of one output stay, as choices hang on them, and so do
-embeddings; the lm_head by choice (``--quantize-lm-head``), and then as int8: its outputs are what is drawn from.
+embeddings. The lm_head by choice (``--quantize-lm-head``), and then as int8: its outputs are what is drawn from. With
+int4 that is the default: beside layers so narrow a float lm_head is most of what a step reads (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ _KEPT = ("router.weight", "shared_gate.weight")
 
 @dataclass(frozen=True)
 class AtLoad:
-    """``method``: of METHODS, or None for none. ``lm_head``: whether that is made int8 too."""
+    """``method``: of METHODS, or None for none. ``lm_head``: whether that is made int8 too; None: with int4."""
 
     method: str | None = None
-    lm_head: bool = False
+    lm_head: bool | None = None
 
     def format_of(self, name: str) -> Int8 | Int4 | None:
         """Of a linear's or experts' parameter of the decoder ("layers.3.qkv.weight"); None: as it is."""
         if self.method is None:
             return None
         if name == "lm_head.weight":
-            return METHODS["int8"] if self.lm_head else None
+            wanted = self.method == "int4" if self.lm_head is None else self.lm_head
+            return METHODS["int8"] if wanted else None
         return METHODS[self.method] if name.startswith("layers.") and not name.endswith(_KEPT) else None
 
 
