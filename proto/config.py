@@ -22,6 +22,12 @@ from typing import Any, NoReturn
 SERVICES = ("frontend", "detokenizer", "scheduler", "gpu_worker")
 EVERY = SERVICES
 
+STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512
+"""Default token budgets of one step. A CPU's is smaller: every answer waits for the prompts that share its step, and a
+CPU computes 512 tokens as fast, token for token, as 2,048 (docs/benchmarks.md)."""
+CHUNK_TOKENS = 256
+"""Tokens for prompts that a default budget has room for beside a decode of every sequence."""
+
 
 class ConfigError(ValueError):
     """A flag, a config file or a combination of them that cannot work. One line: value, limit, remedy."""
@@ -130,7 +136,9 @@ class EngineArgs:
     # Scheduling
     block_size: int = _flag(16, _CORE, "tokens in a KV block: 8, 16 or 32")
     max_num_seqs: int = _flag(256, _CORE, "sequences in one step at most")
-    max_num_batched_tokens: int = _flag(2048, _CORE, "token budget of one step")
+    max_num_batched_tokens: int | None = _flag(
+        None, _CORE, f"token budget of one step (default: {STEP_TOKENS}, or {CPU_STEP_TOKENS} on a CPU)"
+    )
     enable_prefix_caching: bool = _flag(True, _CORE, "share the KV blocks of equal prefixes")
     enable_chunked_prefill: bool = _flag(True, _CORE, "split long prompts over steps")
     scheduling_policy: str = _flag("fcfs", _CORE, "priority: lower number first", ("fcfs", "priority"))
@@ -202,7 +210,7 @@ class EngineArgs:
         self._check_numbers()
         if self.block_size not in (8, 16, 32):
             raise ConfigError(f"block_size must be 8, 16 or 32, got {self.block_size}.")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "data_parallel_size", "api_server_count",
+        for name in ("max_num_seqs", "data_parallel_size", "api_server_count",
                      "tensor_parallel_size", "pipeline_parallel_size",
                      "detokenizer_count", "max_num_queued_reqs", "max_request_bytes", "max_n"):  # fmt: skip
             if getattr(self, name) < 1:
@@ -216,7 +224,7 @@ class EngineArgs:
                 setattr(self, name, json.dumps(value))
         if isinstance(self.api_key, list):  # the command line's values
             self.api_key = ",".join(self.api_key)
-        for name in ("num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
+        for name in ("max_num_batched_tokens", "num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
                      "kv_cache_memory_bytes", "max_requests_per_key"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -243,9 +251,9 @@ class EngineArgs:
             )
         if not 0 < self.master_port <= 65535:
             raise ConfigError(f"master_port must be in [1, 65535], got {self.master_port}.")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (budget := self.max_num_batched_tokens) is not None and budget < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}); raise the first or lower the second."
             )
         for fld in dataclasses.fields(self):
@@ -265,6 +273,16 @@ class EngineArgs:
             for kind, number, what in ((int, numbers.Integral, "a whole number"), (float, numbers.Real, "a number")):
                 if kind in kinds and (not isinstance(value, number) or isinstance(value, bool)):
                     raise ConfigError(f"{fld.name} must be {what}, got {value!r}.")
+
+    def token_budget(self, cpu: bool = False) -> int:
+        """The most tokens of one step: max_num_batched_tokens, or a default for a ``cpu`` or for any other worker.
+
+        Where prompts are not split the default is the same for all, because it is also the longest prompt.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        default = CPU_STEP_TOKENS if cpu and self.enable_chunked_prefill else STEP_TOKENS
+        return max(default, self.max_num_seqs + CHUNK_TOKENS)
 
     def argv_for(self, service: str) -> list[str]:
         """The command-line flags for one service: those that name it and differ from their defaults."""

@@ -52,6 +52,11 @@ class Books:
         self.preemptions = self.steps = self.bad_messages = 0
         self.prefix_queries = self.prefix_hits = self.prompt_tokens = self.generation_tokens = 0
 
+    def token_budget(self, replica: Replica) -> int:
+        """The most tokens of one step of ``replica``: the default for a CPU is for those that generate, because where
+        vectors are all that comes out no answer is held up between its tokens."""
+        return self.config.token_budget(cpu=replica.device.startswith("cpu") and not replica.pools)
+
     def bad(self, peer: str, why: object) -> None:
         """Count and log a message that makes no sense."""
         self.count_bad()

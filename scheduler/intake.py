@@ -77,7 +77,7 @@ def _check_request(books: Books, request: Request) -> None:
             check_kind(request, {r.pools for r in replicas})
         check_fits(
             request, books.max_model_len, None if books.loading else max(r.pool.num_blocks for r in replicas),
-            config.block_size, config.max_num_batched_tokens,
+            config.block_size, config.token_budget(),
             config.enable_chunked_prefill and not any(r.whole for r in replicas),
         )  # fmt: skip
 

@@ -33,7 +33,7 @@ def plan_step(books: Books, replica: Replica) -> StepPlan | None:
     """The next step of ``replica``, or None where it has enough in flight or nothing to run."""
     if len(replica.in_flight) >= MAX_IN_FLIGHT:
         return None
-    draft = Draft(books.config.max_num_batched_tokens)
+    draft = Draft(books.token_budget(replica))
     quarantine_next = books.quarantine_waits and not replica.quarantined and not replica.draining
     if quarantine_next and _take_quarantined(books, replica, draft):
         return None
@@ -72,7 +72,7 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
         return False
     head = next(books.queue.in_turn(books.running_by_account), None)
     decodes = sum(seq.width for seq in replica.decoding)
-    return head is not None and head.total > books.config.max_num_batched_tokens - decodes
+    return head is not None and head.total > books.token_budget(replica) - decodes
 
 
 # -- decodes
@@ -182,7 +182,7 @@ def _admit(books: Books, replica: Replica, draft: Draft) -> None:
     if not books.queue:
         return
     chunked = books.config.enable_chunked_prefill and not replica.whole
-    budget = books.config.max_num_batched_tokens
+    budget = books.token_budget(replica)
     if draft.budget and replica.free_rows:
         for seq, cached in _candidates(books, replica):
             if not has_room(replica, seq, cached):

@@ -151,7 +151,7 @@ class WorkerRegistry:
         config = self.config
         log.info("worker %s (%s) joins as replica %d%s", peer, hello.device, number,
                  ", its weights still loaded" if hello.loaded else "")  # fmt: skip
-        assign = Assign(lease, config.block_size, config.max_num_seqs, config.max_num_batched_tokens)
+        assign = Assign(lease, config.block_size, config.max_num_seqs, config.token_budget())
         self.to_workers.append((peer, assign))
         self.changed()
 

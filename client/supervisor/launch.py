@@ -79,7 +79,7 @@ class Supervisor:
         self.config = config_of(args, model)
         pooler, budget = pooler_of(self.config, args), args.max_num_batched_tokens
         if pooler is not None and pooler.whole:  # the longest prompt must fit one step
-            budget = max(budget, self.config.max_model_len)
+            budget = max(args.token_budget(), self.config.max_model_len)
         hf = self.config.hf
         check_split(
             hf.get("num_attention_heads"), hf.get("num_hidden_layers"),

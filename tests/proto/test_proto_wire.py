@@ -170,6 +170,7 @@ def test_flags_reach_the_services_that_name_them():
     again = config.parse_service_args("scheduler", [*args.argv_for("scheduler"), "--max-num-batched-tokens", "4K"])
     assert (again.max_num_seqs, again.enable_prefix_caching, again.max_num_batched_tokens) == (4, False, 4096)
     assert again.scheduler.startswith("ipc://")
+    assert config.parse_service_args("scheduler", ["--max-num-seqs=4096"]).max_num_batched_tokens is None
 
 
 @pytest.mark.parametrize(

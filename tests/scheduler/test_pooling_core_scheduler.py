@@ -4,7 +4,7 @@ import pytest
 from pooling_rig import PoolRig
 from scheduler_rig import VOCAB, Rig
 
-from quire.proto.codec import BadFrame, i32
+from quire.proto.codec import BadFrame, from_i32, i32
 from quire.proto.messages import Failed, Lease, SlotPooled, StepResult
 from quire.scheduler.fake.fake_worker import PageStore
 from quire.scheduler.replica import Replica
@@ -59,6 +59,17 @@ def test_whole_prompts_are_neither_split_nor_cached():
     failed = rig.failed()
     assert failed.status == 400
     assert "33 tokens and a step runs at most max_num_batched_tokens=32 and runs a prompt whole" in failed.message
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_without_a_flag_a_cpu_pools_in_steps_as_long_as_any_device(whole: bool):
+    rig = PoolRig(600, 2048, device="cpu, 2 threads", whole=whole, max_num_batched_tokens=None)
+    uids = [rig.pool(2048), rig.pool(2000)]
+    plan = rig.plan()
+    assert sum(from_i32(plan.counts)) == 2048
+    rig.work()
+    rig.run()
+    assert sorted(rig.answers()) == uids
 
 
 def test_a_prompt_may_fill_the_context():

@@ -54,6 +54,28 @@ def test_decodes_come_first_then_chunks_under_the_budget() -> None:
     assert rig.ends[second, 0] == (Finish.LENGTH, -1)
 
 
+@pytest.mark.parametrize(
+    ("device", "flags", "tokens"),
+    [
+        ("cpu, 2 threads", {}, 512), ("cuda:0 NVIDIA H100", {}, 2048), ("", {}, 2048),
+        ("cpu, 1 thread", {"max_num_seqs": 1000}, 1256), ("cuda:0", {"max_num_seqs": 2500}, 2756),
+        ("cpu, 1 thread", {"max_num_batched_tokens": 700}, 700), ("cuda:0", {"max_num_batched_tokens": 700}, 700),
+        ("cpu, 1 thread", {"enable_chunked_prefill": False}, 1900),
+    ],
+)  # fmt: skip
+def test_without_a_flag_a_cpu_has_shorter_steps_and_every_sequence_a_place_in_one(
+    device: str, flags: dict[str, Any], tokens: int
+) -> None:
+    rig = Rig(600, 2000, device=device, **{"max_num_batched_tokens": None, **flags})
+    for _ in range(2):
+        rig.submit(1900, max_tokens=1)
+    plan = rig.plan()
+    assert sum(count for _, _, count in columns(plan)) == tokens
+    rig.work()
+    rig.run()
+    assert not rig.core.requests
+
+
 def test_a_chunk_that_does_not_end_the_prompt_draws_nothing() -> None:
     rig = Rig()
     rig.submit(40)

@@ -40,7 +40,7 @@ class PoolRig(Rig):
         self.stores[number].whole = self.whole
         fresh = Replica(
             number, replica.lease, f"w{number}", config.max_num_seqs, blocks, config.block_size, self.max_model_len,
-            self.vocab, config.enable_prefix_caching, pools=True, whole=self.whole,
+            self.vocab, config.enable_prefix_caching, self.device, pools=True, whole=self.whole,
         )  # fmt: skip
         self.core.add_replica(fresh)
         return fresh

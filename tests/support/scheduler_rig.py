@@ -33,11 +33,14 @@ VOCAB = 1000
 class Rig:
     """A scheduler, workers that run when told to, and a client that collects tokens."""
 
-    def __init__(self, blocks: int | list[int] = 64, max_model_len: int = 256, vocab: int = VOCAB, **flags: object):
+    def __init__(
+        self, blocks: int | list[int] = 64, max_model_len: int = 256, vocab: int = VOCAB, device: str = "",
+        **flags: object,
+    ):  # fmt: skip
         defaults = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 32}
         self.now = 0.0
         self.core = Scheduler(EngineArgs(**{**defaults, **flags}), clock=lambda: self.now)
-        self.max_model_len, self.vocab = max_model_len, vocab
+        self.max_model_len, self.vocab, self.device = max_model_len, vocab, device
         self.stores: dict[int, PageStore] = {}
         self.plans: dict[int, deque[StepPlan]] = {}
         self.leases = 0
@@ -61,7 +64,7 @@ class Rig:
         self.plans[number] = deque()
         replica = Replica(
             number, Lease(1, number, self.leases), f"w{number}", config.max_num_seqs, blocks, config.block_size,
-            self.max_model_len, self.vocab, config.enable_prefix_caching,
+            self.max_model_len, self.vocab, config.enable_prefix_caching, self.device,
         )  # fmt: skip
         self.core.add_replica(replica)
         return replica
