@@ -46,7 +46,8 @@ static void put(const q_epilogue *to, int32_t row, int32_t column, int32_t count
     store(to->out_type, values, count, out);
 }
 
-void Q_NAME(finish_panel)(const q_weight *weight, const q_epilogue *to, int32_t row, int32_t panel, float *sums) {
+/* What becomes of the sums [Q_PANEL] of one row and panel. */
+static inline void finish_panel(const q_weight *weight, const q_epilogue *to, int32_t row, int32_t panel, float *sums) {
   enum { HALF = Q_PANEL / 2 };
   if (weight->bias || to->scale != 1.0f) add_bias(weight, to->scale, panel, sums);
   for (int at = 0; to->kind == Q_ACTIVATED && at < Q_PANEL; at += LANES)
@@ -60,6 +61,13 @@ void Q_NAME(finish_panel)(const q_weight *weight, const q_epilogue *to, int32_t 
   int32_t half = weight->outputs / 2, column = panel * HALF, count = least(HALF, half - column);
   put(to, row, column, count, sums);
   if (to->kind != Q_GATED) put(to, row, half + column, count, sums + HALF);
+}
+
+void Q_NAME(finish_rows)(const q_weight *weight, const q_epilogue *to, int32_t row, int32_t rows, int32_t panel,
+                         float *sums) {
+  const q_weight own = *weight;
+  const q_epilogue own_to = *to;
+  for (int32_t at = 0; at < rows; at++) finish_panel(&own, &own_to, row + at, panel, sums + at * Q_PANEL);
 }
 
 void Q_NAME(linear)(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to, int32_t first,

@@ -35,7 +35,9 @@ void Q_NAME(quantize_row)(const float *x, int32_t size, int32_t padded, int32_t 
 void Q_NAME(prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales,
                      int32_t *sums);
 
-/* Bring ``sums`` [Q_PANEL] of ``row`` and ``panel`` to where ``to`` says; they are changed on the way. */
-void Q_NAME(finish_panel)(const q_weight *weight, const q_epilogue *to, int32_t row, int32_t panel, float *sums);
+/* Bring ``sums`` [rows][Q_PANEL] of the rows from ``row`` on and one panel to where ``to`` says; they are changed on the
+ * way. */
+void Q_NAME(finish_rows)(const q_weight *weight, const q_epilogue *to, int32_t row, int32_t rows, int32_t panel,
+                         float *sums);
 
 #endif

@@ -135,8 +135,7 @@ void Q_NAME(linear_int4)(const q_weight *weight, const q_rows *x, int32_t rows, 
     int32_t row = rows * part / parts, count = rows * (part + 1) / parts - row;
     for (int32_t panel = first; panel < last; panel++) {
       sum_groups(weight, x, row, count, panel, sums);
-      for (int32_t at = 0; at < count; at++)
-        Q_NAME(finish_panel)(weight, to, row + at, panel, sums + at * Q_PANEL);
+      Q_NAME(finish_rows)(weight, to, row, count, panel, sums);
     }
   }
 }

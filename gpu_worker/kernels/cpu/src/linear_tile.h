@@ -45,6 +45,7 @@ typedef struct {
   int64_t row_stride;
   int64_t panel_stride;
   int32_t words;     /* to add up, a multiple of 4 */
+  int32_t first;     /* whether these are a row's first words: sums begin at 0 */
   int32_t *sums;     /* of the first row and column, [panels][rows][Q_PANEL] */
   int32_t sum_panel; /* from panel to panel of the sums */
   /* What a tall tile fetches from memory meanwhile: so many lines for each 4 words, up to the end. */
@@ -135,7 +136,7 @@ INLINE void add_tile(const int type, const int rows, const int vectors, const ti
   UNROLL for (int row = 0; row < rows; row++) {
     if (row % 3 == 0) third[row / 3] = at->rows + row * at->row_stride;
     UNROLL for (int vector = 0; vector < vectors; vector++)
-      sums[row][vector] = vi_load(sums_of(at, row, vector));
+      sums[row][vector] = at->first ? vi_set(0) : vi_load(sums_of(at, row, vector));
   }
   const int64_t row_stride = at->row_stride;
   const uint32_t *fetch = at->fetch;
@@ -212,45 +213,88 @@ INLINE tile_place place_of(const q_weight *weight, const q_rows *x, int32_t row,
   at.rows = (const uint32_t *)x->data + row * at.row_stride + word;
   at.weight = (const uint32_t *)weight->data + panel * at.panel_stride + (int64_t)word * Q_PANEL;
   at.words = words_in(weight) - word;
+  at.first = word == 0;
   at.sums = NULL;
   at.sum_panel = 0;
   return at;
 }
 
-/* sums [SPAN_PANELS][rows][Q_PANEL] for 1 to WIDE_ROWS rows from ``row`` on. */
-INLINE void sum_wide(const int type, const q_weight *weight, const q_rows *x, int32_t row, int32_t rows, int32_t panel,
-                     int32_t *sums) {
-  memset(sums, 0, (size_t)rows * SPAN * sizeof *sums);
+/* Sums of int8 products as float32, in place: times the scales of the outputs and of the row. */
+static void scale_sums(const q_weight *weight, const q_rows *x, int32_t row, int32_t panel, int32_t *sums) {
+  vfloat row_scale = vf_set(x->scales[row]);
+  for (int at = 0; at < Q_PANEL; at += LANES) {
+    vint sum = vi_load(sums + at);
+#if defined(__AVX512VNNI__)
+    /* The rows' values have 128 added, so that they have no sign; elsewhere add_bytes took it off before. */
+    sum += vi_load(weight->offsets + panel * Q_PANEL + at);
+#endif
+    vfloat scale = vf_load(weight->scales + panel * Q_PANEL + at);
+    vf_store((float *)sums + at, __builtin_convertvector(sum, vfloat) * scale * row_scale);
+  }
+}
+
+/* A product: what is multiplied, and what becomes of the sums. */
+typedef struct {
+  const q_weight *weight;
+  const q_rows *x;
+  const q_epilogue *to;
+} product;
+
+/* What becomes of the sums [rows][Q_PANEL] of one panel, for the rows from ``row`` on. */
+INLINE void finish(const int type, const product *of, int32_t row, int32_t rows, int32_t panel, int32_t *sums) {
+  if (type == Q_I8)
+    for (int32_t at = 0; at < rows; at++) scale_sums(of->weight, of->x, row + at, panel, sums + at * Q_PANEL);
+  Q_NAME(finish_rows)(of->weight, of->to, row, rows, panel, (float *)sums);
+}
+
+/* One panel, or SPAN_PANELS of them, with 1 to WIDE_ROWS rows from ``row`` on. */
+INLINE void multiply_wide(const int type, const product *of, int32_t row, int32_t rows, int32_t panel) {
+  _Alignas(64) int32_t sums[WIDE_ROWS * SPAN];
   for (int32_t column = 0; column < SPAN; column += WIDE_COLUMNS) {
-    tile_place at = place_of(weight, x, row, panel, 0);
+    tile_place at = place_of(of->weight, of->x, row, panel, 0);
     at.weight += column;
     at.sums = sums + column;
     at.sum_panel = rows * Q_PANEL;
     add_wide(type, rows, &at);
   }
+  for (int32_t at = 0; at < SPAN_PANELS; at++) finish(type, of, row, rows, panel + at, sums + at * rows * Q_PANEL);
 }
 
-/* Add to sums [rows][Q_PANEL] the words from ``word`` on, BLOCK_WORDS at most, of one panel, for rows from ``row`` on.
- * Its tiles fetch the block that comes ``next``, each a part, so that memory delivers all the while. */
-INLINE void add_block(const int type, const q_weight *weight, const q_rows *x, int32_t row, int32_t rows, int32_t panel,
-                      int32_t word, const uint32_t *next, int32_t *sums) {
+/* Fetch where the results of some rows and a panel go, which is done when their sums are: memory takes as long as
+ * hundreds of products. */
+INLINE void fetch_outputs(const product *of, int32_t row, int32_t rows, int32_t panel) {
+  int64_t width = of->to->kind == Q_GATED ? Q_PANEL / 2 : Q_PANEL, size = of->to->out_type == Q_BF16 ? 2 : 4;
+  const char *out = (const char *)of->to->out + row * of->to->stride + panel * width * size;
+  for (int32_t at = 0; at < rows; at++, out += of->to->stride)
+    for (int64_t byte = 0; byte < width * size; byte += 64) __builtin_prefetch(out + byte, 1, 3);
+}
+
+/* Add to sums [rows][Q_PANEL] the words from ``word`` on, BLOCK_WORDS at most, of one panel, for rows from ``row`` on;
+ * behind the last words, finish them. Its tiles fetch the block that comes ``next``, each a part, so that memory
+ * delivers all the while. */
+INLINE void add_block(const int type, const product *of, int32_t row, int32_t rows, int32_t panel, int32_t word,
+                      const uint32_t *next, int32_t *sums) {
   enum { LINES = 4 * Q_PANEL / LINE_WORDS, COLUMN_TILES = Q_PANEL / TALL_COLUMNS }; /* lines of 4 words */
-  int32_t tiles = (rows + TALL_ROWS - 1) / TALL_ROWS, words = least(BLOCK_WORDS, words_in(weight) - word);
+  int32_t left = words_in(of->weight) - word, words = least(BLOCK_WORDS, left);
+  int32_t tiles = (rows + TALL_ROWS - 1) / TALL_ROWS;
   int32_t lines = (LINES + tiles * COLUMN_TILES - 1) / (tiles * COLUMN_TILES);
   const uint32_t *end = next + words * Q_PANEL;
   for (int32_t tile = 0; tile < tiles; tile++) {
-    int32_t start = rows * tile / tiles, stop = rows * (tile + 1) / tiles;
+    int32_t start = rows * tile / tiles, count = rows * (tile + 1) / tiles - start;
+    int32_t *own = word == 0 && words == left ? sums : sums + start * Q_PANEL;
+    if (words == left) fetch_outputs(of, row + start, count, panel);
     for (int32_t column = 0; column < Q_PANEL; column += TALL_COLUMNS) {
-      tile_place at = place_of(weight, x, row + start, panel, word);
+      tile_place at = place_of(of->weight, of->x, row + start, panel, word);
       at.weight += column;
       at.words = words;
-      at.sums = sums + start * Q_PANEL + column;
+      at.sums = own + column;
       at.fetch = next;
       at.fetch_end = end;
       at.fetch_lines = lines;
-      add_tall(type, stop - start, &at);
+      add_tall(type, count, &at);
       next += words / 4 * lines * LINE_WORDS;
     }
+    if (words == left) finish(type, of, row + start, count, panel, own);
   }
 }
 
@@ -267,28 +311,32 @@ INLINE const uint32_t *block_after(const q_weight *weight, int32_t panel, int32_
   return (const uint32_t *)weight->data + ((int64_t)(panel + at) * words_in(weight) + word) * Q_PANEL;
 }
 
-/* sums [panels][rows][Q_PANEL] of up to MOST_PANELS panels for up to MOST_ROWS rows from ``row`` on: a block of the
- * rows stays in the second cache while the panels go by. */
-INLINE void sum_tall(const int type, const q_weight *weight, const q_rows *x, int32_t row, int32_t rows, int32_t panel,
-                     int32_t panels, int32_t *sums) {
-  memset(sums, 0, (size_t)(panels * rows * Q_PANEL) * sizeof *sums);
-  for (int32_t word = 0; word < words_in(weight); word += BLOCK_WORDS)
+/* Up to MOST_PANELS panels with up to MOST_ROWS rows from ``row`` on: a block of the rows stays in the second cache
+ * while the panels go by. ``sums`` is room for [panels][rows][Q_PANEL]. */
+INLINE void multiply_tall(const int type, const product *of, int32_t row, int32_t rows, int32_t panel, int32_t panels,
+                          int32_t *sums) {
+  for (int32_t word = 0; word < words_in(of->weight); word += BLOCK_WORDS)
     for (int32_t at = 0; at < panels; at++)
-      add_block(type, weight, x, row, rows, panel + at, word, block_after(weight, panel, panels, at, word),
+      add_block(type, of, row, rows, panel + at, word, block_after(of->weight, panel, panels, at, word),
                 sums + at * rows * Q_PANEL);
 }
 
-/* sums [panels][rows][Q_PANEL] of the panels from ``panel`` on, before ``last``, for 1 to MOST_ROWS rows from ``row``
- * on. Returns how many panels that were: MOST_PANELS at most. */
-INLINE int32_t sum_panels(const int type, const q_weight *weight, const q_rows *x, int32_t row, int32_t rows,
-                          int32_t panel, int32_t last, int32_t *sums) {
-  if (rows <= WIDE_ROWS && last - panel >= SPAN_PANELS) {
-    sum_wide(type, weight, x, row, rows, panel, sums);
-    return SPAN_PANELS;
+/* ``rows`` rows times the panels [first, last). */
+INLINE void multiply(const int type, const product *of, int32_t rows, int32_t first, int32_t last) {
+  _Alignas(64) int32_t sums[MOST_PANELS * MOST_ROWS * Q_PANEL];
+  int32_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (int32_t part = 0; part < parts; part++) {
+    int32_t row = rows * part / parts, count = rows * (part + 1) / parts - row;
+    for (int32_t panel = first, panels; panel < last; panel += panels) {
+      if (count <= WIDE_ROWS && last - panel >= SPAN_PANELS) {
+        panels = SPAN_PANELS;
+        multiply_wide(type, of, row, count, panel);
+      } else {
+        panels = least(MOST_PANELS, last - panel);
+        multiply_tall(type, of, row, count, panel, panels, sums);
+      }
+    }
   }
-  int32_t panels = least(MOST_PANELS, last - panel);
-  sum_tall(type, weight, x, row, rows, panel, panels, sums);
-  return panels;
 }
 
 #endif
