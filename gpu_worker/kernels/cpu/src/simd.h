@@ -171,7 +171,12 @@ INLINE float from_bf16(uint16_t x) {
   return value;
 }
 
+/* LANES numbers to bfloat16 as to_bf16; the processor's own instruction makes 0 of numbers below 2^-126. */
 INLINE void vf_store_bf16(uint16_t *at, vfloat x) {
+#if defined(__AVX512BF16__)
+  __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+  memcpy(at, &rounded, sizeof rounded);
+#else
   vuint bits = (vuint)x;
   vuint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   vuint nan = (bits >> 16) | 0x40;
@@ -181,6 +186,7 @@ INLINE void vf_store_bf16(uint16_t *at, vfloat x) {
   _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16((__m512i)both));
 #else
   for (int lane = 0; lane < LANES; lane++) at[lane] = (uint16_t)both[lane];
+#endif
 #endif
 }
 
@@ -209,6 +215,13 @@ INLINE vfloat vf_exp_rest(vfloat whole, vfloat x) {
  * NaN of NaN. */
 INLINE vfloat vf_exp(vfloat x) {
   const float log2e = 1.44269504f;
+#if defined(__AVX512F__)
+  /* scalef multiplies by 2^whole, and makes infinity of what is too large. */
+  __mmask16 large_enough = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33f), _CMP_NLT_UQ); /* or NaN */
+  vfloat held = vf_min(vf_set(89.0f), vf_max(vf_set(-88.0f), x)); /* in this order NaN goes through */
+  vfloat whole = vf_fma(held, vf_set(log2e), vf_set(12582912.0f)) - vf_set(12582912.0f);
+  return (vfloat)_mm512_maskz_scalef_ps(large_enough, (__m512)vf_exp_rest(whole, held), (__m512)whole);
+#else
   vint too_small = x < vf_set(-87.33f), too_large = x > vf_set(88.72f);
   vfloat held = vf_min(vf_set(88.72f), vf_max(vf_set(-87.33f), x)); /* in this order NaN goes through */
   /* Adding and taking away 1.5 * 2^23 rounds to a whole number. */
@@ -220,6 +233,7 @@ INLINE vfloat vf_exp(vfloat x) {
   y = y * first * second;
   y = vf_select(too_small, vf_set(0.0f), y);
   return vf_select(too_large, vf_set(INFINITY), y);
+#endif
 }
 
 /* 2^x within 2 units in the last place, for x <= 1; NaN of NaN.
