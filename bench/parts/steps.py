@@ -3,7 +3,8 @@
 A real worker carries out the plans of a real scheduler: prompts of the context's length in chunks, then decodes of all
 rows. A decode's bytes (every weight that a step reads, and the keys and values of its rows) and a prefill's operations
 stand beside this machine's own read bandwidth and product peak. A model that fits into the caches is read faster than
-memory is.
+memory is. Of a prefill only operations that are done count: in the last layer all tokens have their keys and values
+made, and only those that are sampled from go on; attention counts by the keys that a token sees.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import gc
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..ceilings import ceilings
 from ..models import find_model
@@ -77,8 +78,9 @@ class Rig:
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         method = {"quantization": quantization} if quantization else {}
         self.model = load_model(self.config, self.dtype, self.device, **method)
-        self.body, head = multiplied(self.model.spec)
-        self.weight_bytes = self.body * WEIGHT_BYTES.get(quantization, self.dtype.itemsize) + head * self.dtype.itemsize
+        self.weights = multiplied(self.model.spec)
+        body, _, head = self.weights
+        self.weight_bytes = body * WEIGHT_BYTES.get(quantization, self.dtype.itemsize) + head * self.dtype.itemsize
 
     def measure(self, rows: int, context: int, steps: int, limits: dict[str, float]) -> dict[str, Any]:
         """Milliseconds of a decode, tokens/s of a prefill, and what share of the machine's ceilings they reach."""
@@ -94,16 +96,27 @@ class Rig:
             "decode_of_read_bandwidth": (self.weight_bytes + kv) / best / 1e9 / limits["read_gb_per_s"],
         }
         if prefills:
-            tokens, seconds = max(prefills)  # the largest chunk
-            gflop = 2 * self.body * tokens / 1e9  # without attention's own products
-            values |= {"prefill_chunk": tokens, "prefill_tokens_per_s": tokens / seconds,
-                       "prefill_gflop_per_s": gflop / seconds}  # fmt: skip
-            if peak := limits.get(PEAKS.get(self.dtype_name, "")):
-                values["prefill_of_peak"] = gflop / seconds / peak
+            values |= self._prefill(max(prefills), limits.get(PEAKS.get(self.dtype_name, "")))  # the largest chunk
         return values
 
-    def _run(self, rows: int, context: int, steps: int) -> tuple[list[float], list[tuple[int, float]]]:
-        """Seconds of each decode, and (tokens, seconds) of each prefill."""
+    def _prefill(self, step: Step, peak: float | None) -> dict[str, Any]:
+        """Tokens/s of a prefill, and its products with weights a second, without and with those of attention."""
+        spec, (body, tail, _) = self.model.spec, self.weights
+        products = 2 * (body * step.tokens - tail * (step.tokens - step.sampled))
+        attention = 4 * (spec.num_layers - 1) * spec.heads * spec.head_dim * step.keys
+        values = {
+            "prefill_chunk": step.tokens,
+            "prefill_tokens_per_s": step.tokens / step.seconds,
+            "prefill_products_gflop_per_s": products / step.seconds / 1e9,
+            "prefill_gflop_per_s": (products + attention) / step.seconds / 1e9,
+        }
+        if peak:
+            values["prefill_products_of_peak"] = values["prefill_products_gflop_per_s"] / peak
+            values["prefill_of_peak"] = values["prefill_gflop_per_s"] / peak
+        return values
+
+    def _run(self, rows: int, context: int, steps: int) -> tuple[list[float], list[Step]]:
+        """Seconds of each decode, and the prefills."""
         from quire.gpu_worker.worker import Worker
         from quire.proto.config import EngineArgs
         from quire.proto.params import SamplingParams
@@ -122,19 +135,29 @@ class Rig:
         worker = Worker(args, config, self.model, self.dtype, self.device)
         gc.collect()
         worker.serve(wire)
-        decodes = [seconds for tokens, prefill, seconds in wire.steps if not prefill]
-        return decodes[warm_up:], [(tokens, seconds) for tokens, prefill, seconds in wire.steps if prefill]
+        decodes = [step.seconds for step in wire.steps if not step.prefill]
+        return decodes[warm_up:], [step for step in wire.steps if step.prefill]
+
+
+class Step(NamedTuple):
+    """A step that was done: ``keys`` are those that its tokens see, added up."""
+
+    tokens: int
+    seconds: float
+    keys: int
+    sampled: int
+    prefill: bool
 
 
 class Wire:
-    """In place of the worker's link: plans that lie ready, and a clock. ``steps``: (tokens, prefill, seconds)."""
+    """In place of the worker's link: plans that lie ready, and a clock."""
 
     def __init__(self, frames: list[bytes]):
         from quire.proto.codec import Decoder
         from quire.proto.messages import FromSchedulerWorkers
 
         self.last_step = 0
-        self.steps: list[tuple[int, bool, float]] = []
+        self.steps: list[Step] = []
         self._decode = Decoder(FromSchedulerWorkers)
         self._frames = iter(frames)
         self._plan: Any = None
@@ -147,8 +170,10 @@ class Wire:
 
         if self._plan is not None:
             seconds = time.perf_counter() - self._began
-            counts = from_i32(self._plan.counts)
-            self.steps.append((sum(counts), max(counts, default=0) > 1, seconds))
+            counts, starts = from_i32(self._plan.counts), from_i32(self._plan.starts)
+            keys = sum(count * start + count * (count + 1) // 2 for start, count in zip(starts, counts, strict=True))
+            sampled = len(from_i32(self._plan.sample_src))
+            self.steps.append(Step(sum(counts), seconds, keys, sampled, max(counts, default=0) > 1))
         frame = next(self._frames, None)
         message = Drain() if frame is None else self._decode(frame)
         self._plan = message if isinstance(message, StepPlan) else None
@@ -163,13 +188,15 @@ class Wire:
             raise RuntimeError(message.error)
 
 
-def multiplied(spec: Any) -> tuple[int, int]:
-    """How many weights a token is multiplied with: in the layers, and in the head, which only tokens that are sampled
-    go through. Raises BenchError where a layer has experts, of which each token sees others."""
+def multiplied(spec: Any) -> tuple[int, int, int]:
+    """How many weights a token is multiplied with: in the layers; of these, behind the last attention, where only
+    tokens come that are sampled from; and in the head, where they alone come too.
+
+    Raises BenchError where a layer has experts, of which each token sees others.
+    """
     if spec.moe is not None:
         raise BenchError(f"{spec.architecture} has experts; steps counts the weights of dense models alone.")
-    matrices = 3 if spec.gated else 2
-    attention = sum(spec.hidden_size * spec.head_dim * (2 * spec.heads + 2 * kv) for kv in spec.kv_heads)
-    return attention + spec.num_layers * matrices * spec.hidden_size * spec.intermediate_size, (
-        spec.hidden_size * spec.vocab_size
-    )
+    heads = spec.hidden_size * spec.head_dim
+    mlp = (3 if spec.gated else 2) * spec.hidden_size * spec.intermediate_size
+    attention = sum(heads * (2 * spec.heads + 2 * kv) for kv in spec.kv_heads)
+    return attention + spec.num_layers * mlp, heads * spec.heads + mlp, spec.hidden_size * spec.vocab_size
