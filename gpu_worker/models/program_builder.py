@@ -150,6 +150,7 @@ class Builder(Writer):
         layer = layer_of(attention.heads, keys, values, attention.scores)
         operation = native.Attend(layer, qkv.buffer, out.buffer)
         operation.out_type, operation.interleaved = TYPES[out.tensor.dtype], attention.interleaved
+        operation.wanted_only = block.last
         if attention.tables is not None:
             cos, sin = attention.tables
             operation.cos, operation.sin = self.pointer(cos), self.pointer(sin)

@@ -135,6 +135,19 @@ def test_outputs_come_in_the_order_they_are_asked_for(tmp_path: Path) -> None:
     assert rig.logits(WHOLE, []).shape == (0, rig.model.whole.vocab_size)
 
 
+@pytest.mark.parametrize("row", ["llama", "gemma2", "falcon-7b"])
+def test_any_tokens_of_a_step_can_be_wanted(row: str, tmp_path: Path) -> None:
+    """The last layer attends for them alone, and writes everybody's keys, which later steps read."""
+    model = load(row, tmp_path, torch.float32)
+    every, ends = filled(model).every(WHOLE), np.cumsum(PROMPTS)
+    among = [0, 3, 4, 9, 40, 41, 47, *range(52, 56), 303, 304, 305, 363, 364]
+    for wanted in (among, [3], [9] * 16, range(248, 264), [0, *ends - 1]):
+        rig = filled(model)
+        assert torch.equal(rig.logits(WHOLE, list(wanted)), every[list(wanted)])
+        again = rig.logits([(row, length - 1, 1) for row, length in enumerate(PROMPTS)])
+        assert torch.equal(again, every[ends - 1]), "the keys of those that were not wanted"
+
+
 ROUTERS: dict[str, dict[str, Any]] = {
     "sigmoid": {"scoring": "sigmoid", "renormalise": True, "scale": 2.5},
     "sigmoid in groups": {"scoring": "sigmoid", "top_k": 3, "groups": 3, "topk_groups": 2, "renormalise": True},

@@ -49,7 +49,7 @@ class Attend(Structure):
 
     _fields_ = [
         ("layer", Layer), ("qkv", Buffer), ("out", Buffer), ("cos", c_void_p), ("sin", c_void_p),
-        ("rotary_dim", c_int32), ("interleaved", c_int32), ("out_type", c_int32),
+        ("rotary_dim", c_int32), ("interleaved", c_int32), ("out_type", c_int32), ("wanted_only", c_int32),
     ]  # fmt: skip
 
 

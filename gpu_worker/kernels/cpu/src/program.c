@@ -31,8 +31,9 @@ struct q_program {
   } taken[2]; /* items of this phase, and of the next */
 
   /* The pass. */
-  q_batch batch;
+  q_batch batch, wanted_batch; /* the second has the tiles of wanted tokens alone */
   int32_t split;             /* whether a sequence has several tiles in it */
+  int32_t unwanted;          /* tokens whose result is not wanted */
   int32_t next_row;          /* where the next pass begins: in this row of the step, */
   int64_t next_token;        /* so many tokens into it; */
   int64_t tokens_before;     /* as many tokens of the step came before this pass */
@@ -40,7 +41,7 @@ struct q_program {
   wanted_token *wanted;      /* [parts.outputs] */
   int32_t ids[Q_PASS], positions[Q_PASS];
   int64_t slots[Q_PASS];
-  q_tile tiles[Q_PASS];
+  q_tile tiles[Q_PASS], wanted_tiles[Q_PASS];
 };
 
 /* ---------------------------------------------------------------- the tokens of a pass */
@@ -100,6 +101,22 @@ static void find_wanted(q_program *program) {
     int32_t row = program->num_wanted++;
     program->wanted[row] = (wanted_token){(int32_t)(step->output[program->next_output] - first), row};
   }
+}
+
+/* The tiles of the wanted tokens: those of the pass, or the parts of them that are wanted. */
+static void find_wanted_tiles(q_program *program) {
+  uint8_t wanted[Q_PASS] = {0};
+  for (int32_t at = 0; at < program->num_wanted; at++) wanted[program->wanted[at].token] = 1;
+  int32_t found = 0;
+  program->unwanted = program->batch.tokens;
+  for (const q_tile *tile = program->tiles; tile < program->tiles + program->batch.num_tiles; tile++)
+    for (int32_t at = 0, first; at < tile->count; at++) {
+      for (first = at; at < tile->count && wanted[tile->token + at];) at++;
+      if (at == first) continue;
+      program->wanted_tiles[found++] = (q_tile){tile->token + first, at - first, tile->position + first, tile->row};
+      program->unwanted -= at - first;
+    }
+  program->wanted_batch.num_tiles = found;
 }
 
 /* ---------------------------------------------------------------- row operations */
@@ -246,19 +263,22 @@ static void write_tile(const q_program *program, const q_attend_op *op, const q_
 }
 
 /* Attention: each item is a tile and a key head with its queries. An item writes its own keys first. Where a sequence
- * has several tiles the later ones read the keys of the earlier, and all are written before any is read. */
+ * has several tiles the later ones read the keys of the earlier, and all are written before any is read; so they are
+ * where not every token attends. */
 static void run_attend(worker *self, const q_attend_op *op) {
   const q_program *program = self->program;
-  int32_t heads = op->layer.kv_heads, items = program->batch.num_tiles * heads;
-  if (program->split) {
-    for (int32_t item; (item = take(self, 1)) < items;)
+  const q_batch *batch = op->wanted_only ? &program->wanted_batch : &program->batch;
+  int32_t heads = op->layer.kv_heads, written = program->batch.num_tiles * heads, items = batch->num_tiles * heads;
+  int write_first = program->split || (op->wanted_only && program->unwanted);
+  if (write_first) {
+    for (int32_t item; (item = take(self, 1)) < written;)
       write_tile(program, op, &program->tiles[item / heads], item % heads);
     next_phase(self);
   }
   for (int32_t item; (item = take(self, 1)) < items;) {
     int32_t tile = item / heads, head = item % heads;
-    if (!program->split) write_tile(program, op, &program->tiles[tile], head);
-    q_kernel->attention(&op->layer, &program->batch, tile, head, 0, (const float *)op->qkv.data, op->qkv.stride,
+    if (!write_first) write_tile(program, op, &batch->tiles[tile], head);
+    q_kernel->attention(&op->layer, batch, tile, head, 0, (const float *)op->qkv.data, op->qkv.stride,
                         op->out.data, op->out.stride, op->out_type);
   }
 }
@@ -359,6 +379,7 @@ static void run_step(void *argument, int id, int threads) {
     if (id == 0) {
       fill_pass(program);
       find_wanted(program);
+      find_wanted_tiles(program);
     }
     next_phase(&self);
     run_section(&self, parts->body, parts->body_ops, program->batch.tokens, step->nanoseconds);
@@ -415,6 +436,8 @@ q_program *q_program_new(const q_program_parts *parts) {
       .table_stride = parts->table_stride,
       .tiles = program->tiles,
   };
+  program->wanted_batch = program->batch;
+  program->wanted_batch.tiles = program->wanted_tiles;
   return program;
 }
 

@@ -57,13 +57,14 @@ typedef struct {
   q_epilogue to;
 } q_linear_op;
 
-/* Rotates queries and keys in place, writes keys and values to the cache, and attends. */
+/* Rotates queries and keys in place, writes keys and values to the cache, and attends; with ``wanted_only``, as in the
+ * last layer, for the tokens alone whose result is wanted. */
 typedef struct {
   q_attention layer;
   q_buffer qkv; /* float32: the heads of queries, of keys, of values */
   q_buffer out; /* [heads][head_dim] of out_type */
   const float *cos, *sin; /* [positions][rotary_dim / 2], or NULL */
-  int32_t rotary_dim, interleaved, out_type;
+  int32_t rotary_dim, interleaved, out_type, wanted_only;
 } q_attend_op;
 
 /* The rows whose result is wanted, to the rows of the tail: ``bytes`` of each, of two matrices. */
