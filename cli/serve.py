@@ -68,9 +68,9 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
 
 def _is_ready(supervisor: Supervisor, stop: threading.Event) -> bool:
     """Wait until the server is ready. False where it is to end first. Raises LaunchError."""
-    while not stop.wait(POLL_S):
+    while not stop.is_set():
         with suppress(TimeoutError):
-            supervisor.wait_ready(0.0)
+            supervisor.wait_ready(POLL_S)
             return True
     return False
 

@@ -76,6 +76,7 @@ class Child:
         self.carry = b""
         self.error: str | None = None  # its last `quire.X: error:` line
         self.drained = threading.Event()  # all it printed has been read
+        self.drained.set()
 
     def _become(self, state: State) -> None:
         if (self.state, state) not in TRANSITIONS:
@@ -190,6 +191,16 @@ class Child:
         if self.code == -signal.SIGKILL and not self.killed:
             how += ", probably out of memory"
         return self.error or f"quire.{self.service} {how}; what it said is above."
+
+
+def has_room(children: Sequence[Child], cores: int) -> bool:
+    """Whether one more of ``children`` may be started for the first time.
+
+    No more load at once than there are cores: the rest would only hold up the workers, which take longest. One beside
+    the workers may always.
+    """
+    loading = [child.service for child in children if child.state is State.LOADING]
+    return len(loading) < max(cores, loading.count("gpu_worker") + 1)
 
 
 def spokesman(children: Sequence[Child]) -> Child:

@@ -57,3 +57,8 @@ def devices_of(count: int, device: str) -> list[str]:
 def import_path() -> str:
     """PYTHONPATH with which a child finds what this process can import: a script's own folder, say."""
     return os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
+
+
+def cpu_count() -> int:
+    """How many cores this process and its children may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,6 +18,7 @@ import logging
 import os
 import selectors
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -32,14 +33,16 @@ from ...proto.group import check_split
 from ...proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ...proto.standstill import Standstill
 from ...proto.wire.sockets import load_keys
-from .child import Child, State, record_exit, say, without_errors
-from .commands import command_of, devices_of, free_port, import_path
+from .child import Child, State, has_room, record_exit, say, without_errors
+from .commands import command_of, cpu_count, devices_of, free_port, import_path
 from .decision import GiveUp, Leave, decide
 from .rundir import make_run_dir, remove_after
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+START_POLL_S = 0.02
+"""How often a server that starts is looked after: each process waits for the one before, and its user for the last."""
 WATCH_S = 0.2
 """How often a server that is ready is looked after. Each look costs 0.2 ms of a core, and most find nothing."""
 GRACE_S = {"frontend": 5.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 5.0}
@@ -124,7 +127,8 @@ class Supervisor:
     # ------------------------------------------------------------ start
 
     def start(self) -> None:
-        """Start every process at once; ``wait_ready`` says when they are of use. Raises LaunchError, ConfigError."""
+        """Start as many processes at once as there are cores, and the others as soon as those serve: ``wait_ready``
+        does that, and says when they are of use. Raises LaunchError, ConfigError."""
         try:
             if self.http:
                 self.args.port = free_port(self.args.host, self.args.port)
@@ -132,8 +136,7 @@ class Supervisor:
                 self.args.scheduler = "ipc://" + self.make_run_dir()
             self._read_end, self._alive_fd = os.pipe()
             self._children = self._plan()
-            for child in self._children:
-                self._spawn(child)
+            self.check(starting=True)
             threading.Thread(target=self._pump, name="quire-stderr", daemon=True).start()
         except BaseException:
             self.close()
@@ -154,8 +157,8 @@ class Supervisor:
             environment.update(COLUMNS=str(size.columns), LINES=str(size.lines))
         counts = {
             "gpu_worker": args.data_parallel_size * self._ranks,  # first: these take longest, to import torch
-            "scheduler": 1, "detokenizer": args.detokenizer_count,
-            "frontend": args.api_server_count if self.http else 0,
+            "scheduler": 1, "frontend": args.api_server_count if self.http else 0,
+            "detokenizer": args.detokenizer_count,
         }  # fmt: skip
         devices = devices_of(counts["gpu_worker"], args.device)
         children = []
@@ -214,7 +217,7 @@ class Supervisor:
                 self._check_start()
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"not ready within {timeout:g} s; the log above says how far it came.")
-                time.sleep(POLL_S)
+                time.sleep(START_POLL_S)
             self._was_ready = True
 
     def _check_start(self) -> None:
@@ -225,17 +228,17 @@ class Supervisor:
             self.check(starting=not self._was_ready)
 
     def _healthy(self) -> bool:
-        import http.client  # only now: the processes start sooner without it
-
-        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.args.host, self.args.host)
-        connection = http.client.HTTPConnection(host, self.args.port, timeout=2)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+        """Whether /health says so. It is not asked before one of each service has begun to serve."""
+        begun = {child.service for child in self._children if child.state in (State.SERVING, State.LEFT)}
+        if any(child.service not in begun for child in self._children):
             return False
-        finally:
-            connection.close()
+        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.args.host, self.args.host)
+        try:  # by hand: to import http.client takes longer than all the rest
+            with socket.create_connection((host, self.args.port), timeout=2) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                return b" 200 " in connection.makefile("rb").readline()
+        except OSError:
+            return False
 
     # ------------------------------------------------------------ watch
 
@@ -258,7 +261,8 @@ class Supervisor:
             self._check_silence(child)
         self._handle_exits(children, starting)
         for child in children:
-            if child.is_due():
+            first = child.state is State.NEW and not self._closed and has_room(self._children, cpu_count())
+            if first or child.is_due():
                 self._spawn(child)
 
     def _check_silence(self, child: Child) -> None:

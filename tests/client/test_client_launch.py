@@ -30,6 +30,7 @@ def program(code):
 @pytest.fixture
 def make_stack(monkeypatch):
     """A Supervisor whose children run the given programs: make_stack(scheduler="...", gpu_worker="...")."""
+    monkeypatch.setattr(launch, "cpu_count", lambda: 8)
     stacks = []
 
     def make(**programs):
@@ -287,14 +288,14 @@ def test_commands(tmp_path, monkeypatch):
     stack = Supervisor(args, http=True)
     children = stack._plan()
     services = [child.service for child in children]
-    assert services == ["gpu_worker", "gpu_worker", "scheduler", "detokenizer", "detokenizer", "frontend"]
+    assert services == ["gpu_worker", "gpu_worker", "scheduler", "frontend", "detokenizer", "detokenizer"]
     for child in children:
         assert child.command[:4] == [sys.executable, "-P", "-m", f"quire.{child.service}"]
         assert "--scheduler=ipc:///x" in child.command and "secret" not in " ".join(child.command)
-    assert children[-1].environment["QUIRE_API_KEY"] == "secret"
+    assert children[3].environment["QUIRE_API_KEY"] == "secret"
     assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in children[:2]] == ["0", "1"]
     assert any(word.endswith("/demo_model") for word in children[0].command)
-    assert "--served-model-name=quire-demo" in children[-1].command
+    assert "--served-model-name=quire-demo" in children[3].command
     assert children[0].environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
     named = Supervisor(EngineArgs(logits_processor=["a:f", "b:g"], skip_tokenizer_init=True, max_logprobs=5))
     command = {child.service: child for child in named._plan()}

@@ -25,6 +25,7 @@ SERVES = "from quire.proto.process import tell_ready; tell_ready();"
 def make_stack(monkeypatch):
     """A started Supervisor of small programs: make_stack(("scheduler", code), ("gpu_worker", code, 0))."""
     monkeypatch.setattr(decision, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(launch, "cpu_count", lambda: 8)
     stacks = []
 
     def make(*programs):
@@ -53,6 +54,30 @@ def test_what_is_killed_while_the_server_starts_is_started_again(make_stack):
     for pid in before:
         os.kill(pid, signal.SIGKILL)
     stack.wait_ready(60, lambda: len(stack.pids) == 3 and not before & set(stack.pids))
+
+
+def test_no_more_load_at_once_than_there_are_cores(make_stack, monkeypatch, tmp_path):
+    """The frontend waits until the scheduler serves. One beside the workers may always load."""
+    serves = tmp_path / "serves"
+    gate = f"import os, time\nwhile not os.path.exists({str(serves)!r}): time.sleep(0.01)\n{SERVES}{SLEEP}"
+    programs = ("gpu_worker", SLEEP), ("gpu_worker", SLEEP), ("scheduler", gate), ("frontend", SLEEP)
+    for cores, at_first in ((1, 3), (2, 3), (3, 3), (4, 4)):
+        monkeypatch.setattr(launch, "cpu_count", lambda cores=cores: cores)
+        serves.unlink(missing_ok=True)
+        stack = make_stack(*programs)
+        stack.check(starting=True)
+        assert list(stack.pids.values()) == [service for service, _ in programs[:at_first]]
+        serves.touch()
+        wait_until(lambda stack=stack: stack.check(starting=True) or len(stack.pids) == 4, "all are started", 60)
+        stack.close()
+
+
+def test_what_was_not_started_yet_is_not_waited_for_at_the_end(make_stack, monkeypatch):
+    monkeypatch.setattr(launch, "cpu_count", lambda: 1)
+    stack = make_stack(("scheduler", SLEEP), ("frontend", SLEEP))
+    scheduler, frontend = stack._children
+    stack.close()
+    assert scheduler.dead() and frontend.state is State.NEW and frontend.drained.is_set()
 
 
 def test_the_rest_of_a_replica_that_was_killed_is_no_reason_either(make_stack):
