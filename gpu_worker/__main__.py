@@ -3,12 +3,11 @@
 import gc
 import sys
 
-from .early import open_torch, set_environment
+from .early import set_environment
 
 if __name__ == "__main__":
     gc.disable()  # until all is imported: see proto.process.collect_from_now
     set_environment()
-    open_torch()
     from .main import main
 
     sys.exit(main())

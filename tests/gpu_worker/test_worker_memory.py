@@ -143,18 +143,6 @@ def test_the_environment_is_set_before_torch_and_the_users_stays():
     assert out.stdout.split() == ["0", "5"]
 
 
-def test_torch_is_imported_as_ever_after_its_libraries_were_opened_by_a_thread():
-    """In a process of its own: the libraries are there before Python's part of torch is, and compute."""
-    code = (
-        "import sys, threading; from quire.gpu_worker.early import open_torch; open_torch();"
-        "[each.join() for each in threading.enumerate() if each.name == 'libraries'];"
-        "print('libtorch_cpu' in open('/proc/self/maps').read(), 'torch' in sys.modules);"
-        "import torch; print((torch.ones(2, 3) @ torch.ones(3, 1)).tolist())"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.splitlines() == ["True False", "[[3.0], [3.0]]"]
-
-
 def test_cuda_where_there_is_none():
     if torch.cuda.is_available():
         pytest.skip("there is one")
