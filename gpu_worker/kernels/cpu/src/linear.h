@@ -13,12 +13,24 @@ typedef struct {
 
 static inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 
-/* Panels that a thread takes at a time from a product's counter. Even, because with few rows two panels go together;
- * many with many rows, because a block of the rows is then read once for all of them. */
+/* Panels that a thread takes at a time from a product's counter. Even with few rows, because two panels go together
+ * then; many with many rows, because a block of the rows is then read once for all of them. */
 static inline int32_t q_linear_share(const q_weight *weight, int32_t rows) {
   if (weight->panels >= 256) return 8;
   if (rows < 64) return rows <= 6 ? 4 : 2;
   return weight->panels >= 64 ? 8 : weight->panels >= 16 ? 4 : 2;
+}
+
+/* The same for a team that does nothing beside: fewer where all of its threads then end sooner. Seven shares of four
+ * panels keep one of two threads for 16 panels, fourteen of two both for 14. */
+static inline int32_t q_team_share(const q_weight *weight, int32_t rows, int32_t threads) {
+  int32_t panels = weight->panels, share = q_linear_share(weight, rows), step = rows < 64 ? 2 : 1, best = share;
+  if (threads == 1 || panels >= 256) return share;
+  for (int32_t least_time = panels; share >= 2; share -= step) {
+    int32_t shares = (panels + share - 1) / share, time = (shares + threads - 1) / threads * share;
+    if (time < least_time) least_time = time, best = share;
+  }
+  return best;
 }
 
 /* The products of one type, all as ``linear`` in q_kernels. */

@@ -20,7 +20,7 @@ typedef struct {
 
 static void run_linear(void *argument, int id, int threads) {
   linear_task *task = argument;
-  int32_t share = q_linear_share(task->weight, task->rows), panels = task->weight->panels;
+  int32_t share = q_team_share(task->weight, task->rows, threads), panels = task->weight->panels;
   for (int32_t first; (first = q_take(&task->next, share)) < panels;) {
     int32_t last = first + share < panels ? first + share : panels;
     q_kernel->linear(task->weight, task->x, task->rows, task->to, first, last);

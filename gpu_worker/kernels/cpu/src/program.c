@@ -235,7 +235,7 @@ static void run_rows(worker *self, const q_op *ops, int32_t count, int32_t rows)
 /* A product: each item is some panels of the weight with all rows. Pairs of panels are multiplied together where rows
  * are few (linear.c). */
 static void run_linear(worker *self, const q_linear_op *op, int32_t rows) {
-  int32_t panels = op->weight->panels, size = q_linear_share(op->weight, rows);
+  int32_t panels = op->weight->panels, size = q_team_share(op->weight, rows, self->threads);
   for (int32_t first; (first = take(self, size)) < panels;) {
     int32_t last = first + size < panels ? first + size : panels;
     q_kernel->linear(op->weight, &op->rows, rows, &op->to, first, last);
@@ -275,8 +275,9 @@ static void run_attend(worker *self, const q_attend_op *op) {
       write_tile(program, op, &program->tiles[item / heads], item % heads);
     next_phase(self);
   }
+  /* The last tiles of a prompt see most keys: first come those that take longest, so that the threads end together. */
   for (int32_t item; (item = take(self, 1)) < items;) {
-    int32_t tile = item / heads, head = item % heads;
+    int32_t tile = batch->num_tiles - 1 - item / heads, head = item % heads;
     if (!write_first) write_tile(program, op, &batch->tiles[tile], head);
     q_kernel->attention(&op->layer, batch, tile, head, 0, (const float *)op->qkv.data, op->qkv.stride,
                         op->out.data, op->out.stride, op->out_type);
