@@ -9,14 +9,15 @@ slower with two threads than with one.
 The native kernels have threads of their own (``kernels/cpu/src/team.c``), as many, which spin for microseconds alone.
 Even so a small model had better leave the other core to the other processes: where they kept two cores busy, the median
 decode step of one row of 5 million parameters in bfloat16 took 0.27 ms with one thread and 1.2 ms with two (the fastest
-0.16 and 0.11 ms).
+0.16 and 0.11 ms). A long prompt's prefill is another matter: 256 of its tokens, from the 1,000th on, took 17 ms with
+one thread and 10 with two where the other core was free, so the longest steps take all threads (``choose_long_steps``).
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..proto.checkpoint.model_config import ModelConfig
 from ..proto.config import ConfigError
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 SMALL_MODEL = 30_000_000
-"""Parameters below which a step is so short that a second thread costs more in waking than it saves."""
+"""Parameters below which a decode is so short that a second thread costs more in waking than it saves."""
+LONG_STEP = 1_500_000_000
+"""Parameters times tokens from which on a step of a small model, a long prefill, is worth all threads all the same."""
 
 
 def usable_cores() -> int:
@@ -86,6 +89,21 @@ def choose_threads(asked: int | None, cores: int, parameters: int) -> int:
     if parameters < SMALL_MODEL:
         return 1
     return cores if cores <= 2 else cores - 1
+
+
+class LongSteps(NamedTuple):
+    """Steps of at least ``tokens`` tokens take ``threads`` threads, and shorter ones take one."""
+
+    tokens: int
+    threads: int
+
+
+def choose_long_steps(asked: int | None, cores: int, parameters: int) -> LongSteps | None:
+    """Which steps of a small model take as many threads as a large model's; None where all take the same number."""
+    threads = choose_threads(asked, cores, SMALL_MODEL)
+    if threads == choose_threads(asked, cores, parameters):
+        return None
+    return LongSteps(-(-LONG_STEP // parameters), threads)
 
 
 def choose_device(name: str) -> torch.device:

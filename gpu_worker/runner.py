@@ -23,6 +23,7 @@ import torch
 
 from ..proto.messages import StepPlan
 from .batch import StepBatch
+from .device import LongSteps
 from .graphs import CudaRecorder, DecodeGraphs, capture_sizes
 from .kv_cache import KVCache
 from .models.program import Program, program_of
@@ -49,13 +50,14 @@ class Runner:
 
     def __init__(
         self, model: Model, state: RowState, kv: KVCache, max_tokens: int, pooler: Pooler | None = None,
-        group: Group | None = None,
+        group: Group | None = None, long: LongSteps | None = None,
     ):  # fmt: skip
-        """With a ``pooler`` nothing is generated. ``group``: the processes this one shares the model with."""
+        """With a ``pooler`` nothing is generated. ``group``: the processes this one shares the model with. ``long``:
+        which steps on a CPU take more threads than one; None: all take torch's number."""
         self.group = group or Group()
         self.model, self.state, self.kv = model, state, kv
         self.max_tokens = max_tokens
-        self.program = program_of(model, kv, state.tokens, state.tables, max(state.max_rows, PROMPT_SLICE))
+        self.program = program_of(model, kv, state.tokens, state.tables, max(state.max_rows, PROMPT_SLICE), long)
         self.graphs: DecodeGraphs | None = None
         self.pooler = pooler
         self._download = Download(state.max_rows, state.device)

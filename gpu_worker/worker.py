@@ -36,6 +36,7 @@ from ..proto.params import MAX_BEAMS, SamplingParams
 from ..proto.pooling import PoolingParams
 from ..proto.process import tell_ready
 from ..proto.work import Generate, Pool, Work
+from .device import choose_long_steps, parameter_estimate, usable_cores
 from .graphs import capture_sizes
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
@@ -281,7 +282,8 @@ class Worker:
 
     def _runner_of(self, kv: KVCache, state: RowState, max_tokens: int) -> Runner:
         pooler = None if self._pooler is None else Pooler(self._pooler, self._model)
-        return Runner(self._model, state, kv, max_tokens, pooler, self._group)
+        long = choose_long_steps(self._args.cpu_threads, usable_cores(), parameter_estimate(self._config))
+        return Runner(self._model, state, kv, max_tokens, pooler, self._group, long)
 
     def _pass_on(self, message: Assign | Configure | StepPlan) -> None:
         """To the other processes of this replica, before it is done here."""

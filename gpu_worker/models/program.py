@@ -7,6 +7,7 @@ from ctypes import byref
 import numpy as np
 import torch
 
+from ..device import LongSteps
 from ..kernels.cpu import program as native
 from ..kernels.cpu.attention import native_layout
 from ..kv_cache import KVCache
@@ -16,14 +17,16 @@ from .model import Model
 from .program_builder import Builder
 
 
-def program_of(model: Model, kv: KVCache, tokens: torch.Tensor, tables: torch.Tensor, outputs: int) -> Program | None:
+def program_of(
+    model: Model, kv: KVCache, tokens: torch.Tensor, tables: torch.Tensor, outputs: int, long: LongSteps | None = None
+) -> Program | None:
     """The ``Program`` of ``model``, or None where torch runs its steps: on a GPU, without the native kernels, of one of
     several processes, and of a model that is no ``Decoder``."""
     if not isinstance(model, Decoder) or model.group.shard != WHOLE:
         return None
     if not all(native_layout(k, v) for k, v in zip(kv.k, kv.v, strict=True)):
         return None
-    return Program(model, kv, tokens, tables, outputs)
+    return Program(model, kv, tokens, tables, outputs, long)
 
 
 class Program:
@@ -34,11 +37,15 @@ class Program:
         tokens: int32 [rows, length], each row's token ids.
         tables: int32 [rows, blocks], each row's block table.
         outputs: most rows whose logits are computed at a time.
+        long: which steps take more threads than one; None: all take torch's number.
 
     What the methods give is theirs, and valid until the next call. Not thread-safe.
     """
 
-    def __init__(self, model: Decoder, kv: KVCache, tokens: torch.Tensor, tables: torch.Tensor, outputs: int) -> None:
+    def __init__(
+        self, model: Decoder, kv: KVCache, tokens: torch.Tensor, tables: torch.Tensor, outputs: int,
+        long: LongSteps | None = None,
+    ) -> None:  # fmt: skip
         spec = model.whole
         vocabulary = spec.vocab_size if spec.outputs < 0 else spec.outputs
         # Pages that the system provides on first touch: most steps have few outputs.
@@ -54,10 +61,12 @@ class Program:
         parts = native.Parts(
             block_size=kv.block_size, outputs=max(native.PASS, outputs), result=result.buffer,
             hidden_size=result.width, tokens=tokens.data_ptr(), tables=tables.data_ptr(),
-            token_stride=tokens.stride(0), table_stride=tables.stride(0),
+            token_stride=tokens.stride(0), table_stride=tables.stride(0), together=long.tokens if long else 0,
         )  # fmt: skip
+        threads = long.threads if long else torch.get_num_threads()
         self._keep = (callback, kv, tokens, tables)
-        self._program = native.NativeProgram(parts, builder.body, builder.tail, builder.head, torch.get_num_threads())
+        self._program = native.NativeProgram(parts, builder.body, builder.tail, builder.head, threads)
+        self.threads_of = self._program.threads_of
         self._columns = [np.zeros(len(tokens), np.int64) for _ in range(3)]
         self._outputs = np.zeros(outputs, np.int64)
         self._outputs_at = self._outputs.ctypes.data  # numpy takes a microsecond to say

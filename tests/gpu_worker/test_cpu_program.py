@@ -14,6 +14,7 @@ import torch
 from cpu_kernels import VARIANTS, using
 from program_rig import CPU, LENGTH, ProgramRig
 
+from quire.gpu_worker.device import LongSteps
 from quire.gpu_worker.kernels.cpu.library import library
 from quire.gpu_worker.kernels.cpu.program import KINDS
 from quire.gpu_worker.layers.linear import Linear
@@ -44,9 +45,9 @@ def load(row: str, folder: Path, dtype: torch.dtype, quantization: str | None = 
     return model
 
 
-def filled(model: Decoder, seed: int = 0) -> ProgramRig:
+def filled(model: Decoder, seed: int = 0, long: LongSteps | None = None) -> ProgramRig:
     """A rig whose first rows hold prompts of the lengths of PROMPTS, always the same ones."""
-    rig, generator = ProgramRig(model, seed), np.random.default_rng(1)
+    rig, generator = ProgramRig(model, seed, long), np.random.default_rng(1)
     for row, length in enumerate(PROMPTS):
         rig.admit(row, generator.integers(0, model.whole.vocab_size, length).tolist())
     return rig
@@ -113,6 +114,19 @@ def test_a_token_does_not_depend_on_threads_or_blocks(row: str, dtype: torch.dty
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("row", ["llama", "qwen2-moe"])
+def test_long_steps_take_more_threads_and_give_the_same_bits(row: str, tmp_path: Path) -> None:
+    model = load(row, tmp_path, torch.bfloat16)
+    alone = filled(model, long=LongSteps(tokens=1000, threads=3))
+    mixed = filled(model, long=LongSteps(tokens=40, threads=3))
+    assert [mixed.program.threads_of(tokens) for tokens in (1, 39, 40, 300)] == [1, 1, 3, 3]
+    assert alone.program.threads_of(300) == 1
+    assert torch.equal(mixed.every(WHOLE), alone.every(WHOLE))
+    # A long step after a short one, and the other way round: nobody is left waiting at a barrier.
+    for work in ([(1, 39, 1)], [(3, 0, 200)], [(3, 200, 40), (4, 0, 17)], [(3, 240, 1), (1, 39, 1)]) * 20:
+        assert torch.equal(mixed.logits(work), alone.logits(work))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -123,6 +123,20 @@ def test_threads(asked, cores, parameters, threads, monkeypatch):
     assert device.choose_threads(asked, cores, parameters) == (asked or 5)
 
 
+@pytest.mark.parametrize(
+    ("asked", "cores", "parameters", "long"),
+    [
+        (None, 2, 5_000_000, (300, 2)), (None, 8, 7_000_000, (215, 7)), (None, 1, 5_000_000, None),
+        (None, 8, 10**9, None), (1, 8, 5_000_000, None), (3, 8, 5_000_000, None),
+    ],
+)  # fmt: skip
+def test_a_long_step_of_a_small_model_takes_the_threads_of_a_large_one(asked, cores, parameters, long, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert device.choose_long_steps(asked, cores, parameters) == long
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert device.choose_long_steps(asked, cores, parameters) is None
+
+
 def test_parameter_estimate():
     hf = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
           "num_hidden_layers": 24}  # fmt: skip

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from quire.gpu_worker.batch import StepBatch
+from quire.gpu_worker.device import LongSteps
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.models.decoder import Decoder
 from quire.gpu_worker.models.program import Program
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 class ProgramRig:
     """``ROWS`` rows whose blocks are scattered over the cache in an order drawn from ``seed``."""
 
-    def __init__(self, model: Decoder, seed: int = 0) -> None:
+    def __init__(self, model: Decoder, seed: int = 0, long: LongSteps | None = None) -> None:
         self.model = model
         self.kv = KVCache(model.spec, BLOCKS, BLOCK, model.dtype, CPU)
         for page in self.kv.k + self.kv.v:  # garbage, though finite, where nothing was written: it must never be seen
@@ -25,7 +26,7 @@ class ProgramRig:
         self.tokens = torch.zeros((ROWS, LENGTH + 1), dtype=torch.int32)
         self.tables = torch.zeros((ROWS, LENGTH // BLOCK), dtype=torch.int32)
         self.free = np.random.default_rng(seed).permutation(BLOCKS).tolist()
-        self.program = Program(model, self.kv, self.tokens, self.tables, ROWS)
+        self.program = Program(model, self.kv, self.tokens, self.tables, ROWS, long)
 
     def admit(self, row: int, ids: list[int]) -> None:
         """Let ``row`` hold ``ids``, in other blocks than before."""

@@ -199,15 +199,16 @@ class Parts(Structure):
     """q_program_parts."""
 
     _fields_ = [
-        ("team", c_void_p), ("body", c_void_p), ("tail", c_void_p), ("head", c_void_p), ("body_ops", c_int32),
-        ("tail_ops", c_int32), ("head_ops", c_int32), ("block_size", c_int32), ("outputs", c_int32),
+        ("team", c_void_p), ("together", c_int32), ("body", c_void_p), ("tail", c_void_p), ("head", c_void_p),
+        ("body_ops", c_int32), ("tail_ops", c_int32), ("head_ops", c_int32), ("block_size", c_int32),
+        ("outputs", c_int32),
         ("result", Buffer), ("hidden_size", c_int64), ("tokens", c_void_p), ("tables", c_void_p),
         ("token_stride", c_int64), ("table_stride", c_int64),
     ]  # fmt: skip
 
 
 class NativeProgram:
-    """Three lists of operations, ready to run. ``parts`` has everything but the lists and the team."""
+    """Three lists of operations, ready to run. ``parts`` has everything but the lists and the team of ``threads``."""
 
     def __init__(
         self, parts: Parts, body: Sequence[Structure], tail: Sequence[Structure], head: Sequence[Structure],
@@ -233,6 +234,8 @@ class NativeProgram:
         """(a Step by reference) -> 0, or what the call returned that failed."""
         self.run_head: Callable[[int, object], int] = functools.partial(self._library.c.q_program_head, address)
         """(rows, nanoseconds or None) -> the same."""
+        self.threads_of: Callable[[int], int] = functools.partial(self._library.c.q_program_threads, address)
+        """(tokens of a step) -> how many threads run it."""
 
 
 @functools.cache
@@ -252,5 +255,6 @@ def _native() -> Library:
     found.c.q_program_free.argtypes = (c_void_p,)
     found.c.q_program_free.restype = None
     found.c.q_program_run.argtypes = (c_void_p, ctypes.POINTER(Step))
+    found.c.q_program_threads.argtypes = (c_void_p, c_int64)
     found.c.q_program_head.argtypes = (c_void_p, c_int32, c_void_p)
     return found

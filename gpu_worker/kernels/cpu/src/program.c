@@ -206,7 +206,7 @@ static void run_row(const q_program *program, const q_op *op, int32_t row) {
 /* Waits for the others; then the next phase's items can be taken. */
 static void next_phase(worker *self) {
   q_program *program = self->program;
-  q_team_barrier(program->parts.team);
+  if (self->threads > 1) q_team_barrier(program->parts.team);
   /* Nobody takes from this counter until another barrier is behind everybody. */
   if (self->id == 0) atomic_store_explicit(&program->taken[self->phase & 1].value, 0, memory_order_relaxed);
   self->phase++;
@@ -368,15 +368,20 @@ static void run_hidden(worker *self) {
            (size_t)parts->hidden_size * sizeof(float));
 }
 
+/* The tokens of a step. */
+static int64_t tokens_of(const q_step *step) {
+  int64_t tokens = 0;
+  for (int32_t row = 0; row < step->rows; row++) tokens += step->count[row];
+  return tokens;
+}
+
 /* A thread's part of a step. */
 static void run_step(void *argument, int id, int threads) {
   q_program *program = argument;
   const q_program_parts *parts = &program->parts;
   const q_step *step = program->step;
   worker self = {program, id, threads, 0};
-  int64_t tokens = 0;
-  for (int32_t row = 0; row < step->rows; row++) tokens += step->count[row];
-  for (int64_t done = 0; done < tokens; done += Q_PASS) {
+  for (int64_t done = 0, tokens = tokens_of(step); done < tokens; done += Q_PASS) {
     if (id == 0) {
       fill_pass(program);
       find_wanted(program);
@@ -391,13 +396,25 @@ static void run_step(void *argument, int id, int threads) {
   run_section(&self, parts->head, parts->head_ops, step->outputs, step->nanoseconds);
 }
 
+int32_t q_program_threads(const q_program *program, int64_t tokens) {
+  return tokens < program->parts.together ? 1 : q_team_threads(program->parts.team);
+}
+
+/* ``task`` for a step of ``tokens`` tokens, on as many threads as it is worth. */
+static void run_task(q_program *program, q_task task, int64_t tokens) {
+  atomic_store(&program->taken[0].value, 0);
+  atomic_store(&program->taken[1].value, 0);
+  if (q_program_threads(program, tokens) == 1)
+    task(program, 0, 1);
+  else
+    q_team_run(program->parts.team, task, program);
+}
+
 int32_t q_program_run(q_program *program, const q_step *step) {
   program->step = step;
   program->failed = program->next_row = program->next_output = program->batch.tokens = 0;
   program->next_token = program->tokens_before = 0;
-  atomic_store(&program->taken[0].value, 0);
-  atomic_store(&program->taken[1].value, 0);
-  q_team_run(program->parts.team, run_step, program);
+  run_task(program, run_step, tokens_of(step));
   return program->failed;
 }
 
@@ -413,9 +430,7 @@ int32_t q_program_head(q_program *program, int32_t rows, int64_t *nanoseconds) {
   q_step step = {.outputs = rows, .nanoseconds = nanoseconds};
   program->step = &step;
   program->failed = 0;
-  atomic_store(&program->taken[0].value, 0);
-  atomic_store(&program->taken[1].value, 0);
-  q_team_run(program->parts.team, run_head, program);
+  run_task(program, run_head, rows);
   return program->failed;
 }
 

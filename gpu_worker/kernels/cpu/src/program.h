@@ -228,6 +228,7 @@ typedef struct q_program q_program;
 /* What a program is made of; the lists stay the caller's. */
 typedef struct {
   q_team *team;
+  int32_t together; /* a step of so many tokens is for the whole team; a shorter one is the caller's alone */
   const q_op *body, *tail, *head;
   int32_t body_ops, tail_ops, head_ops;
   int32_t block_size, outputs; /* tokens of a block; rows that the tail's buffers have, at least Q_PASS */
@@ -240,6 +241,8 @@ typedef struct {
 /* NULL where there is no memory. */
 Q_EXPORT q_program *q_program_new(const q_program_parts *parts);
 Q_EXPORT void q_program_free(q_program *program);
+/* How many threads run a step of ``tokens`` tokens. Its result has the same bits with any number. */
+Q_EXPORT int32_t q_program_threads(const q_program *program, int64_t tokens);
 /* One step. Returns 0, or what the call returned that failed. */
 Q_EXPORT int32_t q_program_run(q_program *program, const q_step *step);
 /* The head of ``rows`` rows that lie in ``parts.result``. */
