@@ -392,3 +392,13 @@ def default_run_dir() -> str:
     """The folder for socket files when none is named: one for each user, so four shells find each other."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return os.path.join(base, "quire") if base else os.path.join(tempfile.gettempdir(), f"quire-{os.getuid()}")
+
+
+def check_split(heads: object, layers: object, size: int, stages: int) -> None:
+    """Raises ConfigError where a model of so many attention heads and layers cannot be shared out so."""
+    if isinstance(heads, int) and heads % size:
+        raise ConfigError(
+            f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({size})."
+        )
+    if isinstance(layers, int) and stages > layers:
+        raise ConfigError(f"Pipeline parallel size ({stages}) must be at most the model's number of layers ({layers}).")

@@ -1,9 +1,8 @@
 """What the processes of one replica tell each other (``gpu_worker/parallel/group_link.py``): beside what comes of the
-scheduler (Assign, Configure, StepPlan) and its answers (Loaded, Ready), how they meet. And how many there can be."""
+scheduler (Assign, Configure, StepPlan) and its answers (Loaded, Ready), how they meet."""
 
 from __future__ import annotations
 
-from .config import ConfigError
 from .messages import Assign, Bye, Configure, Drain, Heartbeat, Loaded, Message, Ready, StepPlan
 
 
@@ -28,13 +27,3 @@ FromLeader = Meet | Assign | Configure | StepPlan | Drain | Heartbeat | Bye
 
 ToLeader = Join | Loaded | Ready | Drain | Bye
 """another process -> leader. Drain: it was asked to end."""
-
-
-def check_split(heads: object, layers: object, size: int, stages: int) -> None:
-    """Raises ConfigError where a model of so many attention heads and layers cannot be shared out so."""
-    if isinstance(heads, int) and heads % size:
-        raise ConfigError(
-            f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({size})."
-        )
-    if isinstance(layers, int) and stages > layers:
-        raise ConfigError(f"Pipeline parallel size ({stages}) must be at most the model's number of layers ({layers}).")

@@ -76,17 +76,18 @@ def test_services_load_only_what_they_use():
         "uvloop",
         "prometheus_client",
         "asyncio",
+        "zmq",
     }
     allowed = {
         "quire": set(),
-        "quire.scheduler.loop": {"numpy"},
-        "quire.detokenizer.loop": {"tokenizers", "jinja2", "asyncio"},
-        "quire.frontend.app": {"aiohttp", "uvloop", "prometheus_client", "asyncio"},
-        "quire.client.engine": {"asyncio"},
+        "quire.scheduler.loop": {"numpy", "zmq"},
+        "quire.detokenizer.loop": {"tokenizers", "jinja2", "asyncio", "zmq"},
+        "quire.frontend.app": {"aiohttp", "uvloop", "prometheus_client", "asyncio", "zmq"},
+        "quire.client.engine": {"asyncio", "zmq"},
         "quire.client.supervisor.launch": set(),
         "quire.cli.main": set(),
-        "quire.gpu_worker.main": set(),
-        "quire.gpu_worker.runner": {"torch", "numpy", "asyncio"},
+        "quire.gpu_worker.main": {"zmq"},
+        "quire.gpu_worker.runner": {"torch", "numpy", "asyncio", "zmq"},
     }
     for module, may in allowed.items():
         code = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"

@@ -28,11 +28,9 @@ from collections.abc import Callable
 
 from ...proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
 from ...proto.checkpoint.pooler_config import pooler_of
-from ...proto.config import EngineArgs
-from ...proto.group import check_split
+from ...proto.config import EngineArgs, check_split
 from ...proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
 from ...proto.standstill import Standstill
-from ...proto.wire.sockets import load_keys
 from .child import Child, State, has_room, record_exit, say, without_errors
 from .commands import command_of, cpu_count, devices_of, free_port, import_path
 from .decision import GiveUp, Leave, decide
@@ -76,18 +74,18 @@ class Supervisor:
     """
 
     def __init__(self, args: EngineArgs, http: bool = False):
-        load_keys(args.keys)
+        if args.keys:
+            from ...proto.wire.keys import Keys  # with ZeroMQ, which a server's supervisor needs for nothing else
+
+            Keys.load(args.keys)
         served = args.served_model_name or [args.model or DEMO_MODEL]
         model = model_folder(args, weights=True)
         self.config = config_of(args, model)
         pooler, budget = pooler_of(self.config, args), args.max_num_batched_tokens
         if pooler is not None and pooler.whole:  # the longest prompt must fit one step
             budget = max(args.token_budget(), self.config.max_model_len)
-        hf = self.config.hf
-        check_split(
-            hf.get("num_attention_heads"), hf.get("num_hidden_layers"),
-            args.tensor_parallel_size, args.pipeline_parallel_size,
-        )  # fmt: skip
+        hf, split = self.config.hf, (args.tensor_parallel_size, args.pipeline_parallel_size)
+        check_split(hf.get("num_attention_heads"), hf.get("num_hidden_layers"), *split)
         folder = tokenizer_folder(args, model)
         tokenizer = None if folder == model else os.path.abspath(folder)
         self.http, self._keys = http, args.keys
@@ -207,6 +205,7 @@ class Supervisor:
             if is_ready is None and self.http:
                 is_ready = self._healthy
             elif is_ready is None:
+                from ...proto.wire.keys import load_keys
                 from ..background import EngineThread  # where the server has no port to ask
 
                 thread = EngineThread(self.address, load_keys(self._keys))

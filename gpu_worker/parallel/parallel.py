@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...proto.config import ConfigError
-from ...proto.group import check_split
+from ...proto.config import ConfigError, check_split
 from ..spec import WHOLE, DecoderSpec, Shard
 
 TIMEOUT = timedelta(hours=1)
