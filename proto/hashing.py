@@ -15,6 +15,8 @@ from hashlib import blake2b
 
 HASH_SIZE = 16
 ROOT = bytes(HASH_SIZE)
+_EMPTY = blake2b(digest_size=HASH_SIZE)
+"""A hash of nothing. To copy it is quicker than to make one, which reads a dozen arguments."""
 
 
 def root_of(cache_salt: str) -> bytes:
@@ -24,14 +26,16 @@ def root_of(cache_salt: str) -> bytes:
 
 def hash_block(parent: bytes, tokens: bytes) -> bytes:
     """The 16-byte hash of a full block; ``tokens`` are its int32 bytes, ``parent`` the previous block's hash."""
-    return blake2b(parent + tokens, digest_size=HASH_SIZE).digest()
+    made = _EMPTY.copy()
+    made.update(parent + tokens)
+    return made.digest()
 
 
 def noting(made: list[bytes]) -> Callable[[bytes, bytes], bytes]:
     """A ``hash_block`` that also adds to ``made`` what it makes."""
 
     def noted(parent: bytes, tokens: bytes) -> bytes:
-        made.append(digest := blake2b(parent + tokens, digest_size=HASH_SIZE).digest())
+        made.append(digest := hash_block(parent, tokens))
         return digest
 
     return noted

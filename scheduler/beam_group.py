@@ -106,12 +106,10 @@ class BeamGroup(Sequence):
 
     # -- what it holds
 
-    def start(
-        self, replica: int, columns: Columns, rows: list[int], blocks: list[int], computed: int, block_size: int
-    ) -> None:
+    def start(self, replica: int, columns: Columns, rows: list[int], blocks: list[int], computed: int) -> None:
         """As for any sequence, with rows for all beams to come. Its counters are in the first."""
         self.spare, self.filled = rows[1:], rows[:1]
-        super().start(replica, columns, rows, blocks, computed, block_size)
+        super().start(replica, columns, rows, blocks, computed)
 
     def holdings(self) -> Holdings:
         """Rows and blocks of all beams."""
@@ -137,9 +135,10 @@ class BeamGroup(Sequence):
         self.spare = []
         self._begin()
 
-    def set_horizon(self, block_size: int, scheduled: int, shared: bool = False) -> None:
-        """The planner always has to look."""
-        self.columns.horizon.set(self.row, 0)
+    def begin_decoding(self) -> None:
+        """As for any sequence, but the planner always has to look."""
+        self.prefilling = False
+        self.columns.look_at(self.row, 0)
 
     def check_look_ahead(self, block_size: int, refs: array[int]) -> None:
         """PoolError where the planner would not look."""
@@ -154,6 +153,11 @@ class BeamGroup(Sequence):
         shared = prompt_len // block_size
         return shared + self.width * (blocks_for(self.limit - 1, block_size) - shared)
 
+    @property
+    def end(self) -> int:
+        """Nothing is scheduled for its row: its beams are, one by one."""
+        return 0
+
     def spare_blocks(self, block_size: int) -> int:
         """Blocks that must be free beside the prompt's: for a step of all beams, after as much as it once held."""
         prompt = blocks_for(self.total, block_size)
@@ -165,7 +169,7 @@ class BeamGroup(Sequence):
         """A step's log-probs have come, one of each beam: choose the candidates."""
         if not self.beams:
             self.beams = [Beam(None, 0.0, 0, self.blocks, self.row)]
-            self.blocks = []
+            self.columns.forget_table(self.row)
         self.scores = scores
         streams = map(_children, self.beams, range(len(scores)), scores)
         self.candidates = list(islice(heapq.merge(*streams), 2 * self.width))

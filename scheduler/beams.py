@@ -50,7 +50,8 @@ def plan_beams(books: Books, replica: Replica, draft: Draft, group: BeamGroup) -
     for source, row in forks:
         draft.fork(source, row, group.seed())
     for beam in group.beams:
-        draft.own_block(pool, beam.row, beam.blocks, slot)
+        last = beam.blocks[slot] if slot < len(beam.blocks) else None
+        beam.blocks[slot:] = [draft.own_block(pool, beam.row, slot, last)]
         assert beam.node is not None
         draft.append_token(beam.row, beam.node.token)
     draft.search(group)

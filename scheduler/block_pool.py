@@ -14,6 +14,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 def blocks_for(tokens: int, block_size: int) -> int:
     """Blocks that hold the keys and values of so many tokens."""
@@ -59,6 +62,26 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
+    def allocate_many(self, count: int) -> list[int]:
+        """So many blocks, as by ``allocate``."""
+        if count > self.free_count:
+            raise PoolError(f"no free block: {count} are asked for and {self.free_count} left")
+        following, hash_of, refs = self._next, self._hash_of, self.refs
+        head = block = self.num_blocks
+        blocks = []
+        for _ in range(count):
+            block = following[block]
+            blocks.append(block)
+            refs[block] = 1
+            block_hash = hash_of[block]
+            if block_hash is not None:
+                del self._by_hash[block_hash]
+                hash_of[block] = None
+        after = following[head] = following[block]
+        self._prev[after] = head
+        self.free_count -= count
+        return blocks
+
     def share(self, block: int) -> None:
         """Hold ``block`` once more; a free one (a cached prefix) leaves the free list."""
         if self.refs[block] == 0:
@@ -67,22 +90,22 @@ class BlockPool:
 
     def release(self, block: int) -> None:
         """Hold ``block`` once less; at 0 it becomes free and keeps its hash. PoolError where nobody holds it."""
-        self.release_table((block,))
+        if self.refs[block] > 1:
+            self.refs[block] -= 1
+        else:
+            self.release_table([block])
 
     def release_table(self, blocks: Sequence[int]) -> None:
-        """Release a sequence's whole table, tail first."""
-        refs, hash_of, head = self.refs, self._hash_of, self.num_blocks
-        for block in reversed(blocks):
-            held = refs[block] - 1
-            if held < 0:
-                raise PoolError(f"block {block} is released twice")
-            refs[block] = held
-            if held:
-                continue
-            if hash_of[block] is None:
-                self._link(block, head, self._next[head])
-            else:
-                self._link(block, self._prev[head], head)
+        """Release a sequence's whole table, tail first. By numpy, as it may be long."""
+        table, refs, hash_of, head = np.array(blocks[::-1], np.int32), _view(self.refs), self._hash_of, self.num_blocks
+        held = refs[table] - 1
+        if (held < 0).any():
+            raise PoolError(f"block {table[held < 0][0]} is released twice")
+        refs[table] = held
+        free = table[held == 0].tolist()
+        plain = [block for block in free if hash_of[block] is None]
+        self._link(plain[::-1], head, self._next[head])  # the last released is the first to be reused
+        self._link([block for block in free if hash_of[block] is not None], self._prev[head], head)
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks that hold the longest cached prefix of ``hashes``, ``limit`` at most. Holds nothing yet."""
@@ -102,12 +125,11 @@ class BlockPool:
 
     def register(self, block: int, block_hash: bytes) -> None:
         """Let others find this held, full and committed block. The first block of a content stays its only one."""
-        if not self.caching or block_hash in self._by_hash:
+        if not self.caching or self._by_hash.setdefault(block_hash, block) != block:
             return
         former = self._hash_of[block]
-        if former is not None:
+        if former is not None and former != block_hash:
             del self._by_hash[former]
-        self._by_hash[block_hash] = block
         self._hash_of[block] = block_hash
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
@@ -146,7 +168,13 @@ class BlockPool:
         self._prev[after] = before
         self.free_count -= 1
 
-    def _link(self, block: int, before: int, after: int) -> None:
-        self._prev[block], self._next[block] = before, after
-        self._next[before] = self._prev[after] = block
-        self.free_count += 1
+    def _link(self, blocks: list[int], before: int, after: int) -> None:
+        """Put ``blocks`` into the free list, between two that are neighbours there."""
+        chain = np.array([before, *blocks, after], np.int32)
+        _view(self._next)[chain[:-1]] = chain[1:]
+        _view(self._prev)[chain[1:]] = chain[:-1]
+        self.free_count += len(blocks)
+
+
+def _view(column: array[int]) -> NDArray[np.int32]:
+    return np.frombuffer(column, np.int32)

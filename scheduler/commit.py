@@ -34,8 +34,8 @@ def commit_result(books: Books, replica: Replica, result: StepResult) -> None:
     books.finish_step(replica)
     if step.prompts or result.failed or result.logprobs:
         _pass_on(books, step, result, scores)
-    computed, drew = _commit_decodes(books, replica, step, tokens)
-    replica.register(computed + _commit_chunks(step))
+    drew = _commit_decodes(books, replica, step, tokens)
+    _commit_chunks(replica, step)
     drew += _commit_others(books, step, tokens, pooled)
     for last in drew:
         _end_by(books, *last)
@@ -151,10 +151,6 @@ def _pass_on(books: Books, step: Step, result: StepResult, beams: Container[int]
             books.outbox.logprobs(seq, record)
 
 
-Reached = tuple[Sequence, int]
-"""A sequence, and how many of its tokens are computed now."""
-
-
 class Last(NamedTuple):
     """A sequence's last token, and its place in its detokenizer's batch."""
 
@@ -163,29 +159,30 @@ class Last(NamedTuple):
     place: int
 
 
-def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) -> tuple[list[Reached], list[Last]]:
-    """One token more for each decode whose sequence has not left while the step was in flight. Returns those at their
-    milestone, and those that may end: they are as long as they may grow, or drew what ends somebody."""
+def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) -> list[Last]:
+    """One token more for each decode whose sequence has not left while the step was in flight. Returns those that may
+    end: they are as long as they may grow, or drew what ends somebody."""
     batch, starts, ends, tokens = step.decoded(tokens)
     if not batch:
-        return [], []
+        return []
     seqs = batch.seqs
-    due = replica.columns.decoded(batch.rows, starts, ends, tokens)
+    due = replica.columns.decoded(batch.rows, ends, tokens)
     books.outbox.decoded(batch, starts - batch.before_output, tokens)
     last = replica.stop_ids.among(tokens)
-    reached = [(seqs[at], ends.item(at)) for at in due]
-    if due:
-        longest = [at for at, (seq, computed) in zip(due, reached, strict=True) if computed + 1 >= seq.limit]
+    if len(due):
+        longest = replica.commit_decodes(batch, due, ends)
         last = sorted({*last, *longest}) if last else longest
-    return reached, [Last(seqs[at], tokens.item(at), batch.place(at)) for at in last]
+    return [Last(seqs[at], tokens.item(at), batch.place(at)) for at in last]
 
 
-def _commit_chunks(step: Step) -> list[Reached]:
-    """The chunks of prompts that are computed. Returns whose they are."""
-    chunks = [chunk for chunk in step.chunks if chunk.seq.generation == chunk.generation]
-    for chunk in chunks:
-        chunk.seq.commit(chunk.end)
-    return [(chunk.seq, chunk.end) for chunk in chunks]
+def _commit_chunks(replica: Replica, step: Step) -> None:
+    """The chunks of prompts that are computed."""
+    for chunk in step.chunks:
+        seq = chunk.seq
+        if seq.generation == chunk.generation:
+            before = seq.computed
+            seq.commit(chunk.end)
+            replica.commit(seq, before, chunk.end)
 
 
 def _commit_others(books: Books, step: Step, tokens: Ints, pooled: dict[int, SlotPooled]) -> list[Last]:

@@ -9,12 +9,14 @@ from ..proto.messages import Admit, StepPlan
 from .batch import NOBODY, Batch
 from .beam_group import BeamGroup
 from .block_pool import BlockPool
-from .columns import Ints
+from .columns import Ints, Rows
 from .replica import Replica
 from .request import Sequence
 from .step import Chunk, Search, Step
 
 _ONE = i32([1])
+FEW = 8
+"""So few new blocks are given out sooner one by one."""
 _NOWHERE: Ints = np.zeros(0, np.int32)
 
 
@@ -33,6 +35,7 @@ class Draft:
         # Flat tables, one line after the other:
         self.forks: list[int] = []  # source row, row
         self.copies: list[int] = []  # source block, block
+        self.grown: list[bytes] = []  # the same three of those that ``grow``, as columns
         self.deltas: list[int] = []  # row, slot of its block table, block
         self.appends: list[int] = []  # row, token
 
@@ -85,18 +88,32 @@ class Draft:
         """``row`` goes on with this token."""
         self.appends += row, token
 
-    def own_block(self, pool: BlockPool, row: int, blocks: list[int], slot: int) -> None:
-        """Make the block that ``row`` writes next its own: a new one at the table's end, a copy of a shared one."""
-        if slot == len(blocks):
-            block = pool.allocate()
-            blocks.append(block)
-        elif pool.refs[shared := blocks[slot]] > 1:
-            block = blocks[slot] = pool.allocate()
-            self.copies += shared, block
-            pool.release(shared)
-        else:
-            return
+    def grow(self, replica: Replica, rows: Rows, starts: Ints, due: Rows) -> Rows:
+        """Of those at the places ``due``, all that need just a new block to write ``starts`` in get it together, where
+        that is quicker and nobody may have to be preempted. Returns the others."""
+        pool, columns = replica.pool, replica.columns
+        if len(due) < FEW or pool.free_count < replica.running:
+            return due
+        growing = columns.need_blocks(rows[due], starts[due])
+        grown, due = due[growing], due[~growing]
+        rows, starts = rows[grown], starts[grown]
+        blocks = np.array(pool.allocate_many(len(grown)), np.int32)
+        columns.grow(rows, starts, blocks)
+        slots = starts // replica.block_size
+        self.grown = [rows.astype(np.int32).tobytes(), slots.tobytes(), blocks.tobytes()]
+        return due
+
+    def own_block(self, pool: BlockPool, row: int, slot: int, held: int | None) -> int:
+        """A block of its own for this slot of the table of ``row``: a new one where it holds none there, a copy of a
+        shared one."""
+        if held is not None and pool.refs[held] == 1:
+            return held
+        block = pool.allocate()
         self.deltas += row, slot, block
+        if held is not None:
+            self.copies += held, block
+            pool.release(held)
+        return block
 
     # -- the message
 
@@ -109,7 +126,10 @@ class Draft:
         sample_src, sample_rows = _columns(step.draws, 2)
         fork_src, fork_dst = _columns(self.forks, 2)
         copy_src, copy_dst = _columns(self.copies, 2)
-        delta_rows, delta_slots, delta_blocks = _columns(self.deltas, 3)
+        deltas = _columns(self.deltas, 3)
+        if self.grown:
+            deltas = [grown + others for grown, others in zip(self.grown, deltas, strict=True)]
+        delta_rows, delta_slots, delta_blocks = deltas
         append_rows, append_tokens = _columns(self.appends, 2)
         return StepPlan(
             lease=replica.lease,

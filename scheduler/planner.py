@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..proto.messages import StepPlan
-from .batch import Lineup
+from .batch import Batch, Lineup
 from .beam_group import BeamGroup
 from .beams import plan_beams
 from .books import Books
+from .columns import Rows
 from .draft import Draft
 from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, elsewhere, has_room
 from .replica import MAX_IN_FLIGHT, Replica
@@ -80,12 +81,24 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
 
 def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -> None:
     """One token for each. Only those at their horizon are looked at, in order; preemption takes others from the end."""
-    columns, batch, beams = replica.columns, going.batch(), []
+    columns, batch = replica.columns, going.batch()
     if not batch:
         return
     starts = columns.scheduled.of(batch.rows)
     due = columns.horizon.reached(batch.rows, starts)
-    for seq, position in [(batch.seqs[at], starts.item(at)) for at in due]:
+    if len(due):
+        batch = _look_at(books, replica, draft, going, due)
+        starts = columns.scheduled.of(batch.rows)
+    draft.decode(batch, starts, columns.schedule(batch.rows, starts))
+
+
+def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, due: Rows) -> Batch:
+    """Give those at the places ``due`` what they need. Returns the decodes that are left: without beams, those that
+    were preempted, and those that have nothing left to schedule."""
+    batch, beams = going.batch(), []
+    starts = replica.columns.scheduled.of(batch.rows)
+    others = draft.grow(replica, batch.rows, starts, due)
+    for seq, position in [(batch.seqs[at], starts.item(at)) for at in others]:
         if seq.state is not State.RUNNING:
             continue  # it was preempted for one before it
         if isinstance(seq, BeamGroup):
@@ -93,12 +106,10 @@ def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -
             beams.append(seq)
         elif not _make_room(books, replica, draft, seq, position):
             going.discard(seq)
-    if due:
-        batch = going.batch()  # without those that were preempted, or have nothing left to schedule
-        if beams:
-            batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs]))
-        starts = columns.scheduled.of(batch.rows)
-    draft.decode(batch, starts, columns.schedule(batch.rows, starts))
+    batch = going.batch()
+    if beams:
+        batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs]))
+    return batch
 
 
 def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence, position: int) -> bool:
@@ -108,14 +119,15 @@ def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence, posi
     """
     if position >= seq.limit - 1:
         return False
-    pool, blocks, slot = replica.pool, seq.blocks, position // replica.block_size
-    while not pool.free_count and (slot == len(blocks) or pool.refs[blocks[slot]] > 1):
+    pool, columns, slot = replica.pool, replica.columns, position // replica.block_size
+    held = columns.block_at(seq.row, slot)
+    while not pool.free_count and (held is None or pool.refs[held] > 1):
         victim = replica.last()
         books.preempt(victim)
         if victim is seq:
             return False
-    draft.own_block(pool, seq.row, blocks, slot)
-    seq.set_horizon(replica.block_size, position)
+    columns.put_block(seq.row, slot, draft.own_block(pool, seq.row, slot, held))
+    columns.expect_end_of_room(seq.row, position)
     return True
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
 from operator import attrgetter
 
 from ..proto.messages import Lease
 from ..proto.standstill import Standstill
-from .batch import Lineup
+from . import request
+from .batch import Batch, Lineup
 from .block_pool import BlockPool, PoolError, blocks_for
-from .columns import Columns, StopIds
+from .columns import KEPT_BLOCKS, Columns, Ints, Rows, StopIds
 from .request import Sequence
 from .step import Step
 
@@ -45,7 +45,7 @@ class Replica:
         self.pool = BlockPool(num_blocks, caching and not whole)
         self.num_rows = num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
-        self.columns = Columns(num_rows, block_size)
+        self.columns = Columns(num_rows, block_size, min(blocks_for(max_model_len, block_size), num_blocks))
         self.stop_ids = StopIds(vocab_size)  # of all that run here
         self.decoding: list[Sequence] = []
         self.going = Lineup(num_rows)  # those of ``decoding`` that have something left to schedule
@@ -123,7 +123,7 @@ class Replica:
         fresh = blocks_for(seq.total, self.block_size) - len(cached)
         blocks = cached + [self.pool.allocate() for _ in range(fresh)]
         rows = [self.free_rows.pop() for _ in range(seq.width)]
-        seq.start(self.number, self.columns, rows, blocks, len(cached) * self.block_size, self.block_size)
+        seq.start(self.number, self.columns, rows, blocks, len(cached) * self.block_size)
         self.stop_ids.add(seq.stops)
         insort(self.prefilling, seq, key=_key)
         self.update_quarantine(seq)
@@ -132,7 +132,7 @@ class Replica:
         """A row for ``seq`` with the blocks of ``parent``, whose prompt is scheduled as a whole."""
         for block in parent.blocks:
             self.pool.share(block)
-        seq.fork(parent, self.free_rows.pop(), self.block_size)
+        seq.fork(parent, self.free_rows.pop())
         self.stop_ids.add(seq.stops)
         self._decode(seq)
         self.update_quarantine(seq)
@@ -140,7 +140,7 @@ class Replica:
     def prefilled(self, seq: Sequence) -> None:
         """The whole of ``seq`` is scheduled: from here on it decodes."""
         del self.prefilling[_find(self.prefilling, seq)]
-        seq.begin_decoding(self.block_size)
+        seq.begin_decoding()
         self._decode(seq)
 
     def _decode(self, seq: Sequence) -> None:
@@ -170,13 +170,38 @@ class Replica:
         """The worker is told with the next plan that these rows are given up."""
         self.drops += rows
 
-    def register(self, reached: Iterable[tuple[Sequence, int]]) -> None:
-        """So many tokens of each of these are computed now: offer full blocks to the prefix cache, and set when to look
-        again."""
-        for seq, computed in reached:
-            seq.register(self.pool, self.block_size, computed)
-            if self.quarantined:
-                self.update_quarantine(seq)
+    # -- what is computed
+
+    def commit_decodes(self, batch: Batch, due: Rows, ends: Ints) -> list[int]:
+        """Decodes brought those of ``batch`` at the places ``due`` to their milestones: offer full blocks to the prefix
+        cache, and set when to look again. Returns the places of those that are as long as they may grow.
+
+        A block that was drawn here as a whole needs the columns only. To look its sequence up, which was last used a
+        block ago, would take most of the time."""
+        columns, size, half, longest = self.columns, self.block_size, KEPT_BLOCKS // 2, []
+        rows, ends = batch.rows[due], ends[due]
+        drawn = columns.last_blocks(rows, ends)
+        for at, row, computed, tokens in zip(due.tolist(), rows.tolist(), ends.tolist(), drawn, strict=True):
+            if self.quarantined or not columns.drew_block(row, computed):
+                self.commit(batch.seqs[at], computed - 1, computed)
+            else:
+                full = computed // size
+                if self.pool.caching:
+                    block_hash = request.hash_block(columns.chains[row], tokens)
+                    columns.continue_chain(row, block_hash)
+                    self.pool.register(columns.tables.item(row, full - 1), block_hash)
+                columns.expect_full_block(row, full)
+                if not full % half:
+                    batch.seqs[at].keep_drawn(computed)
+            if computed >= columns.end.item(row):
+                longest.append(at)
+        return longest
+
+    def commit(self, seq: Sequence, before: int, computed: int) -> None:
+        """The same for one sequence, of which so much was computed ``before``."""
+        seq.register(self.pool, self.block_size, before, computed)
+        if self.quarantined:
+            self.update_quarantine(seq)
 
     def update_quarantine(self, seq: Sequence, leaves: bool = False) -> None:
         """Keep ``quarantined`` true to ``seq``, which has begun, computed something, or leaves."""

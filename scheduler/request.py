@@ -38,7 +38,7 @@ from ..proto.work import Pool, child_seed
 from .block_pool import BlockPool, PoolError, blocks_for
 from .columns import Columns
 
-NOWHERE = Columns(0, 1)
+NOWHERE = Columns(0, 1, 0)
 """The columns of a sequence that does not run: there is no row in them."""
 
 
@@ -142,9 +142,8 @@ class Sequence:
     """One child of a request: the unit that is queued, given a row and planned. (A beam search is one, with rows.)"""
 
     __slots__ = (
-        "_outputs", "attempt", "blocks", "columns", "drew", "generation", "hashes", "index", "key", "limit", "losses",
-        "owner", "prefilling", "prompt_from", "prompt_len", "registered", "replica", "request", "row", "siblings",
-        "state", "stops", "uid",
+        "_outputs", "attempt", "columns", "drew", "generation", "hashes", "index", "key", "limit", "losses", "owner",
+        "prefilling", "prompt_from", "prompt_len", "replica", "request", "row", "siblings", "state", "stops", "uid",
     )  # fmt: skip
 
     width = 1  # rows it runs in
@@ -164,37 +163,33 @@ class Sequence:
         self.row = -1
         self.prefilling = False  # tokens that exist are still to be scheduled before it draws
         self.drew = False  # its first token here has come: from then on exactly the last token is not computed
-        self.blocks: list[int] = []
-        self.hashes: list[bytes] = []
-        self.registered = 0  # leading blocks offered to the prefix cache
+        self.hashes: list[bytes] = []  # of its leading full blocks; more are made when somebody asks
         self.prompt_from = -1  # first prompt token whose logprobs this row computes, -1: none
         # Workers lost, at points of ``computed``. What the loss before this attempt found is not known exactly.
         self.losses = Losses(losses, self.total - 1 if losses else -1)
 
     # -- the state machine
 
-    def start(
-        self, replica: int, columns: Columns, rows: list[int], blocks: list[int], computed: int, block_size: int
-    ) -> None:
+    def start(self, replica: int, columns: Columns, rows: list[int], blocks: list[int], computed: int) -> None:
         """waiting -> running, with rows, blocks for all its tokens, and ``computed`` tokens found in the cache."""
         self._run(replica, columns, rows[0], blocks, computed)
         self.scheduled, self.prefilling = computed, True
         if self.request.asks_prompt:
             self.prompt_from = self.request.prompt_done
-        self._registered(computed // block_size, block_size)
 
-    def fork(self, parent: Sequence, row: int, block_size: int) -> None:
+    def fork(self, parent: Sequence, row: int) -> None:
         """waiting -> running, where ``parent`` is, with the same blocks and everything scheduled."""
-        self._run(parent.replica, parent.columns, row, parent.blocks[:], parent.computed)
+        self._run(parent.replica, parent.columns, row, parent.blocks, parent.computed)
         self.scheduled = parent.scheduled
-        for seq in (parent, self):
-            seq.set_horizon(block_size, parent.scheduled, shared=True)
-        self._registered(parent.registered, block_size)
+        for seq in (parent, self):  # the last block is shared: a look is due before it is written
+            self.columns.look_at(seq.row, parent.scheduled)
 
     def _run(self, replica: int, columns: Columns, row: int, blocks: list[int], computed: int) -> None:
-        columns.enter(row, computed)
-        self.state, self.replica, self.columns = State.RUNNING, replica, columns
-        self.row, self.blocks = row, blocks
+        columns.enter(row, computed, self.end, blocks)
+        self.state, self.replica, self.columns, self.row = State.RUNNING, replica, columns, row
+        full = computed // columns.block_size
+        self._chain(full)
+        self._expect_full_block(full)
 
     def requeue(self) -> None:
         """running -> waiting: the one way back, whether preempted, drained, or its worker is gone."""
@@ -209,12 +204,11 @@ class Sequence:
         self.state = State.FINISHED
 
     def _leave(self) -> None:
-        self._fetch(self.computed)
+        self.keep_drawn(self.total)
         self.columns.leave(self.row)
         self.generation += 1
-        self.replica, self.columns, self.row, self.blocks = -1, NOWHERE, -1, []
+        self.replica, self.columns, self.row = -1, NOWHERE, -1
         self.prefilling = self.drew = False
-        self.registered = 0
         self.prompt_from = -1
 
     def take_siblings(self) -> list[Sequence]:
@@ -236,9 +230,19 @@ class Sequence:
         """While running: rows and blocks."""
         return Holdings([self.row], [self.row], [self.blocks])
 
+    @property
+    def blocks(self) -> list[int]:
+        """Its block table."""
+        return self.columns.table(self.row) if self.row >= 0 else []
+
     def most_blocks(self, block_size: int) -> int:
         """Blocks it holds at its longest."""
         return blocks_for(max(self.limit - 1, self.total), block_size)
+
+    @property
+    def end(self) -> int:
+        """The position at which nothing is left to schedule for its row."""
+        return self.limit - 1
 
     def spare_blocks(self, block_size: int) -> int:
         """Blocks that must be free for its first step beyond those of the tokens it has."""
@@ -277,23 +281,23 @@ class Sequence:
     @property
     def outputs(self) -> array[int]:
         """The committed outputs."""
-        self._fetch(self.computed)
+        self.keep_drawn(self.total)
         return self._outputs
 
-    def _fetch(self, computed: int) -> None:
-        """Take over the outputs that only the columns have; ``computed`` says how many there are."""
-        if self.drew and (missing := computed + 1 - self.prompt_len - len(self._outputs)):
-            self._outputs.frombytes(self.columns.fetch_drawn(self.row, computed, missing))
+    def keep_drawn(self, total: int) -> None:
+        """Take over outputs that only the columns have, those of its first ``total`` tokens."""
+        if self.drew and (missing := total - self.prompt_len - len(self._outputs)) > 0:
+            self._outputs.frombytes(self.columns.fetch_drawn(self.row, total, missing))
 
     def schedule(self, count: int) -> bool:
         """Ask for the next ``count`` tokens of a prefill. True where they are the last."""
         self.scheduled += count
         return self.scheduled == self.total
 
-    def begin_decoding(self, block_size: int) -> None:
+    def begin_decoding(self) -> None:
         """All tokens that exist are scheduled: from here on it decodes."""
         self.prefilling = False
-        self.set_horizon(block_size, self.scheduled)
+        self.columns.expect_end_of_room(self.row, self.scheduled)
 
     def commit(self, computed: int) -> None:
         """Keys and values of so many tokens are there."""
@@ -301,6 +305,7 @@ class Sequence:
 
     def begin_output(self, token: int) -> None:
         """The first token that it draws in this row, which all before it yield. Those of decodes go to the columns."""
+        self.columns.begin_drawn(self.row, self.total, token)
         self._outputs.append(token)
         self.drew = True
 
@@ -316,34 +321,27 @@ class Sequence:
         """Computing this many tokens needs a look: a full block, or the end."""
         return self.columns.milestone.at.item(self.row)
 
-    def set_horizon(self, block_size: int, scheduled: int, shared: bool = False) -> None:
-        """Look again at the next position where its block may be ``shared``; else at the first past the block table, or
-        at ``limit - 1``, where nothing is left to schedule."""
-        next_look, end = len(self.blocks) * block_size, self.limit - 1
-        if end < next_look:
-            next_look = end
-        self.columns.horizon.set(self.row, scheduled if shared or next_look < scheduled else next_look)
+    def _expect_full_block(self, full: int) -> None:
+        """So many blocks are full: look again when the next is, at the end, or, in quarantine, at every token."""
+        quarantined = self.losses.count and self.quarantined
+        self.columns.expect_full_block(self.row, -1 if quarantined else full)
 
-    def _registered(self, full: int, block_size: int) -> None:
-        """So many blocks were offered to the prefix cache. Look again when the next is full, at the end, or, in
-        quarantine, at every token."""
-        self.registered = full
-        next_look, last = (full + 1) * block_size, self.limit - 1
-        if self.losses.count and self.quarantined:
-            next_look = 0
-        self.columns.milestone.set(self.row, next_look if next_look < last else last)
+    def _chain(self, full: int) -> None:
+        """So many blocks are full: the next one's hash is made from the last one's."""
+        last = self.hash_blocks(full, self.columns.block_size)[full - 1] if full else self.request.root
+        self.columns.continue_chain(self.row, last)
 
     def check_look_ahead(self, block_size: int, refs: array[int]) -> None:
         """PoolError where ``horizon`` or ``milestone`` would let a look that is due go by, or come too soon. ``refs``
         counts the holders of each block."""
-        milestone = 0 if self.quarantined else min(self.limit - 1, (self.registered + 1) * block_size)
+        milestone = 0 if self.quarantined else min(self.limit - 1, (self.computed // block_size + 1) * block_size)
         if self.milestone != milestone:
             raise PoolError(f"milestone {self.milestone} where {milestone} is right")
         if self.prefilling or self.horizon == self.scheduled:
             return  # it is looked at before its next decode
-        slot = self.scheduled // block_size
-        shared = slot < len(self.blocks) and refs[self.blocks[slot]] > 1
-        horizon = min(len(self.blocks) * block_size, self.limit - 1)
+        blocks, slot = self.blocks, self.scheduled // block_size
+        shared = slot < len(blocks) and refs[blocks[slot]] > 1
+        horizon = min(len(blocks) * block_size, self.limit - 1)
         if self.horizon != horizon or horizon < self.scheduled or shared:
             held = "shared" if shared else "its own"
             raise PoolError(f"horizon {self.horizon} of {horizon}, {self.scheduled} scheduled, and the block is {held}")
@@ -380,16 +378,18 @@ class Sequence:
             return 0
         return min(self.total, request.prompt_done) - 1 if request.asks_prompt else self.total - 1
 
-    def register(self, pool: BlockPool, block_size: int, computed: int) -> None:
-        """Offer committed full blocks to the prefix cache. So much is ``computed``."""
-        self._fetch(computed)
-        first, full = self.registered, computed // block_size
-        if full > first and pool.caching:
-            hashes, blocks = self.hash_blocks(full, block_size), self.blocks
-            for slot in range(first, full):
-                pool.register(blocks[slot], hashes[slot])
+    def register(self, pool: BlockPool, block_size: int, before: int, computed: int) -> None:
+        """Offer the blocks to the prefix cache that have become full since so much was computed ``before``."""
+        first, full = before // block_size, computed // block_size
+        if full > first:
+            self.keep_drawn(full * block_size)
+            if pool.caching:
+                hashes, blocks = self.hash_blocks(full, block_size), self.blocks
+                for slot in range(first, full):
+                    pool.register(blocks[slot], hashes[slot])
+                self._chain(full)
         if full > first or self.losses.count:
-            self._registered(full, block_size)
+            self._expect_full_block(full)
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Hashes of this sequence's blocks, at least the first ``count`` full ones."""

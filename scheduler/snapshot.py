@@ -12,6 +12,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -119,8 +120,7 @@ class _Dump:
             data = obj.tobytes()
             return ["array", obj.typecode, len(data) if _zeros(data) else data]
         if kind is np.ndarray:
-            data = obj.tobytes()
-            return ["ndarray", obj.dtype.str, list(obj.shape), len(data) if _zeros(data) else data]
+            return ["ndarray", obj.dtype.str, list(obj.shape), _pack_zeros(obj.tobytes())]
         if isinstance(obj, tuple):
             items = list(obj)
             if self._redact is not None and kind is not tuple:
@@ -220,10 +220,10 @@ def _shell(entry: list[Any]) -> Any:
     if kind == "array":
         return array(rest[0], bytes(rest[1]))
     if kind == "ndarray":
-        dtype, shape, data = rest
+        dtype, shape, parts = rest
         if dtype not in _DTYPES:
             raise SnapshotError(f"an array of {dtype}")
-        return np.frombuffer(bytearray(data), dtype).reshape(shape)
+        return np.frombuffer(bytearray(b"".join(map(bytes, parts))), dtype).reshape(shape)
     if kind == "deque":
         return deque(maxlen=rest[1])
     if kind == "object":
@@ -238,6 +238,19 @@ def _shell(entry: list[Any]) -> Any:
 def _zeros(data: bytes) -> bool:
     """These are to be written as their number: prompts and outputs whose tokens are left out."""
     return len(data) > _FEW and data == bytes(len(data))
+
+
+def _pack_zeros(data: bytes) -> list[int | bytes]:
+    """In parts; those of zeros as their number: most of a column is rows that nobody holds and ends of tables."""
+    if len(data) % _FEW:
+        return [data]
+    filled = np.asarray(np.frombuffer(data, np.int64).reshape(-1, _FEW // 8).any(axis=1))
+    edges = [0, *(1 + np.flatnonzero(filled[1:] != filled[:-1])).tolist(), len(filled)]
+    return [
+        data[_FEW * start : _FEW * stop] if filled[start] else _FEW * (stop - start)
+        for start, stop in pairwise(edges)
+        if stop > start
+    ]
 
 
 def _name(cls: type) -> str:

@@ -18,17 +18,46 @@ from quire.scheduler.snapshot import SnapshotError, dump, load
 
 
 def test_what_decodes_draw_is_fetched_in_order_wherever_a_block_begins() -> None:
-    columns, rows = Columns(4, 8), np.array([2, 0])
-    for position in range(9, 16):
-        starts = np.array([position, position + 8], np.int32)
-        columns.decoded(rows, starts, starts + 1, np.array([position, -position], np.int32))
-    assert columns.computed.of(rows).tolist() == [16, 24] and columns.computed[2] == 16
-    assert columns.fetch_drawn(2, 16, 7) == i32(range(9, 16))
-    assert columns.fetch_drawn(0, 24, 2) == i32([-14, -15])
+    columns, rows = Columns(4, 8, 9), np.array([2, 0])
+    columns.begin_drawn(2, 9, 9)
+    for position in range(10, 200):
+        ends = np.array([position, position + 8], np.int32)
+        columns.decoded(rows, ends, np.array([position, -position], np.int32))
+    assert columns.computed.of(rows).tolist() == [199, 207] and columns.computed[2] == 199
+    assert columns.fetch_drawn(2, 200, 7) == i32(range(193, 200))
+    assert columns.fetch_drawn(2, 200, 128) == i32(range(72, 200))
+    assert columns.fetch_drawn(0, 208, 2) == i32([-198, -199])
+    assert columns.last_blocks(rows, np.array([199, 207], np.int32)) == [
+        i32(range(184, 192)),
+        i32(range(-184, -192, -1)),
+    ]
+    assert [columns.drew_block(2, computed) for computed in (16, 17, 24)] == [False, False, True]
+
+
+def test_tables_that_grow_together_are_as_if_each_grew_alone() -> None:
+    together, alone, rows = Columns(4, 8, 9), Columns(4, 8, 9), np.array([3, 1, 2])
+    for columns in (together, alone):
+        for row, blocks in ((3, [5, 6]), (1, [7]), (2, [8, 9])):
+            columns.enter(row, 3, 19 if row == 3 else 60, blocks)
+    starts, blocks = np.array([16, 8, 16], np.int32), np.array([20, 21, 22], np.int32)
+    assert together.need_blocks(rows, starts).tolist() == [True, True, True]
+    assert together.need_blocks(rows, starts + np.int32(3)).tolist() == [False, False, False]
+    assert together.need_blocks(rows, np.array([19, 9, 15], np.int32)).tolist() == [False, False, False]
+    together.grow(rows, starts, blocks)
+    for row, start, block in zip(rows.tolist(), starts.tolist(), blocks.tolist(), strict=True):
+        alone.put_block(row, start // 8, block)
+        alone.expect_end_of_room(row, start)
+    assert [together.table(row) for row in (1, 2, 3)] == [[7, 21], [8, 9, 22], [5, 6, 20]]
+    assert (
+        together.tables.tolist() == alone.tables.tolist() and together.num_blocks.tolist() == alone.num_blocks.tolist()
+    )
+    assert together.horizon.at.tolist() == alone.horizon.at.tolist() == [0, 16, 24, 19]
+    together.leave(3)
+    assert together.table(3) == [] and not together.tables[3].any()
 
 
 def test_a_step_is_told_who_left_a_row_since() -> None:
-    columns = Columns(3, 8)
+    columns = Columns(3, 8, 9)
     columns.leave(1)
     planned = columns.departures
     columns.leave(2)
@@ -40,24 +69,24 @@ def test_a_look_is_due_at_its_step_and_no_row_is_compared_before() -> None:
     lookout.set(3, 14)
     lookout.set(0, 12)
     positions = np.array([10, 7], np.int32)
-    assert lookout.reached(rows, positions) == [] and not lookout.overlooks(rows, positions + 1)
+    assert lookout.reached(rows, positions).tolist() == [] and not lookout.overlooks(rows, positions + 1)
     lookout.at[0] = 0  # not by ``set``: nobody compares until the nearest is due
     assert lookout.overlooks(rows, positions + 1)
-    assert [lookout.reached(rows, positions + step) for step in (1, 2, 3)] == [[], [], []]
+    assert [lookout.reached(rows, positions + step).tolist() for step in (1, 2, 3)] == [[], [], []]
     lookout.at[0] = 12
-    assert lookout.reached(rows, positions + 4) == [0]
+    assert lookout.reached(rows, positions + 4).tolist() == [0]
     lookout.set(3, 20)
-    assert lookout.reached(rows, positions + 5) == [1]
-    assert lookout.reached(np.array([1, 2]), np.zeros(2, np.int32)) == [0, 1]
+    assert lookout.reached(rows, positions + 5).tolist() == [1]
+    assert lookout.reached(np.array([1, 2]), np.zeros(2, np.int32)).tolist() == [0, 1]
 
 
 def test_a_look_that_is_set_nearer_is_not_overlooked() -> None:
     lookout, rows, positions = Lookout(2), np.array([0, 1]), np.array([5, 5], np.int32)
     lookout.set(0, 40)
     lookout.set(1, 50)
-    assert lookout.reached(rows, positions) == []
+    assert lookout.reached(rows, positions).tolist() == []
     lookout.set(1, 7)
-    assert [lookout.reached(rows, positions + step) for step in (1, 2)] == [[], [1]]
+    assert [lookout.reached(rows, positions + step).tolist() for step in (1, 2)] == [[], [1]]
 
 
 def test_stop_ids_are_those_of_somebody_who_is_there() -> None:
@@ -161,11 +190,11 @@ def test_outputs_are_whole_at_any_time() -> None:
 
 
 def test_columns_and_counters_are_in_a_snapshot() -> None:
-    state = {"columns": Columns(3, 8), "counter": Counter(a=3, b=1), "queue": deque([1])}
-    state["columns"].decoded(*map(np.int32, ([2], [5], [6], [77])))  # type: ignore[attr-defined]
+    state = {"columns": Columns(3, 8, 9), "counter": Counter(a=3, b=1), "queue": deque([1])}
+    state["columns"].decoded(*map(np.int32, ([2], [6], [77])))  # type: ignore[attr-defined]
     again = load(dump(state, {}), {})
     assert again["counter"] == Counter(a=3, b=1) and again["queue"] == deque([1])
-    assert again["columns"].fetch_drawn(2, 6, 1) == i32([77]) and again["columns"].drawn.shape == (3, 8)
+    assert again["columns"].fetch_drawn(2, 7, 1) == i32([77]) and again["columns"].drawn.shape == (3, 128)
     again["columns"].leave(0)  # it can be written to
     with pytest.raises(SnapshotError, match="an array of"):
         load(dump(np.zeros(3, np.complex64), {}), {})
