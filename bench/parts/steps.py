@@ -2,9 +2,10 @@
 
 A real worker carries out the plans of a real scheduler: prompts of the context's length in chunks, then decodes of all
 rows. A decode's bytes (every weight that a step reads, and the keys and values of its rows) and a prefill's operations
-stand beside this machine's own read bandwidth and product peak. A model that fits into the caches is read faster than
-memory is. Of a prefill only operations that are done count: in the last layer all tokens have their keys and values
-made, and only those that are sampled from go on; attention counts by the keys that a token sees.
+stand beside this machine's own read bandwidth and product peak, measured just before: a virtual machine's change by
+the minute. A model that fits into the caches is read faster than memory is. Of a prefill only operations that are done
+count: in the last layer all tokens have their keys and values made, and only those that are sampled from go on;
+attention counts by the keys that a token sees.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ..models import find_model
 from ..report import BenchError, Report
 
 PEAKS = {"float32": "peak_f32_gflop_per_s", "bfloat16": "peak_bf16_gflop_per_s"}
-WEIGHT_BYTES: dict[str | None, float] = {"int8": 1.0, "int4": 0.5 + 2 / 128}
-"""Of a weight of the layers, with --quantization; the head is counted in the model's own type."""
+WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / 128}
+"""Of a weight of the layers, with --quantization. With int4 the head has int8's, else the model's own."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +48,6 @@ def measure(report: Report, args: argparse.Namespace) -> None:
     folder = find_model(args.model)
     config = load_model_config(str(folder))
     threads = choose_threads(args.threads, usable_cores(), parameter_estimate(config))
-    limits = ceilings(threads)
-    with report.sample(threads=threads) as values:
-        values |= limits
     set_environment()  # before torch is imported
     for dtype in args.dtype:
         rig = Rig(folder, dtype, args.quantization, threads)
@@ -57,8 +55,9 @@ def measure(report: Report, args: argparse.Namespace) -> None:
             for context in args.context:
                 for rows in args.rows:
                     labels = {"model": folder.name, "dtype": rig.dtype_name, "quantization": args.quantization}
-                    with report.sample(**labels, rows=rows, context=context, repeat=repeat) as values:
-                        values |= rig.measure(rows, context, args.steps, limits)
+                    limits = ceilings(threads)
+                    with report.sample(**labels, threads=threads, rows=rows, context=context, repeat=repeat) as values:
+                        values |= rig.measure(rows, context, args.steps, limits) | limits
 
 
 class Rig:
@@ -80,7 +79,9 @@ class Rig:
         self.model = load_model(self.config, self.dtype, self.device, **method)
         self.weights = multiplied(self.model.spec)
         body, _, head = self.weights
-        self.weight_bytes = body * WEIGHT_BYTES.get(quantization, self.dtype.itemsize) + head * self.dtype.itemsize
+        size = self.dtype.itemsize
+        head_size = WEIGHT_BYTES["int8"] if quantization == "int4" else size
+        self.weight_bytes = body * WEIGHT_BYTES.get(quantization or "", size) + head * head_size
 
     def measure(self, rows: int, context: int, steps: int, limits: dict[str, float]) -> dict[str, Any]:
         """Milliseconds of a decode, tokens/s of a prefill, and what share of the machine's ceilings they reach."""
