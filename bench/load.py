@@ -12,6 +12,7 @@ is the same for every server and in every run with the same seed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -29,8 +30,9 @@ class Load:
     """What to ask of whom. Lengths are tokens, both ends included; times are seconds.
 
     The window that counts begins once ``warm`` seconds are over and each of the first requests has had its first
-    token, and ends ``seconds`` later. ``shared`` tokens at the start of every prompt are alike. After an open loop's
-    window, requests that are under way may take ``patience`` more.
+    token, and ends ``seconds`` later. ``shared`` tokens at the start of every prompt are alike. After the window,
+    requests that were sent before its end may take ``patience`` more; a closed loop goes on meanwhile, so that they end
+    under the load that was measured.
     """
 
     host: str
@@ -74,6 +76,7 @@ class Request:
     times: list[float] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int = 0
+    ended: float = 0.0
     done: bool = False
     error: str = ""
 
@@ -186,6 +189,7 @@ class Connection(asyncio.Protocol):
         if self._request is not None:
             if not self._request.done and not self._request.error:
                 self._request.error = reason
+            self._request.ended = time.perf_counter()
             self._on_first(self._request.number)
         self._request = None
         if self._over is not None and not self._over.done():
@@ -203,6 +207,7 @@ class Client:
         self._idle: list[Connection] = []
         self._starting = set(range(load.concurrency))  # of the first requests, those without a token
         self._started = asyncio.Event()
+        self._one_ended = asyncio.Event()
 
     async def run(self) -> dict[str, Any]:
         """What was seen; ``window`` on the requests' clock."""
@@ -215,6 +220,8 @@ class Client:
         end = self.began + load.seconds
         if load.rate and tasks:
             await asyncio.wait(tasks, timeout=load.patience)
+        elif not load.rate:
+            await self._wait_for(end)
         cut = time.perf_counter()
         for task in tasks:
             task.cancel()
@@ -227,6 +234,14 @@ class Client:
             "cpu_seconds": time.process_time(),
             "requests": [asdict(request) for request in self.requests],
         }
+
+    async def _wait_for(self, end: float) -> None:
+        """Until what was sent before ``end`` has ended, ``patience`` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.load.patience):
+                while any(request.sent < end and not request.ended for request in self.requests):
+                    self._one_ended.clear()
+                    await self._one_ended.wait()
 
     async def _loop(self, tasks: set[asyncio.Task[None]]) -> None:
         """Keep so many requests open until the window is over. Raises ConnectionError where all of them fail."""
@@ -277,9 +292,11 @@ class Client:
             connection = await self._connect()
             await connection.ask(request, body)
         except OSError as error:
-            request.error = f"{type(error).__name__}: {error}"
+            request.error, request.ended = f"{type(error).__name__}: {error}", time.perf_counter()
             self._note_first(number)
+            self._one_ended.set()
             return request
+        self._one_ended.set()
         if request.done and connection.open:
             self._idle.append(connection)
         else:

@@ -36,8 +36,8 @@ def measure_load(load: Load, server: int, slo: Slo) -> dict[str, Any]:
     found = run_load(load)
     used = cpu_seconds(server) - before
     values = figures(found, slo, load.concurrency)
-    events = sum(len(request["times"]) for request in found["requests"])
-    values["server_cpu_ms_per_token"] = 1000 * used / max(events, 1)
+    tokens = sum(request["tokens"] or len(request["times"]) for request in found["requests"])
+    values["server_cpu_ms_per_token"] = 1000 * used / max(tokens, 1)
     values["client_cpu_s"] = found["cpu_seconds"]
     return values
 
@@ -47,23 +47,26 @@ def figures(found: dict[str, Any], slo: Slo, concurrency: int) -> dict[str, Any]
 
     A gap between tokens counts where it ended within the window. So does a time to first token of a closed loop, but
     for the first requests, which all came at once; of an open loop it counts where the request was sent within the
-    window. TPOT is the time a token after the first, of requests that ended. An event may hold several tokens or a
-    token no event (its text is half a character yet), so an event counts for as many as the ended requests had on
-    average.
+    window. TPOT is the time a token after the first, of requests that ended. An event may hold several tokens, or a
+    token have no event (its text is half a character yet), so tokens are not counted by events: those of an answer are
+    taken to have come evenly between its first event and its end, and the share within the window counts.
     """
     begin, end = found["window"]
     requests = found["requests"]
     ended = [request for request in requests if request["done"] and request["tokens"]]
     all_events = sum(len(request["times"]) for request in ended)
     per_event = sum(request["tokens"] for request in ended) / all_events if all_events else 1.0
-    events = [at for request in requests for at in request["times"] if begin <= at < end]
+    tokens = sum(within(request, begin, end) for request in ended)
+    tokens += per_event * sum(
+        begin <= at < end for request in requests if not request["done"] for at in request["times"]
+    )
     if concurrency:
         later = [request for request in requests if request["number"] >= concurrency]
         inside = [request for request in later if request["times"] and begin <= request["times"][0] < end]
     else:
         inside = [request for request in requests if begin <= request["sent"] < end]
     values: dict[str, Any] = {
-        "output_tokens_per_s": len(events) * per_event / (end - begin),
+        "output_tokens_per_s": tokens / (end - begin),
         "requests": len(inside),
         "failed": sum(bool(request["error"]) for request in requests),
         "tokens_per_event": per_event,
@@ -78,7 +81,7 @@ def figures(found: dict[str, Any], slo: Slo, concurrency: int) -> dict[str, Any]
     values |= spread("itl", gaps)
     values |= spread(
         "tpot",
-        [tpot(request) for request in ended if request["times"] and request["tokens"] > 1 and request["sent"] >= begin],
+        [tpot(each) for each in ended if each["times"] and each["tokens"] > 1 and begin <= each["sent"] < end],
     )
     if not concurrency:
         met = sum(meets(request, slo) for request in inside)
@@ -86,6 +89,14 @@ def figures(found: dict[str, Any], slo: Slo, concurrency: int) -> dict[str, Any]
         values["goodput_per_s"] = met / (end - begin)
         values["goodput_pct"] = 100 * met / max(len(inside), 1)
     return values
+
+
+def within(request: dict[str, Any], begin: float, end: float) -> float:
+    """How many tokens of an answer came between ``begin`` and ``end``, if they came evenly."""
+    first, last = (request["times"] or [request["sent"]])[0], request["ended"]
+    if last <= first:
+        return request["tokens"] * (begin <= first < end)
+    return request["tokens"] * max(0.0, min(last, end) - max(first, begin)) / (last - first)
 
 
 def tpot(request: dict[str, Any]) -> float:

@@ -91,6 +91,23 @@ def test_as_many_requests_are_open_as_were_asked_for():
     assert found["window"][1] - found["window"][0] == pytest.approx(0.2)
 
 
+def test_what_was_sent_within_the_window_ends_and_others_follow_meanwhile():
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        nonlocal served
+        served += 1
+        whole = HEAD + chunked(event("a"), USAGE, DONE)
+        writer.write(whole[:-30])
+        await asyncio.sleep(0.5 if served == 1 else 0.05)  # the first ends when the window is long over
+        writer.write(whole[-30:])
+
+    served = 0
+    found, _ = asyncio.run(run(LOAD, answer))
+    end = found["window"][1]
+    assert all(each["done"] and each["ended"] >= each["sent"] for each in found["requests"] if each["sent"] < end)
+    assert any(each["ended"] > end for each in found["requests"] if each["sent"] < end)
+    assert any(each["sent"] > end for each in found["requests"])
+
+
 def test_arrivals_wait_for_nobody_and_are_cut_off_in_the_end():
     async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)

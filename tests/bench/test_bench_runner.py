@@ -63,8 +63,10 @@ def results(*samples: dict[str, Any]) -> dict[str, Any]:
 
 
 def request(sent: float, times: list[float], tokens: int = 0, done: bool = True, number: int = 9) -> dict[str, Any]:
-    counted = tokens or len(times)
-    return {"number": number, "sent": sent, "times": times, "tokens": counted, "done": done, "error": ""}
+    counted, ended = tokens or len(times), [sent, *times][-1] if done else 0.0
+    return {
+        "number": number, "sent": sent, "times": times, "tokens": counted, "ended": ended, "done": done, "error": ""
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- numbers
@@ -105,14 +107,14 @@ def test_a_window_counts_what_came_within_it():
         request(19.0, [20.5]),
     ]
     values = serving.figures({"window": [10.0, 20.0], "requests": requests}, {}, concurrency=1)
-    assert values["output_tokens_per_s"] == pytest.approx(7 / 10)
+    assert values["output_tokens_per_s"] == pytest.approx((3 * 1.5 / 2 + 5) / 10)
     assert values["requests"] == 2 and values["failed"] == 0
     assert values["ttft_mean_ms"] == pytest.approx((1000 + 2000) / 2)
     assert values["itl_mean_ms"] == pytest.approx((1000 + 1000 + 500 + 500) / 4)
     assert values["tpot_mean_ms"] == pytest.approx(500)
 
 
-def test_an_event_counts_for_as_many_tokens_as_events_hold_on_average():
+def test_tokens_of_an_answer_come_evenly_and_those_of_one_cut_off_as_events_hold_on_average():
     found = {"window": [0.0, 10.0], "requests": [request(0.0, [1.0, 2.0], tokens=6), request(1.0, [3.0], done=False)]}
     values = serving.figures(found, {}, concurrency=1)
     assert values["tokens_per_event"] == 3 and values["output_tokens_per_s"] == pytest.approx(0.9)
