@@ -47,23 +47,12 @@ class BlockPool:
         return self.num_blocks - self.free_count
 
     def allocate(self) -> int:
-        """A block of one's own, its old content forgotten. PoolError when none is free: look at ``free_count``."""
-        following, head = self._next, self.num_blocks
-        block = following[head]
-        if block == head:
-            raise PoolError("no free block")
-        after = following[head] = following[block]
-        self._prev[after] = head
-        self.free_count -= 1
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
-            del self._by_hash[block_hash]
-            self._hash_of[block] = None
-        self.refs[block] = 1
-        return block
+        """One block, as by ``allocate_many``."""
+        return self.allocate_many(1)[0]
 
     def allocate_many(self, count: int) -> list[int]:
-        """So many blocks, as by ``allocate``."""
+        """So many blocks of one's own, their old content forgotten. PoolError when fewer are free: look at
+        ``free_count``."""
         if count > self.free_count:
             raise PoolError(f"no free block: {count} are asked for and {self.free_count} left")
         following, hash_of, refs = self._next, self._hash_of, self.refs
