@@ -55,6 +55,8 @@ class MoESpec:
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
             raise ConfigError(f"config.json: each token goes to {self.top_k} experts of {self.experts}.")
+        if self.groups and self.experts % self.groups:
+            raise ConfigError(f"config.json: {self.experts} experts are not {self.groups} groups of one size.")
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,50 @@ def block_rows(slots: int, dtype: torch.dtype) -> int:
     return 32 if dtype.itemsize == 4 else 64 if slots <= 64 else 128
 
 
+def turns(experts: int, top_k: int, dtype: torch.dtype, most: int) -> list[int]:
+    """Steps of how many tokens, up to ``most``, launch each of the kernels' variants: one for each, ascending.
+
+    The layer has ``experts``, of which a token chooses ``top_k``. All else that variants follow from is the model's.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for tokens in range(1, most + 1):
+        slots = tokens * top_k
+        found.setdefault((_chunk(slots), block_rows(slots // experts, dtype)), tokens)
+    return list(found.values())
+
+
+def _chunk(slots: int) -> int:
+    """How many slots a program of ``align`` looks at together."""
+    return 1024 if slots <= 1024 else 4096
+
+
 def align(ids: torch.Tensor, first: int, count: int, rows: int) -> Blocks:
-    """The slots of ``ids`` [T, k] whose experts are among ``first .. first + count - 1``, in blocks of ``rows``."""
+    """The slots of ``ids`` int64 [T, k], contiguous, whose experts are among ``first .. first + count - 1``, in blocks
+    of ``rows``, at most 128. What lies in blocks without work is left as it was.
+    """
+    from . import moe_jit
+
     total, device = ids.numel(), ids.device
-    blocks = -(-(total + min(count, total) * (rows - 1)) // rows)
+    blocks, chunk = _most_blocks(total, count, rows), _chunk(total)
+    slots = torch.empty((blocks, rows), dtype=torch.int32, device=device)
+    experts = torch.empty(blocks, dtype=torch.int32, device=device)
+    if total:
+        moe_jit.align_kernel[(count + 1,)](
+            ids, slots, experts, total, first, count, rows, blocks,
+            BINS=1 << count.bit_length(), CHUNK=chunk, num_warps=4 if chunk == 1024 else 8,
+        )  # fmt: skip
+    return Blocks(slots, experts, total)
+
+
+def _most_blocks(total: int, count: int, rows: int) -> int:
+    """Enough for ``total`` slots at ``count`` experts, however they choose."""
+    return -(-(total + min(count, total) * (rows - 1)) // rows)
+
+
+def align_torch(ids: torch.Tensor, first: int, count: int, rows: int) -> Blocks:
+    """The twin of ``align``."""
+    total, device = ids.numel(), ids.device
+    blocks = _most_blocks(total, count, rows)
     expert = ids.flatten() - first
     # The others' slots are sorted behind every block with work.
     expert = torch.where((expert >= 0) & (expert < count), expert, count)
@@ -48,8 +88,9 @@ def align(ids: torch.Tensor, first: int, count: int, rows: int) -> Blocks:
     ends = padded.cumsum(0)
     shift = (ends - padded) - (sizes.cumsum(0) - sizes)
     expert, order = expert.sort(stable=True)
+    local = expert < count
     slots = torch.full((blocks * rows,), total, dtype=torch.int32, device=device)
-    slots.scatter_(0, torch.arange(total, device=device) + shift[expert], order.int())
+    slots[(torch.arange(total, device=device) + shift[expert])[local]] = order[local].int()
     starts = torch.arange(0, blocks * rows, rows, device=device)
     return Blocks(slots.view(-1, rows), torch.searchsorted(ends[:count], starts, right=True, out_int32=True), total)
 

@@ -14,7 +14,45 @@ def _join(gate, up, limit, KIND: tl.constexpr):
     return _act(gate, KIND) * up
 
 
-# The number of slots changes from step to step: to specialise on it would compile anew in the middle of serving.
+@triton.jit
+def _experts_at(ids, at, total, first, count):
+    """int32: the local experts of the slots ``at``; ``count`` for those of other ranks and beyond ``total``."""
+    expert = tl.load(ids + at, mask=at < total, other=-1) - first
+    return tl.where((at < total) & (expert >= 0) & (expert < count), expert, count).to(tl.int32)
+
+
+# What changes from step to step is not specialised on: that would compile anew in the middle of serving.
+@triton.jit(do_not_specialize=["total", "rows", "blocks", "first"])
+def align_kernel(ids, slots, experts, total, first, count, rows, blocks, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """The blocks of one of the ``count`` local experts; of the program behind the last, those without work.
+
+    Each counts all experts' slots for itself, so that one launch does it: nobody waits for another's sums, and places
+    follow from the slots alone. BINS is a power of two above ``count``.
+    """
+    mine = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    bins = tl.arange(0, BINS)
+    sizes = tl.zeros((BINS,), dtype=tl.int32)
+    for start in range(0, total, CHUNK):
+        sizes += tl.histogram(_experts_at(ids, start + lane, total, first, count), BINS)
+    padded = tl.where(bins < count, (sizes + rows - 1) // rows * rows, 0)
+    begin = tl.sum(tl.where(bins < mine, padded, 0), 0)
+    end = begin + tl.sum(tl.where(bins == mine, padded, 0), 0)
+    if mine < count:
+        filled = begin
+        for start in range(0, total, CHUNK):
+            here = (_experts_at(ids, start + lane, total, first, count) == mine).to(tl.int32)
+            tl.store(slots + filled + tl.cumsum(here, 0) - 1, start + lane, mask=here > 0)
+            filled += tl.sum(here, 0)
+        rest = filled + tl.arange(0, 128)  # of the last block, which has 128 places at most
+        tl.store(slots + rest, tl.zeros((128,), dtype=tl.int32) + total, mask=rest < end)
+    else:
+        end = blocks * rows
+    for block in range(begin // rows, end // rows, 128):
+        at = block + tl.arange(0, 128)
+        tl.store(experts + at, tl.zeros((128,), dtype=tl.int32) + mine, mask=at < end // rows)
+
+
 @triton.jit(do_not_specialize=["total"])
 def grouped_kernel(
     x, x_row, weight, bias, weights, out, slots, experts, total, count, width, inner, limit,

@@ -1,6 +1,6 @@
 """Mixture of experts: a router chooses ``top_k`` experts a token, whose outputs are summed with the router's weights.
 
-``route`` knows the families' ways to choose. The experts then run where the data is: on a GPU in grouped Triton
+How they are chosen is ``kernels/moe_routing.py``. The experts then run where the data is: on a GPU in grouped Triton
 products (``kernels/moe.py``), on a CPU one expert after the other, below, or within a step's program
 (``models/program_experts.py``).
 """
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels import moe as kernels
+from ..kernels import moe_routing
 from ..spec import MoESpec
 from . import dispatch
 from .activation import gated_activation
@@ -28,6 +29,8 @@ class Experts(NamedTuple):
     """width -> hidden."""
     first: int = 0
     activation: str = "silu"
+    among: int = 0
+    """Of how many experts, all ranks' together; 0: these are all."""
 
 
 class MoE:
@@ -50,59 +53,21 @@ class MoE:
     ) -> None:
         self.spec, self.router = spec, router
         self.correction = None if correction is None else correction.float()
-        self.local = Experts(gate_up, down, first_expert, spec.activation)
+        self.local = Experts(gate_up, down, first_expert, spec.activation, spec.experts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]: what the local experts contribute. Ranks with others sum their results."""
         if not len(self.local.gate_up):  # of few experts the other ranks have them all
             return torch.zeros_like(x)
-        weights, ids = route(self.router(x).float(), self.spec, self.correction)
+        weights, ids = route(self.router(x), self.spec, self.correction)
         return (experts_grouped if dispatch.use_kernels(x) else experts_cpu)(x, weights, ids, self.local)
 
 
 def route(
     logits: torch.Tensor, spec: MoESpec, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token, best first, and the weights of their outputs.
-
-    Args:
-        logits: float32 [T, experts].
-        correction: float32 [experts], see ``MoE``.
-
-    Returns:
-        weights: float32 [T, top_k].
-        ids: int64 [T, top_k]. Of equal scores the lower id is chosen.
-    """
-    if spec.scoring == "topk_softmax":
-        best, ids = _best(logits, spec.top_k)
-        return best.softmax(-1) * spec.scale, ids
-    scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
-    choice = scores if correction is None else scores + correction
-    if spec.groups:
-        choice = _within_best_groups(choice, spec)
-    ids = _best(choice, spec.top_k)[1]
-    weights = scores.gather(1, ids)
-    if spec.renormalise:
-        # Sigmoids of very low logits may all be zero.
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * spec.scale, ids
-
-
-def _best(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    # torch.topk leaves open which of equal values it takes.
-    values, ids = values.sort(dim=-1, descending=True, stable=True)
-    return values[:, :count], ids[:, :count].contiguous()
-
-
-def _within_best_groups(choice: torch.Tensor, spec: MoESpec) -> torch.Tensor:
-    """``choice`` with -inf outside each token's best groups.
-
-    A group is worth its two best experts' sum (DeepSeek-V3), where scores are softmax its best one's (DeepSeek-V2).
-    """
-    groups = choice.unflatten(1, (spec.groups, -1))
-    worth = groups.topk(2 if spec.scoring == "sigmoid" else 1, dim=-1)[0].sum(-1)
-    outside = torch.ones_like(worth, dtype=torch.bool).scatter_(1, _best(worth, spec.topk_groups)[1], False)
-    return groups.masked_fill(outside[..., None], float("-inf")).flatten(1)
+    """(weights float32 [T, top_k], ids int64 [T, top_k]) of ``logits`` [T, experts]: see ``kernels.moe_routing``."""
+    return (moe_routing.route if dispatch.use_kernels(logits) else moe_routing.route_torch)(logits, spec, correction)
 
 
 def experts_grouped(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Experts) -> torch.Tensor:
@@ -120,9 +85,9 @@ def experts_grouped(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, l
     """
     if not len(x):
         return torch.empty_like(x)
-    gate_up, down, first, activation = local
+    gate_up, down, first, activation, among = local
     count = len(gate_up)
-    blocks = kernels.align(ids, first, count, kernels.block_rows(ids.numel() // count, x.dtype))
+    blocks = kernels.align(ids, first, count, kernels.block_rows(ids.numel() // (among or count), x.dtype))
     each = down.grouped(gate_up.grouped(x, blocks, activation), blocks, weights=weights)
     return kernels.sum_slots(each, ids, first, count)
 
@@ -133,7 +98,7 @@ def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local
     A token's sum runs over its experts by number, in float32, and products have a multiple of LEAST_ROWS rows: what a
     token gets does not depend on the others of its step (of odd counts MKL's threads sum some in another order).
     """
-    gate_up, down, first, activation = local
+    gate_up, down, first, activation, _ = local
     out = torch.zeros(x.shape, dtype=torch.float32)
     slots = ids.flatten().argsort(stable=True)
     tokens, factors = slots // ids.shape[1], weights.flatten()[slots, None]

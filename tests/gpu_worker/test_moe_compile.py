@@ -28,9 +28,11 @@ def main():
     from kernel_compile import compile_launch
     from triton.runtime.jit import JITFunction
 
+    from quire.gpu_worker.kernels.moe_routing import route
     from quire.gpu_worker.layers.formats.dense import PLAIN
     from quire.gpu_worker.layers.linear import ExpertLinear, weight_of
     from quire.gpu_worker.layers.moe import Experts, experts_grouped
+    from quire.gpu_worker.spec import MoESpec
 
     JITFunction.run = compile_launch
     bf16, half = torch.bfloat16, torch.float16
@@ -55,6 +57,13 @@ def main():
             torch.zeros(tokens, 2, dtype=torch.int64),
             held,
         )
+    logits = torch.empty(8, 256, dtype=bf16)
+    for spec in (
+        MoESpec(128, 8, 1, renormalise=True),
+        MoESpec(60, 4, 1, "topk_softmax"),
+        MoESpec(256, 8, 1, "sigmoid", renormalise=True, groups=8, topk_groups=4),
+    ):
+        route(logits[:, : spec.experts], spec, torch.empty(256) if spec.groups else None)
 
 
 if __name__ == "__main__":
