@@ -94,8 +94,6 @@ def test_pages_and_layouts(page, order):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
 def test_dtypes(dtype, rows):
-    if dtype == torch.bfloat16 and DEVICE == "cpu":
-        pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers")
     check(make(rows, dim=64, dtype=dtype))
 
 

@@ -303,8 +303,6 @@ def test_a_plan_has_room_for_the_worst():
 )
 def test_grouped_products(dtype, activation, bias, hidden, width):
     """Both products and the sum, each against its twin."""
-    if dtype == torch.bfloat16 and DEVICE == "cpu":
-        pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers")
     held = local(5, hidden, width, bias, activation, dtype)
     x, (weights, ids) = randn(23, hidden, dtype=dtype), choices(23, 2, 9)
     blocks = kernels.align(ids, 2, 5, 16)

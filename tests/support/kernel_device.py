@@ -4,10 +4,12 @@ Import this before anything that may import Triton. Triton decides at its import
 test may have imported it already (torch.compile and transformers do): then its Python half is imported again.
 """
 
+import importlib.util
 import os
 import sys
 
 import torch
+from interpreter_bf16 import widen_bfloat16
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -26,3 +28,6 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         ours = name.startswith("quire.gpu_worker.kernels.") and name.endswith("_jit")
         if ours or (name.split(".")[0] == "triton" and not compiled):
             _forget(name)
+
+if DEVICE == "cpu" and importlib.util.find_spec("triton"):
+    widen_bfloat16()
