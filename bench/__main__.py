@@ -1,4 +1,5 @@
-"""``python -m bench PART``: measure a part and keep the result; ``python -m bench compare``: quire and a peer in turns.
+"""``python -m bench PART``: measure a part and keep the result; ``python -m bench compare``: quire and a peer in turns;
+``python -m bench gpu``: everything on a GPU.
 
 Run it in a checkout of the repository. Results go to bench/results/PART.json, or where --out says.
 """
@@ -11,9 +12,12 @@ import importlib
 import sys
 from pathlib import Path
 
-from . import compare
+from . import compare, gpu
 from .parts import PARTS
 from .report import RESULTS, BenchError, Report
+
+OTHERS = {"compare": compare, "gpu": gpu}
+"""Commands with reports of their own."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = make_parser(argv[0] if argv and argv[0] in PARTS else None).parse_args(argv)
     if args.list or args.part is None:
-        print("\n".join(f"{name:16s}{summary(name)}" for name in (*PARTS, "compare")))
+        print("\n".join(f"{name:16s}{summary(name)}" for name in (*PARTS, *OTHERS)))
         return 0
     try:
         return run(args, argv)
@@ -38,6 +42,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     if args.part == "compare":
         return compare.run(args, args.out or RESULTS / f"compare-{args.peer}.json", settings, argv)
+    if args.part == "gpu":
+        return gpu.run(args, argv)
     out = args.out or RESULTS / f"{args.part}.json"
     report = Report(args.part, out, settings, argv)
     importlib.import_module(f".parts.{module_of(args.part)}", __package__).measure(report, args)
@@ -50,11 +56,11 @@ def make_parser(part: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--list", action="store_true", help="what can be measured")
     parts = parser.add_subparsers(dest="part", metavar="PART")
-    for name in (*PARTS, "compare"):
+    for name in (*PARTS, *OTHERS):
         one = parts.add_parser(name, help=summary(name), formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        one.add_argument("--out", type=Path, help="file for the results")
-        if name == "compare":
-            compare.add_flags(one)
+        one.add_argument("--out", type=Path, help="file for the results; a folder for those of gpu")
+        if name in OTHERS:
+            OTHERS[name].add_flags(one)
         elif name == part:
             importlib.import_module(f".parts.{module_of(name)}", __package__).add_flags(one)
     return parser
@@ -68,7 +74,7 @@ def module_of(part: str) -> str:
 def summary(part: str) -> str:
     """The first line of a part's docstring, read without importing it."""
     folder = Path(__file__).parent
-    path = folder / "compare.py" if part == "compare" else folder / "parts" / f"{module_of(part)}.py"
+    path = (folder if part in OTHERS else folder / "parts") / f"{module_of(part)}.py"
     return (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
 
 

@@ -271,11 +271,11 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
 def test_the_list_names_every_part(capsys):
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [*PARTS, "compare"]
+    assert [line.split()[0] for line in lines] == [*PARTS, "compare", "gpu"]
     assert all(len(line.split()) > 3 for line in lines)
 
 
-@pytest.mark.parametrize("part", [*PARTS, "compare"])
+@pytest.mark.parametrize("part", [*PARTS, "compare", "gpu"])
 def test_every_part_has_flags_and_a_summary(part):
     args = make_parser(part).parse_args([part])
     assert args.part == part and args.out is None and summary(part)
