@@ -92,9 +92,7 @@ class EngineArgs:
     quantization: str | None = _flag(
         None, _WORK, "on a CPU, make the layers' float weights so narrow while they are loaded", ("int8", "int4")
     )
-    quantize_lm_head: bool | None = _flag(
-        None, _WORK, "with --quantization, the lm_head too, as int8 (default: with int4 yes, with int8 no)"
-    )
+    quantize_lm_head: bool | None = _flag(None, _WORK, "with --quantization, the lm_head too, as int8 (default: yes)")
     runner: str = _flag(
         "auto", _MODEL, "what the model is served for; auto: by its files", ("auto", "generate", "pooling")
     )

@@ -17,8 +17,8 @@ from ..report import Report
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
-    "int8": {"quantization": "int8"},
-    "int8+lm_head": {"quantization": "int8", "quantize_lm_head": True},
+    "int8": {"quantization": "int8", "quantize_lm_head": False},
+    "int8+lm_head": {"quantization": "int8"},
     "int4": {"quantization": "int4", "quantize_lm_head": False},
     "int4+lm_head": {"quantization": "int4"},
 }

@@ -24,7 +24,7 @@ from ..report import BenchError, Report
 
 PEAKS = {"float32": "peak_f32_gflop_per_s", "bfloat16": "peak_bf16_gflop_per_s"}
 WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / 128}
-"""Of a weight of the layers, with --quantization. With int4 the head has int8's, else the model's own."""
+"""Of a weight of the layers, with --quantization. The head has int8's with either."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ class Rig:
         self.weights = multiplied(self.model.spec)
         body, _, head = self.weights
         size = self.dtype.itemsize
-        head_size = WEIGHT_BYTES["int8"] if quantization == "int4" else size
+        head_size = WEIGHT_BYTES["int8"] if quantization else size
         self.weight_bytes = body * WEIGHT_BYTES.get(quantization or "", size) + head * head_size
 
     def measure(self, rows: int, context: int, steps: int, limits: dict[str, float]) -> dict[str, Any]:

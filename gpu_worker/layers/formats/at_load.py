@@ -1,8 +1,8 @@
 """``--quantization``: which weights become narrower while a float checkpoint is loaded.
 
 The weights of the layers, experts included. Routers and gates of one output stay, as choices hang on them, and so do
-embeddings. The lm_head by choice (``--quantize-lm-head``), and then as int8: its outputs are what is drawn from. With
-int4 that is the default: beside layers so narrow a float lm_head is most of what a step reads (docs/quantization.md).
+embeddings. The lm_head becomes int8 with either method, as its outputs are what is drawn from, and stays as it is with
+``--no-quantize-lm-head``: beside narrow layers a float lm_head is much of what a step reads (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEPT = ("router.weight", "shared_gate.weight")
 
 @dataclass(frozen=True)
 class AtLoad:
-    """``method``: of METHODS, or None for none. ``lm_head``: whether that is made int8 too; None: with int4."""
+    """``method``: of METHODS, or None for none. ``lm_head``: whether that is made int8 too; None: it is."""
 
     method: str | None = None
     lm_head: bool | None = None
@@ -31,8 +31,7 @@ class AtLoad:
         if self.method is None:
             return None
         if name == "lm_head.weight":
-            wanted = self.method == "int4" if self.lm_head is None else self.lm_head
-            return METHODS["int8"] if wanted else None
+            return None if self.lm_head is False else METHODS["int8"]
         return METHODS[self.method] if name.startswith("layers.") and not name.endswith(_KEPT) else None
 
 
