@@ -7,7 +7,9 @@ A token's slot is ``block * block_size + offset``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -36,3 +38,43 @@ class StepBatch:
     # The same as lists, for code that runs on the host; empty on a GPU.
     host_query_starts: list[int] = field(default_factory=list)
     host_context_lens: list[int] = field(default_factory=list)
+
+
+class StepShape(NamedTuple):
+    """The sizes of a step that the host knows, from which kernels and their tiles are chosen."""
+
+    rows: int
+    decodes: int  # the first so many rows, of one token each
+    tokens: int
+    query_len: int  # tokens of the longest row
+    context: int  # an upper bound of the keys that any row sees
+
+
+Chooser = Callable[[StepShape], Iterable[Hashable]]
+"""What some part of a model chooses for a step of a shape: a value for each kernel that is compiled on its own. Equal
+layers have equal choosers. The launching code chooses by the same function, so that the warm-up finds all there is."""
+
+
+def idle_batch(shape: StepShape, block_size: int, device: torch.device) -> StepBatch:
+    """A batch of ``shape`` whose rows are all padding: every kernel runs, and none touches the cache."""
+    left, lengths = shape.tokens - shape.decodes, [1] * shape.decodes
+    while left > 0:
+        lengths.append(min(left, shape.query_len))
+        left -= lengths[-1]
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    zeros = torch.zeros(shape.tokens, dtype=torch.int64, device=device)
+    return StepBatch(
+        token_ids=zeros,
+        positions=zeros,
+        slots=torch.full_like(zeros, -1),
+        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        context_lens=torch.zeros(len(lengths), dtype=torch.int32, device=device),
+        block_tables=torch.zeros((len(lengths), -(-shape.context // block_size)), dtype=torch.int32, device=device),
+        num_decodes=shape.decodes,
+        max_query_len=shape.query_len,
+        max_context_len=shape.context,
+        block_size=block_size,
+        host_query_starts=starts,
+    )

@@ -24,6 +24,7 @@ from ..proto.messages import (
     Admit,
     Assign,
     Bye,
+    Compiled,
     Configure,
     Drain,
     Lease,
@@ -32,10 +33,11 @@ from ..proto.messages import (
     StepFailed,
     StepPlan,
 )  # fmt: skip
-from ..proto.params import MAX_BEAMS, SamplingParams
+from ..proto.params import MAX_BEAMS
 from ..proto.pooling import PoolingParams
 from ..proto.process import tell_ready
-from ..proto.work import Generate, Pool, Work
+from ..proto.work import Pool, Work
+from . import compilations
 from .device import choose_long_steps, parameter_estimate, usable_cores
 from .graphs import capture_sizes
 from .kv_cache import KVCache
@@ -49,6 +51,7 @@ from .sampling.followers import Follower, Histories
 from .sampling.processors import Function, Processors
 from .state import PlanError, RowState, logprob_bytes
 from .transfer import RING
+from .warmup import every_stage, warm_up
 
 if TYPE_CHECKING:
     from .models.model import Model
@@ -130,6 +133,8 @@ class Worker:
         not fit."""
         self._link: Any = link  # either has what is used of it
         self._results = _Results(link, threaded=self._device.type != "cpu")
+        if self._device.type == "cuda":
+            compilations.watch(self._compiled)
         while True:
             left = None if self._leave_by is None else self._leave_by - time.monotonic()
             if left is not None and left <= 0:
@@ -226,6 +231,7 @@ class Worker:
         graphs = step_bytes(spec, max(sizes, default=0), 0, self._dtype.itemsize)
         graphs += sum(sizes) * spec.hidden_size * self._dtype.itemsize
         runner = self._runner_of(KVCache(spec, 1, block_size, self._dtype, self._device), self._state, max_tokens)
+        warm_up(runner, progress=self._group.leader)  # first, so that what the kernels take on the device counts
         work: Work = every_stage(most)
         if self._pooler is not None:
             work = Pool(PoolingParams(task=f"token_{self._pooler.convert}", pooling="ALL"))
@@ -279,6 +285,16 @@ class Worker:
         if self._device.type != "cuda" or self._args.enforce_eager:
             return False
         return self._group.shard.stages == 1 and self._model.capturable and self._pooler is None
+
+    def _compiled(self, kernel: str, seconds: float) -> None:
+        """A kernel was compiled; once requests are served, the operator is told."""
+        if self._phase is not Phase.READY or self._lease is None:
+            return
+        log.warning(
+            "compiled while serving, which held up every stream for %.1f s (please report it): %s", seconds, kernel
+        )
+        if self._group.leader:  # the others compile the same
+            self._link.send(Compiled(self._lease))
 
     def _runner_of(self, kv: KVCache, state: RowState, max_tokens: int) -> Runner:
         pooler = None if self._pooler is None else Pooler(self._pooler, self._model)
@@ -376,16 +392,6 @@ class _Results:
                 self._link.post(_DeviceFailure(lease, step, error))
             finally:
                 self._queue.task_done()
-
-
-def every_stage(logprobs: int) -> Generate:
-    """Work with every stage of sampling on; ``logprobs`` others are told beside each prompt token and drawn one."""
-    params = SamplingParams(
-        temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
-        repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0, 1, 2], min_tokens=1,
-        logprobs=logprobs, prompt_logprobs=logprobs,
-    )  # fmt: skip
-    return Generate(params, 0, suppressed_ids=i32([1]), bad_words=[[2]])
 
 
 def worst_case(state: RowState, max_tokens: int, work: Work) -> StepPlan:

@@ -298,7 +298,7 @@ class Books:
 
     # -- looking in
 
-    def stats(self, token: int = 0, bad_frames: int = 0) -> Stats:
+    def stats(self, token: int = 0, bad_frames: int = 0, compilations: int = 0) -> Stats:
         """Everything countable, at this moment."""
         replicas = list(self.replicas.values())
         running = sum(len(r.sequences()) for r in replicas)
@@ -323,6 +323,7 @@ class Books:
                 )
                 for r in replicas
             ],
+            compilations=compilations,
         )  # fmt: skip
 
     def check_integrity(self) -> None:

@@ -90,7 +90,7 @@ class Membership:
             except BadFrame as error:
                 self.core.bad(peer, error)
         elif isinstance(message, GetStats):
-            self.core.outbox.put(peer, self.core.stats(message.token, self.bad_frames()))
+            self.core.outbox.put(peer, self.core.stats(message.token, self.bad_frames(), self.registry.compilations))
         elif isinstance(message, Heartbeat):
             self.front[peer].bad_frames = count(message.bad_frames)
         elif isinstance(message, Bye):

@@ -23,6 +23,7 @@ from ..proto.messages import (
     PROTOCOL,
     Assign,
     Bye,
+    Compiled,
     Configure,
     Drain,
     Heartbeat,
@@ -94,6 +95,7 @@ class WorkerRegistry:
         self.core, self.epoch, self.config, self.changed = core, epoch, core.config, changed
         self.workers: dict[str, Worker] = {}
         self.to_workers: list[tuple[str, Any]] = []
+        self.compilations = 0  # of kernels while requests were served, as workers told
         self.lost: dict[str, str] = {}  # the last MAX_LOST workers that ended without leaving, and how
         self._leases = 0
         self._stood_still = -math.inf  # when this process last did
@@ -128,6 +130,8 @@ class WorkerRegistry:
             self._ready(peer, worker)
         elif isinstance(message, StepResult):
             self._result(peer, worker, message)
+        elif isinstance(message, Compiled):
+            self.compilations = count(self.compilations + 1)
         elif isinstance(message, StepFailed):
             self.gone(peer, f"failed in step {message.step}: {message.error}")
 

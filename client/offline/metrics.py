@@ -97,6 +97,11 @@ def counters_of(stats: Stats) -> list[tuple[str, str, int]]:
         ("quire:prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
         ("quire:prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hits),
         ("quire:scheduler_steps", "steps run", stats.steps),
+        (
+            "quire:kernel_compilations",
+            "kernels compiled while requests were served; each held up a whole replica",
+            stats.compilations,
+        ),
         ("quire:bad_frames", "messages dropped because they did not decode", stats.bad_frames),
     ]
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 import torch
 
-from ..batch import StepBatch
+from ..batch import StepBatch, StepShape
 
 PROGRAMS_PER_SM = 4
 MAX_SPLITS = 64
@@ -63,26 +63,44 @@ def paged_attention(
             This step's keys and values are already in them.
         batch: rows, lengths and block tables. Rows with context length 0 are padding: nothing is read, the result is 0.
     """
-    rows, decodes = len(batch.context_lens), batch.num_decodes
-    group = q.shape[1] // k_cache.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not len(q):
         return out
-    context = batch.max_context_len if scores.window is None else min(batch.max_context_len, scores.window)
-    memory = _shared_memory(q.device)
-    decode = decode_tiles(
-        q.shape[2], q.dtype, group, decodes * k_cache.shape[2], context, _processors(q.device), memory
-    )
-    if decodes == rows:
-        launch(q, k_cache, v_cache, out, batch, scores, 0, decodes, decode)
-        return out
-    prefill = prefill_tiles(q.shape[2], q.dtype, group, batch.max_query_len, memory)
-    if decodes and decode.splits > 1:
-        launch(q, k_cache, v_cache, out, batch, scores, 0, decodes, decode)
-        launch(q, k_cache, v_cache, out, batch, scores, decodes, rows, prefill)
-    else:
-        launch(q, k_cache, v_cache, out, batch, scores, 0, rows, prefill)
+    layer = LayerShape(q.shape[1], k_cache.shape[2], q.shape[2], scores.window, q.dtype, q.device)
+    rows, longest, context = len(batch.context_lens), batch.max_query_len, batch.max_context_len
+    for first, last, tiles in launches(layer, StepShape(rows, batch.num_decodes, len(q), longest, context)):
+        launch(q, k_cache, v_cache, out, batch, scores, first, last, tiles)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What of a layer tiles are chosen by."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, shape: StepShape) -> set[tuple[bool, Tiles]]:
+        """As a ``batch.Chooser``: whether the rows are decodes, and the tiles, of each launch."""
+        return {(last <= shape.decodes, tiles) for _, last, tiles in launches(self, shape)}
+
+
+def launches(layer: LayerShape, shape: StepShape) -> list[tuple[int, int, Tiles]]:
+    """First and last row (exclusive), and tiles, of each launch in a step of ``shape``."""
+    rows, decodes, _, query_len, context = shape
+    dim, dtype, memory, group = layer.head_dim, layer.dtype, _shared_memory(layer.device), layer.heads // layer.kv_heads
+    context = context if layer.window is None else min(context, layer.window)
+    decode = decode_tiles(dim, dtype, group, decodes * layer.kv_heads, context, _processors(layer.device), memory)
+    if decodes == rows:
+        return [(0, rows, decode)]
+    prefill = prefill_tiles(dim, dtype, group, query_len, memory)
+    if decodes and decode.splits > 1:
+        return [(0, decodes, decode), (decodes, rows, prefill)]
+    return [(0, rows, prefill)]
 
 
 def decode_tiles(

@@ -8,10 +8,12 @@ Results stay at their slots, so the sum over a token's slots has one order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from ..batch import StepShape
 from .activation import LIMIT, function, gated_activation_torch
 
 _SUM_BLOCK = 1024
@@ -36,16 +38,18 @@ def block_rows(slots: int, dtype: torch.dtype) -> int:
     return 32 if dtype.itemsize == 4 else 64 if slots <= 64 else 128
 
 
-def turns(experts: int, top_k: int, dtype: torch.dtype, most: int) -> list[int]:
-    """Steps of how many tokens, up to ``most``, launch each of the kernels' variants: one for each, ascending.
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """What of a layer's experts kernels are chosen by: ``top_k`` of ``experts`` are each token's."""
 
-    The layer has ``experts``, of which a token chooses ``top_k``. All else that variants follow from is the model's.
-    """
-    found: dict[tuple[int, int], int] = {}
-    for tokens in range(1, most + 1):
-        slots = tokens * top_k
-        found.setdefault((_chunk(slots), block_rows(slots // experts, dtype)), tokens)
-    return list(found.values())
+    top_k: int
+    experts: int
+    dtype: torch.dtype
+
+    def __call__(self, shape: StepShape) -> set[tuple[int, int]]:
+        """As a ``batch.Chooser``: of ``align`` and of the products. All else that they follow from is the model's."""
+        slots = shape.tokens * self.top_k
+        return {(_chunk(slots), block_rows(slots // self.experts, self.dtype))}
 
 
 def _chunk(slots: int) -> int:

@@ -22,7 +22,7 @@ Parameters of a row are one packed int32 row, ``[S, COLUMNS]`` (see ``columns``)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,12 @@ _FEW = 2048  # candidates of a row for which noise is computed token by token
 _SLACK = 1e-3  # far over the rounding of a bound
 _BUCKETS, _DEPTH = 4096, 32.0  # of the mass by depth below the maximum; deeper tokens share the last bucket
 _COARSE = 64  # one logit in so many is looked at to guess where the k-th largest lies
+
+
+def choices(rows: int) -> set[Hashable]:
+    """What is chosen by the number of rows that draw: a value for each kernel that is compiled on its own. The warm-up
+    asks for every number that may come."""
+    return set()
 
 
 def threshold(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, top_p: bool) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..batch import Chooser
 from ..spec import DecoderSpec, Shard
 from .activation import activation, gated_activation
 from .linear import ExpertLinear, Linear
@@ -28,6 +29,10 @@ class MLP:
         """[T, hidden] -> [T, hidden]."""
         wide = self.up(x)
         return self.down(gated_activation(wide, self.kind) if self.gated else activation(wide, self.kind))
+
+    def choosers(self, dtype: torch.dtype) -> set[Chooser]:
+        """As ``Model.choosers``, of a model in ``dtype``."""
+        return set()
 
 
 class MoEBlock:
@@ -56,6 +61,10 @@ class MoEBlock:
         if self.shared_gate is not None:
             shared = shared * _sigmoid(self.shared_gate(x))
         return out + shared
+
+    def choosers(self, dtype: torch.dtype) -> set[Chooser]:
+        """As ``Model.choosers``, of a model in ``dtype``."""
+        return self.experts.choosers(dtype)
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..batch import Chooser
 from ..kernels import moe as kernels
 from ..kernels import moe_routing
 from ..spec import MoESpec
@@ -61,6 +62,10 @@ class MoE:
             return torch.zeros_like(x)
         weights, ids = route(self.router(x), self.spec, self.correction)
         return (experts_grouped if dispatch.use_kernels(x) else experts_cpu)(x, weights, ids, self.local)
+
+    def choosers(self, dtype: torch.dtype) -> set[Chooser]:
+        """As ``Model.choosers``, of a model in ``dtype``."""
+        return {kernels.ExpertsShape(self.spec.top_k, self.spec.experts, dtype)} if len(self.local.gate_up) else set()
 
 
 def route(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..batch import StepBatch
+from ..batch import Chooser, StepBatch
 from ..kv_cache import KVCache
 from ..layers import dispatch
 from ..layers.attention import StepContext
@@ -60,6 +60,9 @@ class Decoder(Model):
             x, residual = layer(x, residual, step)
         x, _ = self.final_norm.add(x, residual)
         return x if self.project_out is None else self.project_out(x)
+
+    def choosers(self) -> set[Chooser]:
+        return super().choosers().union(*(layer.mlp.choosers(self.dtype) for layer in self.layers))
 
     def _enter(self, batch: StepBatch) -> torch.Tensor:
         assert self.embed is not None  # the first stage has it

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..batch import StepBatch
+from ..batch import Chooser, StepBatch
+from ..kernels.attention import LayerShape
 from ..kv_cache import KVCache
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
@@ -30,6 +31,13 @@ class Model:
         theirs, [T, hidden], without a norm.
         """
         raise NotImplementedError
+
+    def choosers(self) -> set[Chooser]:
+        """What chooses among kernels, or their tiles, by the shape of a step: those of attention, and of other layers
+        those that the subclass adds."""
+        spec = self.spec
+        sizes = zip(spec.kv_heads, spec.windows, strict=False)
+        return {LayerShape(spec.heads, kv, spec.head_dim, window, self.dtype, self.device) for kv, window in sizes}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size] float32 of ``hidden`` [S, hidden], rows that ``forward`` gave.

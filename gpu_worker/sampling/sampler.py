@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import fields
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +38,7 @@ from ..kernels.cpu.sampling import Chooser
 from ..kernels.logprobs import Source
 from .logprobs import LogprobGroup, grouped
 from .sample_batch import SampleBatch
-from .sampling_state import SamplingState
+from .sampling_state import SamplingNeeds, SamplingState
 from .sampling_tables import to_device
 
 
@@ -46,6 +48,20 @@ class Sampled(NamedTuple):
     tokens: torch.Tensor  # int32 [S]
     logprobs: list[LogprobGroup] | None  # where any row wants them, by how many
     chosen: np.ndarray | None = None  # float32 [S], the tokens' logits; None where those are not on the host
+
+
+_TOGETHER = ("random", "top_k", "top_p", "min_p", "logprobs")
+"""Needs that decide together which kernels run; each of the others is a stage of its own, with its own kernel."""
+
+
+def variants() -> list[SamplingNeeds]:
+    """Needs among which every kernel that any step's needs launch is launched: the warm-up samples with each."""
+    others = [field.name for field in fields(SamplingNeeds) if field.name not in _TOGETHER]
+    return [
+        SamplingNeeds(**dict(zip(_TOGETHER, flags, strict=True)), **dict.fromkeys(others, changed))
+        for flags in product((False, True), repeat=len(_TOGETHER))
+        for changed in (False, True)
+    ]
 
 
 def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sampled:

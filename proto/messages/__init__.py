@@ -20,6 +20,7 @@ from .operators import GetStats, Manage, Managed, ReplicaStats, Stats, WorkerInf
 from .plans import (
     Admit,
     Assign,
+    Compiled,
     Configure,
     Lease,
     Loaded,
@@ -52,15 +53,15 @@ from .requests import (
 )  # fmt: skip
 
 __all__ = [
-    "PROTOCOL", "Abort", "Accepted", "Admit", "Assign", "BeamStopped", "BeamTokens", "Bye", "Child", "Configure",
-    "Drain", "Failed", "Finish", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers", "GetStats",
-    "Heartbeat", "Hello", "Lease", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Peer", "Peers", "Pooled",
-    "PromptChunk", "PromptLogprobs", "Ready", "Reconcile", "ReplicaStats", "Resume", "SlotFailed", "SlotPooled",
-    "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped", "Submit", "TextBatch", "ToDetokenizer",
+    "PROTOCOL", "Abort", "Accepted", "Admit", "Assign", "BeamStopped", "BeamTokens", "Bye", "Child", "Compiled",
+    "Configure", "Drain", "Failed", "Finish", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers",
+    "GetStats", "Heartbeat", "Hello", "Lease", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Peer", "Peers",
+    "Pooled", "PromptChunk", "PromptLogprobs", "Ready", "Reconcile", "ReplicaStats", "Resume", "SlotFailed",
+    "SlotPooled", "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped", "Submit", "TextBatch", "ToDetokenizer",
     "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch", "Tokenize", "Unknown", "WorkerInfo",
 ]  # fmt: skip
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:
@@ -79,7 +80,7 @@ FromSchedulerFront = (
 )
 """the scheduler's front socket -> detokenizer, Engine, operator."""
 
-ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Drain | Heartbeat | Bye
+ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Compiled | Drain | Heartbeat | Bye
 """worker -> the scheduler's worker socket."""
 
 FromSchedulerWorkers = Assign | Configure | StepPlan | Drain | Heartbeat | Bye

@@ -72,3 +72,4 @@ class Stats(Message):
     steps: int
     bad_frames: int
     replicas: list[ReplicaStats]
+    compilations: int = 0  # of kernels, while requests were served

@@ -137,6 +137,13 @@ class StepResult(Message):
     pooled: list[SlotPooled] = []  # one for each slot of a pooling request, but for the failed; its token means nothing
 
 
+class Compiled(Message):
+    """worker -> scheduler: a kernel was compiled while requests were served, which held up all of them. Rare, so it is
+    a message of its own."""
+
+    lease: Lease
+
+
 class StepFailed(Message):
     """any rank -> scheduler: an exception in this step. It ends the lease."""
 

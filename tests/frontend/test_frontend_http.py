@@ -148,6 +148,7 @@ def test_metrics(server: FakeServer) -> None:
     assert values['quire:num_requests_running{model_name="fake"}'] == "0.0"
     assert values['quire:kv_cache_usage_perc{model_name="fake"}'] == "0.07"
     assert values['quire:kv_blocks_in_use{model_name="fake"}'] == "7.0"
+    assert values['quire:kernel_compilations_total{model_name="fake"}'] == "0.0"
     assert values['quire:bad_frames_total{model_name="fake"}'] == "2.0"
     assert values['quire:generation_tokens_total{model_name="fake"}'] == "13.0"
     assert values['quire:request_success_total{finished_reason="length",model_name="fake"}'] == "2.0"

@@ -140,7 +140,8 @@ def to_workers_socket(rng: random.Random) -> list[Any]:
     lease = m.Lease(int(time.time() * 1000), rng.randrange(3), rng.randrange(9))
     result = m.StepResult(lease, rng.randrange(1, 5), i32([3, 4]))
     return [plain(x) for x in (hello("gpu_worker"), m.Loaded(lease, 500, 2048, VOCAB), m.Ready(lease), result,
-                               m.Heartbeat(), m.StepFailed(lease, 1, "no"), m.Drain("tired"))]  # fmt: skip
+                               m.Heartbeat(), m.StepFailed(lease, 1, "no"), m.Compiled(lease),
+                               m.Drain("tired"))]  # fmt: skip
 
 
 def to_detokenizer(rng: random.Random) -> list[Any]:

@@ -18,6 +18,7 @@ from quire.proto.messages import (
     BeamTokens,
     Bye,
     Child,
+    Compiled,
     Configure,
     Drain,
     Failed,
@@ -543,7 +544,18 @@ def test_stats_answer_the_one_who_asks(house: House) -> None:
     house.members.wire_bad_frames = 3
     house.members.on_front("f1", GetStats(9))
     (stats,) = house.told("f1", Stats)
-    assert (stats.token, stats.bad_frames) == (9, 3)
+    assert (stats.token, stats.bad_frames, stats.compilations) == (9, 3, 0)
+
+
+def test_compilations_while_serving_are_counted(house: House) -> None:
+    """Of the worker's own lease, and after it has gone too."""
+    house.hello("f1", "frontend")
+    lease = house.worker("w1")
+    for said in (lease, lease, Lease(lease.epoch, lease.replica, lease.counter + 1)):
+        house.registry.on_worker("w1", Compiled(said))
+    house.registry.gone("w1", "is gone")
+    house.members.on_front("f1", GetStats(1))
+    assert house.told("f1", Stats)[0].compilations == 2
 
 
 def test_sound_messages_with_mad_values_break_nothing(house: House) -> None:
@@ -595,6 +607,7 @@ def test_sound_messages_with_mad_values_break_nothing(house: House) -> None:
         ),
         lambda: Loaded(lease(), number(), number(), number()),
         lambda: Ready(lease()),
+        lambda: Compiled(lease()),
         lambda: StepResult(lease(), rng.choice([number(), 1, 2, 3, 4, 5]), column(), column()),
         lambda: StepFailed(lease(), number(), "?"),
         lambda: Manage(

@@ -1,0 +1,173 @@
+"""Before Ready: every kernel that a step may launch is launched once, so that none is compiled while streams wait.
+
+Triton compiles a kernel where it is first launched with new constants (tiles, flags), types or alignments, which takes
+seconds, and every stream of the replica stands still meanwhile. Which constants there are is asked of the code that
+chooses them: ``Model.choosers`` for all shapes of a step, ``sampler.variants`` for what the rows of a step may need.
+The steps run here are made of padding: they read and write nothing of the cache, and their tokens are nobody's.
+
+What depends on the numbers of a step in another way must not be specialised on (``do_not_specialize`` in the kernels);
+``tests/gpu_worker/test_warmup.py`` holds that, and ``compilations.py`` tells an operator where it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..proto.codec import i32
+from ..proto.params import SamplingParams
+from ..proto.work import Generate
+from .batch import StepShape, idle_batch
+from .kernels import sampling
+from .runner import PROMPT_SLICE, Runner
+from .sampling.sample_batch import SampleBatch
+from .sampling.sampler import sample, sample_share, variants
+from .sampling.sampling_state import PLAIN, SamplingNeeds
+
+if TYPE_CHECKING:
+    from .parallel.parallel import Group
+
+log = logging.getLogger(__name__)
+
+
+def every_stage(logprobs: int) -> Generate:
+    """Work with every stage of sampling on; ``logprobs`` others are told beside each prompt token and drawn one."""
+    params = SamplingParams(
+        temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
+        repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0, 1, 2], min_tokens=1,
+        logprobs=logprobs, prompt_logprobs=logprobs,
+    )  # fmt: skip
+    return Generate(params, 0, suppressed_ids=i32([1]), bad_words=[[2], [0, 1]])
+
+
+BEAM = Generate(SamplingParams(n=2, use_beam_search=True, temperature=0.0), 0)
+
+
+@torch.inference_mode()
+def warm_up(runner: Runner, progress: bool) -> None:
+    """Launch every kernel that a step of ``runner`` may launch. The processes of a replica do so together."""
+    began = time.monotonic()
+    from tqdm import tqdm
+
+    jobs: list[Callable[[], None]] = [partial(_forward, runner, shape) for shape in chosen_shapes(runner)]
+    if runner.group.shard.last and runner.pooler is None:
+        jobs += _drawing(runner)
+    for job in tqdm(jobs, desc="Compiling kernels", unit="step", disable=not progress):
+        job()
+    log.info(
+        "ran %d steps of padding in %.1f s, so that no kernel is compiled later", len(jobs), time.monotonic() - began
+    )
+
+
+def step_shapes(max_rows: int, max_tokens: int, max_len: int) -> Iterator[StepShape]:
+    """Shapes of steps of at most ``max_rows`` rows, ``max_tokens`` tokens and ``max_len`` tokens of context.
+
+    Every number of decodes, every number of prompt tokens, and mixtures of powers of two; contexts are powers of two.
+    """
+    contexts = [*_powers(max_len), max_len]
+    for rows in range(1, max_rows + 1):
+        for context in contexts:
+            yield StepShape(rows, rows, rows, 1, context)
+    for tokens in range(2, max_tokens + 1):
+        longest = min(tokens, max_len)
+        if (rows := -(-tokens // longest)) <= max_rows:
+            yield StepShape(rows, 0, tokens, longest, longest)
+    for decodes in _powers(max_rows - 1):
+        for tokens in _powers(min(max_tokens - decodes, max_len)):
+            for context in contexts:
+                if 1 < tokens <= context:
+                    yield StepShape(decodes + 1, decodes, decodes + tokens, tokens, context)
+
+
+def chosen_shapes(runner: Runner) -> list[StepShape]:
+    """Of the shapes that a step may have: few, for which everything is chosen that can be.
+
+    Tensor ranks run the same ones, as they add up what they compute: those that any of them needs.
+    """
+    model, state = runner.model, runner.state
+    choosers, seen = sorted(model.choosers(), key=repr), set[tuple[int, Hashable]]()
+    shapes = list(step_shapes(state.max_rows, runner.max_tokens, state.max_model_len))
+    wanted = np.zeros(len(shapes), np.float32)
+    for at, shape in enumerate(shapes):
+        new = {(which, value) for which, chooser in enumerate(choosers) for value in chooser(shape)} - seen
+        wanted[at] = bool(new) or not at
+        seen |= new
+    return _of_any_rank(shapes, wanted, runner.group, state.device)
+
+
+def _of_any_rank(shapes: list[StepShape], wanted: np.ndarray, group: Group, device: torch.device) -> list[StepShape]:
+    if group.shard.size > 1:
+        wanted = group.all_reduce(torch.from_numpy(wanted).to(device)).cpu().numpy()
+    return [shapes[at] for at in np.flatnonzero(wanted).tolist()]
+
+
+def _forward(runner: Runner, shape: StepShape) -> None:
+    """A step of ``shape`` through this process's layers, and its logits."""
+    model, group, device = runner.model, runner.group, runner.state.device
+    batch, before = idle_batch(shape, runner.state.block_size, device), None
+    if not group.shard.first:
+        before = torch.zeros((shape.tokens, model.spec.hidden_size), dtype=model.dtype, device=device)
+    hidden = model.forward(batch, runner.kv, before)
+    if group.shard.last and runner.pooler is None:
+        model.logits(hidden[: max(runner.state.max_rows, PROMPT_SLICE)])
+
+
+def _drawing(runner: Runner) -> Iterator[Callable[[], None]]:
+    """Drawing from logits, by as many rows as make a difference, each way that the rows of a step may ask for."""
+    seen = set[Hashable]()
+    for rows in range(1, runner.state.max_rows + 1):
+        new = sampling.choices(rows) - seen
+        if new or rows == 1:
+            yield partial(_draw, runner, rows)
+        seen |= new
+
+
+def _draw(runner: Runner, rows: int) -> None:
+    model, state, group = runner.model, runner.state, runner.group
+    shape = StepShape(rows, rows, rows, 1, 1)
+    before = (
+        None
+        if group.shard.first
+        else torch.zeros((rows, model.spec.hidden_size), dtype=model.dtype, device=state.device)
+    )
+    mine = model.logits(model.forward(idle_batch(shape, state.block_size, state.device), runner.kv, before))
+    logits = group.gather_logits(mine, state.vocab_size)
+    if group.shard.size > 1:
+        for random in (False, True):
+            sample_share(
+                mine, state.sampling, _slots(runner, rows, SamplingNeeds(random=random)), model.vocabulary.start
+            )
+    if logits is None:
+        return
+    every = range(rows)
+    for work in (every_stage(1), BEAM):
+        for row in every:
+            state.sampling.admit(row, work, 0, 1, np.zeros(1, np.int32))
+        for needs in variants():
+            if work is not BEAM or not needs.changes:  # this one has no edits
+                sample(logits, state.sampling, _slots(runner, rows, needs))
+        state.sampling.drop(every)
+    masked = _slots(runner, rows, PLAIN)
+    state.upload.begin()
+    (masked.mask,) = state.upload(np.full((rows, -(-state.vocab_size // 32)), -1, np.int32))
+    sample(logits, state.sampling, masked)
+
+
+def _slots(runner: Runner, rows: int, needs: SamplingNeeds) -> SampleBatch:
+    """Slots that draw the token behind a prompt of one in each of the first ``rows`` rows."""
+    at, ones = np.arange(rows), np.ones(rows, np.int64)
+    state = runner.state
+    state.upload.begin()
+    rows_d, positions = state.upload(at, ones)
+    return SampleBatch(rows_d, positions, at, ones, state.tokens, needs)
+
+
+def _powers(limit: int) -> list[int]:
+    """Powers of two up to ``limit``."""
+    return [1 << n for n in range(max(limit, 0).bit_length())]

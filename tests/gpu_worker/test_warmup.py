@@ -1,0 +1,134 @@
+"""The warm-up runs steps among which everything is chosen that any step chooses, and what is compiled later is told."""
+
+import random
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from worker_toys import LEASE, ToyModel
+
+from quire.gpu_worker import compilations, warmup
+from quire.gpu_worker.batch import StepShape, idle_batch
+from quire.gpu_worker.kernels import attention, moe
+from quire.gpu_worker.parallel.parallel import Group
+from quire.gpu_worker.worker import Phase, Worker
+from quire.proto.checkpoint.model_config import ModelConfig
+from quire.proto.config import EngineArgs
+from quire.proto.messages import Compiled
+
+CPU = torch.device("cpu")
+
+
+LAYERS = {
+    "8B": attention.LayerShape(32, 8, 128, None, torch.bfloat16, CPU),
+    "70B in 8 processes": attention.LayerShape(8, 1, 128, None, torch.bfloat16, CPU),
+    "window": attention.LayerShape(64, 8, 64, 128, torch.bfloat16, CPU),
+    "float32": attention.LayerShape(8, 8, 80, None, torch.float32, CPU),
+    "256 wide": attention.LayerShape(8, 4, 256, 4096, torch.float16, CPU),
+    "experts": moe.ExpertsShape(8, 128, torch.bfloat16),
+    "few experts": moe.ExpertsShape(2, 8, torch.float32),
+}
+
+
+@pytest.mark.parametrize("processors", [24, 132])
+@pytest.mark.parametrize("limits", [(256, 8192, 40_000), (7, 100, 2000), (1, 64, 64), (16, 4096, 300)])
+def test_every_choice_is_among_those_of_the_chosen_shapes(limits, processors, monkeypatch):
+    """On large cards and small, for models of every kind: shapes of steps by chance."""
+    monkeypatch.setattr(attention, "_processors", lambda device: processors)
+    rows, tokens, length = limits
+    state = SimpleNamespace(max_rows=rows, max_model_len=length, device=CPU)
+    runner = SimpleNamespace(
+        model=SimpleNamespace(choosers=lambda: set(LAYERS.values())), state=state, max_tokens=tokens, group=Group()
+    )
+    chosen = warmup.chosen_shapes(runner)
+    assert len(chosen) < 60
+    known = {name: set().union(*map(layer, chosen)) for name, layer in LAYERS.items()}
+    rng = random.Random(0)
+    for _ in range(3000):
+        shape = by_chance(rng, rows, tokens, length)
+        for name, layer in LAYERS.items():
+            assert set(layer(shape)) <= known[name], (name, shape)
+
+
+def by_chance(rng, rows, tokens, length):
+    """A step of some decodes and some prompts' chunks."""
+    count = rng.randint(1, min(rows, tokens))
+    decodes = rng.choice((count, rng.randint(0, count)))
+    chunks, left = [], min(tokens, int(2 ** rng.uniform(1, 16))) - decodes
+    for more in range(count - decodes, 0, -1):
+        if left >= 2:
+            chunks.append(rng.randint(2, max(2, min(length, left - 2 * (more - 1)))))
+            left -= chunks[-1]
+    longest, decodes = max(chunks, default=1), decodes if decodes or chunks else 1
+    context = min(length, max(longest, int(2 ** rng.uniform(0, 17))))
+    return StepShape(decodes + len(chunks), decodes, decodes + sum(chunks), longest, context)
+
+
+def test_ranks_run_the_steps_that_any_of_them_needs():
+    """They add up what they compute, so all run the same, whatever is chosen where."""
+    shapes = list(warmup.step_shapes(4, 64, 64))
+
+    class Pair(Group):
+        def all_reduce(self, x):
+            x[7] += 1
+            return x
+
+    group = Pair(SimpleNamespace(size=2, last=True, rank=0))
+    model = SimpleNamespace(choosers=lambda: {LAYERS["few experts"]})
+    state = SimpleNamespace(max_rows=4, max_model_len=64, device=CPU)
+    mine = SimpleNamespace(model=model, state=state, max_tokens=64, group=group)
+    alone = SimpleNamespace(model=model, state=state, max_tokens=64, group=Group())
+    assert set(warmup.chosen_shapes(mine)) == {*warmup.chosen_shapes(alone), shapes[7]}
+
+
+def test_a_batch_of_padding_has_its_shape():
+    batch = idle_batch(StepShape(5, 2, 30, 12, 100), 16, CPU)
+    assert batch.query_starts.tolist() == batch.host_query_starts == [0, 1, 2, 14, 26, 30]
+    assert batch.block_tables.shape == (5, 7) and len(batch.token_ids) == 30
+    assert not batch.context_lens.any() and (batch.slots == -1).all()
+    assert (batch.num_decodes, batch.max_query_len, batch.max_context_len) == (2, 12, 100)
+
+
+def told(**more):
+    """What Triton's hook is given: of 3.4, of the newest, or less."""
+    return {"key": "k", "repr": "draw_kernel[num_warps=4](logits: *fp32)", "is_manual_warmup": False} | more
+
+
+def test_what_is_compiled_is_named_with_its_constants(monkeypatch):
+    runtime = pytest.importorskip("triton.knobs").runtime
+    monkeypatch.setattr(runtime, "jit_cache_hook", None)
+    seen, also = [], []
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda **told: also.append(told["key"]))
+    compilations.watch(lambda kernel, seconds: seen.append((kernel, seconds >= 0)))
+    params = [SimpleNamespace(name=name) for name in ("logits", "vocab", "BLOCK")]
+    function = SimpleNamespace(name="draw_kernel", jit_function=SimpleNamespace(params=params))
+    signature = {"logits": "*fp32", "vocab": "i32", "BLOCK": "constexpr"}
+    whole = {"constants": {(2,): 2048}, "signature": signature, "num_warps": 4, "num_stages": 3}
+    for more in ({"fn": function, "compile": whole}, {"fn": function, "compile": {}}, {}):
+        assert not runtime.jit_cache_hook(**told(**more))  # or Triton would not compile
+        runtime.jit_post_compile_hook(**told(**more))
+    assert seen == [
+        ("draw_kernel(*fp32, i32) with BLOCK=2048, num_warps=4, num_stages=3", True),
+        ("draw_kernel[num_warps=4](logits: *fp32)", True),
+        ("draw_kernel[num_warps=4](logits: *fp32)", True),
+    ]
+    assert also == ["k", "k", "k"]
+
+
+def test_an_old_triton_is_borne(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setitem(sys.modules, "triton.knobs", None)
+    compilations.watch(lambda kernel, seconds: None)
+    assert "does not tell" in caplog.text
+
+
+def test_only_what_is_compiled_while_serving_is_told(caplog):
+    worker = Worker(EngineArgs(model="m"), ModelConfig("m", {}, 64, 97), ToyModel(), torch.float32, CPU)
+    sent = []
+    worker._link = SimpleNamespace(send=sent.append)
+    for lease, phase in ((None, Phase.UNASSIGNED), (LEASE, Phase.ASSIGNED), (LEASE, Phase.READY)):
+        worker._lease, worker._phase = lease, phase
+        worker._compiled(f"a kernel compiled when {phase.name}", 2.0)
+    assert sent == [Compiled(LEASE)]
+    assert "READY" in caplog.text and "ASSIGNED" not in caplog.text
