@@ -127,6 +127,9 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = _flag(None, _WORK, "bytes of KV cache, in place of what profiling finds")
     num_gpu_blocks_override: int | None = _flag(None, _WORK, "number of KV blocks, in place of what profiling finds")
     enforce_eager: bool = _flag(False, _WORK, "no CUDA graphs")
+    batch_invariant: bool = _flag(
+        False, _WORK, "on a GPU, compute a row with the same bits in any company, at some cost in speed"
+    )
     max_seq_len_to_capture: int = _flag(8192, _WORK, "longest sequence that CUDA graphs cover")
     cpu_threads: int | None = _flag(None, _WORK, "compute threads on a CPU (default: chosen from the cores)")
     seed: int = _flag(0, _WORK, "seed of dummy weights")

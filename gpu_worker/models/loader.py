@@ -22,6 +22,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.checkpoint.pooler_config import PoolerConfig
 from ...proto.config import ConfigError
+from ..kernels.company import batch_invariant
 from ..layers.formats.at_load import NOTHING, AtLoad, check_quantization
 from ..layers.formats.registry import quantization as checkpoint_quantization
 from ..parallel.parallel import Group
@@ -72,6 +73,9 @@ def load_model(
         foreign = pooler is None and uses_fallback(config)
         check_quantization(at_load, device, bool(config.hf.get("quantization_config")), foreign)
         if foreign:
+            if batch_invariant():
+                raise ConfigError("batch_invariant is for the architectures that quire knows, and this one is run by "
+                                  "transformers; leave it out.")  # fmt: skip
             return load_fallback(config, dtype, device, load_format, seed, group)
         spec, names = _family(config, pooler)
         found = checkpoint_quantization(config.hf)

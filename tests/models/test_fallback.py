@@ -17,6 +17,7 @@ from family_rig import FamilyRig
 from paged_runner import PagedRunner, Row
 
 from quire import LLM, SamplingParams
+from quire.gpu_worker.models import loader
 from quire.gpu_worker.models.fallback import TransformersModel, uses_fallback
 from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.parallel.parallel import Group
@@ -205,8 +206,11 @@ def config_for(prefix: str, folder: Path, values: dict[str, Any]) -> ModelConfig
     return config_of(folder, model_impl="transformers")
 
 
-def test_what_cannot_be_is_said_in_a_line(tmp_path: Path) -> None:
+def test_what_cannot_be_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of("smollm3", tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="batch_invariant is for the architectures"):
+        patch.setattr(loader, "batch_invariant", lambda: True)
+        load(config_of(folder))
     with pytest.raises(ConfigError, match="runs in one process; leave out --tensor-parallel-size"):
         load(config_of(folder), group=Group(Shard(0, 2)))
     with pytest.raises(ConfigError, match=r"\['SmolLM3ForCausalLM'\] in config.json are not supported"):
