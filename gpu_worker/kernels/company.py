@@ -6,8 +6,8 @@ _invariant = False
 
 
 def set_batch_invariant(on: bool) -> None:
-    """For all of this process."""
-    global _invariant  # noqa: PLW0603  # one process serves one model, under one set of flags
+    """For all of this process, which serves one model under one set of flags."""
+    global _invariant
     _invariant = on
 
 

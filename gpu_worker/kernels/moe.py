@@ -15,6 +15,8 @@ import torch
 
 from ..batch import StepShape
 from .activation import LIMIT, function, gated_activation_torch
+from .card import Card, card_of
+from .company import batch_invariant
 
 _SUM_BLOCK = 1024
 
@@ -31,11 +33,30 @@ class Blocks(NamedTuple):
 
 
 def block_rows(slots: int, dtype: torch.dtype) -> int:
-    """Rows of a block where an expert has ``slots`` slots on average. Of few sizes, as each is compiled."""
-    if slots <= 16:
+    """Rows of a block where an expert has ``slots`` slots on average. Of few sizes, as each is compiled.
+
+    Where bits must not depend on a row's company there is one: a product of other rows has other instructions.
+    """
+    if slots <= 16 and not batch_invariant():
         return 16
     # float32 products take three passes and more registers.
-    return 32 if dtype.itemsize == 4 else 64 if slots <= 64 else 128
+    return 32 if dtype.itemsize == 4 else 64 if slots <= 64 or batch_invariant() else 128
+
+
+class Tiles(NamedTuple):
+    """Shape of a product's launch, beside the rows of its blocks: rows of the weight and inner values of a tile."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def product_tiles(rows: int, dtype: torch.dtype, gated: bool, card: Card) -> Tiles:
+    """The tiles of a product in blocks of ``rows``, with as many stages as fit the card's shared memory."""
+    block_n, block_k, stages = 64, 64 if dtype.itemsize == 2 else 32, 4 if rows < 64 else 3
+    stage = (rows + block_n * (2 if gated else 1)) * block_k * dtype.itemsize
+    return Tiles(block_n, block_k, 8 if rows == 128 else 4, max(2, min(stages, card.shared // stage)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +146,16 @@ def grouped_product(
         function(activation)
     from . import moe_jit
 
-    rows, inner, half = blocks.slots.shape[1], x.shape[1], x.dtype.itemsize == 2
+    rows, inner, card = blocks.slots.shape[1], x.shape[1], card_of(x.device)
     width = weight.shape[1] // (2 if activation else 1)
-    block_n, block_k = 64, 64 if half else 32
+    block_n, block_k, warps, stages = product_tiles(rows, x.dtype, bool(activation), card)
     out = torch.empty((blocks.total, width), dtype=x.dtype, device=x.device)
     moe_jit.grouped_kernel[(len(blocks.slots), -(-width // block_n))](
         x, x.stride(0), weight, out if bias is None else bias, out if weights is None else weights, out,
         blocks.slots, blocks.experts, blocks.total, len(weight), width, inner, LIMIT,
         PER_ROW=blocks.total // len(x), ACTIVATION=activation, HAS_BIAS=bias is not None, WEIGHTED=weights is not None,
         EVEN=inner % block_k == 0, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k,
-        PRECISION="tf32" if half else "tf32x3", num_warps=8 if rows == 128 else 4, num_stages=4 if rows < 64 else 3,
+        PRECISION=card.precision(x.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

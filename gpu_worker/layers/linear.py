@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from ..kernels.moe import Blocks
 from .formats.base import Format, Tensors, Weight, whole
+from .formats.cuda import MeasuredProduct
 from .formats.dense import SMALL, dense
 from .formats.native import NativeExperts, NativeRun
 
@@ -55,6 +58,14 @@ class Linear:
         if missing <= 0:
             return self._run(x, self.bias)
         return self._run(F.pad(x, (0, 0, 0, missing)), self.bias)[:rows]
+
+    def joined(self, activation: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """x [T, in] -> [T, out / 2], the outputs' halves joined by a gated activation, where that is one product; else
+        None. Later changes of ``bias`` count."""
+        if not isinstance(self._run, MeasuredProduct):
+            return None
+        run = self._run.joined(activation)
+        return lambda x: run(x, self.bias)
 
 
 class ExpertLinear:

@@ -24,9 +24,12 @@ class MLP:
         self.up = linears[f"{prefix}gate_up" if self.gated else f"{prefix}up"]
         self.down = linears[f"{prefix}down"]
         self.kind = spec.activation
+        self._joined = self.up.joined(self.kind) if self.gated else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
+        if self._joined is not None:
+            return self.down(self._joined(x))
         wide = self.up(x)
         return self.down(gated_activation(wide, self.kind) if self.gated else activation(wide, self.kind))
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from quire.gpu_worker.kernels import moe, moe_jit, moe_routing, moe_routing_jit
+from quire.gpu_worker.kernels.card import Card
 from quire.gpu_worker.layers import dispatch
 from quire.gpu_worker.layers.formats.dense import PLAIN
 from quire.gpu_worker.layers.linear import ExpertLinear, Linear, weight_of
@@ -197,6 +198,20 @@ def test_tiles_follow_from_the_slots_of_an_expert():
     half = torch.bfloat16
     assert [moe.block_rows(slots, half) for slots in (0, 16, 17, 64, 65)] == [16, 16, 64, 64, 128]
     assert [moe.block_rows(slots, torch.float32) for slots in (16, 17, 1000)] == [16, 32, 32]
+
+
+def test_tiles_do_not_follow_from_the_step_where_bits_must_not_depend_on_it(monkeypatch):
+    monkeypatch.setattr(moe, "batch_invariant", lambda: True)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert len({moe.block_rows(slots, dtype) for slots in (0, 16, 17, 64, 65, 1000)}) == 1
+
+
+def test_the_experts_tiles_fit_the_card():
+    for shared in (64, 99, 227):
+        card = Card("a card", "cuda", 90, 100, shared * 1024, shared * 1024)
+        for rows, dtype in ((16, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16), (32, torch.float32)):
+            tiles = moe.product_tiles(rows, dtype, True, card)
+            assert (rows + 2 * tiles.block_n) * tiles.block_k * tiles.stages * dtype.itemsize <= card.shared
 
 
 def test_a_rank_with_few_experts_takes_the_tiles_of_the_whole_layer(monkeypatch):

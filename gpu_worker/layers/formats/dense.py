@@ -1,6 +1,6 @@
 """Which format multiplies a float weight where it lives, and the way of a quantized weight to become one.
 
-On a GPU that is ``Plain``. On a CPU the weight is packed once, at load, into the blocks its product kernel reads.
+On a GPU that is ``Cuda``. On a CPU the weight is packed once, at load, into the blocks its product kernel reads.
 Which library packs is a rule, not a race, so that a restarted worker rounds as the one before it did:
 
 - quire's own kernels, where they were compiled. They alone give a row the same bits in any batch, in bfloat16 too.
@@ -21,6 +21,7 @@ import torch
 
 from ...kernels.cpu.library import library
 from .base import ExpertProducts, Format, Run, Tensors, Weight
+from .cuda import CUDA
 from .mkl import MKL
 from .native import Native
 from .onednn import OneDNN
@@ -71,6 +72,8 @@ def cpu_backend(dtype: torch.dtype = torch.float32) -> str:
 
 def dense(weight: Weight) -> Format:
     """The format of a float weight, or of several experts'."""
+    if weight.device.type == "cuda":
+        return CUDA
     if weight.device.type != "cpu":
         return PLAIN
     backend = cpu_backend(weight.dtype)
