@@ -9,9 +9,9 @@ ALLOWED = tl.constexpr(16)
 BANNED = tl.constexpr(float("-inf"))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "params"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "packed"])
 def mask_bits_kernel(
-    logits, stride, bits, bits_stride, rows, params, vocab,
+    logits, stride, bits, bits_stride, rows, packed, vocab,
     BY_ROW: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK tokens of one slot; nothing is read but the bits."""
@@ -19,7 +19,7 @@ def mask_bits_kernel(
     row = slot.to(tl.int64)
     used = 1
     if BY_ROW:
-        used = tl.load(params + slot * COLUMNS + USES) & ALLOWED
+        used = tl.load(packed + slot * COLUMNS + USES) & ALLOWED
         row = tl.load(rows + slot)
     if used != 0:
         tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -29,9 +29,9 @@ def mask_bits_kernel(
         tl.store(logits + slot.to(tl.int64) * stride + tokens, BANNED, mask=inside & banned)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "positions", "params", "lasts", "starts", "prefixes"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions", "packed", "lasts", "starts", "prefixes"])
 def ban_words_kernel(
-    logits, stride, slots, lasts, starts, prefixes, history, history_stride, rows, positions, params,
+    logits, stride, slots, lasts, starts, prefixes, history, history_stride, rows, positions, packed,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One word."""
@@ -40,7 +40,7 @@ def ban_words_kernel(
     start = tl.load(starts + word)
     length = tl.load(starts + word + 1) - start
     position = tl.load(positions + slot).to(tl.int32)
-    if position - tl.load(params + slot * COLUMNS + PROMPT_LEN) >= length:
+    if position - tl.load(packed + slot * COLUMNS + PROMPT_LEN) >= length:
         history += tl.load(rows + slot) * history_stride + position - length
         differ = 0
         for begin in range(0, length, BLOCK):

@@ -13,8 +13,8 @@ NOT_A_LOGIT = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _float(params, column: tl.constexpr):
-    return tl.load(params + column).to(tl.float32, bitcast=True)
+def _float(packed, column: tl.constexpr):
+    return tl.load(packed + column).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -48,23 +48,23 @@ def gumbel(position, blocks, k0, k1):
     return -tl.log(exponential)
 
 
-@triton.jit(do_not_specialize_on_alignment=["params", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["packed", "positions"])
 def draw_kernel(
-    logits, stride, params, positions, thresholds, best, best_ids, vocab, splits, first_block, skip,
+    logits, stride, packed, positions, thresholds, best, best_ids, vocab, splits, first_block, skip,
     HAS_THRESHOLD: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The winner of one row within BLOCK tokens; the logits are of tokens 4 * first_block + skip, ..."""
     row = tl.program_id(0)
     split = tl.program_id(1)
-    params += row * COLUMNS
-    inv_t = _float(params, INV_T)
+    packed += row * COLUMNS
+    inv_t = _float(packed, INV_T)
     tokens = split * BLOCK + tl.arange(0, BLOCK) - skip
     s = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=(tokens >= 0) & (tokens < vocab), other=NOT_A_LOGIT)
     if inv_t != 0.0:
         s = s * inv_t
         position = tl.load(positions + row).to(tl.uint32)
-        k0 = tl.load(params + SEED_LOW).to(tl.uint32, bitcast=True)
-        k1 = tl.load(params + SEED_HIGH).to(tl.uint32, bitcast=True)
+        k0 = tl.load(packed + SEED_LOW).to(tl.uint32, bitcast=True)
+        k1 = tl.load(packed + SEED_HIGH).to(tl.uint32, bitcast=True)
         blocks = (first_block + split * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
         total = s + gumbel(position, blocks, k0, k1)
         if HAS_THRESHOLD:
@@ -149,16 +149,16 @@ def _search(logits, vocab, inv_t, top, lowest, target, MASS: tl.constexpr, BLOCK
     return _unkey(lo)
 
 
-@triton.jit(do_not_specialize_on_alignment=["params"])
+@triton.jit(do_not_specialize_on_alignment=["packed"])
 def threshold_kernel(
-    logits, stride, params, out, vocab,
+    logits, stride, packed, out, vocab,
     MIN_P: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the threshold of min_p, then top_k, then top_p."""
     row = tl.program_id(0)
-    params += row * COLUMNS
+    packed += row * COLUMNS
     logits += row.to(tl.int64) * stride
-    inv_t = _float(params, INV_T)
+    inv_t = _float(packed, INV_T)
     lowest = tl.full((), NOT_A_LOGIT, tl.float32)
     if inv_t != 0.0:
         peak = tl.full((BLOCK,), NOT_A_LOGIT, tl.float32)
@@ -167,14 +167,14 @@ def threshold_kernel(
             peak = tl.maximum(peak, tl.load(logits + at, mask=at < vocab, other=NOT_A_LOGIT) * inv_t)
         top = tl.max(peak, 0)
         if MIN_P:
-            lowest = top + _float(params, LOG_MIN_P)
+            lowest = top + _float(packed, LOG_MIN_P)
         if HAS_TOP_K:
-            k = tl.load(params + TOP_K)
+            k = tl.load(packed + TOP_K)
             if (k > 0) & (k < vocab):
                 least = tl.full((), NOT_A_LOGIT, tl.float32)
                 lowest = tl.maximum(lowest, _search(logits, vocab, inv_t, top, least, k.to(tl.float32), False, BLOCK))
         if HAS_TOP_P:
-            top_p = _float(params, TOP_P)
+            top_p = _float(packed, TOP_P)
             if top_p < 1.0:
                 mass = _total(logits, vocab, inv_t, top, lowest, True, BLOCK)
                 lowest = tl.maximum(lowest, _search(logits, vocab, inv_t, top, lowest, mass * top_p, True, BLOCK))

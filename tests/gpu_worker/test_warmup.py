@@ -1,7 +1,9 @@
 """The warm-up runs steps among which everything is chosen that any step chooses, and what is compiled later is told."""
 
+import ast
 import random
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -132,3 +134,25 @@ def test_only_what_is_compiled_while_serving_is_told(caplog):
         worker._compiled(f"a kernel compiled when {phase.name}", 2.0)
     assert sent == [Compiled(LEASE)]
     assert "READY" in caplog.text and "ASSIGNED" not in caplog.text
+
+
+def test_no_kernel_takes_an_argument_that_triton_would_hide():
+    """Triton writes a function for each kernel that binds its arguments, and that has names of its own: an argument
+    ``params`` is a dict there, and each launch fails (3.4 to 3.9). No interpreter shows it."""
+    taken = {
+        "params",
+        "specialization",
+        "options",
+        "backend",
+        "specialize_impl",
+        "JITCallable",
+        "grid",
+        "warmup",
+        "self",
+    }
+    files = sorted(Path(attention.__file__).parent.glob("*_jit.py"))
+    functions = [
+        node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(functions) > 20
+    assert {node.name for node in functions if taken & {each.arg for each in node.args.args}} == set()
