@@ -15,6 +15,7 @@ import torch
 from ..proto.codec import i32
 from ..proto.messages import Lease, Logprobs, PromptChunk, SlotFailed, StepResult
 from ..proto.wire.sockets import MAX_FRAME
+from .kernels import marks
 from .sampling.logprobs import LogprobGroup
 from .sampling.sample_batch import Failure
 from .state import Span, logprob_bytes
@@ -29,6 +30,7 @@ FORBIDDEN = Failure(
     "no token is left to draw: allowed_token_ids, bad_words, min_tokens, logit_bias, logits processors and the "
     "structure asked for forbid every one.",
 )
+_MARKS = {marks.NAN: NAN, marks.FORBIDDEN: FORBIDDEN}
 _NO_ROOM = "logprobs with {k} others each do not fit one step's answer; ask for fewer."
 
 Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -44,12 +46,9 @@ class PromptGroup(NamedTuple):
     ranks: torch.Tensor  # int32 [N]
 
 
-UNDEFINED = Failure(500, "no token can be drawn: the logits are NaN, or no token is allowed.")
-"""Where only the logprobs show it: the token's own is -infinity, and yet none is more likely."""
-
-
 class Outcome:
-    """One launched step. ``failed``: the slots that cannot draw, and why."""
+    """One launched step. ``failed``: the slots that cannot draw, and why. ``marked``: tokens may be marks
+    (``kernels.marks``), which say so too."""
 
     def __init__(
         self,
@@ -59,10 +58,11 @@ class Outcome:
         prompts: Sequence[PromptGroup] = (),
         failed: dict[int, Failure] | None = None,
         beside: Sequence[torch.Tensor] = (),
+        marked: bool = False,
     ):
         self._groups = [(group.slots.tolist(), group.k) for group in groups]
         self._prompts = [group.spans for group in prompts]
-        self._failed = failed or {}
+        self._failed, self._marked = failed or {}, marked
         tensors = [tensor for group in groups for tensor in (group.ids, group.values, group.ranks)]
         tensors += [tensor for group in prompts for tensor in (group.ids, group.values, group.ranks)]
         self.arrival: Arrival = download(tokens, [*tensors, *beside])
@@ -70,6 +70,8 @@ class Outcome:
     def result(self, lease: Lease, step: int) -> StepResult:
         """All of it, packed; sleeps until it is there. Call once, before the ring's buffer comes round again."""
         tokens = self.arrival.wait()
+        if self._marked:
+            tokens = self._without_marks(tokens)
         if not (self._groups or self._prompts or self._failed):
             return StepResult(lease, step, tokens)
         extras = self.arrival.extras()
@@ -84,14 +86,20 @@ class Outcome:
             failed=[SlotFailed(slot, *self._failed[slot]) for slot in sorted(self._failed)],
         )  # fmt: skip
 
+    def _without_marks(self, tokens: bytes) -> bytes:
+        """Slots with a mark fail; what stands in the place of their token means nothing."""
+        ids = np.frombuffer(tokens, np.int32)
+        bad = np.flatnonzero(ids < 0).tolist()
+        for slot in bad:
+            self._failed.setdefault(slot, _MARKS[int(ids[slot])])
+        return np.maximum(ids, 0).tobytes() if bad else tokens
+
     def _of_slots(self, triples: list[Triple]) -> Iterator[tuple[int, Logprobs]]:
         room = ROOM
         for (slots, k), (ids, values, ranks) in zip(self._groups, triples, strict=False):
             for at, slot in enumerate(slots):
                 room -= logprob_bytes(1, k)
-                if np.isneginf(values[at, 0]) and ranks[at] == 1:
-                    self._failed.setdefault(slot, UNDEFINED)
-                elif room < 0:
+                if room < 0:
                     self._failed.setdefault(slot, Failure(503, _NO_ROOM.format(k=k), "logprobs"))
                 else:
                     yield slot, _pack(ids[at], values[at], ranks[at : at + 1])

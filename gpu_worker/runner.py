@@ -25,6 +25,7 @@ from ..proto.messages import StepPlan
 from .batch import StepBatch
 from .device import LongSteps
 from .graphs import CudaRecorder, DecodeGraphs, capture_sizes
+from .kernels import marks
 from .kv_cache import KVCache
 from .models.program import Program, program_of
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
@@ -96,7 +97,8 @@ class Runner:
             return Outcome(self._download, self._nothing, prompts=prompts)
         sampled = self._sample(logits, slots)
         self._write(slots, sampled.tokens)
-        outcome = Outcome(self._download, sampled.tokens, sampled.logprobs or (), prompts, slots.failed)
+        told, marked = (sampled.tokens, False) if sampled.told is None else (sampled.told, True)
+        outcome = Outcome(self._download, told, sampled.logprobs or (), prompts, slots.failed, marked=marked)
         if self.group.leader:  # which alone answers, and keeps what follows the tokens
             self._follow(slots, outcome)
         return outcome
@@ -176,14 +178,17 @@ class Runner:
             found = group.best(*sample_share(logits, self.state.sampling, slots, self.model.vocabulary.start))
             if self.state.on_host:
                 refuse(found[0].numpy(), slots.failed)
-            sampled = Sampled(found[1].to(torch.int32), None)
+                sampled = Sampled(found[1].to(torch.int32), None)
+            else:
+                tokens, told = marks.marked(*found)
+                sampled = Sampled(tokens, None, told=told)
             if group.shard.stages == 1:
                 return sampled  # every process has seen all shares
         elif (whole := group.gather_logits(logits, self.state.vocab_size)) is not None:
             sampled = self._draw(whole, slots)
         else:
             sampled = Sampled(torch.empty(len(slots), dtype=torch.int32, device=self.state.device), None)
-        return Sampled(group.share_tokens(sampled.tokens), sampled.logprobs)
+        return sampled._replace(tokens=group.share_tokens(sampled.tokens))
 
     def _guided(self, slots: SampleBatch) -> bool:
         """Whether a grammar or a user's function has a say in these slots."""
@@ -195,7 +200,7 @@ class Runner:
         if any(follower.rows for follower in self.state.followers):
             self._guide(slots)
         sampled = sample(logits, self.state.sampling, slots)
-        if sampled.chosen is not None:  # a GPU's would have to be waited for; there logprobs show NaN if asked for
+        if sampled.chosen is not None:  # a GPU's would have to be waited for: ``told`` has marks
             refuse(sampled.chosen, slots.failed)
         return sampled
 

@@ -18,13 +18,26 @@ PINNED_BYTES = 1 << 24
 """Most that one buffer of the ring holds beside tokens; the logprobs of 97,000 tokens with 20 others each."""
 
 
+PLAN_BYTES = 1 << 18
+"""Bytes of a plan's columns, and of what a step of some thousand tokens needs beside them."""
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, without waiting for it; on the host the array itself.
+
+    torch keeps the pinned copy until the stream has read it.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Upload:
     """Host arrays to device tensors of the same types, through one pinned buffer for each plan.
 
     ``begin`` opens a plan; each call then copies its arrays together on the current stream.
     """
 
-    def __init__(self, device: torch.device, size: int = 1 << 18):
+    def __init__(self, device: torch.device, size: int = PLAN_BYTES):
         self._device = device
         self._turn = self._used = 0
         self._capacity = size

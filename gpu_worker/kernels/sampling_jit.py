@@ -10,6 +10,8 @@ TOP_K = tl.constexpr(3)
 SEED_LOW = tl.constexpr(4)
 SEED_HIGH = tl.constexpr(5)
 NOT_A_LOGIT = tl.constexpr(float("-inf"))
+INF = tl.constexpr(float("inf"))
+NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -60,6 +62,7 @@ def draw_kernel(
     inv_t = _float(packed, INV_T)
     tokens = split * BLOCK + tl.arange(0, BLOCK) - skip
     s = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=(tokens >= 0) & (tokens < vocab), other=NOT_A_LOGIT)
+    nan = s != s
     if inv_t != 0.0:
         s = s * inv_t
         position = tl.load(positions + row).to(tl.uint32)
@@ -70,7 +73,9 @@ def draw_kernel(
         if HAS_THRESHOLD:
             total = tl.where(s >= tl.load(thresholds + row), total, NOT_A_LOGIT)
         s = total
-    value, at = tl.max(s, 0, return_indices=True, return_indices_tie_break_left=True)
+    # NaN wins, as in argmax, so that the row is refused (``marks``) and not drawn from what is left of it.
+    value, at = tl.max(tl.where(nan, INF, s), 0, return_indices=True, return_indices_tie_break_left=True)
+    value = tl.where(tl.max(nan.to(tl.int32), 0) != 0, NAN, value)
     tl.store(best + row * splits + split, value)
     tl.store(best_ids + row * splits + split, split * BLOCK + at - skip)
 
@@ -81,7 +86,7 @@ def reduce_kernel(best, best_ids, out, splits, vocab, SPLITS: tl.constexpr):
     row = tl.program_id(0)
     at = tl.arange(0, SPLITS)
     value = tl.load(best + row * splits + at, mask=at < splits, other=NOT_A_LOGIT)
-    _, winner = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    _, winner = tl.max(tl.where(value != value, INF, value), 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(best_ids + row * splits + tl.minimum(winner, splits - 1))
     # Rows of NaN must not name a token outside the vocabulary either.
     tl.store(out + row, tl.minimum(tl.maximum(token, 0), vocab - 1).to(tl.int64))

@@ -93,8 +93,9 @@ class Follower(Generic[H]):
         kept = [rows[slot] for slot in slots]
 
         def advance() -> None:
-            tokens = np.frombuffer(arrival.wait(), np.int32)
-            self.histories.advance(kept, tokens[slots].tolist())
+            tokens = np.frombuffer(arrival.wait(), np.int32)[slots].tolist()
+            drawn = [pair for pair in zip(kept, tokens, strict=True) if pair[1] >= 0]  # a mark: the row has failed
+            self.histories.advance([row for row, _ in drawn], [token for _, token in drawn])
 
         self._waiting.append((arrival, advance))
 

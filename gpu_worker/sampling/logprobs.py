@@ -13,7 +13,7 @@ from ..kernels import logprobs as kernels
 from ..kernels.cpu.library import library
 from ..kernels.cpu.logprobs import Teller
 from ..kernels.logprobs import Source
-from .sampling_tables import to_device
+from ..transfer import to_device
 
 _TOGETHER = 64
 """Slots that ask for at most so many are selected in one pass, for the largest number among them."""

@@ -17,7 +17,8 @@
 
 A stage that no row needs costs nothing (``SamplingNeeds``), and one that some row needs leaves the others' logits as
 they are: the result of a row depends on its own logits, parameters, history, seed and position alone. Masks that leave
-nothing (a bad word that is the only allowed token) give token 0, NaN some token of the vocabulary.
+nothing (a bad word that is the only allowed token) give token 0, NaN some token of the vocabulary; such a slot fails
+alone (``chosen`` says so on a CPU, ``kernels.marks`` on a GPU).
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..kernels import masks, penalties, sampling
+from ..kernels import marks, masks, penalties, sampling
 from ..kernels.cpu.edits import Editor
 from ..kernels.cpu.library import library
 from ..kernels.cpu.sampling import Chooser
 from ..kernels.logprobs import Source
+from ..transfer import to_device
 from .logprobs import LogprobGroup, grouped
 from .sample_batch import SampleBatch
 from .sampling_state import SamplingNeeds, SamplingState
-from .sampling_tables import to_device
 
 
 class Sampled(NamedTuple):
@@ -48,6 +49,7 @@ class Sampled(NamedTuple):
     tokens: torch.Tensor  # int32 [S]
     logprobs: list[LogprobGroup] | None  # where any row wants them, by how many
     chosen: np.ndarray | None = None  # float32 [S], the tokens' logits; None where those are not on the host
+    told: torch.Tensor | None = None  # int32 [S], there: the tokens with ``kernels.marks`` for those not to be drawn
 
 
 _TOGETHER = ("random", "top_k", "top_p", "min_p", "logprobs")
@@ -95,6 +97,9 @@ def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sa
         state.counts.count(batch.rows, tokens, params)
     drawn_by = params if needs.random else None
     found = list(wants.logprobs(logits, tokens.long(), drawn_by, thresholds)) if wants else None
+    if logits.is_cuda:
+        tokens, told = marks.marked(logits, tokens)
+        return Sampled(tokens, found, told=told)
     return Sampled(tokens.to(torch.int32), found, chosen)
 
 

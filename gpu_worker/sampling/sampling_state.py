@@ -14,7 +14,8 @@ from ...proto.params import SamplingParams
 from ...proto.work import Generate
 from ..kernels import columns as c
 from ..kernels.masks import Words
-from .sampling_tables import Counts, RowEdits, Table, allowed_bits, joined_bias, joined_words, row_edits, to_device
+from ..transfer import to_device
+from .sampling_tables import Counts, RowEdits, Table, allowed_bits, joined_bias, joined_words, row_edits
 
 _PENALTY_LIMITS = 1e-30, 1e30
 """A repetition penalty outside is held there: 0 or infinity in float32 would turn logits into NaN."""

@@ -19,15 +19,7 @@ from ...proto.work import Generate
 from ..kernels.columns import COUNTED, USES
 from ..kernels.masks import Words
 from ..kernels.penalties import SEEN
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, without waiting for it; on the host the array itself.
-
-    torch keeps the pinned copy until the stream has read it.
-    """
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+from ..transfer import to_device
 
 
 class Table:

@@ -21,7 +21,7 @@ def run(logits, params, seeds, positions, rows=None):
     requests = [Request(p, seed) for p, seed in zip(params, seeds, strict=True)]
     state = state_of(requests, logits.shape[1], rows)
     before = logits.clone()
-    tokens, logprobs, chosen = step(state, logits.to(DEVICE), requests, rows, positions=positions)
+    tokens, logprobs, chosen, _ = step(state, logits.to(DEVICE), requests, rows, positions=positions)
     assert tokens.dtype == torch.int32 and logprobs is None
     if chosen is not None:
         assert np.array_equal(chosen, before.numpy()[np.arange(len(before)), tokens], equal_nan=True)
