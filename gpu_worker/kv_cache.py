@@ -23,6 +23,10 @@ _ALIGNMENT = 64
 """Bytes: no vector of a page crosses a cache line."""
 
 
+COPY_BYTES = 1 << 25
+"""Most that a copy of blocks gathers at a time on a GPU, in memory that no profile has seen."""
+
+
 class KVCache:
     """``k[layer]`` and ``v[layer]`` have the logical shape above."""
 
@@ -50,10 +54,16 @@ class KVCache:
             self.v += list(values.unbind(0))
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy blocks ``src`` [N] over blocks ``dst`` [N] in every layer; all are read before any is written."""
+        """Copy blocks ``src`` [N] over blocks ``dst`` [N] in every layer; all are read before any is written.
+
+        On a GPU a few layers' keys or values at a time: what was read is COPY_BYTES at most, or one layer's where that
+        is more. A plan copies one block of a row at most, so that one layer's are a few MiB.
+        """
         for pool in self._pools:
             if pool.is_contiguous():
-                pool[:, dst] = pool[:, src]
+                page_bytes = pool.shape[2] * pool.shape[3] * pool.itemsize
+                for part in pool.split(max(1, COPY_BYTES // max(1, len(src) * page_bytes))):
+                    part[:, dst] = part[:, src]
             else:  # a CPU's, contiguous with the heads first: in that order a block's page is one copy
                 by_head = pool.transpose(1, 2)
                 by_head.index_copy_(2, dst.long(), by_head.index_select(2, src))

@@ -27,7 +27,7 @@ from .kv_cache import KVCache
 from .sampling.followers import Follower
 from .sampling.sample_batch import Failure, SampleBatch
 from .sampling.sampling_state import SamplingState
-from .transfer import Upload
+from .transfer import PLAN_BYTES, Upload
 
 if TYPE_CHECKING:
     from .sampling.grammar import Grammars
@@ -156,7 +156,10 @@ class RowState:
             self.tokens = torch.zeros((max_rows, max_model_len + 1), dtype=torch.int32, device=device)
         self._composition: tuple[tuple[object, ...], Composition] | None = None  # the last one, and what it was made of
         self.sampling = SamplingState(max_rows, vocab_size, device, logprobs_mode, draws)
-        self.upload = Upload(device)
+        # So large that no step of the usual kind makes it grow, which would hold up the device: a plan's columns, a
+        # prompt of any length, and a grammar's mask of every row.
+        masks = 4 * max_rows * -(-vocab_size // 32) if grammars is not None and draws else 0
+        self.upload = Upload(device, PLAN_BYTES + 4 * max_model_len + masks)
 
     @staticmethod
     def device_bytes(max_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> int:

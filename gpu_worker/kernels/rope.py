@@ -17,7 +17,7 @@ def rope_write(
     v_cache: torch.Tensor,
     interleaved: bool = False,
 ) -> None:
-    """Rotate q and k in place; write k and v at their slots.
+    """Rotate q in place; write k, rotated, and v at their slots. k itself stays as it is: nothing reads it again.
 
     Args:
         q: [T, H, D]; k, v: [T, KH, D]; heads contiguous (views of a fused projection are fine).
@@ -65,6 +65,7 @@ def rope_write_torch(
         if interleaved:
             one, other = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
         c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+        k = k.clone()
         for x in (q, k):
             first, second = x[..., one].float(), x[..., other].float()
             rotated = first * c - second * s, second * c + first * s

@@ -38,8 +38,9 @@ def rope_write_kernel(
         second = tl.load(x + other, mask=rotary, other=0.0).to(tl.float32)
         rotated_first = (first * c - second * s).to(q.dtype.element_ty)
         rotated_second = (second * c + first * s).to(q.dtype.element_ty)
-        tl.store(x + one, rotated_first, mask=rotary)
-        tl.store(x + other, rotated_second, mask=rotary)
+        if is_query:
+            tl.store(x + one, rotated_first, mask=rotary)
+            tl.store(x + other, rotated_second, mask=rotary)
     if not is_query:
         slot = tl.load(slots + token)
         if slot >= 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby, pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,6 +19,7 @@ from ..batch import StepBatch
 from ..kv_cache import KVCache
 from ..layers.mlp import MLP
 from ..spec import DecoderSpec, WeightNames
+from ..transfer import to_device
 from .families.common import Config, decoder, integer, positive, with_aliases
 from .families.common import activation as activation_of
 from .model import Model
@@ -164,10 +166,15 @@ class _Layer:
 
 
 def _alike(starts: list[int], device: torch.device) -> list[torch.Tensor]:
-    """The tokens of a step's prompts, [prompts, length] int64 for each length; ``starts`` end with the last's end."""
+    """The tokens of a step's prompts, [prompts, length] int64 for each length; ``starts`` end with the last's end.
+
+    However many lengths there are, a GPU gets one copy and is not waited for.
+    """
     lengths = sorted((end - start, start) for start, end in pairwise(starts))
     groups = []
     for length, same in groupby(lengths, key=lambda pair: pair[0]):
-        first = torch.tensor([start for _, start in same], device=device)
-        groups.append(first[:, None] + torch.arange(length, device=device))
-    return groups
+        first = np.array([start for _, start in same])
+        groups.append(first[:, None] + np.arange(length))
+    flat = to_device(np.concatenate([group.ravel() for group in groups]), device)
+    parts = flat.split([group.size for group in groups])
+    return [part.view(group.shape) for part, group in zip(parts, groups, strict=True)]

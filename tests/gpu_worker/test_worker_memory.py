@@ -8,13 +8,17 @@ import types
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from worker_toys import CPU, GREEDY, Hand, ToyModel, oracle, prompts, told, toy_logits, unpack
 
-from quire.gpu_worker import device, memory
+from quire.gpu_worker import device, kv_cache, memory
 from quire.gpu_worker.graphs import DecodeGraphs, capture_sizes
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.memory import GIB, Budget, cpu_budget, fit
+from quire.gpu_worker.models import encoder
+from quire.gpu_worker.sampling.followers import Follower, Histories
 from quire.gpu_worker.state import RowState
+from quire.gpu_worker.transfer import packed_size
 from quire.gpu_worker.worker import every_stage, worst_case
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import ConfigError, EngineArgs
@@ -107,6 +111,59 @@ def test_layers_may_differ_in_heads():
         tensor[1] = torch.rand_like(tensor[1])
     cache.copy_blocks(torch.tensor([1]), torch.tensor([2]))
     assert all(torch.equal(t[2], t[1]) and not t[0].any() for t in (*cache.k, *cache.v))
+
+
+class Gathered(TorchDispatchMode):
+    """Bytes of the largest tensor that an index gives."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.name() in ("aten::index.Tensor", "aten::index_select"):
+            self.largest = max(self.largest, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("limit", [1, 800, 2**30])
+def test_a_gpus_blocks_are_copied_in_pieces(limit, monkeypatch):
+    """Of bounded bytes; and each layer's blocks are all read before any is written. A cache of one head lies alike on
+    both devices."""
+    monkeypatch.setattr(kv_cache, "COPY_BYTES", limit)
+    spec = types.SimpleNamespace(num_layers=3, kv_heads=(1, 1, 1), head_dim=4)
+    cache = KVCache(spec, 5, 8, torch.float64, CPU)
+    assert all(pool.is_contiguous() for pool in cache._pools)
+    for number, tensor in enumerate((*cache.k, *cache.v)):
+        tensor.copy_(torch.arange(5)[:, None, None, None] + 10 * number)
+    page = 8 * 4 * 8
+    with Gathered() as gathered:
+        cache.copy_blocks(torch.tensor([0, 1, 3]), torch.tensor([1, 3, 0]))
+    assert 0 < gathered.largest <= max(limit, 3 * page)
+    assert gathered.largest < 6 * 3 * page or limit > 6 * 3 * page
+    for number, tensor in enumerate((*cache.k, *cache.v)):
+        assert tensor.amax((1, 2, 3)).sub(10 * number).tolist() == [3, 0, 2, 1, 4]
+
+
+def test_uploads_have_room_for_masks_and_a_long_prompt_from_the_start(monkeypatch):
+    """A buffer that grows while serving holds up the device."""
+    rows, length, vocab = 256, 40_000, 150_000
+    asked = []
+    monkeypatch.setattr("quire.gpu_worker.state.Upload", lambda device, size: asked.append(size))
+    arrays = [np.empty((rows, -(-vocab // 32)), np.int32), np.empty(length, np.int32)]
+    RowState(rows, length, 16, vocab, CPU, grammars=Follower(Histories()))
+    RowState(rows, length, 16, vocab, CPU)
+    RowState(rows, length, 16, vocab, CPU, grammars=Follower(Histories()), draws=False)
+    assert asked[0] >= packed_size(arrays) + 2**18 and asked[1] == asked[2] >= packed_size(arrays[1:]) + 2**18
+    assert asked[1] < 2**20  # what no row can need is not kept
+
+
+def test_an_encoders_groups_of_lengths_are_one_copy(monkeypatch):
+    copies = []
+    monkeypatch.setattr(encoder, "to_device", lambda array, device: copies.append(array) or torch.from_numpy(array))
+    monkeypatch.setattr(encoder.torch, "tensor", None)  # a list to a device would be waited for
+    groups = encoder._alike([0, 3, 5, 8, 9, 11], CPU)
+    assert len(copies) == 1
+    assert [group.tolist() for group in groups] == [[[8]], [[3, 4], [9, 10]], [[0, 1, 2], [5, 6, 7]]]
 
 
 # ---------------------------------------------------------------- device and threads
