@@ -1,8 +1,9 @@
 """How many KV blocks fit, and the two errors when too few do.
 
-On a GPU one worst-case step is run and its peak measured; ``gpu_memory_utilization`` of the whole device, less that
-peak and what others hold, goes to the cache. On a CPU the step's size is computed, and the share is of the memory
-that is available; without ``--kv-cache-memory-bytes`` it stays under a cap, so that a laptop is not filled.
+On a GPU one worst-case step is run and its peak measured, and a few CUDA graphs are captured, of which all are
+extrapolated; ``gpu_memory_utilization`` of the whole device, less these and what others hold, goes to the cache. On a
+CPU the step's size is computed, and the share is of the memory that is available; without
+``--kv-cache-memory-bytes`` it stays under a cap, so that a laptop is not filled.
 """
 
 from __future__ import annotations
@@ -38,9 +39,17 @@ class Budget:
     cap: int | None = None  # bytes of cache at most
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether that is what ``error`` says; torch has no type of its own for a CPU's memory."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What errors without a type of their own say: torch's of a CPU, of CUDA itself and of its libraries."""
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether that is what ``error`` says, or an error that it came of (a capture that ends early is void as well)."""
+    while error is not None:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in _NO_MEMORY):
+            return True
+        error = error.__context__
+    return False
 
 
 def fit(args: EngineArgs, budget: Budget, max_model_len: int) -> int:
@@ -106,20 +115,33 @@ def step_bytes(spec: DecoderSpec, tokens: int, rows: int, itemsize: int) -> int:
 
 
 def cuda_budget(
-    step: Callable[[], object], graphs: int, block_bytes: int, block_size: int, device: torch.device
+    step: Callable[[], object], graphs: Callable[[], int], block_bytes: int, block_size: int, device: torch.device
 ) -> Budget:
-    """A GPU's, measured while ``step`` runs the worst case; ``graphs`` bytes are kept for CUDA graphs."""
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    """A GPU's, measured while ``step`` runs the worst case. ``graphs`` then tells the bytes of CUDA graphs.
+
+    The peak is of what torch had reserved, fragments between tensors included. What others hold is read behind the
+    step, when NCCL has its buffers, cuBLAS its workspace and the driver its kernels.
+    """
+    device_used(device)
     torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    others = device_used(device) - torch.cuda.memory_reserved(device)
+    total, captured = torch.cuda.mem_get_info(device)[1], graphs()
+    log.info(
+        "worst-case step: peak %s, CUDA graphs %s, outside torch %s of %s",
+        gib(peak), gib(captured), gib(others), gib(total),
+    )  # fmt: skip
+    return Budget(total, peak + others + captured, block_bytes, block_size)
+
+
+def device_used(device: torch.device) -> int:
+    """Bytes of the device in use, by whomever, once torch has given back what it only keeps for later."""
+    torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)  # driver, NCCL, other processes
-    log.info("worst-case step: peak %s, outside torch %s of %s", gib(peak), gib(others), gib(total))
-    return Budget(total, peak + others + graphs, block_bytes, block_size)
+    return total - free
 
 
 def available_memory() -> int:

@@ -24,7 +24,17 @@ import torch
 from ..proto.messages import StepPlan
 from .batch import StepBatch
 from .device import LongSteps
-from .graphs import CudaRecorder, DecodeGraphs, capture_sizes
+from .graphs import (
+    CudaRecorder,
+    DecodeGraphs,
+    Graphs,
+    PieceGraphs,
+    Recorder,
+    capture,
+    capture_sizes,
+    graph_bytes,
+    piece_sizes,
+)  # fmt: skip
 from .kernels import marks
 from .kv_cache import KVCache
 from .models.program import Program, program_of
@@ -60,19 +70,44 @@ class Runner:
         self.max_tokens = max_tokens
         self.program = program_of(model, kv, state.tokens, state.tables, max(state.max_rows, PROMPT_SLICE), long)
         self.graphs: DecodeGraphs | None = None
+        self.pieces: PieceGraphs | None = None
         self.pooler = pooler
         self._download = Download(state.max_rows, state.device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=state.device)
 
     @torch.inference_mode()
-    def capture(self, max_context: int, progress: bool) -> None:
-        """Record CUDA graphs for decode batches whose longest context is at most ``max_context``."""
+    def capture(self, max_context: int | None, progress: bool, recorder: Recorder | None = None) -> None:
+        """Record CUDA graphs: of decode steps whose longest context is at most ``max_context`` (None: of any), and of
+        what lies between the attentions of other steps of few tokens.
+
+        Sizes that there is no memory for are left out; but not in a group, where all must pad a step alike.
+        """
+        pieces, graphs = self._pieces(), self._decodes(max_context)
+        drop = self.group.shard.size == 1
+        capture([pieces, graphs], self._forward_eager, recorder or CudaRecorder(), progress, drop)
+        self.pieces, self.graphs = pieces, graphs
+
+    @torch.inference_mode()
+    def graph_bytes(self, max_context: int | None, used: Callable[[], int], recorder: Recorder | None = None) -> int:
+        """About what ``capture`` will take; ``used`` tells the bytes of the device that are in use."""
+        kinds: list[Callable[[], Graphs]] = [self._pieces, partial(self._decodes, max_context)]
+        least = self.model.spec.hidden_size * self.model.dtype.itemsize
+        return graph_bytes(kinds, self._forward_eager, recorder or CudaRecorder(), used, least)
+
+    def _decodes(self, max_context: int | None) -> DecodeGraphs:
         state = self.state
-        graphs = DecodeGraphs(
-            capture_sizes(state.max_rows), min(max_context, state.max_model_len), state.block_size, state.device
-        )
-        graphs.capture(lambda batch: self.model.forward(batch, self.kv), CudaRecorder(), progress)
-        self.graphs = graphs
+        longest = state.max_model_len if max_context is None else min(max_context, state.max_model_len)
+        return DecodeGraphs(capture_sizes(state.max_rows), longest, state.block_size, state.device)
+
+    def _pieces(self) -> PieceGraphs:
+        model, state = self.model, self.state
+        sizes = piece_sizes(self.max_tokens)
+        return PieceGraphs(
+            sizes, model.spec.heads, model.spec.head_dim, state.block_size, model.dtype, state.device
+        )  # fmt: skip
+
+    def _forward_eager(self, batch: StepBatch) -> torch.Tensor:
+        return self.model.forward(batch, self.kv)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Outcome:
@@ -152,9 +187,10 @@ class Runner:
 
     def _hidden(self, batch: StepBatch) -> torch.Tensor:
         """The forward pass: hidden states of the tokens ``batch.outputs``; of every token where a stage follows."""
-        if self.graphs is not None and self.graphs.covers(batch):
-            hidden = self.graphs.run(batch)
-            return hidden if batch.outputs is None else hidden.index_select(0, batch.outputs)
+        for graphs in (self.graphs, self.pieces):
+            if graphs is not None and graphs.covers(batch):
+                hidden = graphs.run(batch)
+                return hidden if batch.outputs is None else hidden.index_select(0, batch.outputs)
         if self.group.shard.first:
             return self.model.forward(batch, self.kv)
         model = self.model

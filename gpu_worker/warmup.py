@@ -24,7 +24,7 @@ from ..proto.codec import i32
 from ..proto.params import SamplingParams
 from ..proto.work import Generate
 from .batch import StepShape, idle_batch
-from .kernels import sampling
+from .kernels import marks, sampling
 from .runner import PROMPT_SLICE, Runner
 from .sampling.sample_batch import SampleBatch
 from .sampling.sampler import sample, sample_share, variants
@@ -140,9 +140,8 @@ def _draw(runner: Runner, rows: int) -> None:
     logits = group.gather_logits(mine, state.vocab_size)
     if group.shard.size > 1:
         for random in (False, True):
-            sample_share(
-                mine, state.sampling, _slots(runner, rows, SamplingNeeds(random=random)), model.vocabulary.start
-            )
+            slots = _slots(runner, rows, SamplingNeeds(random=random))
+            marks.marked(*sample_share(mine, state.sampling, slots, model.vocabulary.start))
     if logits is None:
         return
     every = range(rows)

@@ -39,10 +39,9 @@ from ..proto.process import tell_ready
 from ..proto.work import Pool, Work
 from . import compilations
 from .device import choose_long_steps, parameter_estimate, usable_cores
-from .graphs import capture_sizes
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
-from .memory import Budget, available_memory, cpu_budget, cuda_budget, fit, out_of_memory, step_bytes
+from .memory import Budget, available_memory, cpu_budget, cuda_budget, device_used, fit, out_of_memory, step_bytes
 from .outcome import ROOM, Outcome
 from .parallel.parallel import Group, Ranks
 from .pooling import Pooler
@@ -226,17 +225,19 @@ class Worker:
             activations = step_bytes(spec, max_tokens, max_rows + PROMPT_SLICE, self._dtype.itemsize)
             activations += rows + logprob_bytes(max_rows, most) + min(logprob_bytes(max_tokens, most), ROOM)
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
-        # Each graph keeps its output; what lies between is shared, and as large as the largest graph's.
-        sizes = capture_sizes(max_rows) if self._graphs else []
-        graphs = step_bytes(spec, max(sizes, default=0), 0, self._dtype.itemsize)
-        graphs += sum(sizes) * spec.hidden_size * self._dtype.itemsize
         runner = self._runner_of(KVCache(spec, 1, block_size, self._dtype, self._device), self._state, max_tokens)
         warm_up(runner, progress=self._group.leader)  # first, so that what the kernels take on the device counts
         work: Work = every_stage(most)
         if self._pooler is not None:
             work = Pool(PoolingParams(task=f"token_{self._pooler.convert}", pooling="ALL"))
         plan = worst_case(self._state, max_tokens, work)
-        budget = cuda_budget(lambda: runner.launch(plan), graphs, block_bytes, block_size, self._device)
+
+        def graphs() -> int:
+            return runner.graph_bytes(self._args.max_seq_len_to_capture, lambda: device_used(self._device))
+
+        budget = cuda_budget(
+            lambda: runner.launch(plan), graphs if self._graphs else int, block_bytes, block_size, self._device
+        )
         self._state.reset()
         return budget
 

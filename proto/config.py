@@ -130,7 +130,9 @@ class EngineArgs:
     batch_invariant: bool = _flag(
         False, _WORK, "on a GPU, compute a row with the same bits in any company, at some cost in speed"
     )
-    max_seq_len_to_capture: int = _flag(8192, _WORK, "longest sequence that CUDA graphs cover")
+    max_seq_len_to_capture: int | None = _flag(
+        None, _WORK, "longest sequence that CUDA graphs of decode steps cover (default: max_model_len)"
+    )
     cpu_threads: int | None = _flag(None, _WORK, "compute threads on a CPU (default: chosen from the cores)")
     seed: int = _flag(0, _WORK, "seed of dummy weights")
 

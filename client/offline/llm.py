@@ -76,7 +76,7 @@ class LLM(PoolingMethods):
         swap_space: float = 4,
         enforce_eager: bool = False,
         max_context_len_to_capture: int | None = None,
-        max_seq_len_to_capture: int = 8192,
+        max_seq_len_to_capture: int | None = None,
         disable_custom_all_reduce: bool = False,
         logits_processors: list[Callable[..., Any] | str] | None = None,
         **kwargs: Any,

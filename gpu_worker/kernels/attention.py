@@ -53,8 +53,9 @@ class Scores:
 
 
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: StepBatch, scores: Scores
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: StepBatch, scores: Scores,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention of every token of ``batch`` to its row's keys; [T, heads, head_dim], contiguous.
 
     Args:
@@ -62,8 +63,9 @@ def paged_attention(
         k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim], last axis contiguous, other strides free.
             This step's keys and values are already in them.
         batch: rows, lengths and block tables. Rows with context length 0 are padding: nothing is read, the result is 0.
+        out: where the result goes, shaped like q and contiguous; None: new memory.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if not len(q):
         return out
     layer = LayerShape(q.shape[1], k_cache.shape[2], q.shape[2], scores.window, q.dtype, q.device)

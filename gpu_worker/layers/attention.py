@@ -134,7 +134,7 @@ class Attention:
 
         cos, sin = self.tables or (None, None)
         rope_write(q, k, v, cos, sin, batch.positions, batch.slots, k_cache, v_cache, self.interleaved)
-        return paged_attention(q, k_cache, v_cache, batch, self.scores)
+        return (batch.attend or paged_attention)(q, k_cache, v_cache, batch, self.scores)
 
 
 def write_cache(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, written: torch.Tensor | None) -> None:

@@ -145,5 +145,5 @@ def test_the_worst_step_is_measured(models):
     hand = Hand(models[1], device=models[1].device, **{**LIMITS, "blocks": 1})
     worst = worst_case(hand.state, 512, every_stage(20))
     bytes_of = KVCache.block_bytes(models[1].spec, 16, torch.float32)
-    budget = cuda_budget(lambda: hand.runner.launch(worst), 0, bytes_of, 16, models[1].device)
+    budget = cuda_budget(lambda: hand.runner.launch(worst), int, bytes_of, 16, models[1].device)
     assert 0 < budget.used < budget.total
