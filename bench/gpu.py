@@ -3,6 +3,7 @@
     python -m bench gpu                     # every part, each in a process of its own
     python -m bench gpu decode serve        # some of them
     python -m bench gpu --dry-run           # the same code with tiny shapes on the CPU; its numbers mean nothing
+    python -m bench gpu --compile           # without a GPU: compile every kernel for every card, as the table says
 
 Each part writes bench/results/gpu-PART.json (or into the folder of --out) as it goes, so one that is cut short keeps
 what it has. Every part first measures the card's ceilings, which floors are computed from.
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .cards import PARTS
+from .compile import pages, table
+from .compile.cards import CARDS
 from .machine import ROOT, Watch
 from .report import RESULTS, BenchError, Report, note_progress
 
@@ -32,10 +35,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("parts", nargs="*", metavar="NAME", help=f"of {', '.join(PARTS)} (default: all but sweep)")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which a part begins nothing new")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU: does it run at all")
+    parser.add_argument("--compile", action="store_true", help="compile for every card, and compare with the table")
+    parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS), help="for --compile: targets")
+    parser.add_argument("--only", default="", help="for --compile: launches whose name begins so")
+    parser.add_argument(
+        "--rewrite", action="store_true", help="for --compile: write the table, and what the documents say of it"
+    )
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Exit code 0 where every part ran and no test failed. Raises BenchError."""
+    if args.compile:
+        code = table.run(args.cards, args.only, args.rewrite)
+        if args.rewrite:
+            pages.write()
+        return code
     unknown = [name for name in args.parts if name not in PARTS]
     if unknown:
         raise BenchError(f"unknown part {unknown[0]!r} of gpu; there are {', '.join(PARTS)}.")

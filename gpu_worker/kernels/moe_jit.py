@@ -79,7 +79,7 @@ def grouped_kernel(
         first = first * 2
     x_at = x + (slot // PER_ROW)[:, None] * x_row + at_k[None, :]
     w_at = weight + (first + column)[None, :] * inner + at_k[:, None]
-    up_at = w_at + width * inner
+    up_at = w_at + tl.cast(width, tl.int64) * inner
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, inner, BLOCK_K):

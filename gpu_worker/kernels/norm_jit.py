@@ -12,7 +12,7 @@ def norm_kernel(
 ):  # fmt: skip
     """One program a row (a token, or a head of one); the row is read once. CENTRED is LayerNorm, else RMSNorm."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     row = token * tl.num_programs(1) + head
     at = tl.arange(0, BLOCK)
     inside = at < width

@@ -1,0 +1,266 @@
+"""Every Triton kernel of the worker, launched through its wrapper at the shapes that decide how it is compiled.
+
+The tensors have a CUDA device and no memory (torch's FakeTensorMode), so a wrapper chooses what it would choose on
+the card whose properties ``compiler`` shows it; ``JITFunction.run`` is replaced, so nothing runs. One list serves
+the compile matrix, the roofline and the search for 32-bit products.
+
+A name says the part, then the shape. ``Launch.short``: what the test suite compiles as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quire.gpu_worker.batch import StepBatch
+from quire.gpu_worker.kernels import (
+    activation,
+    attention,
+    logprobs,
+    masks,
+    moe,
+    moe_routing,
+    norm,
+    penalties,
+    rope,
+    sampling,
+)
+from quire.gpu_worker.kernels.columns import COLUMNS
+from quire.gpu_worker.spec import MoESpec
+
+BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+INT, LONG = torch.int32, torch.int64
+VOCAB, PAGE, CONTEXT = 128_256, 16, 4096
+
+
+class Launch(NamedTuple):
+    """Something that a step does with one or more kernels."""
+
+    name: str
+    run: Callable[[], object]
+    short: bool = False
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor of the card."""
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def caches(kv_heads: int, dim: int, dtype: torch.dtype, tokens: int = 1 << 20) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one layer in the order of a GPU's cache: heads before the places of a block."""
+    shape = tokens // PAGE, kv_heads, PAGE, dim
+    return empty(*shape, dtype=dtype).transpose(1, 2), empty(*shape, dtype=dtype).transpose(1, 2)
+
+
+def step(rows: int, tokens: int, decodes: int | None = None, context: int = CONTEXT) -> StepBatch:
+    """A step of decodes (rows == tokens), of prefills, or of ``decodes`` and prefills; lengths are equal."""
+    decodes = (rows if rows == tokens else 0) if decodes is None else decodes
+    length = 1 if decodes == rows else (tokens - decodes) // (rows - decodes)
+    ids, shorts = empty(tokens, dtype=LONG), empty(rows + 1, dtype=INT)
+    table = empty(rows, context // PAGE, dtype=INT)
+    return StepBatch(
+        token_ids=ids, positions=ids, slots=ids, query_starts=shorts, context_lens=shorts[:rows], block_tables=table,
+        num_decodes=decodes, max_query_len=length, max_context_len=context, block_size=PAGE,
+    )  # fmt: skip
+
+
+def attend(heads: tuple[int, int, int], batch: StepBatch, dtype: torch.dtype = BF16, **options) -> None:
+    """One layer's attention; ``heads`` are (query heads, key heads, their dim)."""
+    queries, kv_heads, dim = heads
+    k, v = caches(kv_heads, dim, dtype)
+    per_head = {name: empty(queries, dtype=FLOAT) for name in ("slopes", "sinks") if options.pop(name, False)}
+    q = empty(len(batch.token_ids), queries + 2 * kv_heads, dim, dtype=dtype)[:, :queries]
+    attention.paged_attention(q, k, v, batch, attention.Scores(dim**-0.5, **options, **per_head))
+
+
+LLAMA, QWEN, GEMMA, PHI, OSS = (32, 8, 128), (14, 2, 64), (8, 1, 256), (32, 32, 80), (64, 8, 64)
+
+ATTENTION = [
+    Launch("attention.decode-1-of-8k", lambda: attend(LLAMA, step(1, 1, context=8192))),
+    Launch("attention.decode-8", lambda: attend(LLAMA, step(8, 8)), short=True),
+    Launch("attention.decode-64", lambda: attend(LLAMA, step(64, 64))),
+    Launch("attention.decode-256", lambda: attend(LLAMA, step(256, 256))),
+    Launch("attention.prefill-8", lambda: attend(LLAMA, step(8, 64))),
+    Launch("attention.prefill-2048", lambda: attend(LLAMA, step(1, 2048)), short=True),
+    Launch("attention.mixed-64-and-1024", lambda: attend(LLAMA, step(65, 1088, decodes=64))),
+    Launch("attention.softcap-window-prefill", lambda: attend(QWEN, step(4, 512), HALF, window=100, softcap=30.0)),
+    Launch("attention.dim-256-decode", lambda: attend(GEMMA, step(8, 8))),
+    Launch("attention.dim-256-prefill", lambda: attend(GEMMA, step(2, 1024))),
+    Launch("attention.dim-80-decode", lambda: attend(PHI, step(300, 300))),
+    Launch("attention.dim-80-prefill", lambda: attend(PHI, step(2, 1024))),
+    Launch("attention.sinks-decode", lambda: attend(OSS, step(8, 8), slopes=True, sinks=True)),
+    Launch("attention.sinks-window-prefill", lambda: attend(OSS, step(4, 2048), window=128, slopes=True, sinks=True)),
+    Launch("attention.fp32-decode", lambda: attend(LLAMA, step(8, 8), FLOAT)),
+    Launch("attention.fp32-prefill", lambda: attend(LLAMA, step(2, 256), FLOAT)),
+]
+
+
+def rows_of(batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, parameters and positions (or slots) of a step's samples."""
+    return empty(batch, VOCAB, dtype=FLOAT), empty(batch, COLUMNS, dtype=INT), empty(batch, dtype=LONG)
+
+
+def thresholds(top_k: bool, top_p: bool) -> None:
+    logits, params, _ = rows_of(64)
+    sampling.threshold(logits, params, True, top_k, top_p)
+
+
+def draw(filtered: bool) -> None:
+    logits, params, positions = rows_of(64)
+    sampling.draw(logits, params, positions, empty(64, dtype=FLOAT) if filtered else None)
+
+
+def draw_part() -> None:
+    """A rank's share of the vocabulary, that begins within four tokens."""
+    _, params, positions = rows_of(64)
+    sampling.draw_part(empty(64, VOCAB // 4 + 1, dtype=FLOAT), params, positions, VOCAB // 4 + 1)
+
+
+def mask(by_row: bool) -> None:
+    logits, params, rows = rows_of(64)
+    bits = empty(256, -(-VOCAB // 32), dtype=INT)
+    masks.mask_bits(logits, bits, rows, params) if by_row else masks.mask_bits(logits, bits[:64])
+
+
+def ban() -> None:
+    logits, params, rows = rows_of(64)
+    words = masks.Words(*(empty(17, dtype=INT) for _ in range(4)))
+    masks.ban_words(logits, words, empty(256, CONTEXT, dtype=INT), rows, rows, params)
+
+
+def penalise() -> None:
+    logits, params, rows = rows_of(64)
+    penalties.penalise(logits, empty(256, VOCAB, dtype=INT), rows, params)
+
+
+def tell(processed: bool) -> None:
+    logits, params, slots = rows_of(64)
+    source = logprobs.Source(logits, slots)
+    if processed:
+        source = logprobs.Source(logits, slots, params, empty(64, dtype=FLOAT))
+    logprobs.stats(source, slots)
+    logprobs.best(source, 20)
+
+
+SAMPLER = [
+    Launch("sampler.threshold-min-p", lambda: thresholds(False, False)),
+    Launch("sampler.threshold-top-k", lambda: thresholds(True, False)),
+    Launch("sampler.threshold-top-p", lambda: thresholds(False, True), short=True),
+    Launch("sampler.threshold-all", lambda: thresholds(True, True)),
+    Launch("sampler.draw", lambda: draw(False), short=True),
+    Launch("sampler.draw-filtered", lambda: draw(True)),
+    Launch("sampler.draw-part", draw_part),
+    Launch("sampler.mask-by-slot", lambda: mask(False)),
+    Launch("sampler.mask-by-row", lambda: mask(True)),
+    Launch("sampler.bad-words", ban),
+    Launch("sampler.penalties", penalise),
+    Launch("sampler.logprobs", lambda: tell(False)),
+    Launch("sampler.logprobs-processed", lambda: tell(True)),
+]
+
+
+def rms(width: int = 4096, residual: bool = True) -> None:
+    x = empty(64, width)
+    norm.rms_norm(x, empty(width), 1e-5, empty(64, width) if residual else None)
+
+
+def head_norm(centred: bool) -> None:
+    """Of the query heads of a fused projection."""
+    heads = empty(64, 48, 128)[:, :32]
+    if centred:
+        norm.layer_norm(heads, empty(32, 128), None, 1e-5)
+    else:
+        norm.rms_norm(heads, empty(128), 1e-5, plus_one=True)
+
+
+def layer_norm() -> None:
+    norm.layer_norm(empty(64, 4096), empty(4096), empty(4096), 1e-5, empty(64, 4096))
+
+
+def rotate(pairs: bool = False, half: int = 64, dtype: torch.dtype = BF16) -> None:
+    """Queries, keys and values of one fused projection; half 0: nothing is rotated."""
+    q, k, v = empty(64, 48, 128, dtype=dtype).split([32, 8, 8], dim=1)
+    k_cache, v_cache = caches(8, 128, dtype)
+    table = empty(8192, half, dtype=FLOAT) if half else None
+    places = empty(64, dtype=LONG)
+    rope.rope_write(q, k, v, table, table, places, places, k_cache, v_cache, interleaved=pairs)
+
+
+LAYERS = [
+    Launch("layers.rms-norm-and-residual", rms, short=True),
+    Launch("layers.rms-norm-8192", lambda: rms(8192)),
+    Launch("layers.rms-norm-heads", lambda: head_norm(False)),
+    Launch("layers.layer-norm", layer_norm),
+    Launch("layers.layer-norm-heads", lambda: head_norm(True)),
+    Launch("layers.rope-and-cache", rotate, short=True),
+    Launch("layers.rope-interleaved", lambda: rotate(pairs=True, half=32)),
+    Launch("layers.cache", lambda: rotate(half=0)),
+    Launch("layers.rope-fp32", lambda: rotate(dtype=FLOAT)),
+    *(
+        Launch(f"layers.gated-{kind}", lambda kind=kind: activation.gated_activation(empty(64, 28_672), kind))
+        for kind in ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+    ),
+    *(
+        Launch(f"layers.{kind}", lambda kind=kind: activation.activation(empty(64, 14_336), kind))
+        for kind in ("relu", "relu2", "quick_gelu")
+    ),
+]
+
+
+def choose(spec: MoESpec) -> None:
+    """The router's choice."""
+    moe_routing.route(empty(8, spec.experts), spec, empty(spec.experts, dtype=FLOAT) if spec.groups else None)
+
+
+def experts(
+    tokens: int, count: int, top_k: int, sizes: tuple[int, int], kind: str = "silu", bias: bool = False,
+    dtype: torch.dtype = BF16,
+) -> None:  # fmt: skip
+    """The experts of a layer, between the router's choice and the sum; ``sizes`` are (hidden, an expert's width)."""
+    from quire.gpu_worker.layers.formats.dense import PLAIN
+    from quire.gpu_worker.layers.linear import ExpertLinear, weight_of
+    from quire.gpu_worker.layers.moe import Experts, experts_grouped
+
+    hidden, width = sizes
+    matrices = empty(count, 2 * width, hidden, dtype=dtype), empty(count, hidden, width, dtype=dtype)
+    linears = [
+        ExpertLinear(PLAIN, {"weight": m}, weight_of(m), empty(*m.shape[:2], dtype=dtype) if bias else None)
+        for m in matrices
+    ]
+    weights, ids = empty(tokens, top_k, dtype=FLOAT), empty(tokens, top_k, dtype=LONG)
+    experts_grouped(empty(tokens, hidden, dtype=dtype), weights, ids, Experts(*linears, activation=kind))
+
+
+MOE = [
+    Launch("moe.route-softmax", lambda: choose(MoESpec(128, 8, 1, renormalise=True)), short=True),
+    Launch("moe.route-topk-softmax", lambda: choose(MoESpec(60, 4, 1, "topk_softmax"))),
+    Launch(
+        "moe.route-groups",
+        lambda: choose(MoESpec(256, 8, 1, "sigmoid", renormalise=True, groups=8, topk_groups=4)),
+    ),
+    Launch("moe.decode-8", lambda: experts(8, 128, 8, (2048, 768)), short=True),
+    Launch("moe.decode-256", lambda: experts(256, 128, 8, (2048, 768))),
+    Launch("moe.prefill-2048", lambda: experts(2048, 128, 8, (2048, 768))),
+    Launch("moe.swiglu-bias-decode", lambda: experts(8, 32, 4, (2880, 2880), "swiglu_oai", True)),
+    Launch("moe.swiglu-bias-prefill", lambda: experts(1024, 32, 4, (2880, 2880), "swiglu_oai", True, HALF)),
+    Launch("moe.fp32-ragged", lambda: experts(8, 4, 2, (72, 40), "gelu", dtype=FLOAT)),
+]
+
+LAUNCHES = [*ATTENTION, *SAMPLER, *LAYERS, *MOE]
+
+
+def kernels() -> set[str]:
+    """``module.kernel`` of all that a wrapper may launch: jitted functions that no other jitted function calls."""
+    folder = Path(moe.__file__).parent
+    jitted, called = set(), set()
+    for path in folder.glob("*_jit.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+                jitted.add((path.stem, node.name))
+                called |= {call.func.id for call in ast.walk(node)
+                           if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}  # fmt: skip
+    return {f"{module}.{name}" for module, name in jitted if name not in called}
