@@ -43,5 +43,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What ``tests/scheduler/test_transcripts.py`` takes."""
+    """What ``tests/scheduler/test_transcripts.py`` and ``tests/gpu_worker/test_fake_cuda.py`` take."""
     parser.addoption("--rewrite-transcripts", action="store_true", help="write the scheduler's transcripts anew")
+    parser.addoption("--rewrite-launches", action="store_true", help="write anew what steps ask of a GPU, in numbers")
