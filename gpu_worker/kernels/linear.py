@@ -15,17 +15,30 @@ kernel does, which saves memory and changes no bit.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from ..batch import StepShape
 from .activation import LIMIT, function, gated_activation_torch
 from .card import Card, card_of
 
-FEW_ROWS = 16
+STEPS = (1, 4, 16)
+"""Numbers of rows that are measured; each stands for those above the one before."""
+FEW_ROWS = STEPS[-1]
+APART_ROWS = 256
+"""Up to so many rows different programs sum the parts. With more there are programs enough, and each sums all parts."""
 _JOIN_BLOCK = 1024
-_MOST_PARTIAL = 64 * 2**20
-"""Bytes of sums of parts that one product may write; with more, programs add them up themselves."""
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """What of products is chosen by the rows of a step, in any layer: as a ``batch.Chooser``."""
+
+    def __call__(self, shape: StepShape) -> tuple[int]:
+        return (bisect_left((*STEPS, APART_ROWS), shape.tokens),)
 
 
 class Tiles(NamedTuple):
@@ -99,7 +112,7 @@ def product(
     if not tokens:
         return out
     splits = tiles.splits
-    apart = splits > 1 and splits * tokens * all_rows * 4 <= _MOST_PARTIAL
+    apart = splits > 1 and tokens <= APART_ROWS
     partial = torch.empty((splits, tokens, all_rows), dtype=torch.float32, device=x.device) if apart else out
     grid = -(-tokens // tiles.block_m) * -(-width // tiles.block_n), splits if apart else 1
     shift = out if bias is None else bias

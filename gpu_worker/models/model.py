@@ -6,6 +6,7 @@ import torch
 
 from ..batch import Chooser, StepBatch
 from ..kernels.attention import LayerShape
+from ..kernels.linear import ByRows
 from ..kv_cache import KVCache
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
@@ -33,11 +34,12 @@ class Model:
         raise NotImplementedError
 
     def choosers(self) -> set[Chooser]:
-        """What chooses among kernels, or their tiles, by the shape of a step: those of attention, and of other layers
-        those that the subclass adds."""
+        """What chooses among kernels, or their tiles, by the shape of a step: those of attention and products, and of
+        other layers those that the subclass adds."""
         spec = self.spec
         sizes = zip(spec.kv_heads, spec.windows, strict=False)
-        return {LayerShape(spec.heads, kv, spec.head_dim, window, self.dtype, self.device) for kv, window in sizes}
+        shapes = {LayerShape(spec.heads, kv, spec.head_dim, window, self.dtype, self.device) for kv, window in sizes}
+        return {ByRows(), *shapes}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size] float32 of ``hidden`` [S, hidden], rows that ``forward`` gave.

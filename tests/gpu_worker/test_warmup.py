@@ -12,7 +12,7 @@ from worker_toys import LEASE, ToyModel
 
 from quire.gpu_worker import compilations, warmup
 from quire.gpu_worker.batch import StepShape, idle_batch
-from quire.gpu_worker.kernels import attention, moe
+from quire.gpu_worker.kernels import attention, linear, moe
 from quire.gpu_worker.parallel.parallel import Group
 from quire.gpu_worker.worker import Phase, Worker
 from quire.proto.checkpoint.model_config import ModelConfig
@@ -29,6 +29,7 @@ LAYERS = {
     "float32": attention.LayerShape(8, 8, 80, None, torch.float32, CPU),
     "256 wide": attention.LayerShape(8, 4, 256, 4096, torch.float16, CPU),
     "experts": moe.ExpertsShape(8, 128, torch.bfloat16),
+    "products": linear.ByRows(),
     "few experts": moe.ExpertsShape(2, 8, torch.float32),
 }
 

@@ -24,13 +24,10 @@ import torch.nn.functional as F
 
 from ...kernels.activation import gated_activation
 from ...kernels.card import Card, card_of
-from ...kernels.linear import FEW_ROWS, Tiles, few_rows_tiles, product
+from ...kernels.linear import STEPS, Tiles, few_rows_tiles, product
 
 log = logging.getLogger(__name__)
 
-STEPS = (1, 4, FEW_ROWS)
-"""Numbers of rows that are measured; each stands for those above the one before. So steps of so many rows, and of one
-more than the last, launch every product that there is."""
 CLEARLY = 0.97
 """A tile must take less than this share of the library's time."""
 Timer = Callable[[Callable[[], object]], float]
