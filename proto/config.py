@@ -188,6 +188,9 @@ class EngineArgs:
     tensor_parallel_size: int = _flag(1, _WORK, "workers among which each layer is shared out", also="-tp")
     pipeline_parallel_size: int = _flag(1, _WORK, "parts, one after the other, into which the layers are split; each "
                                         "has tensor_parallel_size workers", also="-pp")  # fmt: skip
+    disable_custom_all_reduce: bool = _flag(
+        False, _WORK, "sum small tensors among GPUs by NCCL too, and not in one launch over symmetric memory"
+    )
     rank: int = _flag(0, _WORK, "which of its copy's workers this one is; `quire serve` and LLM set it themselves")
     master_addr: str = _flag(
         "127.0.0.1", _WORK, "where a copy's workers meet: the machine of the one that speaks for them, rank "

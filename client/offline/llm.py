@@ -103,7 +103,8 @@ class LLM(PoolingMethods):
             tensor_parallel_size=tensor_parallel_size, dtype=dtype, quantization=quantization,
             revision=revision, tokenizer_revision=tokenizer_revision, seed=seed,
             gpu_memory_utilization=gpu_memory_utilization, swap_space=swap_space, enforce_eager=enforce_eager,
-            max_seq_len_to_capture=max_seq_len_to_capture, logits_processor=names or None, **kwargs,
+            max_seq_len_to_capture=max_seq_len_to_capture, logits_processor=names or None,
+            disable_custom_all_reduce=disable_custom_all_reduce, **kwargs,
         )  # fmt: skip
         args = EngineArgs(**{name: value for name, value in given.items() if value is not None}).check()
         self._random = random.Random(seed)

@@ -18,7 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...proto.config import ConfigError, check_split
+from ..kernels.company import batch_invariant
 from ..spec import WHOLE, DecoderSpec, Shard
+from .one_shot import OneShot, one_shot_of
 
 TIMEOUT = timedelta(hours=1)
 """Longest wait within one exchange. What is dead is found by the links long before (``group_link.py``)."""
@@ -36,7 +38,7 @@ class Group:
         return self.shard.last and self.shard.rank == 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of ``x`` over the tensor ranks of this stage, in place."""
+        """The sum of ``x`` over the tensor ranks of this stage: in place, or a new tensor."""
         return x
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
@@ -64,8 +66,11 @@ class Group:
 class Ranks(Group):
     """One of several processes. Every method that exchanges is called by all whom it concerns, in one order."""
 
-    def __init__(self, shard: Shard, store: dist.Store, device: torch.device) -> None:
-        """Meets the others at ``store``. Raises RuntimeError where that fails."""
+    def __init__(self, shard: Shard, store: dist.Store, device: torch.device, one_shot: bool = True) -> None:
+        """Meets the others at ``store``. Raises RuntimeError where that fails.
+
+        ``one_shot``: whether GPUs may sum small tensors by another way than NCCL's (``one_shot.py``).
+        """
         super().__init__(shard)
         self.device = device
         number, count = number_of(shard), shard.size * shard.stages
@@ -80,12 +85,30 @@ class Ranks(Group):
                 dist.new_group(list(range(at, at + shard.size)), timeout=TIMEOUT) for at in range(0, count, shard.size)
             ]
             self._tensor = groups[shard.stage]
+        self._one_shot: OneShot | None = None
+        if cuda and self._tensor is not None and one_shot and not batch_invariant():
+            self._one_shot = one_shot_of(self._tensor, store, shard, device)
         self._leader = leader_of(shard.size, shard.stages)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self._tensor is not None:
-            dist.all_reduce(x, group=self._tensor)
+        if self._tensor is None:
+            return x
+        if batch_invariant():
+            return self._ordered_sum(x)
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot(x)
+        dist.all_reduce(x, group=self._tensor)
         return x
+
+    def _ordered_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum in float32, from the first rank on. The order of an all-reduce hangs on its size."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.shard.size)]
+        dist.all_gather(parts, x, group=self._tensor)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         dist.send(hidden.contiguous(), number_of(self.shard) + self.shard.size)

@@ -28,7 +28,7 @@ from .parallel import TIMEOUT, Ranks, check_shards, leader_of, number_of
 _ALIKE = (
     "tensor_parallel_size", "pipeline_parallel_size", "load_format", "seed", "logprobs_mode", "max_logprobs",
     "enforce_eager", "max_seq_len_to_capture", "model_impl", "runner", "convert", "pooler_config",
-    "quantization", "quantize_lm_head", "batch_invariant",
+    "quantization", "quantize_lm_head", "batch_invariant", "disable_custom_all_reduce",
 )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def ranks_of(args: EngineArgs, shard: Shard, link: Leader | Member, device: torc
             store = dist.FileStore(told.file, count)
         else:
             store = dist.TCPStore(args.master_addr, told.port, count, is_master=False, timeout=TIMEOUT)
-    return Ranks(shard, store, device)
+    return Ranks(shard, store, device, not args.disable_custom_all_reduce)
 
 
 def _store_at(host: str, count: int) -> dist.TCPStore:
