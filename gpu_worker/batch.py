@@ -34,7 +34,7 @@ class StepBatch:
     block_size: int
     # [S] int64: tokens whose hidden states are wanted, so that the last layer computes no others; None: all.
     outputs: torch.Tensor | None = None
-    # Called in place of ``paged_attention``, with its arguments, where the pass is recorded in pieces (``graphs.py``).
+    # Where the pass is recorded in pieces (``graphs.py``): called in place of attention, with it and its arguments.
     attend: Callable[..., torch.Tensor] | None = None
     types: torch.Tensor | None = None  # [T] int64, an encoder's token types; None: all are 0
     # The same as lists, for code that runs on the host; empty on a GPU.

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from .batch import StepBatch
-from .kernels.attention import Scores, paged_attention
+from .kernels.attention import Scores
 from .memory import out_of_memory
 
 log = logging.getLogger(__name__)
@@ -231,10 +231,11 @@ class PieceGraphs(Graphs):
             attentions.clear()
 
             def attend(
-                q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: StepBatch, scores: Scores
-            ) -> torch.Tensor:
+                attention: Callable[..., object], q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                batch: StepBatch, scores: Scores,
+            ) -> torch.Tensor:  # fmt: skip
                 self._queries[:size].copy_(q)
-                attentions.append((k_cache, v_cache, scores))
+                attentions.append((attention, k_cache, v_cache, scores))
                 cut()
                 return self._attended[:size]
 
@@ -273,15 +274,15 @@ class PieceGraphs(Graphs):
             self._slots[tokens:size].fill_(-1)
         replays, attentions, hidden = self._replays[size]
         queries, attended = self._queries[:tokens], self._attended[:tokens]
-        for replay, (k_cache, v_cache, scores) in zip(replays, attentions, strict=False):
+        for replay, (attention, k_cache, v_cache, scores) in zip(replays, attentions, strict=False):
             replay()
-            paged_attention(queries, k_cache, v_cache, batch, scores, attended)
+            attention(queries, k_cache, v_cache, batch, scores, attended)
         replays[-1]()
         return hidden[:tokens]
 
 
-_Attention = tuple[torch.Tensor, torch.Tensor, Scores]
-"""A layer's caches of keys and values, and what becomes of its scores."""
+_Attention = tuple[Callable[..., object], torch.Tensor, torch.Tensor, Scores]
+"""What a layer attends with (``paged_attention``), its caches of keys and values, and what becomes of its scores."""
 
 
 def capture(kinds: Sequence[Graphs], forward: Forward, recorder: Recorder, progress: bool, drop: bool = True) -> None:

@@ -134,7 +134,8 @@ class Attention:
 
         cos, sin = self.tables or (None, None)
         rope_write(q, k, v, cos, sin, batch.positions, batch.slots, k_cache, v_cache, self.interleaved)
-        return (batch.attend or paged_attention)(q, k_cache, v_cache, batch, self.scores)
+        given = q, k_cache, v_cache, batch, self.scores
+        return paged_attention(*given) if batch.attend is None else batch.attend(paged_attention, *given)
 
 
 def write_cache(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, written: torch.Tensor | None) -> None:
