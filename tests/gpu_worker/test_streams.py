@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 import torch
 from fake_cuda import CUDA, FakeCuda
-from fake_cuda_models import products
+from fake_cuda_models import fake_device, products
 from fake_streams import Event, Stream, Streams, as_late_as_possible, at_once, at_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -350,7 +350,7 @@ def on_cpu(config):
 @pytest.mark.parametrize(("order", "graphs"), [(as_late_as_possible, False), (at_random(1), True)])
 def test_steps_draw_what_the_cpu_draws(order, graphs, config, on_cpu):
     prompts, expected = on_cpu
-    with FakeCuda(values=True, choose=order), products(tiles=graphs):
+    with fake_device(values=True, choose=order), products(tiles=graphs):
         model = load_model(config, torch.float32, CUDA)
         hand = Hand(model, device=CUDA, **LIMITS)
         if graphs:

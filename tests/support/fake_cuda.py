@@ -426,7 +426,6 @@ class Graph:
         self.device, self.work = device, list[Callable[[], object]]()
         self.notes: list[Note] = []
         self._uses: dict[int, weakref.ref[Memory]] = {}
-        self._inside: set[int] = set()
         device.graphs.append(self)
 
     def uses(self, ours: list[CudaTensor]) -> None:
@@ -435,7 +434,25 @@ class Graph:
             if not each.memory.captured:
                 self._uses[id(each.memory)] = weakref.ref(each.memory)
 
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        device = self.device
+        if device.streams.current is device.streams.default or device.capturing is not None:
+            raise Violation("a graph is captured on the default stream, or within another")
+        device.streams.finish()
+        device.capturing, self._first, self._stream = self, len(device.notes), device.streams.current
+
+    def capture_end(self) -> None:
+        device = self.device
+        if device.capturing is not self or device.streams.current is not self._stream:
+            raise Violation("a capture ends that did not begin here")
+        device.capturing = None
+        self.notes = device.notes[self._first :]
+        if any(stream.queue for stream in device.streams.all):
+            raise Violation("work was enqueued past the graph that is captured")
+
     def replay(self) -> None:
+        if self.device.capturing is not None:
+            raise Violation("a graph is replayed while one is captured")
         if any(memory() is None for memory in self._uses.values()):
             raise Violation("a graph is replayed after memory was freed that it uses")
         self.device.note("replay", "graph")
@@ -453,22 +470,18 @@ class _Capture:
     """In the place of torch.cuda.graph."""
 
     def __init__(self, device: FakeCuda, graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any):
-        self._device, self._graph, self._stream = device, graph, stream
+        self._streams, self._graph, self._stream = device.streams, graph, stream
 
     def __enter__(self) -> None:
-        device = self._device
-        device.streams.finish()
-        self._before = device.streams.current, len(device.notes)
-        device.streams.current = self._stream or Stream(device.streams)
-        device.capturing = self._graph
+        self._before = self._streams.current
+        self._streams.current = self._stream or Stream(self._streams)
+        self._graph.capture_begin()
 
     def __exit__(self, *exc: Any) -> None:
-        device = self._device
-        device.capturing = None
-        if device.streams.current.queue:
-            raise Violation("work was enqueued past the graph that is captured")
-        device.streams.current, first = self._before
-        self._graph.notes = device.notes[first:]
+        if exc[0] is None:
+            self._graph.capture_end()
+        self._graph.device.capturing = None
+        self._streams.current = self._before
 
 
 class _Within:
@@ -479,6 +492,8 @@ class _Within:
 
     def __enter__(self) -> None:
         self._before = self._streams.current
+        if self._stream is not None and self._stream.streams is not self._streams:
+            raise Violation("a stream of a device that was there before: something keeps it")
         self._streams.current = self._stream or self._before
 
     def __exit__(self, *exc: Any) -> None:

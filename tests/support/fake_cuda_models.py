@@ -15,9 +15,10 @@ import torch
 from fake_cuda import CUDA, FakeCuda, Note
 from worker_toys import LEASE, Hand, plan
 
+from quire.gpu_worker import graphs
 from quire.gpu_worker.kernels.card import card_of
 from quire.gpu_worker.layers.formats import cuda
-from quire.gpu_worker.layers.formats.measured import Table
+from quire.gpu_worker.layers.formats.measured import Table, table_of
 from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.pooling import Pooler
 from quire.gpu_worker.runner import Runner
@@ -87,6 +88,20 @@ POOLED: dict[str, dict[str, Any]] = {
     },
     "decoder": {"architectures": ["LlamaForCausalLM"], **BASE},
 }  # fmt: skip
+
+
+@contextmanager
+def fake_device(**options: Any) -> Iterator[FakeCuda]:
+    """A device; what the worker keeps of it for the life of a process goes with it."""
+    kept = (card_of, table_of, graphs._stream)
+    try:
+        for each in kept:
+            each.cache_clear()
+        with FakeCuda(**options) as device:
+            yield device
+    finally:
+        for each in kept:
+            each.cache_clear()
 
 
 @contextmanager
