@@ -23,6 +23,10 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
+MANY = 64
+"""Blocks up to which a loop is quicker than numpy."""
+
+
 class PoolError(RuntimeError):
     """The pool's books would not balance: a block released twice, or handed out with none free. Always a bug."""
 
@@ -85,16 +89,16 @@ class BlockPool:
             self.release_table([block])
 
     def release_table(self, blocks: Sequence[int]) -> None:
-        """Release a sequence's whole table, tail first. By numpy, as it may be long."""
-        table, refs, hash_of, head = np.array(blocks[::-1], np.int32), _view(self.refs), self._hash_of, self.num_blocks
-        held = refs[table] - 1
-        if (held < 0).any():
-            raise PoolError(f"block {table[held < 0][0]} is released twice")
-        refs[table] = held
-        free = table[held == 0].tolist()
+        """Release a sequence's whole table, tail first."""
+        hash_of, head = self._hash_of, self.num_blocks
+        free = self._free_by_numpy(blocks) if len(blocks) > MANY else self._free(blocks)
         plain = [block for block in free if hash_of[block] is None]
-        self._link(plain[::-1], head, self._next[head])  # the last released is the first to be reused
-        self._link([block for block in free if hash_of[block] is not None], self._prev[head], head)
+        if plain:
+            cached = [block for block in free if hash_of[block] is not None] if len(plain) < len(free) else []
+            self._link(plain[::-1], head, self._next[head])  # the last released is the first to be reused
+        else:
+            cached = free
+        self._link(cached, self._prev[head], head)
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks that hold the longest cached prefix of ``hashes``, ``limit`` at most. Holds nothing yet."""
@@ -113,13 +117,20 @@ class BlockPool:
         return sum(1 for block in blocks if refs[block] == 0)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Let others find this held, full and committed block. The first block of a content stays its only one."""
-        if not self.caching or self._by_hash.setdefault(block_hash, block) != block:
+        """Let others find this block, as by ``register_many``."""
+        self.register_many([block], [block_hash])
+
+    def register_many(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Let others find these held, full and committed blocks. The first block of a content stays its only one."""
+        if not self.caching:
             return
-        former = self._hash_of[block]
-        if former is not None and former != block_hash:
-            del self._by_hash[former]
-        self._hash_of[block] = block_hash
+        by_hash, hash_of = self._by_hash, self._hash_of
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if by_hash.setdefault(block_hash, block) == block:
+                former = hash_of[block]
+                if former is not None and former != block_hash:
+                    del by_hash[former]
+                hash_of[block] = block_hash
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare the books with the block tables of all sequences. PoolError says what is wrong."""
@@ -157,12 +168,40 @@ class BlockPool:
         self._prev[after] = before
         self.free_count -= 1
 
+    def _free(self, blocks: Sequence[int]) -> list[int]:
+        """Hold each once less, the last first. Returns those that nobody holds any more."""
+        refs, free = self.refs, []
+        for block in reversed(blocks):
+            held = refs[block] - 1
+            if held < 0:
+                raise PoolError(f"block {block} is released twice")
+            refs[block] = held
+            if not held:
+                free.append(block)
+        return free
+
+    def _free_by_numpy(self, blocks: Sequence[int]) -> list[int]:
+        """The same, for many."""
+        table, refs = np.array(blocks[::-1], np.int32), _view(self.refs)
+        held = refs[table] - 1
+        if (held < 0).any():
+            raise PoolError(f"block {table[held < 0][0]} is released twice")
+        refs[table] = held
+        return table[held == 0].tolist()
+
     def _link(self, blocks: list[int], before: int, after: int) -> None:
         """Put ``blocks`` into the free list, between two that are neighbours there."""
-        chain = np.array([before, *blocks, after], np.int32)
-        _view(self._next)[chain[:-1]] = chain[1:]
-        _view(self._prev)[chain[1:]] = chain[:-1]
         self.free_count += len(blocks)
+        if len(blocks) > MANY:
+            chain = np.array([before, *blocks, after], np.int32)
+            _view(self._next)[chain[:-1]] = chain[1:]
+            _view(self._prev)[chain[1:]] = chain[:-1]
+            return
+        following, previous = self._next, self._prev
+        for block in blocks:
+            following[before], previous[block] = block, before
+            before = block
+        following[before], previous[after] = after, before
 
 
 def _view(column: array[int]) -> NDArray[np.int32]:

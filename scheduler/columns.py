@@ -9,7 +9,7 @@ them stays in their objects.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,12 @@ Ints = NDArray[np.int32]
 _ONE = np.ones(1, np.int32)
 """Added in place of 1, which numpy would have to make an array of each time."""
 _NO_ROWS: Rows = np.zeros(0, np.intp)
-KEPT_BLOCKS = 16
-"""Blocks of drawn tokens that a row keeps. The sequence takes them over when it is half full."""
+HashBlock = Callable[[bytes, bytes], bytes]
+"""The hash of a full block by its parent's and its tokens, as ``hash_block``."""
+FEW = 64
+"""So few tokens are looked up sooner one by one."""
+_OPEN = 2
+"""Blocks of drawn tokens that a row has beside the full ones: a block is full when the next one's first token comes."""
 
 
 class Positions:
@@ -114,10 +118,11 @@ class Columns:
         self.tables = np.zeros((num_rows, max_blocks), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int32)
         self.chains = [b""] * num_rows  # the hash of its last full block, from which the next one's is made
-        # Tokens drawn here, the one at position p in place p % width, a power of two; ``drawn_from`` is the position
-        # of the first.
-        self.drawn = np.zeros((num_rows, KEPT_BLOCKS * block_size), np.int32)
-        self.drawn_from = array("i", bytes(4 * num_rows))
+        # Tokens drawn here, and those before them in the block of the first, which begins at ``kept_from``: full blocks
+        # as int32 bytes in ``kept``; of those after them the one at position p in place p % width, a power of two.
+        self.kept_from = array("i", bytes(4 * num_rows))
+        self.kept: list[list[bytes]] = [[] for _ in range(num_rows)]
+        self.drawn = np.zeros((num_rows, _OPEN * block_size), np.int32)
         self._drawn_since: list[tuple[Rows, Ints, Ints]] = []  # rows, positions, tokens of steps that are not in it yet
         self.departures = 0  # how many sequences have left a row
         self.left_at = np.zeros(num_rows, np.int64)  # ``departures`` when one last left this row
@@ -135,10 +140,19 @@ class Columns:
         """``last`` is the hash of its last full block."""
         self.chains[row] = last
 
+    def continue_chains(self, rows: Rows, blocks: list[bytes], hash_block: HashBlock) -> list[bytes]:
+        """Of each of ``rows`` a block is full that holds these tokens. Returns their hashes."""
+        chains, numbers = self.chains, rows.tolist()
+        hashes = list(map(hash_block, [chains[row] for row in numbers], blocks))
+        for row, last in zip(numbers, hashes, strict=True):
+            chains[row] = last
+        return hashes
+
     def leave(self, row: int) -> None:
         """The sequence in ``row`` gives it up: what a step in flight draws for it counts no more."""
         self.departures += 1
         self.left_at[row] = self.departures
+        self.kept[row] = []
         self.forget_table(row)
 
     # -- block tables
@@ -189,6 +203,13 @@ class Columns:
         next_look, end = (full + 1) * self.block_size, self.end.item(row)
         self.milestone.set(row, next_look if next_look < end else end)
 
+    def expect_next_blocks(self, rows: Rows, computed: Ints) -> Rows:
+        """So much is computed of ``rows``, which are at their milestones: look when the next block is full, or at the
+        end. Returns the places of those at their end."""
+        ends = self.end[rows]
+        self.milestone.set(rows, np.minimum(computed + self.block_size, ends))
+        return (computed >= ends).nonzero()[0]
+
     # -- steps
 
     def schedule(self, rows: Rows, starts: Ints) -> Ints:
@@ -208,30 +229,37 @@ class Columns:
 
     # -- what was drawn
 
-    def begin_drawn(self, row: int, position: int, token: int) -> None:
-        """``token`` is the first that is drawn in ``row``."""
+    def begin_drawn(self, row: int, position: int, tokens: bytes) -> None:
+        """The first that is drawn in ``row`` is the token at ``position``, the last of ``tokens``: those of its block,
+        as int32 bytes."""
         self._keep_drawn()
-        self.drawn[row, position % self.drawn.shape[1]] = token
-        self.drawn_from[row] = position
+        first = position - position % self.block_size
+        place = first % self.drawn.shape[1]
+        self.drawn[row, place : place + len(tokens) // 4] = np.frombuffer(tokens, np.int32)
+        self.kept_from[row] = first
 
     def fetch_drawn(self, row: int, end: int, count: int) -> bytes:
         """What was drawn for ``count`` positions before ``end``, as int32 bytes."""
         self._keep_drawn()
-        line, width = self.drawn[row], self.drawn.shape[1]
-        first = (end - count) % width
-        return line[first : first + count].tobytes() + line[: max(0, first + count - width)].tobytes()
+        size, blocks, first = self.block_size, self.kept[row], end - count
+        passed = (first - self.kept_from[row]) // size
+        begin = self.kept_from[row] + passed * size
+        full = b"".join(blocks[passed:])
+        rest = self.drawn[row].take(np.arange(begin + len(full) // 4, end), mode="wrap")
+        return (full + rest.tobytes())[4 * (first - begin) :]
 
-    def last_blocks(self, rows: Rows, computed: Ints) -> list[bytes]:
-        """What was drawn for the last full block of each of ``rows``, of which so much is computed, as int32 bytes."""
+    def fill_blocks(self, rows: Rows, slots: Ints) -> list[bytes]:
+        """The blocks in these slots of the tables of ``rows`` are full, the last token of each drawn here. Returns
+        their tokens as int32 bytes."""
         self._keep_drawn()
-        size = self.block_size
-        blocks = self.drawn.reshape(-1, KEPT_BLOCKS, size)
-        data = blocks[rows, (computed // size - 1) % KEPT_BLOCKS].tobytes()
-        return [data[at : at + 4 * size] for at in range(0, len(data), 4 * size)]
-
-    def drew_block(self, row: int, computed: int) -> bool:
-        """Its last block has just become full, and all of it was drawn here."""
-        return not computed % self.block_size and computed - self.block_size >= self.drawn_from[row]
+        kept, size, drawn = self.kept, 4 * self.block_size, memoryview(self.drawn).cast("B")
+        blocks = []
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            at = (row * _OPEN + slot % _OPEN) * size
+            block = drawn[at : at + size].tobytes()
+            blocks.append(block)
+            kept[row].append(block)
+        return blocks
 
     def _keep_drawn(self) -> None:
         """Put tokens in their places: those of several small steps at once, which costs as much as those of one."""
@@ -252,6 +280,7 @@ class StopIds:
         self._vocab_size = vocab_size
         self._holders: dict[frozenset[int], int] = {}  # how many sequences end by just these ids
         self._ids = frozenset[int]()  # of all
+        self._column = np.zeros((0, 1), np.int32)  # the same
         for stops in of_each:
             self.add(stops)
 
@@ -270,10 +299,13 @@ class StopIds:
 
     def among(self, tokens: Ints) -> list[int]:
         """Places in ``tokens`` of stop ids of somebody."""
-        drawn = tokens.tolist()
-        if self._ids.isdisjoint(drawn):
-            return []
-        return [place for place, token in enumerate(drawn) if token in self._ids]
+        if len(tokens) < FEW:
+            drawn = tokens.tolist()
+            if self._ids.isdisjoint(drawn):
+                return []
+            return [place for place, token in enumerate(drawn) if token in self._ids]
+        hits = tokens == self._column
+        return hits.any(axis=0).nonzero()[0].tolist() if np.count_nonzero(hits) else []
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StopIds) and self._holders == other._holders
@@ -281,6 +313,7 @@ class StopIds:
     def _unite(self) -> None:
         stops = frozenset[int]().union(*self._holders)
         self._ids = frozenset(stop for stop in stops if 0 <= stop < self._vocab_size)
+        self._column = np.array(sorted(self._ids), np.int32).reshape(-1, 1)
 
 
 def as_u32(column: bytes) -> NDArray[np.uint32]:

@@ -191,7 +191,8 @@ def state(obj: Any, attributes: Attributes) -> Attributes:
             now["candidates"] = [c._replace(token=_kind(c.token, eos, stops)) for c in now["candidates"]]
         return now
     if isinstance(obj, Columns):
-        return {**attributes, "drawn": obj.drawn * 0, "_drawn_since": []}
+        kept = [[bytes(len(block)) for block in blocks] for blocks in obj.kept]
+        return {**attributes, "kept": kept, "drawn": obj.drawn * 0, "_drawn_since": []}
     if isinstance(obj, Replica):
         return {**attributes, "stop_ids": StopIds(obj.vocab_size, map(_stops, obj.sequences()))}
     kind = type(obj).__name__

@@ -10,12 +10,14 @@ from bisect import bisect_left, insort
 from collections import deque
 from operator import attrgetter
 
+import numpy as np
+
 from ..proto.messages import Lease
 from ..proto.standstill import Standstill
 from . import request
 from .batch import Batch, Lineup
 from .block_pool import BlockPool, PoolError, blocks_for
-from .columns import KEPT_BLOCKS, Columns, Ints, Rows, StopIds
+from .columns import Columns, Ints, Rows, StopIds
 from .request import Sequence
 from .step import Step
 
@@ -26,6 +28,7 @@ STALL_S = 2.0
 sound for all that: it loses nothing but what it would have been given."""
 
 _key = attrgetter("key")
+_ONE = np.ones(1, np.int32)
 
 
 class Replica:
@@ -121,7 +124,7 @@ class Replica:
         for block in cached:
             self.pool.share(block)
         fresh = blocks_for(seq.total, self.block_size) - len(cached)
-        blocks = cached + [self.pool.allocate() for _ in range(fresh)]
+        blocks = cached + self.pool.allocate_many(fresh)
         rows = [self.free_rows.pop() for _ in range(seq.width)]
         seq.start(self.number, self.columns, rows, blocks, len(cached) * self.block_size)
         self.stop_ids.add(seq.stops)
@@ -176,26 +179,24 @@ class Replica:
         """Decodes brought those of ``batch`` at the places ``due`` to their milestones: offer full blocks to the prefix
         cache, and set when to look again. Returns the places of those that are as long as they may grow.
 
-        A block that was drawn here as a whole needs the columns only. To look its sequence up, which was last used a
-        block ago, would take most of the time."""
-        columns, size, half, longest = self.columns, self.block_size, KEPT_BLOCKS // 2, []
+        That needs the columns only. To look their sequences up, which were last used a block ago, would take most of
+        the time."""
+        columns = self.columns
         rows, ends = batch.rows[due], ends[due]
-        drawn = columns.last_blocks(rows, ends)
-        for at, row, computed, tokens in zip(due.tolist(), rows.tolist(), ends.tolist(), drawn, strict=True):
-            if self.quarantined or not columns.drew_block(row, computed):
+        filled, full = rows, ends
+        if np.count_nonzero(past := ends % self.block_size):  # some are at their end
+            filled, full = rows[past == 0], ends[past == 0]
+        if len(filled):
+            slots = full // self.block_size - _ONE
+            blocks = columns.fill_blocks(filled, slots)
+            if self.pool.caching and not self.quarantined:
+                hashes = columns.continue_chains(filled, blocks, request.hash_block)
+                self.pool.register_many(columns.tables[filled, slots].tolist(), hashes)
+        if self.quarantined:
+            for at, computed in zip(due.tolist(), ends.tolist(), strict=True):
                 self.commit(batch.seqs[at], computed - 1, computed)
-            else:
-                full = computed // size
-                if self.pool.caching:
-                    block_hash = request.hash_block(columns.chains[row], tokens)
-                    columns.continue_chain(row, block_hash)
-                    self.pool.register(columns.tables.item(row, full - 1), block_hash)
-                columns.expect_full_block(row, full)
-                if not full % half:
-                    batch.seqs[at].keep_drawn(computed)
-            if computed >= columns.end.item(row):
-                longest.append(at)
-        return longest
+            return due[ends >= columns.end[rows]].tolist()
+        return due[columns.expect_next_blocks(rows, ends)].tolist()
 
     def commit(self, seq: Sequence, before: int, computed: int) -> None:
         """The same for one sequence, of which so much was computed ``before``."""

@@ -193,18 +193,18 @@ class Sequence:
 
     def requeue(self) -> None:
         """running -> waiting: the one way back, whether preempted, drained, or its worker is gone."""
+        self.keep_drawn(self.total)
         self._leave()
         self.state = State.WAITING
 
     def finish(self) -> None:
-        """Any state -> finished."""
+        """Any state -> finished. Nobody asks for its outputs any more."""
         if self.state is State.RUNNING:
             self._leave()
         self.generation += 1
         self.state = State.FINISHED
 
     def _leave(self) -> None:
-        self.keep_drawn(self.total)
         self.columns.leave(self.row)
         self.generation += 1
         self.replica, self.columns, self.row = -1, NOWHERE, -1
@@ -305,8 +305,9 @@ class Sequence:
 
     def begin_output(self, token: int) -> None:
         """The first token that it draws in this row, which all before it yield. Those of decodes go to the columns."""
-        self.columns.begin_drawn(self.row, self.total, token)
+        total, size = self.total, self.columns.block_size
         self._outputs.append(token)
+        self.columns.begin_drawn(self.row, total, self._tokens(total // size, size))
         self.drew = True
 
     # -- look-ahead
@@ -402,7 +403,7 @@ class Sequence:
         return hashes
 
     def _tokens(self, slot: int, block_size: int) -> bytes:
-        """The int32 bytes of a block's tokens; it is full, so its outputs are fetched."""
+        """The int32 bytes of the tokens in a block whose outputs are fetched."""
         prompt_len = self.prompt_len
         start, stop = slot * block_size, (slot + 1) * block_size
         if start >= prompt_len:

@@ -19,19 +19,21 @@ from quire.scheduler.snapshot import SnapshotError, dump, load
 
 def test_what_decodes_draw_is_fetched_in_order_wherever_a_block_begins() -> None:
     columns, rows = Columns(4, 8, 9), np.array([2, 0])
-    columns.begin_drawn(2, 9, 9)
-    for position in range(10, 200):
-        ends = np.array([position, position + 8], np.int32)
-        columns.decoded(rows, ends, np.array([position, -position], np.int32))
-    assert columns.computed.of(rows).tolist() == [199, 207] and columns.computed[2] == 199
-    assert columns.fetch_drawn(2, 200, 7) == i32(range(193, 200))
-    assert columns.fetch_drawn(2, 200, 128) == i32(range(72, 200))
-    assert columns.fetch_drawn(0, 208, 2) == i32([-198, -199])
-    assert columns.last_blocks(rows, np.array([199, 207], np.int32)) == [
-        i32(range(184, 192)),
-        i32(range(-184, -192, -1)),
-    ]
-    assert [columns.drew_block(2, computed) for computed in (16, 17, 24)] == [False, False, True]
+    columns.begin_drawn(2, 10, i32([8, 9, 10]))  # the token at 8 is of the prompt
+    columns.begin_drawn(0, 16, i32([-8]))
+    for position in range(11, 200):
+        ends = np.array([position, position + 6], np.int32)
+        columns.decoded(rows, ends, np.array([position, 2 - position], np.int32))
+        if not position % 8:
+            full = columns.fill_blocks(rows[:1], ends[:1] // 8 - 1)
+            assert full == [i32(range(position - 8, position))]
+        elif not (position + 6) % 8:
+            assert columns.fill_blocks(rows[1:], ends[1:] // 8 - 1) == [i32(range(10 - position, 2 - position, -1))]
+    assert columns.computed.of(rows).tolist() == [199, 205] and columns.computed[2] == 199
+    for count in (1, 7, 8, 16, 128, 189):
+        assert columns.fetch_drawn(2, 200, count) == i32(range(200 - count, 200))
+    assert columns.fetch_drawn(2, 192, 9) == i32(range(183, 192))
+    assert columns.fetch_drawn(0, 206, 2) == i32([-196, -197])
 
 
 def test_tables_that_grow_together_are_as_if_each_grew_alone() -> None:
@@ -194,7 +196,7 @@ def test_columns_and_counters_are_in_a_snapshot() -> None:
     state["columns"].decoded(*map(np.int32, ([2], [6], [77])))  # type: ignore[attr-defined]
     again = load(dump(state, {}), {})
     assert again["counter"] == Counter(a=3, b=1) and again["queue"] == deque([1])
-    assert again["columns"].fetch_drawn(2, 7, 1) == i32([77]) and again["columns"].drawn.shape == (3, 128)
+    assert again["columns"].fetch_drawn(2, 7, 1) == i32([77]) and again["columns"].drawn.shape == (3, 16)
     again["columns"].leave(0)  # it can be written to
     with pytest.raises(SnapshotError, match="an array of"):
         load(dump(np.zeros(3, np.complex64), {}), {})

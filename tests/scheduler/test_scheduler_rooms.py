@@ -17,8 +17,8 @@ STATE = (
     "request", "step",
 )  # fmt: skip
 COLUMNS = (
-    "computed", "scheduled", "end", "horizon", "milestone", "tables", "num_blocks", "chains", "drawn", "drawn_from",
-    "left_at", "departures",
+    "computed", "scheduled", "end", "horizon", "milestone", "tables", "num_blocks", "chains", "drawn", "kept",
+    "kept_from", "left_at", "departures",
 )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_state_is_written_only_in_the_file_that_owns_it(path: pathlib.Path) -> N
     ("name", "writers"),
     [
         ("horizon", {"Columns.grow", "Columns.look_at", "Columns.expect_end_of_room"}),
-        ("milestone", {"Columns.expect_full_block"}),
+        ("milestone", {"Columns.expect_full_block", "Columns.expect_next_blocks"}),
         ("quarantined", {"Replica.update_quarantine"}),
     ],
 )
