@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from functools import cached_property
 from itertools import compress
 from operator import attrgetter
 from typing import NamedTuple
@@ -44,6 +43,9 @@ class Batch:
     def __init__(self, seqs: list[Sequence], fields: NDArray[np.int64]):
         self.seqs, self.fields = seqs, fields
         self.rows: Rows = fields[0]  # theirs
+        self._packed = self._numbers = b""
+        self._before_output: Ints | None = None
+        self._parts: list[Part] = []
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -52,32 +54,35 @@ class Batch:
         """Some of them."""
         return Batch(list(compress(self.seqs, which.tolist())), self.fields[:, which])
 
-    @cached_property
+    @property
     def packed(self) -> bytes:
         """The rows, as in a plan."""
-        return _i32(self.rows).tobytes()
+        self._packed = self._packed or _i32(self.rows).tobytes()
+        return self._packed
 
-    @cached_property
+    @property
     def numbers(self) -> bytes:
         """0, 1, 2, …, as in a plan."""
-        return np.arange(len(self.seqs), dtype=np.int32).tobytes()
+        self._numbers = self._numbers or np.arange(len(self.seqs), dtype=np.int32).tobytes()
+        return self._numbers
 
-    @cached_property
+    @property
     def before_output(self) -> Ints:
         """The position from which each draws its first output token."""
-        return _i32(self.fields[5] - 1)
+        if self._before_output is None:
+            self._before_output = _i32(self.fields[5] - 1)
+        return self._before_output
 
-    @cached_property
+    @property
     def parts(self) -> list[Part]:
         """One for each detokenizer."""
-        sinks = np.bincount(self.fields[4]).nonzero()[0].tolist()
-        if len(sinks) == 1:
-            return [_part(sinks[0], None, self.fields)]
-        places = [np.flatnonzero(self.fields[4] == sink) for sink in sinks]
-        return [_part(sink, at, self.fields[:, at]) for sink, at in zip(sinks, places, strict=True)]
+        self._parts = self._parts or _divide(self.fields)
+        return self._parts
 
     def place(self, at: int) -> int:
         """Which of its part is the one at this place."""
+        if len(self.parts) == 1:
+            return at
         sinks = self.fields[4]
         return int(np.count_nonzero(sinks[:at] == sinks[at]))
 
@@ -117,6 +122,14 @@ class Lineup:
 
 NOBODY = Lineup(0).batch()
 """The decodes of a step that has none."""
+
+
+def _divide(fields: NDArray[np.int64]) -> list[Part]:
+    sinks = np.bincount(fields[4]).nonzero()[0].tolist()
+    if len(sinks) == 1:
+        return [_part(sinks[0], None, fields)]
+    places = [np.flatnonzero(fields[4] == sink) for sink in sinks]
+    return [_part(sink, at, fields[:, at]) for sink, at in zip(sinks, places, strict=True)]
 
 
 def _part(sink: int, places: Rows | None, fields: NDArray[np.int64]) -> Part:

@@ -93,11 +93,10 @@ class BlockPool:
         hash_of, head = self._hash_of, self.num_blocks
         free = self._free_by_numpy(blocks) if len(blocks) > MANY else self._free(blocks)
         plain = [block for block in free if hash_of[block] is None]
-        if plain:
-            cached = [block for block in free if hash_of[block] is not None] if len(plain) < len(free) else []
-            self._link(plain[::-1], head, self._next[head])  # the last released is the first to be reused
-        else:
-            cached = free
+        cached = free[len(plain) :]
+        if plain != free[: len(plain)]:  # not just the tail
+            cached = [block for block in free if hash_of[block] is not None]
+        self._link(plain[::-1], head, self._next[head])  # the last released is the first to be reused
         self._link(cached, self._prev[head], head)
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:

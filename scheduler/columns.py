@@ -26,8 +26,6 @@ HashBlock = Callable[[bytes, bytes], bytes]
 """The hash of a full block by its parent's and its tokens, as ``hash_block``."""
 FEW = 64
 """So few tokens are looked up sooner one by one."""
-_OPEN = 2
-"""Blocks of drawn tokens that a row has beside the full ones: a block is full when the next one's first token comes."""
 
 
 class Positions:
@@ -44,11 +42,13 @@ class Positions:
 
     def __getitem__(self, row: int) -> int:
         """Where one row is."""
-        self._write_back()
+        if self._now is not None:
+            self._write_back()
         return self._at.item(row)
 
     def __setitem__(self, row: int, position: int) -> None:
-        self._write_back()
+        if self._now is not None:
+            self._write_back()
         self._at[row], self._rows = position, _NO_ROWS
 
     def of(self, rows: Rows) -> Ints:
@@ -94,9 +94,12 @@ class Lookout:
             self._quiet -= 1
             return _NO_ROWS
         ahead = self.at[rows] - positions
-        nearest = ahead.item(ahead.argmin())
-        self._rows, self._quiet = rows, max(nearest - 1, 0)
-        return (ahead < _ONE).nonzero()[0] if nearest <= 0 else _NO_ROWS
+        due = (ahead < _ONE).nonzero()[0]
+        if len(due):
+            self._quiet = 0
+        else:
+            self._rows, self._quiet = rows, ahead.item(ahead.argmin()) - 1
+        return due
 
     def overlooks(self, rows: Rows, positions: Ints) -> bool:
         """A look would go by, were ``rows`` asked for next at ``positions``: this must never be so."""
@@ -119,18 +122,19 @@ class Columns:
         self.num_blocks = np.zeros(num_rows, np.int32)
         self.chains = [b""] * num_rows  # the hash of its last full block, from which the next one's is made
         # Tokens drawn here, and those before them in the block of the first, which begins at ``kept_from``: full blocks
-        # as int32 bytes in ``kept``; of those after them the one at position p in place p % width, a power of two.
+        # as int32 bytes in ``kept``; of the last block the token at position p in place p % block_size.
         self.kept_from = array("i", bytes(4 * num_rows))
         self.kept: list[list[bytes]] = [[] for _ in range(num_rows)]
-        self.drawn = np.zeros((num_rows, _OPEN * block_size), np.int32)
+        self.drawn = np.zeros((num_rows, block_size), np.int32)
         self._drawn_since: list[tuple[Rows, Ints, Ints]] = []  # rows, positions, tokens of steps that are not in it yet
         self.departures = 0  # how many sequences have left a row
         self.left_at = np.zeros(num_rows, np.int64)  # ``departures`` when one last left this row
 
-    def enter(self, row: int, computed: int, end: int, blocks: list[int]) -> None:
-        """A sequence takes ``row`` with these blocks and so much computed; nothing is scheduled at or past ``end``."""
+    def enter(self, row: int, computed: int, scheduled: int, end: int, blocks: list[int]) -> None:
+        """A sequence takes ``row`` with these blocks and so much computed and scheduled; nothing is scheduled at or
+        past ``end``."""
         self.computed[row] = computed
-        self.scheduled[row] = 0
+        self.scheduled[row] = scheduled
         self.end[row] = end
         self.look_at(row, 0)
         self.num_blocks[row] = len(blocks)
@@ -175,11 +179,14 @@ class Columns:
         self.tables[row, slot] = block
         self.num_blocks[row] = max(self.num_blocks.item(row), slot + 1)
 
-    def grow(self, rows: Rows, starts: Ints, blocks: Ints) -> None:
-        """The tables of all of ``rows``, which are full, get one block more each, to write ``starts`` in."""
-        self.tables[rows, starts // self.block_size] = blocks
-        self.num_blocks[rows] += _ONE
+    def grow(self, rows: Rows, starts: Ints, blocks: Ints) -> Ints:
+        """The tables of all of ``rows``, which are full, get one block more each, to write ``starts`` in. Returns its
+        slots."""
+        slots = starts // self.block_size
+        self.tables[rows, slots] = blocks
+        self.num_blocks[rows] = slots + _ONE
         self.horizon.set(rows, np.minimum(starts + self.block_size, self.end[rows]))
+        return slots
 
     def need_blocks(self, rows: Rows, starts: Ints) -> NDArray[np.bool_]:
         """Which need a new block to write ``starts`` in, and nothing else."""
@@ -203,12 +210,14 @@ class Columns:
         next_look, end = (full + 1) * self.block_size, self.end.item(row)
         self.milestone.set(row, next_look if next_look < end else end)
 
-    def expect_next_blocks(self, rows: Rows, computed: Ints) -> Rows:
+    def expect_next_blocks(self, rows: Rows, computed: Ints) -> None:
         """So much is computed of ``rows``, which are at their milestones: look when the next block is full, or at the
-        end. Returns the places of those at their end."""
-        ends = self.end[rows]
-        self.milestone.set(rows, np.minimum(computed + self.block_size, ends))
-        return (computed >= ends).nonzero()[0]
+        end."""
+        self.milestone.set(rows, np.minimum(computed + self.block_size, self.end[rows]))
+
+    def at_end(self, rows: Rows, computed: Ints) -> Rows:
+        """Places in ``rows``, of which so much is computed, of those that are as long as they may grow."""
+        return (computed >= self.end[rows]).nonzero()[0]
 
     # -- steps
 
@@ -220,12 +229,13 @@ class Columns:
 
     def decoded(self, rows: Rows, ends: Ints, tokens: Ints) -> Rows:
         """The decodes of ``rows`` are done: so much is computed now, and they drew ``tokens``. Returns the places of
-        those at their milestone."""
-        self._drawn_since.append((rows, ends, tokens))
-        if len(self._drawn_since) == self.block_size:
+        those at their milestone: blocks of theirs that are full are to be taken at once, by ``fill_blocks``."""
+        due = self.milestone.reached(rows, ends)
+        if len(due) or len(self._drawn_since) == self.block_size:
             self._keep_drawn()
+        self._drawn_since.append((rows, ends, tokens))  # they may be the first of the next blocks
         self.computed.go_on(rows, ends)
-        return self.milestone.reached(rows, ends)
+        return due
 
     # -- what was drawn
 
@@ -233,10 +243,8 @@ class Columns:
         """The first that is drawn in ``row`` is the token at ``position``, the last of ``tokens``: those of its block,
         as int32 bytes."""
         self._keep_drawn()
-        first = position - position % self.block_size
-        place = first % self.drawn.shape[1]
-        self.drawn[row, place : place + len(tokens) // 4] = np.frombuffer(tokens, np.int32)
-        self.kept_from[row] = first
+        self.drawn[row, : len(tokens) // 4] = np.frombuffer(tokens, np.int32)
+        self.kept_from[row] = position - position % self.block_size
 
     def fetch_drawn(self, row: int, end: int, count: int) -> bytes:
         """What was drawn for ``count`` positions before ``end``, as int32 bytes."""
@@ -244,20 +252,15 @@ class Columns:
         size, blocks, first = self.block_size, self.kept[row], end - count
         passed = (first - self.kept_from[row]) // size
         begin = self.kept_from[row] + passed * size
-        full = b"".join(blocks[passed:])
-        rest = self.drawn[row].take(np.arange(begin + len(full) // 4, end), mode="wrap")
-        return (full + rest.tobytes())[4 * (first - begin) :]
+        last = self.drawn[row].tobytes()
+        return b"".join([*blocks[passed:], last])[4 * (first - begin) : 4 * (end - begin)]
 
-    def fill_blocks(self, rows: Rows, slots: Ints) -> list[bytes]:
-        """The blocks in these slots of the tables of ``rows`` are full, the last token of each drawn here. Returns
-        their tokens as int32 bytes."""
-        self._keep_drawn()
-        kept, size, drawn = self.kept, 4 * self.block_size, memoryview(self.drawn).cast("B")
-        blocks = []
-        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            at = (row * _OPEN + slot % _OPEN) * size
-            block = drawn[at : at + size].tobytes()
-            blocks.append(block)
+    def fill_blocks(self, rows: Rows) -> list[bytes]:
+        """Blocks of ``rows`` have become full, the last token of each drawn here in the step before the one that is
+        ``decoded``. Returns their tokens as int32 bytes."""
+        kept, data, size = self.kept, self.drawn[rows].tobytes(), 4 * self.block_size
+        blocks = [data[at : at + size] for at in range(0, len(data), size)]
+        for row, block in zip(rows.tolist(), blocks, strict=True):
             kept[row].append(block)
         return blocks
 
@@ -305,7 +308,7 @@ class StopIds:
                 return []
             return [place for place, token in enumerate(drawn) if token in self._ids]
         hits = tokens == self._column
-        return hits.any(axis=0).nonzero()[0].tolist() if np.count_nonzero(hits) else []
+        return hits.any(axis=0).nonzero()[0].tolist() if hits.size and hits.item(hits.argmax()) else []
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StopIds) and self._holders == other._holders

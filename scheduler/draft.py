@@ -15,7 +15,7 @@ from .request import Sequence
 from .step import Chunk, Search, Step
 
 _ONE = i32([1])
-FEW = 8
+FEW = 3
 """So few new blocks are given out sooner one by one."""
 _NOWHERE: Ints = np.zeros(0, np.int32)
 
@@ -35,9 +35,9 @@ class Draft:
         # Flat tables, one line after the other:
         self.forks: list[int] = []  # source row, row
         self.copies: list[int] = []  # source block, block
-        self.grown: list[bytes] = []  # the same three of those that ``grow``, as columns
-        self.deltas: list[int] = []  # row, slot of its block table, block
+        self.grown = b"", b"", b""  # the same as ``deltas`` of those that ``grow``
         self.appends: list[int] = []  # row, token
+        self.deltas: tuple[list[int], list[int], list[int]] = [], [], []  # rows, slots of their block tables, blocks
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.searches or self.chunks)
@@ -74,10 +74,13 @@ class Draft:
 
     def admit(self, seq: Sequence) -> None:
         """A new row, with its block table."""
+        row, blocks = seq.row, seq.blocks
         self.admits.append(seq.admit())
-        self.admitted.add(seq.row)
-        for slot, block in enumerate(seq.blocks):
-            self.deltas += seq.row, slot, block
+        self.admitted.add(row)
+        rows, slots, held = self.deltas
+        rows += [row] * len(blocks)
+        slots += range(len(blocks))
+        held += blocks
 
     def fork(self, source: int, row: int, seed: int) -> None:
         """``row`` becomes a copy of ``source``, block table and all."""
@@ -94,13 +97,14 @@ class Draft:
         pool, columns = replica.pool, replica.columns
         if len(due) < FEW or pool.free_count < replica.running:
             return due
-        growing = columns.need_blocks(rows[due], starts[due])
-        grown, due = due[growing], due[~growing]
-        rows, starts = rows[grown], starts[grown]
-        blocks = np.array(pool.allocate_many(len(grown)), np.int32)
-        columns.grow(rows, starts, blocks)
-        slots = starts // replica.block_size
-        self.grown = [rows.astype(np.int32).tobytes(), slots.tobytes(), blocks.tobytes()]
+        rows, starts = rows[due], starts[due]
+        growing = columns.need_blocks(rows, starts)
+        due = due[~growing]
+        if len(due):
+            rows, starts = rows[growing], starts[growing]
+        blocks = np.array(pool.allocate_many(len(rows)), np.int32)
+        slots = columns.grow(rows, starts, blocks)
+        self.grown = rows.astype(np.int32).tobytes(), slots.tobytes(), blocks.tobytes()
         return due
 
     def own_block(self, pool: BlockPool, row: int, slot: int, held: int | None) -> int:
@@ -109,7 +113,8 @@ class Draft:
         if held is not None and pool.refs[held] == 1:
             return held
         block = pool.allocate()
-        self.deltas += row, slot, block
+        for column, value in zip(self.deltas, (row, slot, block), strict=True):
+            column.append(value)
         if held is not None:
             self.copies += held, block
             pool.release(held)
@@ -122,38 +127,46 @@ class Draft:
         number, decodes = replica.last_step + 1, self.decodes or NOBODY
         step = Step(number, replica.columns, decodes, self.starts, self.ends, self.searches, self.chunks, now)
         drops = replica.launch(step)
-        rows, starts, counts = _columns(step.compute_rows, 3)
-        sample_src, sample_rows = _columns(step.draws, 2)
-        fork_src, fork_dst = _columns(self.forks, 2)
-        copy_src, copy_dst = _columns(self.copies, 2)
-        deltas = _columns(self.deltas, 3)
-        if self.grown:
-            deltas = [grown + others for grown, others in zip(self.grown, deltas, strict=True)]
-        delta_rows, delta_slots, delta_blocks = deltas
-        append_rows, append_tokens = _columns(self.appends, 2)
-        return StepPlan(
+        message = StepPlan(
             lease=replica.lease,
             step=number,
             drops=i32(drops) if drops else b"",
-            fork_src=fork_src,
-            fork_dst=fork_dst,
-            fork_seeds=u64(self.fork_seeds) if self.fork_seeds else b"",
-            copy_src=copy_src,
-            copy_dst=copy_dst,
             admits=self.admits,
-            delta_rows=delta_rows,
-            delta_slots=delta_slots,
-            delta_blocks=delta_blocks,
-            append_rows=append_rows,
-            append_tokens=append_tokens,
-            rows=decodes.packed + rows,
-            starts=self.starts.tobytes() + starts,
-            counts=_ONE * len(decodes) + counts,
-            sample_src=decodes.numbers + sample_src,
-            sample_rows=decodes.packed + sample_rows,
+            rows=decodes.packed,
+            starts=self.starts.tobytes(),
+            counts=_ONE * len(decodes),
+            sample_src=decodes.numbers,
+            sample_rows=decodes.packed,
         )
+        if step.compute_rows:
+            rows, starts, counts = _columns(step.compute_rows, 3)
+            message.rows += rows
+            message.starts += starts
+            message.counts += counts
+        if step.draws:
+            sources, rows = _columns(step.draws, 2)
+            message.sample_src += sources
+            message.sample_rows += rows
+        self._seal_changes(message)
+        return message
+
+    def _seal_changes(self, message: StepPlan) -> None:
+        """Pack what few plans have."""
+        message.delta_rows, message.delta_slots, message.delta_blocks = self.grown
+        if self.deltas[0]:
+            rows, slots, blocks = map(i32, self.deltas)
+            message.delta_rows += rows
+            message.delta_slots += slots
+            message.delta_blocks += blocks
+        if self.forks:
+            message.fork_src, message.fork_dst = _columns(self.forks, 2)
+            message.fork_seeds = u64(self.fork_seeds)
+        if self.copies:
+            message.copy_src, message.copy_dst = _columns(self.copies, 2)
+        if self.appends:
+            message.append_rows, message.append_tokens = _columns(self.appends, 2)
 
 
 def _columns(table: list[int], width: int) -> list[bytes]:
     """The columns of a flat table."""
-    return [i32(table[at::width]) for at in range(width)] if table else [b""] * width
+    return [i32(table[at::width]) for at in range(width)]

@@ -177,7 +177,8 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     """Those in line that are this replica's to take, in order, each with its cached blocks: passed over are those that
     only a larger replica could ever hold, and those that are better off on another one."""
     now = books.clock()
-    others, stalled = elsewhere(replica, books.replicas.values(), now), replica.stalled(now)
+    others = elsewhere(replica, books.replicas.values(), now)
+    stalled = bool(others) and replica.stalled(now)
     passed = 0
     for seq in books.queue.in_turn(books.running_by_account):
         if not can_ever_hold(replica, seq) or (seq.request.asks_prompt and seq.request.carried()):
@@ -194,14 +195,14 @@ def _admit(books: Books, replica: Replica, draft: Draft) -> None:
     if not books.queue:
         return
     chunked = books.config.enable_chunked_prefill and not replica.whole
-    budget = books.token_budget(replica)
     if draft.budget and replica.free_rows:
         for seq, cached in _candidates(books, replica):
             if not has_room(replica, seq, cached):
                 break
-            rest = seq.total - len(cached) * replica.block_size
-            if not chunked and draft.budget < min(rest, budget):
-                return  # a preempted sequence may have outgrown the budget; only then is it split
+            if not chunked:
+                rest = seq.total - len(cached) * replica.block_size
+                if draft.budget < min(rest, books.token_budget(replica)):
+                    return  # a preempted sequence may have outgrown the budget; only then is it split
             if seq.quarantined:
                 return  # it is the first in line now, and its turn comes alone
             _start(books, replica, draft, seq, cached)

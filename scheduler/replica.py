@@ -181,22 +181,24 @@ class Replica:
 
         That needs the columns only. To look their sequences up, which were last used a block ago, would take most of
         the time."""
-        columns = self.columns
-        rows, ends = batch.rows[due], ends[due]
+        columns, rows, ends = self.columns, batch.rows[due], ends[due]
+        longest = columns.at_end(rows, ends)
         filled, full = rows, ends
-        if np.count_nonzero(past := ends % self.block_size):  # some are at their end
-            filled, full = rows[past == 0], ends[past == 0]
+        if self.quarantined or len(longest):  # not all are there because a block is full
+            which = ends % self.block_size == 0
+            filled, full = rows[which], ends[which]
         if len(filled):
-            slots = full // self.block_size - _ONE
-            blocks = columns.fill_blocks(filled, slots)
+            blocks = columns.fill_blocks(filled)
             if self.pool.caching and not self.quarantined:
                 hashes = columns.continue_chains(filled, blocks, request.hash_block)
-                self.pool.register_many(columns.tables[filled, slots].tolist(), hashes)
+                held = columns.tables[filled, full // self.block_size - _ONE]
+                self.pool.register_many(held.tolist(), hashes)
         if self.quarantined:
             for at, computed in zip(due.tolist(), ends.tolist(), strict=True):
                 self.commit(batch.seqs[at], computed - 1, computed)
-            return due[ends >= columns.end[rows]].tolist()
-        return due[columns.expect_next_blocks(rows, ends)].tolist()
+        else:
+            columns.expect_next_blocks(rows, ends)
+        return due[longest].tolist() if len(longest) else []
 
     def commit(self, seq: Sequence, before: int, computed: int) -> None:
         """The same for one sequence, of which so much was computed ``before``."""

@@ -172,20 +172,19 @@ class Sequence:
 
     def start(self, replica: int, columns: Columns, rows: list[int], blocks: list[int], computed: int) -> None:
         """waiting -> running, with rows, blocks for all its tokens, and ``computed`` tokens found in the cache."""
-        self._run(replica, columns, rows[0], blocks, computed)
-        self.scheduled, self.prefilling = computed, True
+        self._run(replica, columns, rows[0], blocks, computed, computed)
+        self.prefilling = True
         if self.request.asks_prompt:
             self.prompt_from = self.request.prompt_done
 
     def fork(self, parent: Sequence, row: int) -> None:
         """waiting -> running, where ``parent`` is, with the same blocks and everything scheduled."""
-        self._run(parent.replica, parent.columns, row, parent.blocks, parent.computed)
-        self.scheduled = parent.scheduled
+        self._run(parent.replica, parent.columns, row, parent.blocks, parent.computed, parent.scheduled)
         for seq in (parent, self):  # the last block is shared: a look is due before it is written
             self.columns.look_at(seq.row, parent.scheduled)
 
-    def _run(self, replica: int, columns: Columns, row: int, blocks: list[int], computed: int) -> None:
-        columns.enter(row, computed, self.end, blocks)
+    def _run(self, replica: int, columns: Columns, row: int, blocks: list[int], computed: int, scheduled: int) -> None:
+        columns.enter(row, computed, scheduled, self.end, blocks)
         self.state, self.replica, self.columns, self.row = State.RUNNING, replica, columns, row
         full = computed // columns.block_size
         self._chain(full)
@@ -281,7 +280,8 @@ class Sequence:
     @property
     def outputs(self) -> array[int]:
         """The committed outputs."""
-        self.keep_drawn(self.total)
+        if self.drew:
+            self.keep_drawn(self.total)
         return self._outputs
 
     def keep_drawn(self, total: int) -> None:
@@ -291,8 +291,8 @@ class Sequence:
 
     def schedule(self, count: int) -> bool:
         """Ask for the next ``count`` tokens of a prefill. True where they are the last."""
-        self.scheduled += count
-        return self.scheduled == self.total
+        scheduled = self.scheduled = self.scheduled + count
+        return scheduled == self.total
 
     def begin_decoding(self) -> None:
         """All tokens that exist are scheduled: from here on it decodes."""
@@ -324,8 +324,7 @@ class Sequence:
 
     def _expect_full_block(self, full: int) -> None:
         """So many blocks are full: look again when the next is, at the end, or, in quarantine, at every token."""
-        quarantined = self.losses.count and self.quarantined
-        self.columns.expect_full_block(self.row, -1 if quarantined else full)
+        self.columns.expect_full_block(self.row, -1 if self.quarantined else full)
 
     def _chain(self, full: int) -> None:
         """So many blocks are full: the next one's hash is made from the last one's."""
@@ -352,7 +351,7 @@ class Sequence:
     @property
     def quarantined(self) -> bool:
         """True for a sequence that may be what ends workers: it runs alone until it gets past where they ended."""
-        return self.losses.in_quarantine(self.computed)
+        return self.losses.count > 0 and self.losses.in_quarantine(self.computed)
 
     def note_loss(self) -> bool:
         """The worker died with this sequence in a step. True where the sequence is taken for the cause."""
@@ -385,10 +384,9 @@ class Sequence:
         if full > first:
             self.keep_drawn(full * block_size)
             if pool.caching:
-                hashes, blocks = self.hash_blocks(full, block_size), self.blocks
-                for slot in range(first, full):
-                    pool.register(blocks[slot], hashes[slot])
-                self._chain(full)
+                hashes = self.hash_blocks(full, block_size)
+                pool.register_many(self.blocks[first:full], hashes[first:full])
+                self.columns.continue_chain(self.row, hashes[full - 1])
         if full > first or self.losses.count:
             self._expect_full_block(full)
 

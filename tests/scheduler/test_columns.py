@@ -19,16 +19,19 @@ from quire.scheduler.snapshot import SnapshotError, dump, load
 
 def test_what_decodes_draw_is_fetched_in_order_wherever_a_block_begins() -> None:
     columns, rows = Columns(4, 8, 9), np.array([2, 0])
-    columns.begin_drawn(2, 10, i32([8, 9, 10]))  # the token at 8 is of the prompt
+    for row, computed in ((2, 10), (0, 16)):
+        columns.enter(row, computed, computed, 900, [])
+        columns.expect_full_block(row, computed // 8)
+    columns.begin_drawn(2, 10, i32([8, 9, 10]))  # the tokens at 8 and 9 are of the prompt
     columns.begin_drawn(0, 16, i32([-8]))
     for position in range(11, 200):
         ends = np.array([position, position + 6], np.int32)
-        columns.decoded(rows, ends, np.array([position, 2 - position], np.int32))
-        if not position % 8:
-            full = columns.fill_blocks(rows[:1], ends[:1] // 8 - 1)
-            assert full == [i32(range(position - 8, position))]
-        elif not (position + 6) % 8:
-            assert columns.fill_blocks(rows[1:], ends[1:] // 8 - 1) == [i32(range(10 - position, 2 - position, -1))]
+        due = columns.decoded(rows, ends, np.array([position, 2 - position], np.int32))
+        assert due.tolist() == [at for at in (0, 1) if not ends[at] % 8]
+        if len(due):
+            columns.expect_next_blocks(rows[due], ends[due])
+            full = range(position - 8, position) if not due[0] else range(10 - position, 2 - position, -1)
+            assert columns.fill_blocks(rows[due]) == [i32(full)]
     assert columns.computed.of(rows).tolist() == [199, 205] and columns.computed[2] == 199
     for count in (1, 7, 8, 16, 128, 189):
         assert columns.fetch_drawn(2, 200, count) == i32(range(200 - count, 200))
@@ -40,12 +43,12 @@ def test_tables_that_grow_together_are_as_if_each_grew_alone() -> None:
     together, alone, rows = Columns(4, 8, 9), Columns(4, 8, 9), np.array([3, 1, 2])
     for columns in (together, alone):
         for row, blocks in ((3, [5, 6]), (1, [7]), (2, [8, 9])):
-            columns.enter(row, 3, 19 if row == 3 else 60, blocks)
+            columns.enter(row, 3, 3, 19 if row == 3 else 60, blocks)
     starts, blocks = np.array([16, 8, 16], np.int32), np.array([20, 21, 22], np.int32)
     assert together.need_blocks(rows, starts).tolist() == [True, True, True]
     assert together.need_blocks(rows, starts + np.int32(3)).tolist() == [False, False, False]
     assert together.need_blocks(rows, np.array([19, 9, 15], np.int32)).tolist() == [False, False, False]
-    together.grow(rows, starts, blocks)
+    assert together.grow(rows, starts, blocks).tolist() == [2, 1, 2]
     for row, start, block in zip(rows.tolist(), starts.tolist(), blocks.tolist(), strict=True):
         alone.put_block(row, start // 8, block)
         alone.expect_end_of_room(row, start)
@@ -196,7 +199,7 @@ def test_columns_and_counters_are_in_a_snapshot() -> None:
     state["columns"].decoded(*map(np.int32, ([2], [6], [77])))  # type: ignore[attr-defined]
     again = load(dump(state, {}), {})
     assert again["counter"] == Counter(a=3, b=1) and again["queue"] == deque([1])
-    assert again["columns"].fetch_drawn(2, 7, 1) == i32([77]) and again["columns"].drawn.shape == (3, 16)
+    assert again["columns"].fetch_drawn(2, 7, 1) == i32([77]) and again["columns"].drawn.shape == (3, 8)
     again["columns"].leave(0)  # it can be written to
     with pytest.raises(SnapshotError, match="an array of"):
         load(dump(np.zeros(3, np.complex64), {}), {})
