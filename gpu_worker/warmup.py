@@ -65,6 +65,14 @@ def warm_up(runner: Runner, progress: bool) -> None:
     )
 
 
+@torch.inference_mode()
+def warm_up_pieces(runner: Runner) -> None:
+    """Launch every attention that may run between recorded pieces: queries lie otherwise there than in other steps."""
+    if runner.pieces is not None and runner.pieces.sizes:
+        for shape in chosen_shapes(runner, runner.pieces.sizes[-1]):
+            runner.pieces.run(idle_batch(shape, runner.state.block_size, runner.state.device))
+
+
 def step_shapes(max_rows: int, max_tokens: int, max_len: int) -> Iterator[StepShape]:
     """Shapes of steps of at most ``max_rows`` rows, ``max_tokens`` tokens and ``max_len`` tokens of context.
 
@@ -85,14 +93,14 @@ def step_shapes(max_rows: int, max_tokens: int, max_len: int) -> Iterator[StepSh
                     yield StepShape(decodes + 1, decodes, decodes + tokens, tokens, context)
 
 
-def chosen_shapes(runner: Runner) -> list[StepShape]:
-    """Of the shapes that a step may have: few, for which everything is chosen that can be.
+def chosen_shapes(runner: Runner, most: int | None = None) -> list[StepShape]:
+    """Of the shapes that a step (of at most ``most`` tokens) may have: few, for which all is chosen that can be.
 
     Tensor ranks run the same ones, as they add up what they compute: those that any of them needs.
     """
     model, state = runner.model, runner.state
     choosers, seen = sorted(model.choosers(), key=repr), set[tuple[int, Hashable]]()
-    shapes = list(step_shapes(state.max_rows, runner.max_tokens, state.max_model_len))
+    shapes = list(step_shapes(state.max_rows, min(runner.max_tokens, most or runner.max_tokens), state.max_model_len))
     wanted = np.zeros(len(shapes), np.float32)
     for at, shape in enumerate(shapes):
         new = {(which, value) for which, chooser in enumerate(choosers) for value in chooser(shape)} - seen

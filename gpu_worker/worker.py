@@ -50,7 +50,7 @@ from .sampling.followers import Follower, Histories
 from .sampling.processors import Function, Processors
 from .state import PlanError, RowState, logprob_bytes
 from .transfer import RING
-from .warmup import every_stage, warm_up
+from .warmup import every_stage, warm_up, warm_up_pieces
 
 if TYPE_CHECKING:
     from .models.model import Model
@@ -278,6 +278,7 @@ class Worker:
         runner = self._runner_of(kv, state, max_tokens)
         if self._graphs:
             runner.capture(self._args.max_seq_len_to_capture, progress=self._group.leader)
+            warm_up_pieces(runner)
         return runner
 
     @property

@@ -1,7 +1,13 @@
-"""The warm-up runs steps among which everything is chosen that any step chooses, and what is compiled later is told."""
+"""After the warm-up no step compiles a kernel, and one that is compiled all the same is told.
+
+What a launch's key is, Triton computes itself, for a GPU that is not there (``tests/support/kernel_keys.py``).
+"""
 
 import ast
+import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +25,63 @@ from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import EngineArgs
 from quire.proto.messages import Compiled
 
+SUPPORT = Path(__file__).parents[1] / "support"
 CPU = torch.device("cpu")
+
+
+def serve(*cases):
+    """What a worker of each case compiles: before Ready, in a trace of steps after it, and how many it told of."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, SUPPORT / "kernel_keys.py", json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(cases)
+    return found
+
+
+def closed(*cases):
+    """No step of these cases compiles anything."""
+    pytest.importorskip("triton")
+    for found in serve(*cases):
+        assert len(found["warm"]) > 20
+        assert (found["late"], found["told"]) == ([], 0), found
+
+
+LARGE = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 128_256,
+}  # fmt: skip
+
+
+def test_nothing_is_compiled_after_the_warm_up():
+    """For a model of usual size, experts, and a rank of two that draws nothing."""
+    closed(
+        {"family": "llama", "changes": LARGE},
+        {"family": "experts, sinks, windows", "mode": "processed_logprobs", "dtype": "float16", "invariant": True},
+        {"family": "experts", "rank": 1, "mode": "processed_logits"},
+    )
+
+
+def test_without_a_warm_up_compilations_are_told():
+    """The same steps compile much then; the scheduler is told of each, and the log names it with its constants."""
+    (cold,) = serve({"family": "llama", "warmed": False})
+    assert cold["told"] == len(cold["late"]) > 10
+    assert any(kernel.startswith("attention_kernel(") and "BLOCK_M=" in kernel for kernel in cold["late"])
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_later_for_any_family():
+    """In every type, mode of logprobs and place in a replica."""
+    from fake_cuda_models import FAMILIES
+
+    types, modes = ("bfloat16", "float16", "float32"), ("raw_logprobs", "processed_logprobs", "raw_logits")
+    cases = [
+        {"family": family, "dtype": types[at % 3], "mode": modes[at // 3 % 3], "seed": at, "steps": 40}
+        for at, family in enumerate(FAMILIES)
+    ]
+    more = [{"rank": 0}, {"rank": 1}, {"invariant": True}, {"invariant": True, "dtype": "float32", "changes": LARGE}]
+    closed(*cases, *({"family": "llama", "seed": at, **values} for at, values in enumerate(more)))
 
 
 LAYERS = {
