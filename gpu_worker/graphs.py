@@ -16,7 +16,6 @@ import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -67,6 +66,11 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class VoidCapture(RuntimeError):
+    """A capture that could not be ended. torch's allocator goes on as if it were under way, and would keep what side
+    streams have used for good, so this process cannot serve."""
+
+
 class CudaRecorder:
     """Captures into one memory pool shared by all graphs; capture the largest first, so that the others fit in it."""
 
@@ -94,13 +98,20 @@ class CudaRecorder:
 
             try:
                 hidden = step(cut)
-            except BaseException:
-                with suppress(RuntimeError):  # that the capture is void; ``step`` has said why
-                    graphs[-1].capture_end()
+            except BaseException as error:
+                self._end(graphs[-1], error)
                 raise
             graphs[-1].capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return [graph.replay for graph in graphs], hidden
+
+    def _end(self, graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
+        """End what ``error`` broke off; where that was the end itself (instantiation took memory), there is nothing."""
+        if torch.cuda.is_current_stream_capturing():
+            try:
+                graph.capture_end()
+            except RuntimeError as void:
+                raise VoidCapture(f"a capture of CUDA graphs broke off ({error}) and could not be ended") from void
 
     def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -299,7 +310,7 @@ def capture(kinds: Sequence[Graphs], forward: Forward, recorder: Recorder, progr
         try:
             graphs.record(size, forward, recorder)
         except (MemoryError, RuntimeError) as error:
-            if not drop or not out_of_memory(error):
+            if not drop or isinstance(error, VoidCapture) or not out_of_memory(error):
                 raise
             graphs.sizes.remove(size)
             dropped.append(f"{size} {graphs.unit}")

@@ -13,7 +13,15 @@ from worker_toys import CPU, Hand
 
 from quire.gpu_worker import graphs as graphs_module
 from quire.gpu_worker import memory
-from quire.gpu_worker.graphs import CudaRecorder, DecodeGraphs, PieceGraphs, capture, graph_bytes, piece_sizes
+from quire.gpu_worker.graphs import (
+    CudaRecorder,
+    DecodeGraphs,
+    PieceGraphs,
+    VoidCapture,
+    capture,
+    graph_bytes,
+    piece_sizes,
+)  # fmt: skip
 from quire.gpu_worker.kernels import activation, attention, norm, rope
 from quire.gpu_worker.layers import attention as attention_layer
 from quire.gpu_worker.layers import dispatch
@@ -143,7 +151,7 @@ def test_graphs_cover_every_length_unless_told(folder, on_device):
 
 
 class Full(TapeRecorder):
-    """Refuses some sizes for lack of memory, as a capture does: with the error that ending it raises."""
+    """Refuses some sizes for lack of memory."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -153,10 +161,7 @@ class Full(TapeRecorder):
         def tried(cut):
             hidden = step(cut)
             if len(hidden) in self.sizes:
-                try:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
-                finally:
-                    raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
             return hidden
 
         return super().pieces(tried)
@@ -179,7 +184,7 @@ def test_sizes_without_memory_are_dropped_with_one_warning(folder, on_device, ca
 def test_a_group_pads_alike_or_ends(folder, on_device):
     """One rank that left a size out would exchange tensors of other shapes than the rest."""
     hand = hand_of(folder)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="during capture"):
+    with torch.inference_mode(), pytest.raises(torch.OutOfMemoryError):
         capture([hand.runner._pieces()], hand.runner._forward_eager, Full({64}), False, drop=False)
 
 
@@ -266,46 +271,91 @@ def test_a_gpus_budget_counts_reserved_memory_graphs_and_what_a_step_leaves_outs
     assert (budget.total, budget.used) == (1000, 500 + (100 + 40) + 60)
 
 
-def test_every_recorder_captures_on_the_same_stream(monkeypatch):
-    """Each stream that cuBLAS has run on keeps a workspace, 32 MiB on Hopper."""
-    made, current, begun, pools = [], [], [], ["b", "a"]
+class FakeCaptures:
+    """What of ``torch.cuda`` a recorder calls. ``begun``: the stream and pool of each capture; ``ends``: what ending
+    the next ones raises, None for nothing."""
 
-    class Stream:
-        def __init__(self, device=None):
-            made.append(self)
+    def __init__(self, monkeypatch):
+        self.streams, self.begun, self.ends, self.capturing = [], [], [], False
+        current, pools, fake = [], ["b", "a"], self
 
-        def wait_stream(self, other):
-            pass
+        class Stream:
+            def __init__(self, device=None):
+                fake.streams.append(self)
 
-        def __enter__(self):
-            current.append(self)
+            def wait_stream(self, other):
+                pass
 
-        def __exit__(self, *error):
-            current.pop()
+            def __enter__(self):
+                current.append(self)
 
-    class Graph:
-        def capture_begin(self, pool):
-            begun.append((current[-1], pool))
+            def __exit__(self, *error):
+                current.pop()
 
-        def capture_end(self):
-            pass
+        class Graph:
+            def capture_begin(self, pool):
+                fake.begun.append((current[-1], pool))
+                fake.capturing = True
 
-        replay = capture_end
+            def capture_end(self):
+                fake.capturing = False
+                if fake.ends and (error := fake.ends.pop(0)) is not None:
+                    raise error
 
-    fakes = {
-        "Stream": Stream, "CUDAGraph": Graph, "stream": lambda stream: stream, "synchronize": lambda: None,
-        "empty_cache": lambda: None, "current_device": lambda: 0, "graph_pool_handle": pools.pop,
-        "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
-    }  # fmt: skip
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+            def replay(self):
+                pass
+
+        for name, put in {
+            "Stream": Stream, "CUDAGraph": Graph, "stream": lambda stream: stream, "synchronize": lambda: None,
+            "empty_cache": lambda: None, "current_device": lambda: 0, "graph_pool_handle": pools.pop,
+            "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+            "is_current_stream_capturing": lambda: fake.capturing,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, put)
+
+
+@pytest.fixture
+def captures(monkeypatch):
     graphs_module._stream.cache_clear()
-    try:
-        first = DecodeGraphs([1, 2, 4], 64, 16, CPU)
-        first.capture(lambda batch: batch.token_ids, CudaRecorder(), progress=False)
-        pieces = PieceGraphs([16], 2, 8, 16, torch.float32, CPU)
-        q = torch.zeros(16, 2, 8)
-        capture([pieces], lambda batch: batch.attend(None, q, q, q, batch, None), CudaRecorder(), progress=False)
-    finally:
-        graphs_module._stream.cache_clear()
-    assert len(made) == 1 and begun == [(made[0], "a")] * 3 + [(made[0], "b")] * 2
+    yield FakeCaptures(monkeypatch)
+    graphs_module._stream.cache_clear()
+
+
+def test_every_recorder_captures_on_the_same_stream(captures):
+    """Each stream that cuBLAS has run on keeps a workspace, 32 MiB on Hopper."""
+    first = DecodeGraphs([1, 2, 4], 64, 16, CPU)
+    first.capture(lambda batch: batch.token_ids, CudaRecorder(), progress=False)
+    pieces = PieceGraphs([16], 2, 8, 16, torch.float32, CPU)
+    q = torch.zeros(16, 2, 8)
+    capture([pieces], lambda batch: batch.attend(None, q, q, q, batch, None), CudaRecorder(), progress=False)
+    (stream,) = captures.streams
+    assert captures.begun == [(stream, "a")] * 3 + [(stream, "b")] * 2 and not captures.capturing
+
+
+def test_memory_that_runs_out_within_a_capture_or_at_its_end(captures):
+    graphs, runs = DecodeGraphs([1, 2, 4, 8], 64, 16, CPU), []
+
+    def forward(batch):
+        runs.append(len(batch.token_ids))
+        if runs == [8, 8]:  # once to warm up, once in the capture
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return batch.token_ids
+
+    captures.ends = [None, RuntimeError("CUDA error: out of memory")]  # of 8, and the instantiation of 4
+    graphs.capture(forward, CudaRecorder(), progress=False)
+    assert graphs.sizes == [1, 2] and not captures.capturing
+
+
+def test_a_capture_that_cannot_be_ended_ends_the_worker(captures):
+    """In one line that says what to do: ``out_of_memory`` sees what it came of."""
+    runs = []
+
+    def forward(batch):
+        runs.append(batch)
+        if len(runs) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    captures.ends = [RuntimeError("CUDA error: operation failed due to a previous error during capture")]
+    with pytest.raises(VoidCapture) as error:
+        DecodeGraphs([1, 2], 64, 16, CPU).capture(forward, CudaRecorder(), progress=False)
+    assert memory.out_of_memory(error.value) and not memory.out_of_memory(RuntimeError("no"))
