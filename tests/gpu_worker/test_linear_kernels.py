@@ -6,11 +6,10 @@ Kernels are compiled where there is a GPU, else run under Triton's interpreter. 
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from interpreter_bf16 import widened
 from kernel_device import DEVICE
+from rows_alike import rows_alike  # noqa: F401  # a fixture
 
 pytest.importorskip("triton")
 
@@ -77,25 +76,6 @@ def test_no_rows_and_an_unknown_activation():
 
 
 # --- the same bits in any company ---
-
-
-@pytest.fixture
-def rows_alike(monkeypatch):
-    """A GPU's instructions treat all rows of a tile alike; numpy sums a row by its place in the tile. So products of
-    tiles are made in float64 here and rounded: what is left is the order of the tiles, which is the kernels'."""
-    if DEVICE == "cuda":
-        return
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def values(handle):
-        bf16 = handle.dtype.scalar == tl.bfloat16
-        return (widened(handle.data) if bf16 else handle.data).astype(np.float64)
-
-    def dot(self, a, b, total, *options):
-        return TensorHandle((values(a) @ values(b)).astype(np.float32) + total.data, tl.float32)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.mark.usefixtures("rows_alike")
