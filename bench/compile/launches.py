@@ -20,7 +20,9 @@ from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import (
     activation,
     attention,
+    linear,
     logprobs,
+    marks,
     masks,
     moe,
     moe_routing,
@@ -29,6 +31,7 @@ from quire.gpu_worker.kernels import (
     rope,
     sampling,
 )
+from quire.gpu_worker.kernels.card import card_of
 from quire.gpu_worker.kernels.columns import COLUMNS
 from quire.gpu_worker.spec import MoESpec
 
@@ -157,6 +160,8 @@ SAMPLER = [
     Launch("sampler.mask-by-slot", lambda: mask(False)),
     Launch("sampler.mask-by-row", lambda: mask(True)),
     Launch("sampler.bad-words", ban),
+    Launch("sampler.marks", lambda: marks.marked(rows_of(64)[0], rows_of(64)[2])),
+    Launch("sampler.marks-of-values", lambda: marks.marked(empty(64, dtype=FLOAT), rows_of(64)[2])),
     Launch("sampler.penalties", penalise),
     Launch("sampler.logprobs", lambda: tell(False)),
     Launch("sampler.logprobs-processed", lambda: tell(True)),
@@ -250,7 +255,32 @@ MOE = [
     Launch("moe.fp32-ragged", lambda: experts(8, 4, 2, (72, 40), "gelu", dtype=FLOAT)),
 ]
 
-LAUNCHES = [*ATTENTION, *SAMPLER, *LAYERS, *MOE]
+
+def few_rows(width: int, activation: str = "", dtype: torch.dtype = BF16, most: int | None = None) -> None:
+    """A product of eight rows with a weight [width, 4096], by each of the tiles that are measured on a card."""
+    x, weight = empty(8, 4096, dtype=dtype), empty(width, 4096, dtype=dtype)
+    outputs = width // 2 if activation else width
+    for tiles in linear.few_rows_tiles(outputs, 4096, dtype, activation, card_of(x.device))[:most]:
+        linear.product(x, weight, None, tiles, activation)
+
+
+def invariant(rows: int, dtype: torch.dtype = BF16) -> None:
+    """A product whose rows have the same bits in any company (``--batch-invariant``)."""
+    x, weight = empty(rows, 4096, dtype=dtype), empty(6144, 4096, dtype=dtype)
+    linear.product(x, weight, empty(6144, dtype=dtype), linear.invariant_tiles(6144, 4096, dtype, card_of(x.device)))
+
+
+PRODUCTS = [
+    Launch("products.few-rows-first", lambda: few_rows(6144, most=1), short=True),
+    Launch("products.few-rows", lambda: few_rows(6144)),
+    Launch("products.few-rows-gated", lambda: few_rows(28_672, "silu")),
+    Launch("products.few-rows-fp32", lambda: few_rows(6144, dtype=FLOAT, most=1)),
+    Launch("products.invariant-decode", lambda: invariant(8)),
+    Launch("products.invariant-prefill", lambda: invariant(2048), short=True),
+    Launch("products.invariant-fp32", lambda: invariant(2048, FLOAT)),
+]
+
+LAUNCHES = [*ATTENTION, *SAMPLER, *LAYERS, *PRODUCTS, *MOE]
 
 
 def kernels() -> set[str]:

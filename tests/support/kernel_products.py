@@ -23,6 +23,7 @@ LARGEST = {
     # A grid's first axis counts rows, tokens or blocks of them, or slots; CUDA allows 65,535 on the others.
     "program x": TOKENS, "program y": 65_535, "program z": 65_535,
     "attention_kernel.program y": 1024, "attention_kernel.program z": 64,  # key heads; MAX_SPLITS
+    "product_kernel.program y": 32,  # parts of the inner axis
     # Sizes of a model: heads, a head's dim, a hidden size or an expert's width, words; strides inside one token.
     "dim": 1024, "heads": 4096, "half": 1024, "width": TOKENS, "inner": TOKENS, "vocab": TOKENS, "count": 1 << 16,
     "q_head": 1024, "k_head": TOKENS, "v_head": TOKENS, "out_head": 1024, "x_head": TOKENS, "weight_head": TOKENS,
@@ -30,7 +31,7 @@ LARGEST = {
     # Of one token in a block to the next, the heads between them.
     "k_offset": TOKENS, "v_offset": TOKENS, "block_size": 1 << 16,
     # Rows and lengths of a step.
-    "rows": TOKENS, "first_row": TOKENS, "query_starts": TOKENS, "context_lens": REACH, "window": REACH,
+    "rows": TOKENS, "tokens": TOKENS, "first_row": TOKENS, "query_starts": TOKENS, "context_lens": REACH, "window": REACH,
     "total": SLOTS, "align_kernel.rows": 128, "align_kernel.blocks": SLOTS // 8,  # blocks have 16 places or more
     # What the host writes into small tables: slots of a step, positions in a row and in the words' prefixes.
     "ban_words_kernel.slots": TOKENS, "starts": REACH,
