@@ -243,6 +243,8 @@ def experts(
 MOE = [
     Launch("moe.route-softmax", lambda: choose(MoESpec(128, 8, 1, renormalise=True)), short=True),
     Launch("moe.route-topk-softmax", lambda: choose(MoESpec(60, 4, 1, "topk_softmax"))),
+    Launch("moe.route-few", lambda: choose(MoESpec(8, 2, 1, renormalise=True))),
+    Launch("moe.route-64", lambda: choose(MoESpec(64, 4, 1))),
     Launch(
         "moe.route-groups",
         lambda: choose(MoESpec(256, 8, 1, "sigmoid", renormalise=True, groups=8, topk_groups=4)),

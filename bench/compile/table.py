@@ -50,18 +50,34 @@ class Row:
 
 
 def compile_cards(cards: list[str], only: str = "", short: bool = False) -> Iterator[dict]:
-    """Every wanted launch for the cards, in a process of its own, in which Triton does not interpret, with an empty
-    cache: a row as a dict, or a dict with the ``error`` of a launch that failed."""
+    """Every wanted launch for the cards, in a process in which Triton does not interpret: a row as a dict, or a dict
+    with the ``error`` of a launch that failed. Where the compiler itself ends, another process goes on behind it."""
     command = [sys.executable, "-m", "bench.compile.compiler", only, "short" if short else "all", *cards]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
-        env |= {"TRITON_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
-            yield from (json.loads(line[1:]) for line in process.stdout or () if line.startswith("\t"))
-        if process.returncode:
-            errors.seek(0)
-            last = (errors.read().strip() or f"it ended with {process.returncode}").splitlines()[-1]
-            yield {"card": "-", "launch": "-", "error": last}
+    done: list[str] = []
+    code = 1
+    while code:
+        # An empty cache: a row says what this compiler makes of it now.
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+            env |= {"TRITON_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+            ended = len(done)
+            with subprocess.Popen(command, cwd=ROOT, env=env, **pipes) as process:
+                process.stdin.write(json.dumps(done))
+                process.stdin.close()
+                for row in (json.loads(line[1:]) for line in process.stdout if line.startswith("\t")):
+                    if "begin" in row:
+                        done.append(row["begin"])
+                    else:
+                        yield row
+            code = process.returncode
+            if code:
+                errors.seek(0)
+                said = (errors.read().strip() or "it said nothing").splitlines()[-1][-300:]
+                began = (done[-1] if len(done) > ended else "- - -").split()
+                yield {**dict(zip(("card", "launch", "kernel"), began, strict=True)), "error": f"{code}: {said}"}
+                if len(done) == ended:
+                    return
 
 
 def rows_of(found: Iterable[dict]) -> tuple[list[Row], list[str]]:
@@ -69,7 +85,7 @@ def rows_of(found: Iterable[dict]) -> tuple[list[Row], list[str]]:
     rows, wrong = [], []
     for one in found:
         if "error" in one:
-            wrong.append(f"{one['card']} {one['launch']}: {one['error']}")
+            wrong.append(f"{one['card']} {one['launch']} {one['kernel']}: {one['error']}")
         else:
             rows.append(Row(**one))
     return rows, wrong

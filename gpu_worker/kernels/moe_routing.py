@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import MoESpec
+from .card import card_of
 
 
 def route(
@@ -28,12 +29,15 @@ def route(
     if not tokens:
         return weights, ids
     size = spec.experts // groups
-    places = _power(groups) * _power(size)
+    # With less than 128 places or in one wavefront, Triton 3.9's compiler for AMD ends in the middle (3.6's does not).
+    amd = card_of(logits.device).backend == "hip"
+    padded = max(_power(size), 128 // _power(groups)) if amd else _power(size)
+    places = _power(groups) * padded
     moe_routing_jit.route_kernel[(tokens,)](
         logits, logits.stride(0), weights if correction is None else correction, weights, ids, spec.scale,
         SCORING=spec.scoring, CORRECTED=correction is not None and spec.scoring != "topk_softmax", GROUPS=groups,
         TOP_GROUPS=spec.topk_groups, SIZE=size, TOP_K=top_k, RENORMALISE=spec.renormalise,
-        GROUPS_P=_power(groups), SIZE_P=_power(size), TOP_K_P=_power(top_k), num_warps=1 if places <= 256 else 4,
+        GROUPS_P=_power(groups), SIZE_P=padded, TOP_K_P=_power(top_k), num_warps=(1 + amd) if places <= 256 else 4,
     )  # fmt: skip
     return weights, ids
 
