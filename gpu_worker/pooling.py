@@ -83,7 +83,7 @@ class Pooler:
                 ended.append((piece, whole))
         vectors = torch.cat([whole for _, whole in ended]) if ended else None
         if vectors is not None and self.config.convert == "classify":
-            vectors = self.model.logits(vectors.to(self.model.dtype))
+            vectors = self.model.logits(vectors.to(self.model.dtype)).float()
         sizes = [(piece, len(whole)) for piece, whole in ended]
         tokens = torch.zeros(slots, dtype=torch.int32, device=hidden.device)
         return PooledOutcome(download, tokens, vectors, sizes, self.config.activation)

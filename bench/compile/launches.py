@@ -102,25 +102,25 @@ ATTENTION = [
 ]
 
 
-def rows_of(batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows_of(batch: int, dtype: torch.dtype = FLOAT) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits, parameters and positions (or slots) of a step's samples."""
-    return empty(batch, VOCAB, dtype=FLOAT), empty(batch, COLUMNS, dtype=INT), empty(batch, dtype=LONG)
+    return empty(batch, VOCAB, dtype=dtype), empty(batch, COLUMNS, dtype=INT), empty(batch, dtype=LONG)
 
 
-def thresholds(top_k: bool, top_p: bool) -> None:
-    logits, params, _ = rows_of(64)
-    sampling.threshold(logits, params, True, top_k, top_p)
+def thresholds(search: bool, dtype: torch.dtype = BF16) -> None:
+    logits, params, _ = rows_of(64, dtype)
+    sampling.threshold(logits, params, True, search, search)
 
 
-def draw(filtered: bool) -> None:
-    logits, params, positions = rows_of(64)
+def draw(filtered: bool, dtype: torch.dtype = BF16) -> None:
+    logits, params, positions = rows_of(64, dtype)
     sampling.draw(logits, params, positions, empty(64, dtype=FLOAT) if filtered else None)
 
 
 def draw_part() -> None:
     """A rank's share of the vocabulary, that begins within four tokens."""
     _, params, positions = rows_of(64)
-    sampling.draw_part(empty(64, VOCAB // 4 + 1, dtype=FLOAT), params, positions, VOCAB // 4 + 1)
+    sampling.draw_part(empty(64, VOCAB // 4 + 1), params, positions, VOCAB // 4 + 1)
 
 
 def mask(by_row: bool) -> None:
@@ -150,12 +150,12 @@ def tell(processed: bool) -> None:
 
 
 SAMPLER = [
-    Launch("sampler.threshold-min-p", lambda: thresholds(False, False)),
-    Launch("sampler.threshold-top-k", lambda: thresholds(True, False)),
-    Launch("sampler.threshold-top-p", lambda: thresholds(False, True), short=True),
-    Launch("sampler.threshold-all", lambda: thresholds(True, True)),
+    Launch("sampler.threshold", lambda: thresholds(True), short=True),
+    Launch("sampler.threshold-float32", lambda: thresholds(True, FLOAT)),
+    Launch("sampler.threshold-min-p", lambda: thresholds(False)),
     Launch("sampler.draw", lambda: draw(False), short=True),
     Launch("sampler.draw-filtered", lambda: draw(True)),
+    Launch("sampler.draw-float32", lambda: draw(True, FLOAT)),
     Launch("sampler.draw-part", draw_part),
     Launch("sampler.mask-by-slot", lambda: mask(False)),
     Launch("sampler.mask-by-row", lambda: mask(True)),

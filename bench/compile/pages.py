@@ -14,7 +14,7 @@ GPU, BENCHMARKS = ROOT / "docs" / "gpu.md", ROOT / "docs" / "benchmarks.md"
 SHOWN = (
     "attention.decode-8", "attention.decode-256", "attention.prefill-8", "attention.prefill-2048",
     "attention.dim-256-prefill", "attention.fp32-prefill", "moe.decode-8", "moe.prefill-2048",
-    "sampler.threshold-top-p", "sampler.draw", "layers.rms-norm-and-residual", "layers.rope-and-cache",
+    "sampler.threshold", "sampler.draw", "layers.rms-norm-and-residual", "layers.rope-and-cache",
 )  # fmt: skip
 """The launches whose rows docs/gpu.md shows; the file has all."""
 

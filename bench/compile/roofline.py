@@ -70,11 +70,10 @@ def small_kernels(tokens: int) -> list[Work]:
 
 
 def sampling(rows: int) -> list[Work]:
-    """lm_head, the logits in float32, and a draw by temperature."""
+    """lm_head, and a draw by temperature."""
     return [
         Work("product: lm_head", ITEM * (HIDDEN * VOCAB + rows * (HIDDEN + VOCAB)), 2.0 * rows * HIDDEN * VOCAB),
-        Work("logits to float32", (ITEM + 4) * rows * VOCAB),
-        Work("draw", 4 * rows * VOCAB, launches=2, row=("sampler.draw", "draw_kernel"),
+        Work("draw", ITEM * rows * VOCAB, launches=2, row=("sampler.draw", "draw_kernel"),
              programs=rows * math.ceil(VOCAB / 2048)),
     ]  # fmt: skip
 

@@ -20,7 +20,7 @@ BLOCK = 32
 def marked(values: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``tokens`` int64 [S] as int32 [S], for the rows; and what the host is told, int32 [S], marks included.
 
-    ``values``: float32 logits [S, V] with contiguous rows; or float32 [S], what each token won with.
+    ``values``: logits [S, V] of any float type with contiguous rows; or float32 [S], what each token won with.
     """
     from . import marks_jit
 

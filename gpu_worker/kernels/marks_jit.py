@@ -19,7 +19,7 @@ def mark_kernel(
     at = slot.to(tl.int64) * stride
     if BY_TOKEN:
         at += token
-    value = tl.load(values + at, mask=inside, other=0.0)
+    value = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
     told = tl.where(value > LEAST, token, tl.where(value != value, NAN, FORBIDDEN))
     tl.store(out + slot, token.to(tl.int32), mask=inside)
     tl.store(out + count + slot, told.to(tl.int32), mask=inside)

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from .columns import COLUMNS, INV_T, LOG_MIN_P, SEED_HIGH, SEED_LOW, TOP_K, TOP_P
+from .threshold import threshold as threshold
 
 MAX_NOISE = 22.9
 """No noise is larger: v >= 2^-33."""
 
 DRAW_BLOCK = 2048
-THRESHOLD_BLOCK = 4096
 
 _MASK = 0xFFFFFFFF
 _LOW, _HALF = np.uint64(_MASK), np.uint64(32)
@@ -53,31 +53,13 @@ def choices(rows: int) -> set[Hashable]:
     return set()
 
 
-def threshold(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top_k: bool, top_p: bool) -> torch.Tensor:
-    """The lowest scaled logit that may be drawn, float32 [S]; -inf in rows without a filter.
-
-    ``logits`` float32 [S, V] with contiguous rows; ``params`` int32 [S, COLUMNS]; the flags say which filters any row
-    uses.
-    """
-    from . import sampling_jit
-
-    rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    sampling_jit.threshold_kernel[(rows,)](
-        logits, logits.stride(0), params, out, vocab,
-        MIN_P=min_p, HAS_TOP_K=top_k, HAS_TOP_P=top_p, COLUMNS=COLUMNS, BLOCK=THRESHOLD_BLOCK,
-        num_warps=16, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
-
-
 def draw(
     logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, thresholds: torch.Tensor | None
 ) -> torch.Tensor:
     """One token for each row, int64 [S]: the largest s + noise among s >= threshold; the largest logit in greedy rows.
 
-    ``logits`` float32 [S, V] with contiguous rows; ``params`` int32 [S, COLUMNS]; ``positions`` int64 [S] of the tokens
-    being drawn; ``thresholds`` float32 [S] or None. Ties go to the lowest id.
+    ``logits`` [S, V] of any float type, which is widened, with contiguous rows; ``params`` int32 [S, COLUMNS];
+    ``positions`` int64 [S] of the tokens being drawn; ``thresholds`` float32 [S] or None. Ties go to the lowest id.
     """
     return _winners(logits, params, positions, thresholds, 0)[1]
 

@@ -4,9 +4,6 @@ import triton
 import triton.language as tl
 
 INV_T = tl.constexpr(0)
-LOG_MIN_P = tl.constexpr(1)
-TOP_P = tl.constexpr(2)
-TOP_K = tl.constexpr(3)
 SEED_LOW = tl.constexpr(4)
 SEED_HIGH = tl.constexpr(5)
 NOT_A_LOGIT = tl.constexpr(float("-inf"))
@@ -61,7 +58,8 @@ def draw_kernel(
     packed += row * COLUMNS
     inv_t = _float(packed, INV_T)
     tokens = split * BLOCK + tl.arange(0, BLOCK) - skip
-    s = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=(tokens >= 0) & (tokens < vocab), other=NOT_A_LOGIT)
+    inside = (tokens >= 0) & (tokens < vocab)
+    s = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=inside, other=NOT_A_LOGIT).to(tl.float32)
     nan = s != s
     if inv_t != 0.0:
         s = s * inv_t
@@ -90,97 +88,3 @@ def reduce_kernel(best, best_ids, out, splits, vocab, SPLITS: tl.constexpr):
     token = tl.load(best_ids + row * splits + tl.minimum(winner, splits - 1))
     # Rows of NaN must not name a token outside the vocabulary either.
     tl.store(out + row, tl.minimum(tl.maximum(token, 0), vocab - 1).to(tl.int64))
-
-
-@triton.jit
-def _key(s):
-    """float32 -> uint32 in the same order."""
-    bits = s.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-
-
-@triton.jit
-def _unkey(key):
-    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _weight(s, top, MASS: tl.constexpr):
-    """What a token adds: its unnormalised probability, or one. Counts are exact in float32 (below 2^24)."""
-    if MASS:
-        return tl.exp(s - top)
-    return tl.where(s == s, 1.0, 1.0)
-
-
-@triton.jit
-def _total(logits, vocab, inv_t, top, lowest, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The weight of all tokens with s >= lowest."""
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        s = tl.load(logits + at, mask=at < vocab, other=NOT_A_LOGIT) * inv_t
-        acc += tl.where((at < vocab) & (s >= lowest), _weight(s, top, MASS), 0.0)
-    return tl.sum(acc, 0)
-
-
-@triton.jit
-def _search(logits, vocab, inv_t, top, lowest, target, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest t >= lowest such that the tokens with s >= t weigh at least ``target``.
-
-    Bisection over the order-preserving integer keys, lo always true and hi always false. Each pass also finds the
-    nearest real keys on both sides of the middle and moves the bounds onto them, so it ends after about
-    log2(number of distinct values) passes over the row, which stays in the second-level cache.
-    """
-    lo = _key(lowest)
-    hi = _key(top) + 1
-    while hi - lo > 1:
-        middle = lo + (hi - lo) // 2
-        acc = tl.zeros((BLOCK,), tl.float32)
-        above = tl.full((BLOCK,), 0xFFFFFFFF, tl.uint32)
-        below = tl.zeros((BLOCK,), tl.uint32)
-        for start in range(0, vocab, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            s = tl.load(logits + at, mask=at < vocab, other=NOT_A_LOGIT) * inv_t
-            key = _key(s)
-            is_above = (key >= middle) & (at < vocab)
-            acc += tl.where(is_above, _weight(s, top, MASS), 0.0)
-            above = tl.where(is_above, tl.minimum(above, key), above)
-            below = tl.where(is_above, below, tl.maximum(below, key))
-        if tl.sum(acc, 0) >= target:
-            lo = tl.minimum(tl.min(above, 0), hi - 1)
-        else:
-            hi = tl.maximum(tl.max(below, 0), lo) + 1
-    return _unkey(lo)
-
-
-@triton.jit(do_not_specialize_on_alignment=["packed"])
-def threshold_kernel(
-    logits, stride, packed, out, vocab,
-    MIN_P: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program a row: the threshold of min_p, then top_k, then top_p."""
-    row = tl.program_id(0)
-    packed += row * COLUMNS
-    logits += row.to(tl.int64) * stride
-    inv_t = _float(packed, INV_T)
-    lowest = tl.full((), NOT_A_LOGIT, tl.float32)
-    if inv_t != 0.0:
-        peak = tl.full((BLOCK,), NOT_A_LOGIT, tl.float32)
-        for start in range(0, vocab, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            peak = tl.maximum(peak, tl.load(logits + at, mask=at < vocab, other=NOT_A_LOGIT) * inv_t)
-        top = tl.max(peak, 0)
-        if MIN_P:
-            lowest = top + _float(packed, LOG_MIN_P)
-        if HAS_TOP_K:
-            k = tl.load(packed + TOP_K)
-            if (k > 0) & (k < vocab):
-                least = tl.full((), NOT_A_LOGIT, tl.float32)
-                lowest = tl.maximum(lowest, _search(logits, vocab, inv_t, top, least, k.to(tl.float32), False, BLOCK))
-        if HAS_TOP_P:
-            top_p = _float(packed, TOP_P)
-            if top_p < 1.0:
-                mass = _total(logits, vocab, inv_t, top, lowest, True, BLOCK)
-                lowest = tl.maximum(lowest, _search(logits, vocab, inv_t, top, lowest, mass * top_p, True, BLOCK))
-    tl.store(out + row, lowest)

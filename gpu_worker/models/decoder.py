@@ -84,7 +84,11 @@ class Decoder(Model):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.lm_head is not None  # the last stage has it
-        logits = self.lm_head(hidden).float()
+        logits = self.lm_head(hidden)
+        plain = self.whole.logit_scale == 1.0 and not self.whole.logit_softcap
+        if plain and dispatch.use_kernels(logits):
+            return logits
+        logits = logits.float()
         if self.whole.logit_scale != 1.0:
             logits.mul_(self.whole.logit_scale)
         if self.whole.logit_softcap:

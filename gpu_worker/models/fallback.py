@@ -118,7 +118,8 @@ class TransformersModel(Model):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits[:, : self.spec.vocab_size].float()
+        logits = logits[:, : self.spec.vocab_size]
+        return logits if dispatch.use_kernels(logits) else logits.float()
 
 
 class _PassOn(torch.nn.Module):

@@ -42,7 +42,8 @@ class Model:
         return {ByRows(), *shapes}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of ``hidden`` [S, hidden], rows that ``forward`` gave.
+        """Logits [S, vocab_size] of ``hidden`` [S, hidden], rows that ``forward`` gave: float32, or on a GPU of the
+        model's type where the last product gave them so, as sampling widens what it reads.
 
         Of a model in several tensor ranks: those of ``vocabulary`` alone; of a classifier: those of its labels.
         """

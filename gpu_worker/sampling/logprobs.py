@@ -35,7 +35,7 @@ def token_logprobs(
     """Of each row of ``logits``: ``tokens`` and the k best, as they are.
 
     Args:
-        logits: float32 [N, V], each row contiguous; not changed.
+        logits: [N, V] of any float type, each row contiguous; not changed.
         tokens: int64 [N].
         k: how many of the best; -1, and what is over the vocabulary, is all of it.
         mode: a ``logprobs_mode``; those of logits give logits in place of their log-softmax.
@@ -44,7 +44,7 @@ def token_logprobs(
         ids int32 [N, k + 1], values float32 [N, k + 1] (NaN is given as -inf), ranks int32 [N].
     """
     vocab = logits.shape[1]
-    source = Source(logits, torch.arange(len(logits), device=logits.device))
+    source = Source(logits.float(), torch.arange(len(logits), device=logits.device))
     return _values(source, tokens, vocab if k < 0 else min(k, vocab), mode.endswith("logprobs"))
 
 

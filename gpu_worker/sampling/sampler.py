@@ -37,6 +37,7 @@ from ..kernels.cpu.edits import Editor
 from ..kernels.cpu.library import library
 from ..kernels.cpu.sampling import Chooser
 from ..kernels.logprobs import Source
+from ..layers import dispatch
 from ..transfer import to_device
 from .logprobs import LogprobGroup, grouped
 from .sample_batch import SampleBatch
@@ -69,15 +70,19 @@ def variants() -> list[SamplingNeeds]:
 def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sampled:
     """Draw one token for each slot of ``batch``.
 
-    ``logits`` float32 [S, V], each row contiguous, may be changed in place. ``state`` has the parameters of the
-    persistent rows, on the same device. The token of a beam's slot is its most likely one, and is not counted.
+    ``logits`` [S, V], each row contiguous, may be changed in place: float32, or on a GPU as the model gave them. There
+    they are widened as they are read, which is exact, and copied as float32 only where something is computed into them
+    or told of them. ``state`` has the parameters of the persistent rows, on the same device. The token of a beam's slot
+    is its most likely one, and is not counted.
     """
     if not len(logits):
         return Sampled(torch.empty(0, dtype=torch.int32, device=logits.device), None)
     needs, edit = batch.needs, batch.edit
     if batch.mask is not None:
         _mask_bits(logits, batch.mask)
-    native = None if logits.is_cuda else chooser()
+    if needs.changes or needs.logprobs or edit is not None:
+        logits = logits.float()  # float32 already on a CPU
+    native = None if dispatch.use_kernels(logits) else chooser()
     gathers = needs.changes or (needs.random and (native is None or needs.logprobs))
     params = state.of(batch.rows) if gathers else None
     wants = _Wants(state, batch.host_rows, logits) if needs.logprobs else None
@@ -97,7 +102,7 @@ def sample(logits: torch.Tensor, state: SamplingState, batch: SampleBatch) -> Sa
         state.counts.count(batch.rows, tokens, params)
     drawn_by = params if needs.random else None
     found = list(wants.logprobs(logits, tokens.long(), drawn_by, thresholds)) if wants else None
-    if logits.is_cuda:
+    if dispatch.use_kernels(logits):
         tokens, told = marks.marked(logits, tokens)
         return Sampled(tokens, found, told=told)
     return Sampled(tokens.to(torch.int32), found, chosen)
@@ -108,23 +113,24 @@ def sample_share(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The winner of each slot within a share of the vocabulary, tokens ``first`` and on; ``needs.shareable`` holds.
 
-    Returns values float32 [S] and tokens int64 [S]; of all shares' winners the one of the largest value is drawn.
+    ``logits`` as in ``sample``. Returns values float32 [S] and tokens int64 [S]; of all shares' winners the one of the
+    largest value is drawn.
     """
-    native = None if logits.is_cuda else chooser()
+    native = None if dispatch.use_kernels(logits) else chooser()
     if native is not None:
         values = np.empty(len(logits), np.float32)
         tokens = _choose_natively(native, logits, state, batch, first, values)[0]
         return torch.from_numpy(values), tokens.long()
     if batch.needs.random:
-        draw = sampling.draw_part if logits.is_cuda else sampling.draw_part_numpy
+        draw = sampling.draw_part if dispatch.use_kernels(logits) else sampling.draw_part_numpy
         return draw(logits, state.of(batch.rows), batch.positions, first)
     tokens = greedy(logits)
-    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1), tokens + first
+    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1).float(), tokens + first
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row, the lowest id of equals; int64 [S]."""
-    if logits.is_cuda or not len(logits):
+    if dispatch.use_kernels(logits) or not len(logits):
         return logits.argmax(-1)
     # numpy's argmax is vectorised and stays on this thread: faster than torch's at every size measured.
     return torch.from_numpy(logits.numpy().argmax(-1))
@@ -132,7 +138,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def add(logits: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
     """Add to single logits in place: int64 [N], int64 [N], float32 [N]; each (slot, id) is named once."""
-    if logits.is_cuda:
+    if dispatch.use_kernels(logits):
         logits[slots, ids] = logits[slots, ids] + values
     else:
         logits.numpy()[slots.numpy(), ids.numpy()] += values.numpy()
@@ -147,7 +153,7 @@ def _restrict(logits: torch.Tensor, state: SamplingState, batch: SampleBatch, pa
     if needs.edits:
         add(logits, *state.step_bias(batch.host_rows, batch.host_positions))
     if needs.words:
-        ban = masks.ban_words if logits.is_cuda else masks.ban_words_numpy
+        ban = masks.ban_words if dispatch.use_kernels(logits) else masks.ban_words_numpy
         ban(logits, state.step_words(batch.host_rows), batch.history, rows, batch.positions, params)
 
 
@@ -155,7 +161,7 @@ def _mask_bits(
     logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None = None, params: torch.Tensor | None = None
 ) -> None:
     """``masks.mask_bits``, by native kernels or the twin where the logits are on the host."""
-    if logits.is_cuda:
+    if dispatch.use_kernels(logits):
         masks.mask_bits(logits, bits, rows, params)
     elif (native := _editor()) is None:
         masks.mask_bits_numpy(logits, bits, rows, params)
@@ -167,7 +173,7 @@ def _mask_bits(
 
 def _penalise(logits: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> None:
     """``penalties.penalise``, likewise."""
-    if logits.is_cuda:
+    if dispatch.use_kernels(logits):
         penalties.penalise(logits, counts, rows, params)
     elif (native := _editor()) is None:
         penalties.penalise_numpy(logits, counts, rows, params)
@@ -200,12 +206,12 @@ def _choose(logits: torch.Tensor, params: torch.Tensor | None, batch: SampleBatc
         tokens = greedy(logits)
     else:
         threshold, draw = sampling.threshold_numpy, sampling.draw_numpy
-        if logits.is_cuda:
+        if dispatch.use_kernels(logits):
             threshold, draw = sampling.threshold, sampling.draw
         if needs.threshold:
             thresholds = threshold(logits, params, needs.min_p, needs.top_k, needs.top_p)
         tokens = draw(logits, params, batch.positions, thresholds)
-    chosen = None if logits.is_cuda else logits.numpy()[np.arange(len(logits)), tokens.numpy()]
+    chosen = None if dispatch.use_kernels(logits) else logits.numpy()[np.arange(len(logits)), tokens.numpy()]
     return tokens, thresholds, chosen
 
 
@@ -240,7 +246,7 @@ class _Wants:
     def keep_raw(self, logits: torch.Tensor) -> None:
         """Called before the logits are changed."""
         if self._raw and len(self._others):
-            self._kept = self._state.spare(len(self._others)) if not logits.is_cuda else None
+            self._kept = None if dispatch.use_kernels(logits) else self._state.spare(len(self._others))
             self._kept = torch.index_select(logits, 0, self._slots, out=self._kept)
 
     def logprobs(

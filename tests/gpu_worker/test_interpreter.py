@@ -1,12 +1,13 @@
 """What tests do to Triton's interpreter: bfloat16 values are computed with as such, not as their bits."""
 
+import numpy as np
 import pytest
 import torch
 from kernel_device import DEVICE
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-import numpy as np
+import triton
 import triton.language as tl
 from interpreter_bf16 import narrowed, widened
 

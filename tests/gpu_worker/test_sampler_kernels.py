@@ -149,9 +149,9 @@ def test_best_in_slices(monkeypatch):
 
 
 def test_columns_have_one_layout():
-    from quire.gpu_worker.kernels import logprobs_jit, masks_jit, penalties_jit, sampling_jit
+    from quire.gpu_worker.kernels import logprobs_jit, masks_jit, penalties_jit, sampling_jit, threshold_jit
 
-    for module in (sampling_jit, masks_jit, penalties_jit, logprobs_jit):
+    for module in (sampling_jit, threshold_jit, masks_jit, penalties_jit, logprobs_jit):
         names = [name for name in vars(columns) if name.isupper() and hasattr(module, name)]
         assert names
         for name in names:

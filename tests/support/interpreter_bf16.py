@@ -1,9 +1,9 @@
 """bfloat16 in Triton's interpreter, for tests alone.
 
-The interpreter keeps bfloat16 values as uint16 bits. As it stands it multiplies, adds and compares those bits as if they
-were integers, and its conversion from float32 drops the lower bits where a GPU rounds to nearest even (seen in Triton
-3.4 and 3.9). ``widen_bfloat16`` lets it compute in float32, in which products of two bfloat16 values are exact, and
-round what is bfloat16 again.
+The interpreter keeps bfloat16 values as uint16 bits. As it stands (Triton 3.9) it multiplies, adds and compares those
+bits as if they were integers, and its conversion from float32 drops the lower bits where a GPU rounds to nearest even.
+``widen_bfloat16`` lets it compute in float32, in which products of two bfloat16 values are exact, and round what is
+bfloat16 again.
 """
 
 from __future__ import annotations
