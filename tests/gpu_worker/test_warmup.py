@@ -54,12 +54,17 @@ LARGE = {
 }  # fmt: skip
 
 
+ODD = {"hidden_size": 80, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 20}
+"""Queries lie at multiples of 16 values between recorded pieces, and in other steps not."""
+
+
 def test_nothing_is_compiled_after_the_warm_up():
-    """For a model of usual size, experts, and a rank of two that draws nothing."""
+    """For a model of usual size, experts, a rank of two that draws nothing, and heads of an odd size."""
     closed(
         {"family": "llama", "changes": LARGE},
         {"family": "experts, sinks, windows", "mode": "processed_logprobs", "dtype": "float16", "invariant": True},
-        {"family": "experts", "rank": 1, "mode": "processed_logits"},
+        {"family": "experts", "rank": 1, "eager": True},
+        {"family": "llama", "changes": ODD},
     )
 
 
@@ -77,7 +82,7 @@ def test_nothing_is_compiled_later_for_any_family():
 
     types, modes = ("bfloat16", "float16", "float32"), ("raw_logprobs", "processed_logprobs", "raw_logits")
     cases = [
-        {"family": family, "dtype": types[at % 3], "mode": modes[at // 3 % 3], "seed": at, "steps": 40}
+        {"family": family, "dtype": types[at % 3], "mode": modes[at // 3 % 3], "seed": at, "steps": 40, "eager": at % 2 > 0}
         for at, family in enumerate(FAMILIES)
     ]
     more = [{"rank": 0}, {"rank": 1}, {"invariant": True}, {"invariant": True, "dtype": "float32", "changes": LARGE}]

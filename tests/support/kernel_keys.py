@@ -199,12 +199,13 @@ def by_chance(device: torch.device) -> measured.Table:
 
 def served(case: dict[str, Any], device: KeyedCuda) -> dict[str, Any]:
     """A worker of ``case`` from Assign to Ready, then a trace: what was compiled before and after."""
-    rows, max_tokens, max_len, blocks, size = 12, 700, 3000, 1200, 16
+    rows, max_tokens, max_len, blocks, size = 12, 900, 3000, 1200, 16
     compiled: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         values = FAMILIES[case["family"]] | case.get("changes", {})
         Path(folder, "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
-        args = EngineArgs(model=folder, logprobs_mode=case.get("mode", "raw_logprobs"), device="cuda")
+        flags = {"logprobs_mode": case.get("mode", "raw_logprobs"), "enforce_eager": case.get("eager", False)}
+        args = EngineArgs(model=folder, device="cuda", **flags)
         config = load_model_config(folder)
         group = OneOfTwo(Shard(case["rank"], 2)) if "rank" in case else Group()
         model = load_model(config, getattr(torch, case.get("dtype", "bfloat16")), CUDA, "dummy", group=group)
