@@ -47,6 +47,8 @@ def _kernel(told: dict[str, Any]) -> str:
     parts = [f"{_name(names, key)}={value}" for key, value in constants.items()]
     parts += [f"{key}={compiled[key]}" for key in ("num_warps", "num_stages") if key in compiled]
     types = ", ".join(str(kind) for kind in (compiled.get("signature") or {}).values() if kind != "constexpr")
+    aligned = [_name(names, key) for attributes in compiled.get("configs") or () for key in attributes]
+    parts += [f"multiples of 16: {' '.join(aligned)}"] if aligned else []
     return f"{getattr(fn, 'name', fn)}({types}) with {', '.join(parts)}"
 
 

@@ -82,7 +82,14 @@ def test_nothing_is_compiled_later_for_any_family():
 
     types, modes = ("bfloat16", "float16", "float32"), ("raw_logprobs", "processed_logprobs", "raw_logits")
     cases = [
-        {"family": family, "dtype": types[at % 3], "mode": modes[at // 3 % 3], "seed": at, "steps": 40, "eager": at % 2 > 0}
+        {
+            "family": family,
+            "dtype": types[at % 3],
+            "mode": modes[at // 3 % 3],
+            "seed": at,
+            "steps": 40,
+            "eager": at % 2 > 0,
+        }
         for at, family in enumerate(FAMILIES)
     ]
     more = [{"rank": 0}, {"rank": 1}, {"invariant": True}, {"invariant": True, "dtype": "float32", "changes": LARGE}]
@@ -175,11 +182,12 @@ def test_what_is_compiled_is_named_with_its_constants(monkeypatch):
     function = SimpleNamespace(name="draw_kernel", jit_function=SimpleNamespace(params=params))
     signature = {"logits": "*fp32", "vocab": "i32", "BLOCK": "constexpr"}
     whole = {"constants": {(2,): 2048}, "signature": signature, "num_warps": 4, "num_stages": 3}
+    whole["configs"] = [{(1,): [["tt.divisibility", 16]]}]
     for more in ({"fn": function, "compile": whole}, {"fn": function, "compile": {}}, {}):
         assert not runtime.jit_cache_hook(**told(**more))  # or Triton would not compile
         runtime.jit_post_compile_hook(**told(**more))
     assert seen == [
-        ("draw_kernel(*fp32, i32) with BLOCK=2048, num_warps=4, num_stages=3", True),
+        ("draw_kernel(*fp32, i32) with BLOCK=2048, num_warps=4, num_stages=3, multiples of 16: vocab", True),
         ("draw_kernel[num_warps=4](logits: *fp32)", True),
         ("draw_kernel[num_warps=4](logits: *fp32)", True),
     ]

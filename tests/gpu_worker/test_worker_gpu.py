@@ -5,9 +5,11 @@ import tiny_models
 import torch
 from worker_toys import CPU, GREEDY, LADDER, LEASE, Hand, Ladder, plan, unpack
 
+from quire.gpu_worker import compilations
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.memory import cuda_budget
 from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.warmup import warm_up, warm_up_pieces
 from quire.gpu_worker.worker import every_stage, worst_case
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.params import SamplingParams
@@ -92,6 +94,21 @@ def test_logprobs_equal_the_cpus(models, k, monkeypatch):
             ):
                 assert (ids_1[0], rank_1) == (ids_2[0], rank_2)
                 assert values_1 == pytest.approx(values_2, abs=1e-3)
+
+
+def test_nothing_is_compiled_after_the_warm_up(models, monkeypatch):
+    runtime = pytest.importorskip("triton.knobs").runtime
+    monkeypatch.setattr(runtime, "jit_cache_hook", None)
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", None)
+    hand = Hand(models[1], device=models[1].device, grammars=Ladder(tiny_models.VOCAB), **LIMITS)
+    warm_up(hand.runner, progress=False)
+    hand.runner.capture(64, progress=False)
+    warm_up_pieces(hand.runner)
+    compiled = []
+    compilations.watch(lambda kernel, seconds: compiled.append(kernel))
+    params = [*PARAMS, LADDER, SamplingParams(min_p=0.1, logprobs=3), SamplingParams(top_k=5, presence_penalty=1.0)]
+    generate(hand, tiny_models.random_prompts(14, seed=8, longest=110), 12, params)
+    assert compiled == []
 
 
 def test_results_wait_for_their_own_step(models):
