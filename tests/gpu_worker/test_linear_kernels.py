@@ -123,7 +123,6 @@ def test_tiles_fit_small_and_large_cards(dtype):
                     rows = each.block_m + each.block_n
                 assert rows * each.block_k * each.stages * dtype.itemsize <= card.shared
                 assert each.splits == 1 or inner // each.splits >= each.block_k
-                assert measured._tiles(list(each)) == each  # as the file gives it back
 
 
 def measured_card(shared, processors):
@@ -192,15 +191,25 @@ def test_what_was_measured_is_kept_for_the_next_start(monkeypatch, tmp_path):
     assert len(measured.read(file)) == 7 and [each.name for each in file.parent.iterdir()] == ["card.json"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[1]", '{"a": 3}', '{"a": [1, 2]}', '{"a": [16, 0, 32, 1, 4, 2]}', '{"a": [16, 32, 33, 1, 4, 2]}']
-)
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 3}', '{"a": [1, 2]}'])
 def test_a_file_that_is_not_whole_is_ignored_and_mended(monkeypatch, tmp_path, caplog, text):
     file, times = tmp_path / "card.json", Times(monkeypatch, lambda what, rows: 1.0)
     file.write_text(text)
     measured.Table(INTERPRETER, times, file).few_rows(randn(64, 256))
     assert times.calls and "card.json" in caplog.text
     assert len(json.loads(file.read_text())) == len(linear.STEPS)
+
+
+def test_tiles_that_this_version_does_not_know_are_measured_anew(monkeypatch, tmp_path):
+    """Of another version, or of nobody: a launch of them could fail in the middle of serving."""
+    file, matrix = tmp_path / "card.json", randn(64, 256)
+    times = Times(monkeypatch, lambda what, rows: 1.0)
+    measured.Table(INTERPRETER, times, file).few_rows(matrix)
+    kept = dict.fromkeys(measured.read(file), Tiles(16, 48, 32, 1, 4, 2))
+    for first in (Tiles(16, 48, 32, 1, 4, 2), "abcdef", [None] * 6):
+        file.write_text(json.dumps(kept | {next(iter(kept)): first}))
+        times.calls.clear()
+        assert measured.Table(INTERPRETER, times, file).few_rows(matrix) == [None] * 16 and times.calls
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):

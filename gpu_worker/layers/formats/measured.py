@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 CLEARLY = 0.97
 """A tile must take less than this share of the library's time."""
+_UNKNOWN = Tiles(0, 0, 0, 0, 0, 0)
 Timer = Callable[[Callable[[], object]], float]
 """Milliseconds of one call."""
 
@@ -40,6 +41,7 @@ class Table:
     def __init__(self, card: Card, timer: Timer, file: Path | None) -> None:
         self._card, self._timer, self._file = card, timer, file
         self._known = {} if file is None else read(file)
+        self._told = False
 
     def few_rows(self, matrix: torch.Tensor, activation: str = "") -> list[Tiles | None]:
         """For 1 to FEW_ROWS rows of x, which tiles multiply by ``matrix`` [out, in]; None: the library does.
@@ -47,21 +49,25 @@ class Table:
         ``activation``: "", or the gated one that joins the outputs' halves.
         """
         rows, inner = matrix.shape
+        candidates = few_rows_tiles(rows // (2 if activation else 1), inner, matrix.dtype, activation, self._card)
         found: list[Tiles | None] = []
         for step in STEPS:
             key = f"{str(matrix.dtype).removeprefix('torch.')} {rows}x{inner} {activation or 'plain'} {step}"
-            if key not in self._known:
-                self._known[key] = self._measure(matrix, activation, step)
+            # What another version of quire has kept may not fit this one's kernels.
+            if self._known.get(key, _UNKNOWN) not in (None, *candidates):
+                self._known[key] = self._measure(matrix, activation, step, candidates)
                 if self._file is not None:
                     write(self._file, self._known)
             found += [self._known[key]] * (step - len(found))
         return found
 
-    def _measure(self, matrix: torch.Tensor, activation: str, rows: int) -> Tiles | None:
+    def _measure(self, matrix: torch.Tensor, activation: str, rows: int, candidates: list[Tiles]) -> Tiles | None:
+        if not self._told:
+            log.info("measuring which products are the fastest for few rows; the next start reads %s", self._file)
+            self._told = True
         x = torch.zeros((rows, matrix.shape[1]), dtype=matrix.dtype, device=matrix.device)
         least, best = CLEARLY * self._timer(lambda: library(x, matrix, None, activation)), None
-        width = matrix.shape[0] // (2 if activation else 1)
-        for tiles in few_rows_tiles(width, matrix.shape[1], matrix.dtype, activation, self._card):
+        for tiles in candidates:
             try:
                 took = self._timer(lambda tiles=tiles: product(x, matrix, None, tiles, activation))  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001  # Triton's own types say what does not compile on this card
@@ -97,21 +103,11 @@ def read(file: Path) -> dict[str, Tiles | None]:
     """What ``write`` kept; nothing where the file is not there or not whole, as it is only a saving of time."""
     try:
         kept: Any = json.loads(file.read_text("utf-8"))
-        return {str(key): None if value is None else _tiles(value) for key, value in kept.items()}
+        return {str(key): None if value is None else Tiles(*value) for key, value in kept.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         if not isinstance(error, FileNotFoundError):
             log.warning("ignoring %s, which cannot be read (%s); products are measured anew", file, error)
         return {}
-
-
-def _tiles(value: Any) -> Tiles:
-    tiles = Tiles(*value)
-    # A tile that no launch takes would fail in the middle of serving.
-    if not all(type(n) is int and 1 <= n <= 256 and n & (n - 1) == 0 for n in tiles[:-1]) or tiles.stages not in range(
-        9
-    ):
-        raise ValueError(f"{value} are no tiles")
-    return tiles
 
 
 def write(file: Path, known: dict[str, Tiles | None]) -> None:
