@@ -10,13 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Ints, Rows
-from .request import Sequence
+from .columns import Columns, Ints, Rows
+from .request import NOWHERE, Sequence
 
 _key = attrgetter("key")
-_FIELDS = 6
-"""Of each sequence, as int64 in this order: row, uid, attempt, index, number of its sink in the outbox, tokens of its
-prompt."""
 
 
 class Part(NamedTuple):
@@ -36,13 +33,14 @@ class Part(NamedTuple):
 class Batch:
     """The decodes of a step, in order: what does not change while the same sequences go on.
 
-    It is never changed itself, and steps share it until somebody joins or leaves. ``fields``: _FIELDS by the number of
-    sequences.
+    It is never changed itself, and steps share it until somebody joins or leaves. Whose the rows are is read from the
+    columns, so ``parts`` are those of a batch of which nobody has left.
     """
 
-    def __init__(self, seqs: list[Sequence], fields: NDArray[np.int64]):
-        self.seqs, self.fields = seqs, fields
-        self.rows: Rows = fields[0]  # theirs
+    __slots__ = ("_before_output", "_columns", "_numbers", "_packed", "_parts", "rows", "seqs")
+
+    def __init__(self, columns: Columns, seqs: list[Sequence], rows: Rows):
+        self._columns, self.seqs, self.rows = columns, seqs, rows
         self._packed = self._numbers = b""
         self._before_output: Ints | None = None
         self._parts: list[Part] = []
@@ -52,12 +50,12 @@ class Batch:
 
     def only(self, which: NDArray[np.bool_]) -> Batch:
         """Some of them."""
-        return Batch(list(compress(self.seqs, which.tolist())), self.fields[:, which])
+        return Batch(self._columns, list(compress(self.seqs, which.tolist())), self.rows[which])
 
     @property
     def packed(self) -> bytes:
         """The rows, as in a plan."""
-        self._packed = self._packed or _i32(self.rows).tobytes()
+        self._packed = self._packed or self.rows.astype(np.int32).tobytes()
         return self._packed
 
     @property
@@ -70,20 +68,32 @@ class Batch:
     def before_output(self) -> Ints:
         """The position from which each draws its first output token."""
         if self._before_output is None:
-            self._before_output = _i32(self.fields[5] - 1)
+            self._before_output = self._columns.before_output[self.rows]
         return self._before_output
 
     @property
     def parts(self) -> list[Part]:
         """One for each detokenizer."""
-        self._parts = self._parts or _divide(self.fields)
+        self._parts = self._parts or self._divide()
         return self._parts
+
+    def _divide(self) -> list[Part]:
+        sinks = self._columns.sinks[self.rows]
+        numbers = np.bincount(sinks).nonzero()[0].tolist()
+        if len(numbers) == 1:
+            return [self._part(numbers[0], None)]
+        return [self._part(number, np.flatnonzero(sinks == number)) for number in numbers]
+
+    def _part(self, sink: int, places: Rows | None) -> Part:
+        columns, rows = self._columns, self.rows if places is None else self.rows[places]
+        names = (column[rows].tobytes() for column in (columns.uids, columns.attempts, columns.indexes))
+        return Part(sink, places, *names)
 
     def place(self, at: int) -> int:
         """Which of its part is the one at this place."""
         if len(self.parts) == 1:
             return at
-        sinks = self.fields[4]
+        sinks = self._columns.sinks[self.rows]
         return int(np.count_nonzero(sinks[:at] == sinks[at]))
 
 
@@ -91,50 +101,34 @@ class Lineup:
     """Those of a replica that go on decoding, in order of their keys. Who joins or leaves moves the others; nothing is
     built anew."""
 
-    def __init__(self, num_rows: int):
+    def __init__(self, columns: Columns):
+        self._columns = columns
         self._seqs: list[Sequence] = []
-        self._fields = np.zeros((_FIELDS, num_rows), np.int64)  # theirs, and room for more
+        self._rows: Rows = np.zeros(len(columns.uids), np.intp)  # theirs, and room for more
         self._batch: Batch | None = None  # what they are now, where somebody asked since they changed
 
     def batch(self) -> Batch:
         """Who is there now."""
         if self._batch is None:
-            self._batch = Batch(self._seqs[:], self._fields[:, : len(self._seqs)].copy())
+            self._batch = Batch(self._columns, self._seqs[:], self._rows[: len(self._seqs)].copy())
         return self._batch
 
     def add(self, seq: Sequence) -> None:
         """``seq`` decodes from here on."""
-        seqs, fields, at = self._seqs, self._fields, bisect_left(self._seqs, seq.key, key=_key)
-        fields[:, at + 1 : len(seqs) + 1] = fields[:, at : len(seqs)]
-        request = seq.request
-        fields[:, at] = seq.row, seq.uid, seq.attempt, seq.index, request.sink, request.prompt_len
+        seqs, rows, at = self._seqs, self._rows, bisect_left(self._seqs, seq.key, key=_key)
+        rows[at + 1 : len(seqs) + 1] = rows[at : len(seqs)]
+        rows[at] = seq.row
         seqs.insert(at, seq)
         self._batch = None
 
     def discard(self, seq: Sequence) -> None:
         """``seq`` leaves, or has nothing left to schedule."""
-        seqs, fields, at = self._seqs, self._fields, bisect_left(self._seqs, seq.key, key=_key)
+        seqs, rows, at = self._seqs, self._rows, bisect_left(self._seqs, seq.key, key=_key)
         if at < len(seqs) and seqs[at] is seq:
-            fields[:, at : len(seqs) - 1] = fields[:, at + 1 : len(seqs)]
+            rows[at : len(seqs) - 1] = rows[at + 1 : len(seqs)]
             del seqs[at]
             self._batch = None
 
 
-NOBODY = Lineup(0).batch()
+NOBODY = Lineup(NOWHERE).batch()
 """The decodes of a step that has none."""
-
-
-def _divide(fields: NDArray[np.int64]) -> list[Part]:
-    sinks = np.bincount(fields[4]).nonzero()[0].tolist()
-    if len(sinks) == 1:
-        return [_part(sinks[0], None, fields)]
-    places = [np.flatnonzero(fields[4] == sink) for sink in sinks]
-    return [_part(sink, at, fields[:, at]) for sink, at in zip(sinks, places, strict=True)]
-
-
-def _part(sink: int, places: Rows | None, fields: NDArray[np.int64]) -> Part:
-    return Part(sink, places, fields[1].tobytes(), _i32(fields[2]).tobytes(), _i32(fields[3]).tobytes())
-
-
-def _i32(values: NDArray[np.int64]) -> Ints:
-    return values.astype(np.int32)

@@ -111,6 +111,9 @@ class Columns:
 
     def __init__(self, num_rows: int, block_size: int, max_blocks: int):
         self.block_size = block_size
+        # Whose it is, as messages name it, and the position from which its first output token is drawn.
+        self.uids = np.zeros(num_rows, np.int64)
+        self.attempts, self.indexes, self.sinks, self.before_output = np.zeros((4, num_rows), np.int32)
         # How far it is: see ``request.py``.
         self.computed, self.scheduled = Positions(num_rows), Positions(num_rows)
         self.end = np.zeros(num_rows, np.int32)  # the position at which nothing is left to schedule
@@ -129,6 +132,11 @@ class Columns:
         self._drawn_since: list[tuple[Rows, Ints, Ints]] = []  # rows, positions, tokens of steps that are not in it yet
         self.departures = 0  # how many sequences have left a row
         self.left_at = np.zeros(num_rows, np.int64)  # ``departures`` when one last left this row
+
+    def name(self, row: int, uid: int, attempt: int, index: int, sink: int, prompt_len: int) -> None:
+        """Whose ``row`` is from here on. ``sink``: the number of its detokenizer's in the outbox."""
+        self.uids[row], self.attempts[row], self.indexes[row] = uid, attempt, index
+        self.sinks[row], self.before_output[row] = sink, prompt_len - 1
 
     def enter(self, row: int, computed: int, scheduled: int, end: int, blocks: list[int]) -> None:
         """A sequence takes ``row`` with these blocks and so much computed and scheduled; nothing is scheduled at or

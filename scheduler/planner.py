@@ -62,7 +62,7 @@ def _plan_alone(books: Books, replica: Replica, draft: Draft) -> None:
     if seq.prefilling:
         _plan_chunk(books, replica, draft, seq)
     else:
-        alone = Lineup(1)
+        alone = Lineup(replica.columns)
         alone.add(seq)
         _plan_decodes(books, replica, draft, alone)
 

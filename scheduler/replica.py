@@ -51,7 +51,7 @@ class Replica:
         self.columns = Columns(num_rows, block_size, min(blocks_for(max_model_len, block_size), num_blocks))
         self.stop_ids = StopIds(vocab_size)  # of all that run here
         self.decoding: list[Sequence] = []
-        self.going = Lineup(num_rows)  # those of ``decoding`` that have something left to schedule
+        self.going = Lineup(self.columns)  # those of ``decoding`` that have something left to schedule
         self.prefilling: list[Sequence] = []
         self.quarantined: list[Sequence] = []  # those who run here and may be what ends workers
         self.drops: list[int] = []  # rows given up since the last plan

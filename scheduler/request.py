@@ -184,6 +184,7 @@ class Sequence:
             self.columns.look_at(seq.row, parent.scheduled)
 
     def _run(self, replica: int, columns: Columns, row: int, blocks: list[int], computed: int, scheduled: int) -> None:
+        columns.name(row, self.uid, self.attempt, self.index, self.request.sink, self.prompt_len)
         columns.enter(row, computed, scheduled, self.end, blocks)
         self.state, self.replica, self.columns, self.row = State.RUNNING, replica, columns, row
         full = computed // columns.block_size
