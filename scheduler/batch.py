@@ -105,12 +105,23 @@ class Lineup:
         self._columns = columns
         self._seqs: list[Sequence] = []
         self._rows: Rows = np.zeros(len(columns.uids), np.intp)  # theirs, and room for more
-        self._batch: Batch | None = None  # what they are now, where somebody asked since they changed
+        self._now: Rows | None = None  # theirs, where somebody asked since they changed
+        self._batch: Batch | None = None  # the same
+
+    def rows(self) -> Rows:
+        """Those of all who are there now."""
+        if self._now is None:
+            self._now = self._rows[: len(self._seqs)].copy()
+        return self._now
+
+    def at(self, places: Rows) -> list[Sequence]:
+        """Who is there, at these places."""
+        return [self._seqs[place] for place in places.tolist()]
 
     def batch(self) -> Batch:
         """Who is there now."""
         if self._batch is None:
-            self._batch = Batch(self._columns, self._seqs[:], self._rows[: len(self._seqs)].copy())
+            self._batch = Batch(self._columns, self._seqs[:], self.rows())
         return self._batch
 
     def add(self, seq: Sequence) -> None:
@@ -119,7 +130,7 @@ class Lineup:
         rows[at + 1 : len(seqs) + 1] = rows[at : len(seqs)]
         rows[at] = seq.row
         seqs.insert(at, seq)
-        self._batch = None
+        self._now = self._batch = None
 
     def discard(self, seq: Sequence) -> None:
         """``seq`` leaves, or has nothing left to schedule."""
@@ -127,7 +138,7 @@ class Lineup:
         if at < len(seqs) and seqs[at] is seq:
             rows[at : len(seqs) - 1] = rows[at + 1 : len(seqs)]
             del seqs[at]
-            self._batch = None
+            self._now = self._batch = None
 
 
 NOBODY = Lineup(NOWHERE).batch()

@@ -175,8 +175,13 @@ def _batch(sink: TokenSink) -> TokenBatch:
 
 
 def _with_endings(endings: list[Ending], counts: bytes, stop_ids: bytes, finishes: bytes) -> tuple[bytes, bytes, bytes]:
-    """The three columns of a batch in which these end."""
-    tokens, stops, how = array("i", counts), array("i", stop_ids), bytearray(finishes)
-    for place, _, _, finish, stop_id, with_token in endings:
-        how[place], stops[place], tokens[place] = finish.value, stop_id, with_token
-    return tokens.tobytes(), stops.tobytes(), bytes(how)
+    """The three columns of a batch in which these end. Most end with a token and by no stop id, as the columns say."""
+    how = bytearray(finishes)
+    for ending in endings:
+        how[ending.place] = ending.finish.value
+    if any(ending.stop_id >= 0 or not ending.with_token for ending in endings):
+        tokens, stops = array("i", counts), array("i", stop_ids)
+        for ending in endings:
+            tokens[ending.place], stops[ending.place] = ending.with_token, ending.stop_id
+        counts, stop_ids = tokens.tobytes(), stops.tobytes()
+    return counts, stop_ids, bytes(how)

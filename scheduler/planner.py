@@ -18,7 +18,7 @@ from .batch import Batch, Lineup
 from .beam_group import BeamGroup
 from .beams import plan_beams
 from .books import Books
-from .columns import Rows
+from .columns import Ints, Rows
 from .draft import Draft
 from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, elsewhere, has_room
 from .replica import MAX_IN_FLIGHT, Replica
@@ -81,24 +81,25 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
 
 def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -> None:
     """One token for each. Only those at their horizon are looked at, in order; preemption takes others from the end."""
-    columns, batch = replica.columns, going.batch()
-    if not batch:
+    columns, rows = replica.columns, going.rows()
+    if not len(rows):
         return
-    starts = columns.scheduled.of(batch.rows)
-    due = columns.horizon.reached(batch.rows, starts)
+    starts = columns.scheduled.of(rows)
+    due = columns.horizon.reached(rows, starts)
     if len(due):
-        batch = _look_at(books, replica, draft, going, due)
-        starts = columns.scheduled.of(batch.rows)
+        batch = _look_at(books, replica, draft, going, starts, due)
+        if batch.rows is not rows:
+            starts = columns.scheduled.of(batch.rows)
+    else:
+        batch = going.batch()
     draft.decode(batch, starts, columns.schedule(batch.rows, starts))
 
 
-def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, due: Rows) -> Batch:
-    """Give those at the places ``due`` what they need. Returns the decodes that are left: without beams, those that
-    were preempted, and those that have nothing left to schedule."""
-    batch, beams = going.batch(), []
-    starts = replica.columns.scheduled.of(batch.rows)
-    others = draft.grow(replica, batch.rows, starts, due)
-    for seq, position in [(batch.seqs[at], starts.item(at)) for at in others]:
+def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, starts: Ints, due: Rows) -> Batch:
+    """Give those at the places ``due``, which go on from ``starts``, what they need. Returns the decodes that are left:
+    without beams, those that were preempted, and those that have nothing left to schedule."""
+    others, beams = draft.grow(replica, going.rows(), starts, due), []
+    for seq, position in zip(going.at(others), starts[others].tolist(), strict=True):
         if seq.state is not State.RUNNING:
             continue  # it was preempted for one before it
         if isinstance(seq, BeamGroup):

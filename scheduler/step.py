@@ -114,7 +114,10 @@ class Step:
         batch, starts, ends = self.decodes, self.starts, self.ends
         if self.others:
             tokens = tokens[: len(batch)]
-        if self.columns.departures == self.departures or (here := self._here()).all():
+        if self.columns.departures == self.departures:
+            return batch, starts, ends, tokens
+        here = self._here()
+        if not len(here) or here.item(here.argmin()):  # all of them
             return batch, starts, ends, tokens
         return batch.only(here), starts[here], ends[here], tokens[here]
 
