@@ -126,8 +126,10 @@ class Lineup:
 
     def add(self, seq: Sequence) -> None:
         """``seq`` decodes from here on."""
-        seqs, rows, at = self._seqs, self._rows, bisect_left(self._seqs, seq.key, key=_key)
-        rows[at + 1 : len(seqs) + 1] = rows[at : len(seqs)]
+        seqs, rows, at = self._seqs, self._rows, len(self._seqs)
+        if seqs and seq.key < seqs[-1].key:  # most come last
+            at = bisect_left(seqs, seq.key, key=_key)
+            rows[at + 1 : len(seqs) + 1] = rows[at : len(seqs)]
         rows[at] = seq.row
         seqs.insert(at, seq)
         self._now = self._batch = None

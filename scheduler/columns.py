@@ -297,14 +297,14 @@ class StopIds:
 
     def add(self, stops: frozenset[int]) -> None:
         """One more sequence ends by each of these."""
-        self._holders[stops] = self._holders.get(stops, 0) + 1
-        if self._holders[stops] == 1:
+        holders = self._holders[stops] = self._holders.get(stops, 0) + 1
+        if holders == 1:
             self._unite()
 
     def remove(self, stops: frozenset[int]) -> None:
         """One sequence less ends by each of these."""
-        self._holders[stops] -= 1
-        if not self._holders[stops]:
+        holders = self._holders[stops] = self._holders[stops] - 1
+        if not holders:
             del self._holders[stops]
             self._unite()
 

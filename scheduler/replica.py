@@ -128,7 +128,7 @@ class Replica:
         rows = [self.free_rows.pop() for _ in range(seq.width)]
         seq.start(self.number, self.columns, rows, blocks, len(cached) * self.block_size)
         self.stop_ids.add(seq.stops)
-        insort(self.prefilling, seq, key=_key)
+        _insert(self.prefilling, seq)
         self.update_quarantine(seq)
 
     def fork(self, parent: Sequence, seq: Sequence) -> None:
@@ -148,7 +148,7 @@ class Replica:
 
     def _decode(self, seq: Sequence) -> None:
         """``seq`` takes its place among those that decode."""
-        insort(self.decoding, seq, key=_key)
+        _insert(self.decoding, seq)
         self.going.add(seq)
 
     def release(self, seq: Sequence) -> None:
@@ -249,6 +249,14 @@ class Replica:
                 raise PoolError(f"{name} is out of order")
             if any(s.prefilling != (name == "prefilling") or s.prefilling > (s.scheduled < s.total) for s in seqs):
                 raise PoolError(f"{name} holds a sequence that is not")
+
+
+def _insert(seqs: list[Sequence], seq: Sequence) -> None:
+    """In order. Most come last."""
+    if seqs and seq.key < seqs[-1].key:
+        insort(seqs, seq, key=_key)
+    else:
+        seqs.append(seq)
 
 
 def _find(seqs: list[Sequence], seq: Sequence) -> int:

@@ -383,7 +383,8 @@ class Sequence:
         """Offer the blocks to the prefix cache that have become full since so much was computed ``before``."""
         first, full = before // block_size, computed // block_size
         if full > first:
-            self.keep_drawn(full * block_size)
+            if self.drew:
+                self.keep_drawn(full * block_size)
             if pool.caching:
                 hashes = self.hash_blocks(full, block_size)
                 pool.register_many(self.blocks[first:full], hashes[first:full])
