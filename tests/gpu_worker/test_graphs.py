@@ -27,6 +27,7 @@ from quire.gpu_worker.layers import attention as attention_layer
 from quire.gpu_worker.layers import dispatch
 from quire.gpu_worker.layers.linear import Linear
 from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.sampling import sampler
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.config import EngineArgs
 from quire.proto.params import SamplingParams
@@ -46,6 +47,7 @@ def attend(q, k_cache, v_cache, batch, scores, out=None):
 @pytest.fixture
 def on_device(monkeypatch):
     """Layers take the device's path; kernels are their twins, each an operation of its own to a tape."""
+    monkeypatch.setattr(sampler, "dispatch", SimpleNamespace(use_kernels=dispatch.use_kernels))  # it draws on the host
     monkeypatch.setattr(dispatch, "use_kernels", lambda x: True)
     monkeypatch.setattr(Linear, "__call__", _method(Linear.__call__))
     for module, name in (
