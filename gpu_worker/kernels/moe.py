@@ -53,10 +53,15 @@ class Tiles(NamedTuple):
 
 
 def product_tiles(rows: int, dtype: torch.dtype, gated: bool, card: Card) -> Tiles:
-    """The tiles of a product in blocks of ``rows``, with as many stages as fit the card's shared memory."""
+    """The tiles of a product in blocks of ``rows``, with as many stages as fit the card's shared memory.
+
+    Of few rows, with as many as leave room for a second program, which reads while the first begins or ends: such
+    loops are short. One stage less is in memory than there are (``tests/gpu_worker/compiled`` has the bytes).
+    """
     block_n, block_k, stages = 64, 64 if dtype.itemsize == 2 else 32, 4 if rows < 64 else 3
     stage = (rows + block_n * (2 if gated else 1)) * block_k * dtype.itemsize
-    return Tiles(block_n, block_k, 8 if rows == 128 else 4, max(2, min(stages, card.shared // stage)))
+    most = 1 + card.shared_processor // (2 * stage) if rows < 64 else card.shared // stage
+    return Tiles(block_n, block_k, 8 if rows == 128 else 4, max(2, min(stages, most, card.shared // stage)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,6 +212,9 @@ def test_the_experts_tiles_fit_the_card():
         for rows, dtype in ((16, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16), (32, torch.float32)):
             tiles = moe.product_tiles(rows, dtype, True, card)
             assert (rows + 2 * tiles.block_n) * tiles.block_k * tiles.stages * dtype.itemsize <= card.shared
+            if rows < 64:  # two programs, each with all stages but one in memory
+                stage = (rows + 2 * tiles.block_n) * tiles.block_k * dtype.itemsize
+                assert 2 * (tiles.stages - 1) * stage <= card.shared_processor
 
 
 def test_a_rank_with_few_experts_takes_the_tiles_of_the_whole_layer(monkeypatch):
