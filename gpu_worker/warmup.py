@@ -124,6 +124,8 @@ def _forward(runner: Runner, shape: StepShape) -> None:
     hidden = model.forward(batch, runner.kv, before)
     if group.shard.last and runner.pooler is None:
         model.logits(hidden[: max(runner.state.max_rows, PROMPT_SLICE)])
+    elif runner.pooler is not None and runner.pooler.config.convert == "classify":
+        model.logits(hidden)  # of every token, where all are asked for
 
 
 def _drawing(runner: Runner) -> Iterator[Callable[[], None]]:

@@ -44,7 +44,7 @@ def closed(*cases):
     """No step of these cases compiles anything."""
     pytest.importorskip("triton")
     for found in serve(*cases):
-        assert len(found["warm"]) > 20
+        assert found["warm"]
         assert (found["late"], found["told"]) == ([], 0), found
 
 
@@ -59,12 +59,13 @@ ODD = {"hidden_size": 80, "num_attention_heads": 4, "num_key_value_heads": 1, "h
 
 
 def test_nothing_is_compiled_after_the_warm_up():
-    """For a model of usual size, experts, a rank of two that draws nothing, and heads of an odd size."""
+    """For a model of usual size, experts, a rank of two that draws nothing, heads of an odd size, a classifier."""
     closed(
         {"family": "llama", "changes": LARGE},
         {"family": "experts, sinks, windows", "mode": "processed_logprobs", "dtype": "float16", "invariant": True},
         {"family": "experts", "rank": 1, "eager": True},
         {"family": "llama", "changes": ODD},
+        {"family": "encoder that classifies"},
     )
 
 
@@ -78,20 +79,14 @@ def test_without_a_warm_up_compilations_are_told():
 @pytest.mark.slow
 def test_nothing_is_compiled_later_for_any_family():
     """In every type, mode of logprobs and place in a replica."""
-    from fake_cuda_models import FAMILIES
+    from fake_cuda_models import FAMILIES, POOLED
 
     types, modes = ("bfloat16", "float16", "float32"), ("raw_logprobs", "processed_logprobs", "raw_logits")
     cases = [
-        {
-            "family": family,
-            "dtype": types[at % 3],
-            "mode": modes[at // 3 % 3],
-            "seed": at,
-            "steps": 40,
-            "eager": at % 2 > 0,
-        }
+        {"family": family, "dtype": types[at % 3], "mode": modes[at // 3 % 3], "eager": at % 2 > 0, "seed": at}
         for at, family in enumerate(FAMILIES)
     ]
+    cases += [{"family": family} for family in POOLED]
     more = [{"rank": 0}, {"rank": 1}, {"invariant": True}, {"invariant": True, "dtype": "float32", "changes": LARGE}]
     closed(*cases, *({"family": "llama", "seed": at, **values} for at, values in enumerate(more)))
 

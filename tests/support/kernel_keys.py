@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import triton.compiler
 from fake_cuda import CUDA, CudaTensor, FakeCuda
-from fake_cuda_models import FAMILIES
+from fake_cuda_models import FAMILIES, POOLED
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from worker_toys import GREEDY, LADDER, LEASE, Hand, Ladder, plan
@@ -37,10 +37,13 @@ from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.parallel.parallel import Group
 from quire.gpu_worker.spec import Shard
 from quire.proto.checkpoint.model_config import load_model_config
+from quire.proto.checkpoint.pooler_config import pooler_of
 from quire.proto.codec import from_i32, i32
 from quire.proto.config import EngineArgs
-from quire.proto.messages import Assign, Compiled, Configure, Lease, Ready
+from quire.proto.messages import Admit, Assign, Compiled, Configure, Lease, Ready
 from quire.proto.params import SamplingParams
+from quire.proto.pooling import PoolingParams
+from quire.proto.work import Pool
 
 BASE_ADDRESS = 1 << 20  # of every allocation: torch's allocator aligns them to 512 bytes
 
@@ -132,6 +135,13 @@ class WorkersHand(Hand):
         return from_i32(self.result.tokens)
 
 
+def shy(prompt_ids: Any, output_ids: Any, logits: torch.Tensor) -> torch.Tensor:
+    """A user's function."""
+    logits[3] = -torch.inf
+    return logits
+
+
+FUNCTIONS = {"shy": shy}
 FEATURES: list[tuple[SamplingParams, dict[str, Any]]] = [
     (GREEDY, {}),
     (SamplingParams(temperature=0.7), {}),
@@ -154,6 +164,7 @@ FEATURES: list[tuple[SamplingParams, dict[str, Any]]] = [
     (SamplingParams(temperature=0.0, prompt_logprobs=2), {"prompt_logprobs_from": 0}),
     (SamplingParams(temperature=0.0, use_beam_search=True, best_of=2), {}),
     (LADDER, {}),
+    (SamplingParams(top_p=0.5, logits_processors=["shy"]), {}),
 ]
 """What requests of a trace ask for."""
 
@@ -191,6 +202,30 @@ def trace(hand: WorkersHand, rng: random.Random, steps: int, rows: int, max_toke
             hand.run(*chunks)
 
 
+def pooling_trace(hand: WorkersHand, rng: random.Random, steps: int, rows: int, max_tokens: int, whole: bool) -> None:
+    """Prompts that are pooled in each way: ``whole`` ones in one step, others also in chunks."""
+    task, sizes = hand.runner.pooler.config.convert, dict[int, int]()
+    for _ in range(steps):
+        for row in [row for row in hand.lengths if hand.done[row] == sizes[row]]:
+            hand.drop(row)
+        while len(hand.lengths) < rows and rng.random() < 0.7:
+            row = next(row for row in range(rows) if row not in hand.lengths)
+            ids, kind = [0] * int(2 ** rng.uniform(0, 7)), rng.choice(("LAST", "MEAN", "CLS", "ALL"))
+            hand.admit(row, ids)
+            sizes[row] = len(ids)
+            params = PoolingParams(task=f"token_{task}" if kind == "ALL" else task, pooling=kind)
+            hand.queue["admits"][-1] = Admit(row, row, 0, i32(ids), len(ids), Pool(params))
+        left, chunks = max_tokens, []
+        for row in hand.lengths:
+            count = sizes[row] - hand.done[row]
+            count = count if whole else rng.randint(1, count)
+            if count <= left:
+                chunks.append((row, count))
+                left -= count
+        if chunks:
+            hand.run(*chunks)
+
+
 def by_chance(device: torch.device) -> measured.Table:
     """Products whose times are drawn, so that for some rows the library is taken and for others some tiles."""
     rng = random.Random(1)
@@ -202,15 +237,19 @@ def served(case: dict[str, Any], device: KeyedCuda) -> dict[str, Any]:
     rows, max_tokens, max_len, blocks, size = 12, 900, 3000, 1200, 16
     compiled: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        values = FAMILIES[case["family"]] | case.get("changes", {})
+        values = {**FAMILIES, **POOLED}[case["family"]] | case.get("changes", {})
         Path(folder, "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
         flags = {"logprobs_mode": case.get("mode", "raw_logprobs"), "enforce_eager": case.get("eager", False)}
-        args = EngineArgs(model=folder, device="cuda", **flags)
+        pools = {"runner": "pooling", "convert": "auto"} if case["family"] in POOLED else {}
+        args = EngineArgs(model=folder, device="cuda", **flags, **pools)
         config = load_model_config(folder)
+        pooler = pooler_of(config, args) if pools else None
         group = OneOfTwo(Shard(case["rank"], 2)) if "rank" in case else Group()
-        model = load_model(config, getattr(torch, case.get("dtype", "bfloat16")), CUDA, "dummy", group=group)
-        config.max_model_len = max_len
-        worker = workers.Worker(args, config, model, model.dtype, CUDA, Anything(config.vocab_size), group=group)
+        dtype = getattr(torch, case.get("dtype", "bfloat16"))
+        model = load_model(config, dtype, CUDA, "dummy", group=group, pooler=pooler)
+        config.max_model_len = max_len if pooler is None else 128
+        grammars = Anything(config.vocab_size)
+        worker = workers.Worker(args, config, model, dtype, CUDA, grammars, FUNCTIONS, group, pooler=pooler)
         worker._link = link = Link()
         worker._results = SimpleNamespace(drain=lambda: None)
         compilations = workers.compilations
@@ -223,7 +262,11 @@ def served(case: dict[str, Any], device: KeyedCuda) -> dict[str, Any]:
         assert isinstance(link.sent[-1], Ready), link.sent
         before = len(compiled)
         hand = WorkersHand(worker, blocks, size)
-        trace(hand, random.Random(case.get("seed", 0)), case.get("steps", 60), rows, max_tokens, max_len)
+        rng, steps = random.Random(case.get("seed", 0)), case.get("steps", 50)
+        if pooler is None:
+            trace(hand, rng, steps, rows, max_tokens, max_len)
+        else:
+            pooling_trace(hand, rng, steps, rows, max_tokens, pooler.whole)
     told = sum(isinstance(message, Compiled) for message in link.sent)
     return {"warm": compiled[:before], "late": compiled[before:], "told": told}
 
