@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import CUDA, Violation
-from fake_cuda_models import FAMILIES, POOLED, VOCAB, CountingHand, fake_device, make, signatures, summary
+from fake_cuda_models import FAMILIES, POOLED, VOCAB, CountingHand, fake_device, make, ranks, signatures, summary
 from worker_toys import GREEDY, LADDER, Ladder
 
 from quire.gpu_worker.kernels import company
@@ -130,6 +130,19 @@ def test_batch_invariant(device, rewrite, tmp_path, monkeypatch):
     monkeypatch.setattr(company, "_invariant", True)
     hand = CountingHand(device, make(tmp_path, FAMILIES["llama"])[0])
     check(rewrite, "rows", "--batch-invariant", usual(hand))
+
+
+@pytest.mark.parametrize("family", ["llama", "experts", "norms of all heads"])
+def test_tensor_ranks(family, device, rewrite, tmp_path):
+    """The leader of two: what it exchanges within a layer, and for a draw from shares of the vocabulary or from all."""
+    with ranks(device, 2, one_shot=family == "llama") as group:
+        hand = CountingHand(device, make(tmp_path, FAMILIES[family], group=group)[0])
+        found = usual(hand)
+        hand.runner.capture(128, progress=False)
+        hand.called("decode, replayed").run(*[(row, 1) for row in range(4)])
+        hand.admit(4, PROMPT, params=SAMPLING["every filter"])
+        hand.called("drawn by the leader").run((4, 40))
+    check(rewrite, "ranks", family, found)
 
 
 def test_a_long_context_is_split(device, rewrite, tmp_path):
@@ -299,7 +312,7 @@ def test_the_golden_file_has_nothing_else(rewrite):
     golden = json.loads(GOLDEN.read_text())
     assert golden["families"].keys() == FAMILIES.keys()
     assert golden["pooling"].keys() == POOLED.keys()
-    assert golden.keys() == {"families", "pooling", "rows", "sampling", "types", "written with"}
+    assert golden.keys() == {"families", "pooling", "ranks", "rows", "sampling", "types", "written with"}
 
 
 # ---------------------------------------------------------------- that it sees what it is there to see

@@ -6,13 +6,15 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from fake_cuda import CUDA, FakeCuda, Note
+import torch.distributed as dist
+from fake_cuda import CUDA, CudaTensor, FakeCuda, Note, Violation
 from worker_toys import LEASE, Hand, plan
 
 from quire.gpu_worker import graphs
@@ -20,8 +22,12 @@ from quire.gpu_worker.kernels.card import card_of
 from quire.gpu_worker.layers.formats import cuda
 from quire.gpu_worker.layers.formats.measured import Table, table_of
 from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.parallel.one_shot import LIMITS as SHARED
+from quire.gpu_worker.parallel.one_shot import OneShot
+from quire.gpu_worker.parallel.parallel import Ranks
 from quire.gpu_worker.pooling import Pooler
 from quire.gpu_worker.runner import Runner
+from quire.gpu_worker.spec import Shard
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.checkpoint.pooler_config import pooler_of
 from quire.proto.codec import from_i32, i32
@@ -112,16 +118,38 @@ def products(tiles: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def ranks(device: FakeCuda, size: int, one_shot: bool) -> Iterator[Ranks]:
+    """The leader of ``size`` tensor ranks, ``one_shot`` for small sums or NCCL for all. What it exchanges with the others, who are not there, counts as launched."""
+
+    def exchange(name: str, *args: Any, **_: Any) -> None:
+        for tensor in [each for arg in args for each in (arg if isinstance(arg, list) else [arg])]:
+            if isinstance(tensor, torch.Tensor) and not (isinstance(tensor, CudaTensor) and tensor.is_contiguous()):
+                raise Violation(f"{name} of a tensor {tuple(tensor.shape)} that is on the host or not contiguous")
+        device.note("torch", f"nccl {name}")
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(dist, "init_process_group", lambda *args, **named: None))
+        patches.enter_context(mock.patch.object(dist, "new_group", lambda *args, **named: object()))
+        for name in ("all_reduce", "broadcast", "gather", "all_gather", "send", "recv"):
+            patches.enter_context(mock.patch.object(dist, name, partial(exchange, name)))
+        group = Ranks(Shard(0, size), dist.HashStore(), CUDA, one_shot=False)
+        if one_shot:
+            group._one_shot = OneShot(torch.empty(SHARED[size], dtype=torch.uint8, device=CUDA), "ranks")
+        yield group
+
+
 def make(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, pools: bool = False, tiles: bool = False
-) -> Any:
+    folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, pools: bool = False, tiles: bool = False,
+    group: Ranks | None = None,
+) -> Any:  # fmt: skip
     """The model of a config.json on the fake device, and how it pools."""
     (folder / "config.json").write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
     found = load_model_config(str(folder))
     args = EngineArgs(model=str(folder), runner="pooling", convert="auto") if pools else None
     pooler = None if args is None else pooler_of(found, args)
     with products(tiles):
-        return load_model(found, dtype, CUDA, "dummy", pooler=pooler), pooler
+        return load_model(found, dtype, CUDA, "dummy", pooler=pooler, group=group), pooler
 
 
 class _Layer:
@@ -145,8 +173,8 @@ class CountingHand(Hand):
         if hasattr(model, "layers") and not isinstance(model.layers[0], _Layer):
             model.layers = [_Layer(device, layer, number) for number, layer in enumerate(model.layers)]
         super().__init__(model, device=CUDA, dtype=model.dtype, **{**LIMITS, **limits})
-        if pooler is not None:
-            self.runner = Runner(model, self.state, self.kv, self.runner.max_tokens, Pooler(pooler, model))
+        made = None if pooler is None else Pooler(pooler, model)
+        self.runner = Runner(model, self.state, self.kv, self.runner.max_tokens, made, model.group)
         self.device, self.seen, self.name = device, dict[str, Any](), ""
 
     def called(self, name: str) -> CountingHand:
