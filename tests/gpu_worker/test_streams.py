@@ -347,7 +347,9 @@ def on_cpu(config):
     return prompts, generate(Hand(load_model(config, torch.float32, CPU), **LIMITS), prompts, 4)
 
 
-@pytest.mark.parametrize(("order", "graphs"), [(as_late_as_possible, False), (at_random(1), True)])
+@pytest.mark.parametrize(
+    ("order", "graphs"), [(as_late_as_possible, False), pytest.param(at_random(1), True, marks=pytest.mark.slow)]
+)
 def test_steps_draw_what_the_cpu_draws(order, graphs, config, on_cpu):
     prompts, expected = on_cpu
     with fake_device(values=True, choose=order), products(tiles=graphs):

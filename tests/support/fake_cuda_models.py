@@ -120,7 +120,8 @@ def products(tiles: bool) -> Iterator[None]:
 
 @contextmanager
 def ranks(device: FakeCuda, size: int, one_shot: bool) -> Iterator[Ranks]:
-    """The leader of ``size`` tensor ranks, ``one_shot`` for small sums or NCCL for all. What it exchanges with the others, who are not there, counts as launched."""
+    """The leader of ``size`` tensor ranks, ``one_shot`` for small sums or NCCL for all. What it exchanges with the
+    others, who are not there, counts as launched."""
 
     def exchange(name: str, *args: Any, **_: Any) -> None:
         for tensor in [each for arg in args for each in (arg if isinstance(arg, list) else [arg])]:
