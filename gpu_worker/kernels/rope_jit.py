@@ -4,6 +4,14 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _rotated(x, one, other, rotary, c, s):
+    """Both halves of the head at ``x``, rotated."""
+    first = tl.load(x + one, mask=rotary, other=0.0).to(tl.float32)
+    second = tl.load(x + other, mask=rotary, other=0.0).to(tl.float32)
+    return (first * c - second * s).to(x.dtype.element_ty), (second * c + first * s).to(x.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rope_write_kernel(
     q, q_token, q_head, k, k_token, k_head, v, v_token, v_head,
@@ -18,11 +26,7 @@ def rope_write_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    is_query = head < heads
     kv_head = head - heads
-    x = q + token * q_token + head * q_head
-    if not is_query:
-        x = k + token * k_token + kv_head * k_head
     if ROTARY:
         at = tl.arange(0, HALF)
         rotary = at < half
@@ -34,14 +38,14 @@ def rope_write_kernel(
         position = tl.load(positions + token)
         c = tl.load(cos + position * table_stride + at, mask=rotary, other=0.0)
         s = tl.load(sin + position * table_stride + at, mask=rotary, other=0.0)
-        first = tl.load(x + one, mask=rotary, other=0.0).to(tl.float32)
-        second = tl.load(x + other, mask=rotary, other=0.0).to(tl.float32)
-        rotated_first = (first * c - second * s).to(q.dtype.element_ty)
-        rotated_second = (second * c + first * s).to(q.dtype.element_ty)
-        if is_query:
+    # Each branch has its own pointer: choosing one of two is more than Triton 3.6's compiler for AMD can do.
+    if head < heads:
+        if ROTARY:
+            x = q + token * q_token + head * q_head
+            rotated_first, rotated_second = _rotated(x, one, other, rotary, c, s)
             tl.store(x + one, rotated_first, mask=rotary)
             tl.store(x + other, rotated_second, mask=rotary)
-    if not is_query:
+    else:
         slot = tl.load(slots + token)
         if slot >= 0:
             block = slot // block_size
@@ -49,11 +53,13 @@ def rope_write_kernel(
             out = k_cache + block * k_block + offset * k_offset + kv_head * k_cache_head
             whole = tl.arange(0, DIM)
             rest = whole < dim
+            source = k + token * k_token + kv_head * k_head
             if ROTARY:
-                tl.store(out + one, rotated_first.to(k_cache.dtype.element_ty), mask=rotary)
-                tl.store(out + other, rotated_second.to(k_cache.dtype.element_ty), mask=rotary)
+                key_first, key_second = _rotated(source, one, other, rotary, c, s)
+                tl.store(out + one, key_first.to(k_cache.dtype.element_ty), mask=rotary)
+                tl.store(out + other, key_second.to(k_cache.dtype.element_ty), mask=rotary)
                 rest = (whole >= 2 * half) & (whole < dim)
-            tl.store(out + whole, tl.load(x + whole, mask=rest).to(k_cache.dtype.element_ty), mask=rest)
+            tl.store(out + whole, tl.load(source + whole, mask=rest).to(k_cache.dtype.element_ty), mask=rest)
             value = tl.load(v + token * v_token + kv_head * v_head + whole, mask=whole < dim)
             out = v_cache + block * v_block + offset * v_offset + kv_head * v_cache_head
             tl.store(out + whole, value.to(v_cache.dtype.element_ty), mask=whole < dim)
