@@ -1,5 +1,5 @@
-"""``--batch-invariant`` through whole models: a token's logits have the same bits as a decode and in a chunk of a prompt,
-alone and beside others. So what is computed again after a loss goes on with the same tokens, in bfloat16 too.
+"""``--batch-invariant`` through whole models: a token's logits have the same bits as a decode and in a chunk of a
+prompt, alone and beside others. So what is computed again after a loss goes on with the same tokens, in bfloat16 too.
 
 On a machine without a GPU Triton's interpreter runs the kernels that a GPU would run.
 """

@@ -31,7 +31,8 @@ LARGEST = {
     # Of one token in a block to the next, the heads between them.
     "k_offset": TOKENS, "v_offset": TOKENS, "block_size": 1 << 16,
     # Rows and lengths of a step.
-    "rows": TOKENS, "tokens": TOKENS, "first_row": TOKENS, "query_starts": TOKENS, "context_lens": REACH, "window": REACH,
+    "rows": TOKENS, "tokens": TOKENS, "first_row": TOKENS, "query_starts": TOKENS, "context_lens": REACH,
+    "window": REACH,
     "total": SLOTS, "align_kernel.rows": 128, "align_kernel.blocks": SLOTS // 8,  # blocks have 16 places or more
     # What the host writes into small tables: slots of a step, positions in a row and in the words' prefixes.
     "ban_words_kernel.slots": TOKENS, "starts": REACH,
