@@ -87,7 +87,8 @@ def test_nothing_is_compiled_later_for_any_family():
         for at, family in enumerate(FAMILIES)
     ]
     cases += [{"family": family} for family in POOLED]
-    more = [{"rank": 0}, {"rank": 1}, {"invariant": True}, {"invariant": True, "dtype": "float32", "changes": LARGE}]
+    more = [{"rank": 0}, {"rank": 1}, {"stage": 0}, {"stage": 1}, {"invariant": True}]
+    more.append({"invariant": True, "dtype": "float32", "changes": LARGE})
     closed(*cases, *({"family": "llama", "seed": at, **values} for at, values in enumerate(more)))
 
 

@@ -105,9 +105,17 @@ class Link:
 
 
 class OneOfTwo(Group):
-    """A rank whose other one says the same."""
+    """One of two processes: a tensor rank whose other one says the same, or a stage."""
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        pass
+
+    def receive_hidden(self, tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((tokens, width), dtype=dtype, device=CUDA)
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor | None:
+        if self.shard.size == 1:
+            return logits
         return torch.cat((logits, logits), dim=1)[:, :vocab_size] if self.leader else None
 
 
@@ -244,7 +252,11 @@ def served(case: dict[str, Any], device: KeyedCuda) -> dict[str, Any]:
         args = EngineArgs(model=folder, device="cuda", **flags, **pools)
         config = load_model_config(folder)
         pooler = pooler_of(config, args) if pools else None
-        group = OneOfTwo(Shard(case["rank"], 2)) if "rank" in case else Group()
+        group = Group()
+        if "rank" in case:
+            group = OneOfTwo(Shard(case["rank"], 2))
+        elif "stage" in case:
+            group = OneOfTwo(Shard(0, 1, case["stage"], 2))
         dtype = getattr(torch, case.get("dtype", "bfloat16"))
         model = load_model(config, dtype, CUDA, "dummy", group=group, pooler=pooler)
         config.max_model_len = max_len if pooler is None else 128
