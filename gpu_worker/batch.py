@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -40,6 +41,12 @@ class StepBatch:
     # The same as lists, for code that runs on the host; empty on a GPU.
     host_query_starts: list[int] = field(default_factory=list)
     host_context_lens: list[int] = field(default_factory=list)
+    # int32 [R - num_decodes]: the rows behind the decodes, the longest contexts first, and the tokens of those before
+    # each; None: who needs them works them out.
+    order: torch.Tensor | None = None
+    order_starts: torch.Tensor | None = None
+    # What kernels have worked out from this step's shape, for its other layers; made by the first that does.
+    plans: dict[Any, Any] | None = None
 
 
 class StepShape(NamedTuple):
@@ -80,3 +87,10 @@ def idle_batch(shape: StepShape, block_size: int, device: torch.device) -> StepB
         block_size=block_size,
         host_query_starts=starts,
     )
+
+
+def longest_first(counts: np.ndarray, ends: np.ndarray, num_decodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """``order`` and ``order_starts`` of a step of rows of ``counts`` tokens whose contexts are ``ends`` long."""
+    order = num_decodes + np.argsort(-ends[num_decodes:], kind="stable")
+    lengths = counts[order]
+    return order.astype(np.int32), (lengths.cumsum() - lengths).astype(np.int32)

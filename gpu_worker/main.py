@@ -151,7 +151,6 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     import torch  # only now: what is wrong with the flags is found without it
 
     from .footprint import check_footprint
-    from .kernels.company import set_batch_invariant
     from .memory import out_of_memory
     from .models.loader import load_model, resolve_dtype
     from .parallel.parallel import Group, shard_of
@@ -163,7 +162,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     device = choose_device(args.device)
     torch.set_num_threads(threads)
     torch.manual_seed(args.seed)
-    set_batch_invariant(args.batch_invariant)
+    _suit(args, device)
     dtype = resolve_dtype(args.dtype, config, device)
     imported = time.monotonic()
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
@@ -193,6 +192,19 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     links.link.loaded = True
     log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
     return Worker(args, config, model, dtype, device, grammars, functions, group, links.others, pooler)
+
+
+def _suit(args: EngineArgs, device: torch.device) -> None:
+    """Make the kernels' choices that hold for all of this process. Raises ConfigError where they cannot run here."""
+    from .kernels.attention import use_flash
+    from .kernels.attention_flash import choose_flash
+    from .kernels.card import card_of, check_card
+    from .kernels.company import set_batch_invariant
+
+    card = card_of(device)
+    check_card(card)
+    set_batch_invariant(args.batch_invariant)
+    use_flash(choose_flash(args.attention_backend, card))
 
 
 def _join(

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..proto.messages import StepPlan
-from .batch import StepBatch
+from .batch import StepBatch, longest_first
 from .device import LongSteps
 from .graphs import (
     CudaRecorder,
@@ -306,11 +306,13 @@ class Runner:
             positions = np.arange(query_starts[-1]) + np.repeat(run.starts - query_starts[:-1], run.counts)
         slots = state.tables_host[token_rows, positions // size].astype(np.int64) * size + positions % size
         longest_context = int(run.ends.max())
-        rows_d, token_rows_d, positions_d, slots_d, outputs_d, sample_rows_d, sample_positions_d, starts_d, ends_d = (
-            state.upload(
-                run.rows, token_rows, positions, slots, _outputs(run, spans), run.sample_rows, run.positions,
-                query_starts.astype(np.int32), run.ends.astype(np.int32),
-            )
+        orders = () if state.on_host or run.pure_decode else longest_first(run.counts, run.ends, num_decodes)
+        (
+            rows_d, token_rows_d, positions_d, slots_d, outputs_d, sample_rows_d, sample_positions_d, starts_d, ends_d,
+            *orders_d,
+        ) = state.upload(
+            run.rows, token_rows, positions, slots, _outputs(run, spans), run.sample_rows, run.positions,
+            query_starts.astype(np.int32), run.ends.astype(np.int32), *orders,
         )  # fmt: skip
         width = -(-longest_context // size)
         if state.on_host:
@@ -333,6 +335,8 @@ class Runner:
             outputs=outputs_d,
             host_query_starts=query_starts.tolist() if state.on_host else [],
             host_context_lens=run.ends.tolist() if state.on_host else [],
+            order=orders_d[0] if orders_d else None,
+            order_starts=orders_d[1] if orders_d else None,
         )
         return batch, state.sample_batch(run, sample_rows_d, sample_positions_d)
 

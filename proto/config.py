@@ -127,6 +127,10 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = _flag(None, _WORK, "bytes of KV cache, in place of what profiling finds")
     num_gpu_blocks_override: int | None = _flag(None, _WORK, "number of KV blocks, in place of what profiling finds")
     enforce_eager: bool = _flag(False, _WORK, "no CUDA graphs")
+    attention_backend: str = _flag(
+        "auto", _WORK, "what computes the attention of prompts on a GPU; flash: FlashAttention, of quire[flash], on "
+        "Hopper and B200; decodes are Triton's, and auto is triton", ("auto", "triton", "flash"),
+    )  # fmt: skip
     batch_invariant: bool = _flag(
         False, _WORK, "on a GPU, compute a row with the same bits in any company, at some cost in speed"
     )

@@ -281,7 +281,9 @@ def rows(cards: list[Card], only: str, short: bool, done: set[str]) -> Iterator[
 
     Before each kernel comes {"begin": its name}; what is in ``done``, by such names, is left out.
     """
-    launches = [one for one in LAUNCHES if one.name.startswith(only) and (one.short or not short)]
+    wanted = [one for one in LAUNCHES if one.name.startswith(only) and (one.short or not short)]
+    # Of launches that are compiled alike the first has the row, and it is to be the same row for either list.
+    launches = sorted(wanted, key=lambda one: not one.short)
     for card in cards:
         _forget()
         for asked in requests(card, launches):

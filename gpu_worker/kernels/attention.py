@@ -2,54 +2,65 @@
 
 **Q-blocks.** With grouped heads, the G query heads that share a key head are folded into the rows of the query tile:
 a tile of M rows holds M // G tokens times G heads, so a key is read once for all of them. Programs find their row by a
-search in ``query_starts``, so one launch serves rows of any length, prefill and decode mixed.
+search in a table of lengths, so one launch serves rows of any length.
 
-**Splits.** A decode step has few tiles (rows x key heads), so the keys of each are shared out among ``splits``
-programs whose partial results a second kernel joins. The number of splits follows from upper bounds (rows, the longest
-context the batch may have), each program finds its own share from the real length when it runs: the launch grid never
-changes between replays of a CUDA graph.
+**Mixed steps** are two launches: decodes have tiles of their own, for in a prefill's a row of one token would leave
+most of the products to nobody. Of a prefill's Q-blocks those that see most keys start first.
 
-**Mixed steps** are one launch, or two when it pays to split the decodes.
+**Splits.** A decode step has few tiles (rows x key heads), so the keys of each are shared out among several programs
+whose partial results a second kernel joins. Their number follows from upper bounds (rows, the longest context the
+batch may have) and the card's size, each program finds its own share from the real length when it runs: the launch
+grid never changes between replays of a CUDA graph.
 
-Sums, softmax and the two products accumulate in float32; tiles of head_dim that is no power of two are masked.
+**Batch-invariant** attention (``company.py``) gives a row the same bits in any company, and a token the same as a
+decode and within a prompt: one launch and one tile for all rows, no splits, and one loop over the keys.
+
+Sums, softmax and the two products accumulate in float32; tiles of head_dim that is no power of two are masked. What
+follows from a step's shape is worked out for its first layer and kept with the batch for the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..batch import StepBatch, StepShape
+from .attention_flash import Flash, FlashPrefill
+from .attention_tiles import MAX_SPLITS, LayerShape, Tiles, Variant, launches, power
+from .card import card_of
+from .company import batch_invariant
+from .scores import Scores
 
-PROGRAMS_PER_SM = 4
-MAX_SPLITS = 64
-MIN_KEYS_PER_SPLIT = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Shape of one launch: rows and keys of a tile, splits of the keys, warps and pipeline stages."""
-
-    block_m: int
-    block_n: int
-    splits: int = 1
-    warps: int = 4
-    stages: int = 3
+JOINED = 8
+"""Splits that the joining kernel reads at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What becomes of q k^T before and in the softmax."""
+_flash: Flash | None = None
 
-    scale: float  # factor of the scores
-    window: int | None = None  # a query at position p sees keys p - window + 1 .. p; None sees all
-    softcap: float = 0.0  # scores become cap * tanh(score / cap); 0 is off
-    # float32 [heads], ALiBi: slope * (key's position - query's) is added to the scaled and capped score.
-    slopes: torch.Tensor | None = None
-    # float32 [heads], a score of each head that counts in the softmax's sum and brings no value.
-    sinks: torch.Tensor | None = None
+
+def use_flash(flash: Flash | None) -> None:
+    """What all prefills of this process, which serves one model, go through where it takes their kind of scores."""
+    global _flash
+    _flash = flash
+
+
+@dataclass(slots=True)
+class Launch:
+    """One launch of the kernel, for every layer of one kind in one step."""
+
+    decode: bool
+    tiles: Tiles
+    rows: int
+    splits: int
+    grid: tuple[int, int]
+    order: torch.Tensor  # int32 [rows], in which order they come; of decodes unread
+    order_starts: torch.Tensor  # int32 [rows], tokens before each in that order
+    partial: torch.Tensor | None  # float32 [tokens, heads, splits, padded head_dim], what each split has summed
+    peaks: torch.Tensor | None  # float32 [tokens, heads, splits]
+    totals: torch.Tensor | None
+    constants: dict[str, Any] = field(default_factory=dict)  # what it is compiled for
 
 
 def paged_attention(
@@ -68,81 +79,83 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if not len(q):
         return out
-    layer = LayerShape(q.shape[1], k_cache.shape[2], q.shape[2], scores.window, q.dtype, q.device)
-    rows, longest, context = len(batch.context_lens), batch.max_query_len, batch.max_context_len
-    for first, last, tiles in launches(layer, StepShape(rows, batch.num_decodes, len(q), longest, context)):
-        launch(q, k_cache, v_cache, out, batch, scores, first, last, tiles)
+    for each in launches_of(q, k_cache, batch, scores):
+        if isinstance(each, Launch):
+            launch(q, k_cache, v_cache, out, batch, scores, each)
+        else:
+            each.run(q, k_cache, v_cache, out, scores)
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What of a layer tiles are chosen by."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None
-    dtype: torch.dtype
-    device: torch.device
-
-    def __call__(self, shape: StepShape) -> set[tuple[bool, Tiles]]:
-        """As a ``batch.Chooser``: whether the rows are decodes, and the tiles, of each launch."""
-        return {(last <= shape.decodes, tiles) for _, last, tiles in launches(self, shape)}
+def launches_of(
+    q: torch.Tensor, k_cache: torch.Tensor, batch: StepBatch, scores: Scores
+) -> list[Launch | FlashPrefill]:
+    """What attention of this kind launches in this step; made by the first layer that asks, and kept."""
+    plans = batch.plans
+    if plans is None:
+        plans = batch.plans = {}
+    key = (*q.shape[1:], k_cache.shape[2], q.dtype, scores.kind)
+    found = plans.get(key)
+    if found is None:
+        found = plans[key] = _launches(q, k_cache, batch, scores)
+    return found
 
 
-def launches(layer: LayerShape, shape: StepShape) -> list[tuple[int, int, Tiles]]:
-    """First and last row (exclusive), and tiles, of each launch in a step of ``shape``."""
-    rows, decodes, _, query_len, context = shape
-    dim, dtype, memory, group = layer.head_dim, layer.dtype, _shared_memory(layer.device), layer.heads // layer.kv_heads
-    context = context if layer.window is None else min(context, layer.window)
-    decode = decode_tiles(dim, dtype, group, decodes * layer.kv_heads, context, _processors(layer.device), memory)
+def _launches(q: torch.Tensor, k_cache: torch.Tensor, batch: StepBatch, scores: Scores) -> list[Launch | FlashPrefill]:
+    layer = LayerShape(q.shape[1], k_cache.shape[2], q.shape[2], scores.window, q.dtype, q.device)
+    shape = StepShape(len(batch.context_lens), batch.num_decodes, len(q), batch.max_query_len, batch.max_context_len)
+    flash = _flash is not None and not batch_invariant() and _flash.takes(q, scores)
+    return [
+        FlashPrefill(_flash, batch)
+        if flash and _flash is not None and not variant.decode
+        else plan_launch(q, k_cache, batch, scores, variant, splits)
+        for variant, splits in launches(layer, shape)
+    ]
+
+
+def plan_launch(
+    q: torch.Tensor, k_cache: torch.Tensor, batch: StepBatch, scores: Scores, variant: Variant, splits: int = 1
+) -> Launch:
+    """The launch of ``variant`` over the decodes of ``batch``; over its other rows, or all of them if invariant."""
+    (heads, dim), kv_heads, decodes = q.shape[1:], k_cache.shape[2], batch.num_decodes
+    group, padded, tiles = heads // kv_heads, max(16, power(dim)), variant.tiles
+    order = order_starts = batch.query_starts
+    first, rows = 0, decodes
+    if not variant.decode:
+        first = 0 if batch_invariant() else decodes
+        rows = len(batch.context_lens) - first
+        order, order_starts = _order(batch, first)
+    # A decode is one token, so the others start at token ``first`` and no device value is waited for.
+    blocks = rows if variant.decode else (len(q) - first) // (tiles.block_m // group) + rows
+    partial = peaks = totals = None
+    if variant.split:
+        partial = torch.empty((rows, heads, splits, padded), dtype=torch.float32, device=q.device)
+        peaks = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
+        totals = torch.empty_like(peaks)
+    constants = {
+        "DECODE": variant.decode, "GROUP": group, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+        "PAGE": batch.block_size, "DIM": padded, "PADDED": padded != dim, "SPLIT": variant.split,
+        "WINDOW": scores.window is not None, "SOFTCAP": scores.softcap > 0, "ALIBI": scores.slopes is not None,
+        "SINKS": scores.sinks is not None, "ONE_LOOP": batch_invariant(),
+        "PRECISION": card_of(q.device).precision(q.dtype), "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
+    grid = (blocks * kv_heads, splits)
+    return Launch(variant.decode, tiles, rows, splits, grid, order, order_starts, partial, peaks, totals, constants)
+
+
+def _order(batch: StepBatch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows from ``first`` on, int32, the longest contexts first, and the tokens before each in that order."""
+    rows, decodes, starts = len(batch.context_lens), batch.num_decodes, batch.query_starts
     if decodes == rows:
-        return [(0, rows, decode)]
-    prefill = prefill_tiles(dim, dtype, group, query_len, memory)
-    if decodes and decode.splits > 1:
-        return [(0, decodes, decode), (decodes, rows, prefill)]
-    return [(0, rows, prefill)]
-
-
-def decode_tiles(
-    head_dim: int, dtype: torch.dtype, group: int, heads_in_batch: int, context: int, processors: int, memory: int
-) -> Tiles:
-    """Tiles for rows of one token. ``heads_in_batch`` is rows x key heads; ``context`` an upper bound of any row's."""
-    splits = 1
-    while (
-        splits < MAX_SPLITS
-        and heads_in_batch * splits < PROGRAMS_PER_SM * processors
-        and 2 * splits * MIN_KEYS_PER_SPLIT <= context
-    ):
-        splits *= 2
-    return _fit(Tiles(max(16, _power(group)), 64 if dtype.itemsize == 2 else 32, splits), head_dim, dtype, memory)
-
-
-def prefill_tiles(head_dim: int, dtype: torch.dtype, group: int, max_query_len: int, memory: int) -> Tiles:
-    """Tiles for rows of up to ``max_query_len`` tokens."""
-    # The accumulator lives in registers: 128 rows of 128 values over 8 warps. float32 products need three passes and
-    # more registers still.
-    wide, half = max(128, _power(head_dim)), dtype.itemsize == 2
-    most = (128 if half else 32) * 128 // wide
-    block_m = max(16, _power(group), min(most, _power(max_query_len * group)))
-    tiles = Tiles(block_m, 64 if half else 32, warps=8 if block_m * wide >= 128 * 128 else 4)
-    return _fit(tiles, head_dim, dtype, memory)
-
-
-def _fit(tiles: Tiles, head_dim: int, dtype: torch.dtype, memory: int) -> Tiles:
-    """Fewer keys a tile until the queries, and the keys and values in flight, fit shared memory.
-
-    Block numbers come one stage before the keys they point at, so three stages have one tile of keys under way while
-    another is used, and two would have none.
-    """
-    row = _power(head_dim) * dtype.itemsize
-    while row * (tiles.block_m + 2 * (tiles.stages - 1) * tiles.block_n) > memory and tiles.stages > 1:
-        if tiles.block_n > 16:
-            tiles = replace(tiles, block_n=tiles.block_n // 2)
-        else:
-            tiles = replace(tiles, stages=tiles.stages - 1)
-    return tiles
+        return torch.arange(first, rows, dtype=torch.int32, device=starts.device), starts
+    if batch.order is None or batch.order_starts is None:
+        order = batch.context_lens[decodes:].argsort(descending=True, stable=True)
+        lengths = starts.diff()[decodes:][order]
+        batch.order, batch.order_starts = (order + decodes).int(), (lengths.cumsum(0) - lengths).int()
+    if first == decodes:
+        return batch.order, batch.order_starts
+    ahead = torch.arange(first, decodes, dtype=torch.int32, device=starts.device)
+    return torch.cat((ahead, batch.order)), torch.cat((ahead, batch.order_starts + decodes))
 
 
 def launch(
@@ -152,46 +165,33 @@ def launch(
     out: torch.Tensor,
     batch: StepBatch,
     scores: Scores,
-    first: int,
-    last: int,
-    tiles: Tiles,
+    plan: Launch,
 ) -> None:
-    """Run rows first..last - 1 into ``out``. Rows before ``first`` must be decodes; splits need decodes alone."""
+    """Run the rows of ``plan`` into ``out``."""
     from . import attention_jit
 
-    heads, dim = q.shape[1:]
-    kv_heads, padded = k_cache.shape[2], max(16, _power(dim))
-    rows, group = last - first, heads // kv_heads
-    decode = last <= batch.num_decodes
-    # A decode row is one token, so row ``first`` starts at token ``first`` and no device value is waited for.
-    tokens = rows if decode else len(q) - first
-    q_blocks = rows if decode else tokens // (tiles.block_m // group) + rows
-    partial = peaks = totals = out
+    dim, (inner, outer) = q.shape[2], scores.factors
+    partial = out if plan.partial is None else plan.partial
+    peaks = out if plan.peaks is None else plan.peaks
+    totals = out if plan.totals is None else plan.totals
     slopes = out if scores.slopes is None else scores.slopes
     sinks = out if scores.sinks is None else scores.sinks
-    if tiles.splits > 1:
-        partial = torch.empty((last, heads, tiles.splits, padded), dtype=torch.float32, device=q.device)
-        peaks = torch.empty((last, heads, tiles.splits), dtype=torch.float32, device=q.device)
-        totals = torch.empty_like(peaks)
-    attention_jit.attention_kernel[(q_blocks, kv_heads, tiles.splits)](
+    attention_jit.attention_kernel[plan.grid](
         q, q.stride(0), q.stride(1),
         k_cache, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache, v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         out, out.stride(0), out.stride(1), partial, peaks, totals,
         batch.query_starts, batch.context_lens, batch.block_tables, batch.block_tables.stride(0),
-        first, rows, dim, scores.scale, scores.softcap, slopes, sinks, scores.window or 0,
-        DECODE=decode, GROUP=group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PAGE=batch.block_size,
-        DIM=padded, PADDED=padded != dim, SPLITS=tiles.splits,
-        WINDOW=scores.window is not None, SOFTCAP=scores.softcap > 0,
-        ALIBI=scores.slopes is not None, SINKS=scores.sinks is not None,
-        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        plan.order, plan.order_starts, plan.rows, k_cache.shape[2], plan.splits, dim,
+        inner, outer, slopes, sinks, scores.window or 0,
+        **plan.constants,
     )  # fmt: skip
-    if tiles.splits > 1:
-        attention_jit.reduce_kernel[(last, heads)](
-            out, out.stride(0), out.stride(1), partial, peaks, totals, sinks, dim,
-            DIM=padded, SPLITS=tiles.splits, SINKS=scores.sinks is not None,
-            num_warps=4 if tiles.splits * padded > 2048 else 1,
+    if plan.partial is not None:
+        padded = plan.constants["DIM"]
+        attention_jit.reduce_kernel[(plan.rows, q.shape[1])](
+            out, out.stride(0), out.stride(1), partial, peaks, totals, sinks, plan.splits, dim,
+            DIM=padded, MOST=MAX_SPLITS, BLOCK_S=JOINED, SINKS=scores.sinks is not None,
+            num_warps=4 if padded >= 128 else 2,
         )  # fmt: skip
 
 
@@ -224,22 +224,3 @@ def paged_attention_torch(
         weights = score.softmax(-1)[..., :context]
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
-
-
-def _power(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes a program may use, less a margin for what the compiler adds."""
-    if device.type != "cuda":
-        return 160 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 99 * 1024) - 8 * 1024

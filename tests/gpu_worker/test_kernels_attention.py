@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import attention
 from quire.gpu_worker.kernels.attention import Scores
+from quire.gpu_worker.kernels.attention_tiles import Tiles, Variant
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 PLAIN = torch.float32 if DEVICE == "cpu" else torch.float16  # compiled, float32 takes long to compile; tested once
@@ -139,7 +140,7 @@ def test_a_sink_that_dwarfs_the_scores_leaves_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize("splits", [2, 3, 11])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("more", [{}, {"slopes": per_head(4, 0.1), "sinks": per_head(4, 4.0)}], ids=["", "all"])
 def test_splits(splits, window, more):
@@ -147,42 +148,10 @@ def test_splits(splits, window, more):
     q, k_cache, v_cache, batch = make([(1, 500), (1, 1), (1, 0), (1, 165)], dim=48)
     want = attention.paged_attention_torch(q, k_cache, v_cache, batch, Scores(0.2, window, **more))
     out = torch.full_like(q, float("nan"))
-    scores, tiles = Scores(0.2, window, **more), attention.Tiles(16, 32, splits=splits)
-    attention.launch(q, k_cache, v_cache, out, batch, scores, 0, 4, tiles)
+    scores, variant = Scores(0.2, window, **more), Variant(True, Tiles(16, 32), True)
+    plan = attention.plan_launch(q, k_cache, batch, scores, variant, splits)
+    attention.launch(q, k_cache, v_cache, out, batch, scores, plan)
     torch.testing.assert_close(out, want, rtol=TOLERANCE[PLAIN], atol=TOLERANCE[PLAIN])
-
-
-@pytest.mark.slow
-def test_long_decodes_are_split_and_mixed_steps_then_launched_apart():
-    args = make([(1, 700), (1, 1500), (6, 30)])
-    tiles = attention.decode_tiles(32, torch.float32, 2, 4, 1500, 4, 1 << 17)
-    assert tiles.splits > 1
-    check(args)
-
-
-def test_splits_follow_from_bounds_alone():
-    """Fewer programs or a longer context give more splits; enough programs or short contexts give one."""
-
-    def splits(heads_in_batch, context):
-        return attention.decode_tiles(128, torch.bfloat16, 4, heads_in_batch, context, 132, 1 << 17).splits
-
-    assert splits(8, 100) == 1 and splits(8, 200) == 1
-    assert splits(8, 1024) == 8
-    assert splits(8, 100_000) == 64
-    assert splits(2048, 100_000) == 1
-    assert splits(512, 8192) == 2
-
-
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kib", [91, 155, 219])
-def test_tiles_fit_the_card(dim, dtype, kib):
-    for tiles in (
-        attention.prefill_tiles(dim, dtype, 4, 512, kib << 10),
-        attention.decode_tiles(dim, dtype, 4, 8, 4096, 132, kib << 10),
-    ):
-        assert dim * dtype.itemsize * (tiles.block_m + 2 * (tiles.stages - 1) * tiles.block_n) <= kib << 10
-        assert tiles.block_n >= 16 and tiles.block_m >= 16
 
 
 def test_graph_padding():

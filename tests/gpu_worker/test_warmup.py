@@ -18,7 +18,8 @@ from worker_toys import LEASE, ToyModel
 
 from quire.gpu_worker import compilations, warmup
 from quire.gpu_worker.batch import StepShape, idle_batch
-from quire.gpu_worker.kernels import attention, linear, moe
+from quire.gpu_worker.kernels import attention, attention_tiles, linear, moe
+from quire.gpu_worker.kernels.card import KIB, Card
 from quire.gpu_worker.parallel.parallel import Group
 from quire.gpu_worker.worker import Phase, Worker
 from quire.proto.checkpoint.model_config import ModelConfig
@@ -72,7 +73,7 @@ def test_nothing_is_compiled_after_the_warm_up():
 def test_without_a_warm_up_compilations_are_told():
     """The same steps compile much then; the scheduler is told of each, and the log names it with its constants."""
     (cold,) = serve({"family": "llama", "warmed": False})
-    assert cold["told"] == len(cold["late"]) > 10
+    assert cold["told"] == len(cold["late"]) > 5
     assert any(kernel.startswith("attention_kernel(") and "BLOCK_M=" in kernel for kernel in cold["late"])
 
 
@@ -108,7 +109,8 @@ LAYERS = {
 @pytest.mark.parametrize("limits", [(256, 8192, 40_000), (7, 100, 2000), (1, 64, 64), (16, 4096, 300)])
 def test_every_choice_is_among_those_of_the_chosen_shapes(limits, processors, monkeypatch):
     """On large cards and small, for models of every kind: shapes of steps by chance."""
-    monkeypatch.setattr(attention, "_processors", lambda device: processors)
+    card = Card("a card", "cuda", 90, processors, 227 * KIB, 228 * KIB)
+    monkeypatch.setattr(attention_tiles, "card_of", lambda device: card)
     rows, tokens, length = limits
     state = SimpleNamespace(max_rows=rows, max_model_len=length, device=CPU)
     runner = SimpleNamespace(
