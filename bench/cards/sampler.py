@@ -31,7 +31,8 @@ def rows(card: Card) -> Iterator[Row]:
     """Every kind of sampling, at the vocabularies of Llama 3 and Qwen 2."""
     for vocab in card.few((300,), (128_256, 151_936)):
         for batch in card.few((2,), (1, 64, 256)):
-            logits = torch.randn(batch, vocab, device=card.device) * 3
+            # As a model's last product gives them on a GPU.
+            logits = (torch.randn(batch, vocab, device=card.device) * 3).to(card.dtype)
             for name, params in SAMPLINGS.items():
                 seconds = _sample(logits, params)
                 yield card.row(f"sampler {name}", f"batch {batch} vocab {vocab}", seconds, logits.nbytes)

@@ -9,6 +9,8 @@ s >= threshold.
 - top_p, over what the two above left: a token is kept while the mass of the tokens strictly above it is less than
   top_p of the total (tokens tied at the edge are kept together).
 
+``threshold.py`` has the threshold's way on a GPU; the twins below are what it is held to.
+
 **Noise.** G = -log(-log1p(-v)), v = (x + 1/2) 2^-32, where x is the 32-bit word that Philox4x32-10 gives for
 key = seed and counter = (position, token // 4, 0, 0), lane token % 4. A draw thus depends on (seed, position, logits)
 alone. v is formed as (float32(x) + 0.5) * 2^-32: conversion, addition and product are each rounded to nearest, on every

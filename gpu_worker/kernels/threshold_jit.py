@@ -28,12 +28,12 @@ def _float(packed, column: tl.constexpr):
 def _key(s):
     """float32 -> uint32 in the same order."""
     bits = s.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _unkey(key):
-    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key)
+    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
