@@ -415,6 +415,23 @@ def test_a_launch_of_the_wrong_tensors_fails(device):
         threshold(x, torch.empty((4, 40), dtype=torch.int32, device=CUDA)[:, :16], True, True, True)
 
 
+def test_another_type_is_seen(device, tmp_path, monkeypatch):
+    """The types in the golden file are of what runs: a kernel that is given others has no such line."""
+    from quire.gpu_worker.kernels import rope
+
+    golden = json.loads(GOLDEN.read_text())["types"]["bfloat16"]["rope_write_kernel"]
+    write, hand = rope.rope_write, CountingHand(device, make(tmp_path, FAMILIES["llama"])[0])
+    for to in (torch.int64, torch.int32):
+        narrow = lambda *args, to=to: write(*args[:5], args[5].to(to), *args[6:])  # noqa: E731
+        monkeypatch.setattr(rope, "rope_write", narrow)
+        hand.admit(0, PROMPT)
+        take, device.take = device.take, list
+        hand.run((0, 40))
+        device.take = take
+        found = signatures(device.take())["rope_write_kernel"]
+        assert set(found) <= set(golden) if to == torch.int64 else not set(found) & set(golden)
+
+
 def test_one_launch_more_is_seen(device, tmp_path, monkeypatch):
     """The golden numbers are of what runs: a copy more in each layer is one launch more in each layer."""
     from quire.gpu_worker.layers.attention import Attention

@@ -18,7 +18,7 @@ from fake_cuda_models import fake_device, products
 from fake_streams import Event, Stream, Streams, as_late_as_possible, at_once, at_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker_toys import CPU, GREEDY, LEASE, Hand, plan
+from worker_toys import CPU, GREEDY, LADDER, LEASE, Hand, Ladder, plan
 
 from quire.gpu_worker import transfer, worker
 from quire.gpu_worker.models.loader import load_model
@@ -303,13 +303,17 @@ def test_a_queue_that_is_longer_than_the_ring_is_seen():
 # ---------------------------------------------------------------- whole steps
 
 
-LIMITS = {"rows": 2, "length": 64, "block_size": 16, "blocks": 24, "max_tokens": 64, "vocab": tiny_models.VOCAB}
-PARAMS = [GREEDY, SamplingParams(top_p=0.8, top_k=40, frequency_penalty=0.5)]
+LIMITS = {"rows": 3, "length": 64, "block_size": 16, "blocks": 24, "max_tokens": 64, "vocab": tiny_models.VOCAB}
+PARAMS = [GREEDY, SamplingParams(top_p=0.8, top_k=40, frequency_penalty=0.5), LADDER]
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     return load_model_config(str(tiny_models.make("llama", tmp_path_factory.mktemp("model") / "llama")))
+
+
+def hand_of(model):
+    return Hand(model, device=model.device, grammars=Ladder(tiny_models.VOCAB), **LIMITS)
 
 
 def generate(hand, prompts, new):
@@ -343,8 +347,8 @@ def generate(hand, prompts, new):
 
 @pytest.fixture(scope="module")
 def on_cpu(config):
-    prompts = tiny_models.random_prompts(2, seed=4, longest=20)
-    return prompts, generate(Hand(load_model(config, torch.float32, CPU), **LIMITS), prompts, 4)
+    prompts = tiny_models.random_prompts(3, seed=4, longest=20)
+    return prompts, generate(hand_of(load_model(config, torch.float32, CPU)), prompts, 4)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +358,7 @@ def test_steps_draw_what_the_cpu_draws(order, graphs, config, on_cpu):
     prompts, expected = on_cpu
     with fake_device(values=True, choose=order), products(tiles=graphs):
         model = load_model(config, torch.float32, CUDA)
-        hand = Hand(model, device=CUDA, **LIMITS)
+        hand = hand_of(model)
         if graphs:
             hand.runner.capture(64, progress=False)
         assert generate(hand, prompts, 4) == expected
