@@ -110,7 +110,7 @@ def test_families(family, device, rewrite, tmp_path):
 def test_launches(dtype, device, rewrite, tmp_path):
     """The types of what each kernel is given: another one would be compiled, or be wrong."""
     notes = []
-    for family in FAMILIES:
+    for family in FAMILIES if dtype == torch.bfloat16 else ("llama", "ALiBi", "experts, sinks, windows"):
         device.take()
         hand = CountingHand(device, make(tmp_path, FAMILIES[family], dtype)[0])
         take, device.take = device.take, list
