@@ -225,12 +225,3 @@ def test_a_rank_with_few_experts_takes_the_tiles_of_the_whole_layer(monkeypatch)
     for count in (8, 2):
         layer(spec, 16, 0, count)(randn(40, 16))
     assert rows == [10, 10]
-
-
-def test_turns_have_one_step_for_each_variant():
-    half = torch.float16
-    assert moe.turns(128, 8, half, 8192) == [1, 129, 272, 1040]
-    assert moe.turns(8, 2, half, 100) == [1, 68]
-    of = lambda tokens: (moe._chunk(2 * tokens), moe.block_rows(2 * tokens // 8, half))  # noqa: E731
-    told = {of(tokens) for tokens in moe.turns(8, 2, half, 3000)}
-    assert told == {of(tokens) for tokens in range(1, 3001)}
