@@ -79,15 +79,15 @@ class Batch:
 
     def _divide(self) -> list[Part]:
         sinks = self._columns.sinks[self.rows]
-        numbers = np.bincount(sinks).nonzero()[0].tolist()
-        if len(numbers) == 1:
-            return [self._part(numbers[0], None)]
-        return [self._part(number, np.flatnonzero(sinks == number)) for number in numbers]
+        others = sinks != sinks[0]
+        if not others.item(others.argmax()):
+            return [self._part(sinks.item(0), None)]
+        return [self._part(sink, np.flatnonzero(sinks == sink)) for sink in np.unique(sinks).tolist()]
 
     def _part(self, sink: int, places: Rows | None) -> Part:
         columns, rows = self._columns, self.rows if places is None else self.rows[places]
-        names = (column[rows].tobytes() for column in (columns.uids, columns.attempts, columns.indexes))
-        return Part(sink, places, *names)
+        uids, attempts, indexes = columns.uids[rows], columns.attempts[rows], columns.indexes[rows]
+        return Part(sink, places, uids.tobytes(), attempts.tobytes(), indexes.tobytes())
 
     def place(self, at: int) -> int:
         """Which of its part is the one at this place."""

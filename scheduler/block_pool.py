@@ -92,12 +92,12 @@ class BlockPool:
         """Release a sequence's whole table, tail first."""
         hash_of, head = self._hash_of, self.num_blocks
         free = self._free_by_numpy(blocks) if len(blocks) > MANY else self._free(blocks)
-        plain = [block for block in free if hash_of[block] is None]
-        cached = free[len(plain) :]
-        if plain != free[: len(plain)]:  # not just the tail
-            cached = [block for block in free if hash_of[block] is not None]
-        self._link(plain[::-1], head, self._next[head])  # the last released is the first to be reused
-        self._link(cached, self._prev[head], head)
+        hashes = list(map(hash_of.__getitem__, free))
+        plain = hashes.count(None)
+        if None in hashes[plain:]:  # not just the tail
+            free.sort(key=lambda block: hash_of[block] is not None)
+        self._link(free[:plain][::-1], head, self._next[head])  # the last released is the first to be reused
+        self._link(free[plain:], self._prev[head], head)
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks that hold the longest cached prefix of ``hashes``, ``limit`` at most. Holds nothing yet."""
@@ -171,12 +171,14 @@ class BlockPool:
         """Hold each once less, the last first. Returns those that nobody holds any more."""
         refs, free = self.refs, []
         for block in reversed(blocks):
-            held = refs[block] - 1
-            if held < 0:
-                raise PoolError(f"block {block} is released twice")
-            refs[block] = held
-            if not held:
+            held = refs[block]
+            if held == 1:
+                refs[block] = 0
                 free.append(block)
+            elif held:
+                refs[block] = held - 1
+            else:
+                raise PoolError(f"block {block} is released twice")
         return free
 
     def _free_by_numpy(self, blocks: Sequence[int]) -> list[int]:

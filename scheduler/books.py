@@ -232,15 +232,15 @@ class Books:
 
     def note_start(self, seq: Sequence) -> None:
         """``seq`` got a row from the queue."""
-        request = seq.request
+        request, computed = seq.request, seq.computed
         if seq.generation == 0:
             self.prefix_queries += seq.total
-            self.prefix_hits += seq.computed
+            self.prefix_hits += computed
         if not request.started:
             request.start()
             self._has_started(request)
             self.prompt_tokens += request.prompt_len
-            self.outbox.started(request, min(seq.computed, request.prompt_len))
+            self.outbox.started(request, min(computed, request.prompt_len))
 
     def preempt(self, seq: Sequence) -> None:
         """Make room: back to its place in line."""

@@ -168,5 +168,8 @@ class Draft:
 
 
 def _columns(table: list[int], width: int) -> list[bytes]:
-    """The columns of a flat table."""
+    """The columns of a flat table, which most often has one line."""
+    if len(table) == width:
+        line = i32(table)
+        return [line[at : at + 4] for at in range(0, 4 * width, 4)]
     return [i32(table[at::width]) for at in range(width)]

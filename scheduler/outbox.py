@@ -5,6 +5,7 @@ A room above the sequences and below the books.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Piece(NamedTuple):
     tokens: bytes
 
 
+_LINE = struct.Struct("<qiii")
 _NOTHING = Piece(b"", b"", b"", b"", b"")
 
 
@@ -144,7 +146,8 @@ class Outbox:
 
 def _piece(seq: Sequence, offset: int, tokens: bytes) -> Piece:
     """Of one sequence."""
-    return Piece(i64([seq.uid]), i32([seq.attempt]), i32([seq.index]), i32([offset]), tokens)
+    line = _LINE.pack(seq.uid, seq.attempt, seq.index, offset)
+    return Piece(line[:8], line[8:12], line[12:16], line[16:], tokens)
 
 
 def _batch(sink: TokenSink) -> TokenBatch:

@@ -367,8 +367,8 @@ class Sequence:
 
     def admit(self) -> Admit:
         """What the worker must know of the row's new owner."""
-        request = self.request
-        ids = request.prompt + self.outputs.tobytes()
+        request, outputs = self.request, self.outputs
+        ids = request.prompt + outputs.tobytes() if outputs else request.prompt
         return Admit(self.row, self.uid, self.index, ids, request.prompt_len, request.work, self.prompt_from)
 
     def reusable(self) -> int:
