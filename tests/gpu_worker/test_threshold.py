@@ -1,7 +1,9 @@
 """The threshold's passes: by every way the twin's value, to the bit, and few readings of the logits."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from kernel_device import DEVICE
@@ -12,6 +14,7 @@ pytest.importorskip("triton")
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.gpu_worker.kernels import marks, sampling, threshold
+from quire.gpu_worker.kernels.columns import INV_T
 from quire.gpu_worker.layers import dispatch
 from quire.proto.params import SamplingParams
 
@@ -61,6 +64,52 @@ def test_every_way_gives_the_same(monkeypatch, kind):
             monkeypatch.setattr(threshold, name, 512)
         got = threshold.threshold(logits, packed, *ALL)
         assert torch.equal(got, want), (chunk, room)
+
+
+def exact(scaled, p):
+    """The definition on one row of scaled logits, float32 [V], with masses as integers: nothing is rounded but exp."""
+    scaled = np.sort(scaled)[::-1]
+    top, lowest = scaled[0], np.float32(-np.inf)
+    if p.min_p > 0:
+        lowest = top + np.float32(np.log(p.min_p))
+    if 0 < p.top_k < len(scaled):
+        lowest = max(lowest, scaled[p.top_k - 1])
+    if p.top_p < 1:
+        left = scaled[scaled >= lowest]
+        masses = (np.exp(left - top) * np.float32(2**42)).astype(np.int64)
+        share = max(int(np.float64(masses.sum()) * np.float64(np.float32(p.top_p))), 1)
+        lowest = max(lowest, left[int(np.searchsorted(masses.cumsum(), share))])
+    return lowest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="exp is numpy's in the interpreter")
+@pytest.mark.parametrize("seed", range(6))
+def test_any_row_has_the_exact_threshold(monkeypatch, seed):
+    """Random rows, filters, chunks and numbers of candidates, where a sum that was rounded would show."""
+    choose, draw = random.Random(seed), torch.Generator().manual_seed(seed)
+    monkeypatch.setattr(threshold, "CHUNK", choose.choice([512, 1024]))
+    monkeypatch.setattr(threshold, "ROOM", choose.choice([16, 128, 1024]))
+    for name in ("PEAKS_BLOCK", "SEARCH_BLOCK", "GATHER_BLOCK"):
+        monkeypatch.setattr(threshold, name, 512)
+    rows = [
+        SamplingParams(
+            temperature=choose.choice([0.01, 0.5, 1.0, 2.0]), top_k=choose.choice([0, 1, 20, 700]),
+            top_p=choose.choice([1.0, 1e-9, 0.5, 0.9, 0.9999999]), min_p=choose.choice([0.0, 0.0, 0.001, 1.0]),
+        )
+        for _ in range(6)
+    ]  # fmt: skip
+    logits = torch.randn(6, choose.choice([1, 300, 1100, 1500]), generator=draw) * choose.choice(
+        [1e-6, 0.05, 5.0, 1e20]
+    )
+    logits = choose.choice([logits, logits.bfloat16().float(), logits.round()])
+    logits[1::2] = logits[1::2].masked_fill(torch.rand(logits[1::2].shape, generator=draw) < 0.9, -math.inf)
+    packed = params_of(rows)
+    scaled = logits * packed.view(torch.float32)[:, [INV_T]]
+    sound = scaled.max(-1).values.isfinite().tolist()
+    got = threshold.threshold(logits, packed, *ALL).tolist()
+    for p, row, value, finite in zip(rows, scaled.numpy(), got, sound, strict=True):
+        assert not finite or value == exact(row, p), p
 
 
 def test_bfloat16_is_read_as_it_is():
