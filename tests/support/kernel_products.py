@@ -22,7 +22,8 @@ TOKENS, REACH, SLOTS = 1 << 20, 1 << 24, 1 << 26
 LARGEST = {
     # A grid's first axis counts rows, tokens or blocks of them, or slots; CUDA allows 65,535 on the others.
     "program x": TOKENS, "program y": 65_535, "program z": 65_535,
-    "attention_kernel.program y": 1024, "attention_kernel.program z": 64,  # key heads; MAX_SPLITS
+    "attention_kernel.program x": 1 << 30, "attention_kernel.program y": 64,  # key heads of Q-blocks; splits
+    "attention_kernel.splits": 64, "reduce_kernel.splits": 1024, "kv_heads": 1024,
     "product_kernel.program y": 32,  # parts of the inner axis
     # Sizes of a model: heads, a head's dim, a hidden size or an expert's width, words; strides inside one token.
     "dim": 1024, "heads": 4096, "half": 1024, "width": TOKENS, "inner": TOKENS, "vocab": TOKENS, "count": 1 << 16,
@@ -31,7 +32,8 @@ LARGEST = {
     # Of one token in a block to the next, the heads between them.
     "k_offset": TOKENS, "v_offset": TOKENS, "block_size": 1 << 16,
     # Rows and lengths of a step.
-    "rows": TOKENS, "tokens": TOKENS, "first_row": TOKENS, "query_starts": TOKENS, "context_lens": REACH,
+    "rows": TOKENS, "tokens": TOKENS, "first_row": TOKENS, "query_starts": TOKENS, "order": TOKENS,
+    "order_starts": TOKENS, "context_lens": REACH,
     "window": REACH,
     "total": SLOTS, "align_kernel.rows": 128, "align_kernel.blocks": SLOTS // 8,  # blocks have 16 places or more
     # What the host writes into small tables: slots of a step, positions in a row and in the words' prefixes.
@@ -40,11 +42,11 @@ LARGEST = {
 """The largest legal value of an argument, or of what is loaded through it, by its name, or by kernel.name."""
 
 ASSUMED = {
-    # The search of a Q-block's row ends at the row that has it, so the block's first token is one of the row's, or lies
-    # less than a block behind them.
     # No expert has more slots than there are, and they are rounded up to a block.
     "padded = tl.where(bins < count, (sizes + rows - 1) // rows * rows, 0)": SLOTS + 128,
-    "first = (q_block - _first_block(start, row, first_row, BLOCK_Q)) * BLOCK_Q": 2 * TOKENS,
+    # The search of a Q-block's row ends at the row that has it, so the block's first token is one of the row's, or lies
+    # less than a block behind them.
+    "return row, start, length, ((length + BLOCK_Q - 1) // BLOCK_Q - 1 - before) * BLOCK_Q": 2 * TOKENS,
 }  # fmt: skip
 """Text in a kernel's line -> what the product there cannot pass, where the bounds above do not show it."""
 
