@@ -59,7 +59,7 @@ class BlockPool:
         ``free_count``."""
         if count > self.free_count:
             raise PoolError(f"no free block: {count} are asked for and {self.free_count} left")
-        following, hash_of, refs = self._next, self._hash_of, self.refs
+        following, hash_of, by_hash, refs = self._next, self._hash_of, self._by_hash, self.refs
         head = block = self.num_blocks
         blocks = []
         for _ in range(count):
@@ -68,7 +68,7 @@ class BlockPool:
             refs[block] = 1
             block_hash = hash_of[block]
             if block_hash is not None:
-                del self._by_hash[block_hash]
+                del by_hash[block_hash]
                 hash_of[block] = None
         after = following[head] = following[block]
         self._prev[after] = head
