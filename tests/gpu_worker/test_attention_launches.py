@@ -3,6 +3,8 @@
 What it computes is in ``test_kernels_attention.py``.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from kernel_device import DEVICE
@@ -86,6 +88,27 @@ def test_tiles_fit_the_card(name, dim, dtype, on):
             for variant, _ in attention_tiles.launches(layer, StepShape(5, 4, 4 + length, length, 4096)):
                 assert attention_tiles.shared_bytes(dim, dtype, variant.tiles, card) <= card.shared
                 assert variant.tiles.block_n >= 16 and variant.tiles.block_m >= group
+
+
+COMPILED = Path(__file__).parent / "compiled" / "triton-3.9.txt"
+DIMS = {"dim-256": 256, "dim-80": 80, "sinks": 64, "softcap": 64}
+
+
+def test_the_estimate_of_shared_memory_is_what_compiled_kernels_take():
+    """An upper bound, and close to it, for every launch of attention in the table of compiled kernels."""
+    targets, seen = {f"sm_{card.arch}" if card.backend == "cuda" else card.arch: card for card in CARDS.values()}, 0
+    for line in COMPILED.read_text().splitlines():
+        target, launch, kernel, tile, _, warps, stages, _, _, shared, *_ = line.split()
+        if kernel != "attention_kernel" or target not in targets:
+            continue
+        dim = next((dim for name, dim in DIMS.items() if name in launch), 128)
+        dtype = torch.float32 if "fp32" in launch else BF16
+        block_m, block_n = (int(size[1:]) for size in tile.split(",")[:2])
+        tiles = Tiles(block_m, block_n, int(warps), int(stages))
+        estimate = attention_tiles.shared_bytes(dim, dtype, tiles, targets[target])
+        assert int(shared) <= estimate <= 1.4 * int(shared), line
+        seen += 1
+    assert seen > 60
 
 
 @pytest.mark.parametrize("card", CARDS)
