@@ -174,8 +174,9 @@ class DecodeGraphs(Graphs):
         capture([self], forward, recorder, progress)
 
     def record(self, size: int, forward: Forward, recorder: Recorder) -> None:
-        batch = self._static_batch(size)
-        self._replays[size] = recorder(lambda: forward(batch))
+        # A batch for each run: what attention keeps in it for its layers has to lie in the graph's own memory. What the
+        # run before the capture has made is freed behind it.
+        self._replays[size] = recorder(lambda: forward(self._static_batch(size)))
 
     def _static_batch(self, size: int) -> StepBatch:
         return StepBatch(

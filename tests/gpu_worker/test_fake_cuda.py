@@ -153,6 +153,9 @@ def test_a_long_context_is_split(device, rewrite, tmp_path):
     hand.called("decode").run((0, 1))
     hand.admit(1, PROMPT)
     hand.called("decodes and a chunk").run((0, 1), (1, 40))
+    hand.runner.capture(512, progress=False)
+    # The shares' memory is the graphs' own: a replay over what only the run before the capture had is a Violation.
+    hand.called("decode, replayed").run((0, 1), (1, 1))
     check(rewrite, "rows", "long", hand.seen)
 
 
