@@ -79,11 +79,10 @@ def sampling(rows: int) -> list[Work]:
 
 
 def decode(batch: int, context: int) -> list[Work]:
-    """One step of ``batch`` rows that have ``context`` keys each."""
-    nearest = min((8, 64, 256), key=lambda known: abs(math.log(known / batch)))
+    """One step of ``batch`` rows that have ``context`` keys each. Few rows' keys are split to fill whole waves."""
     attention = Work(
         "attention", decode_bytes(batch, context, KV_HEADS, DIM), 4.0 * batch * context * HEADS * DIM, LAYERS,
-        launches=2, row=(f"attention.decode-{nearest}", "attention_kernel"),
+        launches=2, row=("attention.decode-8", "attention_kernel"), programs=batch * KV_HEADS,
     )  # fmt: skip
     return [*linears(batch), attention, *small_kernels(batch), *sampling(batch)]
 
