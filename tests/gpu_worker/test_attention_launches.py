@@ -3,6 +3,7 @@
 What it computes is in ``test_kernels_attention.py``.
 """
 
+import math
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ DIMS = {"dim-256": 256, "dim-80": 80, "sinks": 64, "softcap": 64}
 
 
 def test_the_estimate_of_shared_memory_is_what_compiled_kernels_take():
-    """An upper bound, and close to it, for every launch of attention in the table of compiled kernels."""
+    """An upper bound, and at most probabilities above it, for every launch of attention in the table."""
     targets, seen = {f"sm_{card.arch}" if card.backend == "cuda" else card.arch: card for card in CARDS.values()}, 0
     for line in COMPILED.read_text().splitlines():
         target, launch, kernel, tile, _, warps, stages, _, _, shared, *_ = line.split()
@@ -106,7 +107,7 @@ def test_the_estimate_of_shared_memory_is_what_compiled_kernels_take():
         block_m, block_n = (int(size[1:]) for size in tile.split(",")[:2])
         tiles = Tiles(block_m, block_n, int(warps), int(stages))
         estimate = attention_tiles.shared_bytes(dim, dtype, tiles, targets[target])
-        assert int(shared) <= estimate <= 1.4 * int(shared), line
+        assert int(shared) <= estimate <= 1.55 * int(shared), line
         seen += 1
     assert seen > 60
 
@@ -268,6 +269,16 @@ def test_tiles_of_a_launch_that_is_asked_for_are_kept():
     step = Step([(1, 300)])
     plan = attention.plan_launch(step.q, step.k, step.batch, Scores(0.3), Variant(True, Tiles(16, 16), True), 5)
     assert plan.grid == (2, 5) and plan.partial.shape == (1, 4, 5, 16)
+
+
+def test_scale_and_log2_e_are_one_factor():
+    """Of a capped score two: one within the sigmoid that stands for tanh, one behind it."""
+    inner, outer = Scores(0.25).factors
+    assert (inner, outer) == (0.25 * math.log2(math.e), 1.0)
+    inner, outer = Scores(0.25, softcap=30.0).factors
+    score = 17.0
+    capped = outer * (2 / (1 + math.exp(-score * inner)) - 1)
+    assert capped == pytest.approx(30.0 * math.tanh(score * 0.25 / 30.0) * math.log2(math.e))
 
 
 def test_a_scale_that_is_not_above_0_is_refused():
