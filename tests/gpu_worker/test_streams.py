@@ -274,7 +274,9 @@ def results(order, room=None, steps=10):
 
     with pytest.MonkeyPatch.context() as patch, FakeCuda(values=True, choose=order) as device, torch.inference_mode():
         patch.setattr(worker.queue, "Queue", lambda maxsize: TurnQueue(turns, maxsize if room is None else room))
+        others = set(threading.enumerate())
         sender = worker._Results(Link(), threaded=True)
+        (thread,) = set(threading.enumerate()) - others
         download = Download(8, CUDA)
         for step in range(1, steps):
             with device.step():
@@ -283,6 +285,7 @@ def results(order, room=None, steps=10):
             sender.put(LEASE, step, Step(arrival, step))
         sender.drain()
         turns.end()
+        thread.join()
     assert sent == [(step, [step] * 4, [[float(step)] * 2]) for step in range(1, steps)]
 
 
