@@ -52,7 +52,7 @@ def compiled_section(table: Mapping[tuple[str, str, str], Row], versions: list[s
         lines.append(f"| {launch}, `{kernel}` | " + " | ".join(cells) + " |")
     rows.sort(key=lambda row: row.key)
     spilled = [f"{row.launch} on {row.card} ({row.spills} bytes)" for row in rows if row.spills]
-    lines += ["", "Spills: " + ("; ".join(spilled) if spilled else "none") + "."]
+    lines += ["", f"Spills with Triton {versions[-1]}: " + ("; ".join(spilled) if spilled else "none") + "."]
     return lines
 
 
@@ -87,8 +87,14 @@ def sections() -> dict[tuple[Path, str], list[str]]:
     """All that is written: (page, mark) -> lines."""
     table = load(newest())
     versions = sorted((path.stem[7:] for path in TABLES.glob("triton-*.txt")), key=lambda v: int(v.split(".")[1]))
+    counts = ((of, load(TABLES / f"triton-{of}.txt").values()) for of in versions)
+    spill = ", ".join(f"{of}: {sum(row.spills > 0 for row in rows)} of {len(rows)}" for of, rows in counts)
     return {
-        (GPU, "what was compiled"): compiled_section(table, versions),
+        (GPU, "what was compiled"): [
+            *compiled_section(table, versions),
+            "",
+            f"Kernels that spill, by version: {spill}.",
+        ],
         (BENCHMARKS, "roofline of steps"): step_table(table),
         (BENCHMARKS, "roofline of kernels"): kernel_table(table),
     }
