@@ -1,13 +1,16 @@
 """quire and a peer on this machine in the same run, in turns: throughput and latency, a table and plots.
 
 Sides take turns: one server is started, loaded with every cell, stopped, then the other's; and again in the next turn.
-The load client, the prompts and the lengths are the same. A long comparison is run in slices (--models, --dtypes,
---cells, --turns), each with an --out of its own, and put together by --merge.
+With --together both are up at once, and a window of the one follows one of the other: where the machine's own speed
+moves from minute to minute, only neighbours can be compared. The load client, the prompts and the lengths are the same.
+A long comparison is run in slices (--models, --dtypes, --cells, --turns), each with an --out of its own, and put
+together by --merge.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", default=["auto", "float32"], help="auto: each side's default")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS[:-1]))
     parser.add_argument("--rates", type=float, nargs="+", help="for the cell rates, requests a second")
-    parser.add_argument("--turns", type=int, default=2, help="how often each side is started")
+    parser.add_argument(
+        "--turns", type=int, default=2, help="how often each side is started, or with --together loaded"
+    )
+    parser.add_argument("--together", action="store_true", help="both servers up at once, their windows in turns")
     parser.add_argument("--seconds", type=float, help="of each window (default: by model)")
     parser.add_argument("--batches", type=int, default=3, help="of the cell offline, in each turn")
     parser.add_argument("--slo", nargs="+", default=["ttft:500", "tpot:50"], help="milliseconds that goodput allows")
@@ -85,10 +91,33 @@ def compare(args: argparse.Namespace, out: Path, settings: dict[str, Any], argv:
         report.data["versions"] |= side.versions()
     for model in models:
         for dtype in args.dtypes:
-            for turn in range(args.turns):
-                for side in sides:
-                    Turn(report, args, side, model, dtype, turn).measure(cells)
+            turns = [[Turn(report, args, side, model, dtype, turn) for side in sides] for turn in range(args.turns)]
+            if args.together:
+                measure_together(turns, cells)
+                continue
+            for one in (one for turn in turns for one in turn):
+                one.measure(cells)
     return report
+
+
+def measure_together(turns: list[list[Turn]], cells: list[str]) -> None:
+    """``turns`` of both sides, with both sides' servers, and then their offline engines, up at once."""
+    online = [cell for cell in cells if cell != "offline"]
+    if online:
+        with contextlib.ExitStack() as stack:
+            servers = [stack.enter_context(one.server()) for one in turns[0]]
+            for turn in turns:
+                loads = [one.loads(online, server.port) for one, server in zip(turn, servers, strict=True)]
+                for cell in zip(*loads, strict=True):
+                    for one, server, load in zip(turn, servers, cell, strict=True):
+                        one.window(server, *load)
+    if "offline" in cells:
+        with contextlib.ExitStack() as stack:
+            engines = [stack.enter_context(one.engine()) for one in turns[0]]
+            for turn in turns:
+                for repeat in range(turn[0].args.batches):
+                    for one, engine in zip(turn, engines, strict=True):
+                        one.batch(engine, repeat)
 
 
 class Turn:
@@ -102,24 +131,38 @@ class Turn:
         """A sample for each cell; of rates for each rate, of offline for each batch."""
         online = [cell for cell in cells if cell != "offline"]
         if online:
-            with Server(self.side, self.model, self.dtype) as server:
+            with self.server() as server:
                 note_progress(f"{self._name()} serves after {server.start_seconds:.1f} s")
-                for cell, one in self._loads(online, server.port):
-                    with self.report.sample(**self.labels, cell=cell) as values:
-                        values |= measure_load(one, server.pid, parse_slo(self.args.slo))
-                        values["start_s"] = server.start_seconds
+                for cell, one in self.loads(online, server.port):
+                    self.window(server, cell, one)
         if "offline" in cells:
-            self._offline()
+            with self.engine() as engine:
+                note_progress(f"{self._name()} is loaded after {engine.start_seconds:.1f} s")
+                for repeat in range(self.args.batches):
+                    self.batch(engine, repeat)
 
-    def _offline(self) -> None:
-        with OfflineBatch(self.side, job_of(self.model, self.dtype)) as batch:
-            note_progress(f"{self._name()} is loaded after {batch.start_seconds:.1f} s")
-            for repeat in range(self.args.batches):
-                with self.report.sample(**self.labels, cell="offline", repeat=repeat) as values:
-                    values |= offline_figures(batch.run())
-                    values["start_s"] = batch.start_seconds
+    def server(self) -> Server:
+        """Of the cells over HTTP."""
+        return Server(self.side, self.model, self.dtype)
 
-    def _loads(self, cells: list[str], port: int) -> Iterator[tuple[str, Load]]:
+    def engine(self) -> OfflineBatch:
+        """Of the cell offline."""
+        return OfflineBatch(self.side, job_of(self.model, self.dtype))
+
+    def window(self, server: Server, cell: str, one: Load) -> None:
+        """The sample of one load."""
+        with self.report.sample(**self.labels, cell=cell) as values:
+            values |= measure_load(one, server.pid, parse_slo(self.args.slo))
+            values["start_s"] = server.start_seconds
+
+    def batch(self, engine: OfflineBatch, repeat: int) -> None:
+        """The sample of one offline batch."""
+        with self.report.sample(**self.labels, cell="offline", repeat=repeat) as values:
+            values |= offline_figures(engine.run())
+            values["start_s"] = engine.start_seconds
+
+    def loads(self, cells: list[str], port: int) -> Iterator[tuple[str, Load]]:
+        """What a server on ``port`` is loaded with, by the name of the cell."""
         seconds = self.args.seconds or SECONDS.get(self.model.name, OTHER_SECONDS)
         common: dict[str, Any] = {
             "host": "127.0.0.1", "port": port, "model": self.model.name, "ids": prompt_ids(self.model),

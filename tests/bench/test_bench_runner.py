@@ -341,6 +341,17 @@ def test_a_server_is_loaded_and_an_offline_batch_run(tmp_path):
     assert batch["values"]["output_tokens"] > 0
 
 
+@pytest.mark.slow
+def test_two_sides_that_are_up_together_are_measured_in_turns(tmp_path):
+    out, model = tmp_path / "x.json", str(ROOT / "demo_model")
+    flags = ["--with", "quire", "--venv", sys.prefix, "--models", model, "--dtypes", "auto", "--turns", "2"]
+    cells = ["--cells", "online-1", "offline", "--seconds", "0.5", "--batches", "1", "--together", "--no-plots"]
+    assert main(["compare", *flags, *cells, "--out", str(out)]) == 0
+    labels = [(s["labels"]["turn"], s["labels"]["cell"], s["labels"]["side"]) for s in load(out)["samples"]]
+    sides = ("quire", "quire-before")
+    assert labels == [(turn, cell, side) for cell in ("online-1", "offline") for turn in (0, 1) for side in sides]
+
+
 @pytest.mark.parametrize("part", sorted((ROOT / "bench").rglob("*.py")), ids=lambda path: path.stem)
 def test_what_a_part_takes_from_quire_is_there(part: Path) -> None:
     """Parts import quire in their functions, where nothing but a run would miss a name."""
