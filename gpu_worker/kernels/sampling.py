@@ -117,7 +117,7 @@ def threshold_numpy(logits: torch.Tensor, params: torch.Tensor, min_p: bool, top
     for i in rows.random:
         scaled, floats, k = rows.scaled(i), rows.floats[i], int(rows.ints[i, TOP_K])
         top = scaled.max()
-        if min_p:
+        if min_p and floats[LOG_MIN_P] > -np.inf:
             out[i] = top + floats[LOG_MIN_P]
         if top_k and 0 < k < len(scaled):
             out[i] = max(out[i], _kth_largest(scaled, k))

@@ -7,7 +7,6 @@ INV_T = tl.constexpr(0)
 SEED_LOW = tl.constexpr(4)
 SEED_HIGH = tl.constexpr(5)
 NOT_A_LOGIT = tl.constexpr(float("-inf"))
-INF = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
 
 
@@ -47,6 +46,18 @@ def gumbel(position, blocks, k0, k1):
     return -tl.log(exponential)
 
 
+@triton.jit
+def _winner(values, nan, SIZE: tl.constexpr):
+    """(The largest of ``values`` [SIZE], where it lies), the first of equals.
+
+    The first ``nan`` wins, as in argmax, over infinity too: so the row is refused (``marks``), and not drawn from what
+    is left of it.
+    """
+    value, at = tl.max(tl.where(nan, NOT_A_LOGIT, values), 0, return_indices=True, return_indices_tie_break_left=True)
+    first = tl.min(tl.where(nan, tl.arange(0, SIZE), SIZE), 0)
+    return tl.where(first < SIZE, NAN, value), tl.where(first < SIZE, first, at)
+
+
 @triton.jit(do_not_specialize_on_alignment=["packed", "positions"])
 def draw_kernel(
     logits, stride, packed, positions, thresholds, best, best_ids, vocab, splits, first_block, skip,
@@ -71,9 +82,7 @@ def draw_kernel(
         if HAS_THRESHOLD:
             total = tl.where(s >= tl.load(thresholds + row), total, NOT_A_LOGIT)
         s = total
-    # NaN wins, as in argmax, so that the row is refused (``marks``) and not drawn from what is left of it.
-    value, at = tl.max(tl.where(nan, INF, s), 0, return_indices=True, return_indices_tie_break_left=True)
-    value = tl.where(tl.max(nan.to(tl.int32), 0) != 0, NAN, value)
+    value, at = _winner(s, nan, BLOCK)
     tl.store(best + row * splits + split, value)
     tl.store(best_ids + row * splits + split, split * BLOCK + at - skip)
 
@@ -84,7 +93,7 @@ def reduce_kernel(best, best_ids, out, splits, vocab, SPLITS: tl.constexpr):
     row = tl.program_id(0)
     at = tl.arange(0, SPLITS)
     value = tl.load(best + row * splits + at, mask=at < splits, other=NOT_A_LOGIT)
-    _, winner = tl.max(tl.where(value != value, INF, value), 0, return_indices=True, return_indices_tie_break_left=True)
+    _, winner = _winner(value, value != value, SPLITS)
     token = tl.load(best_ids + row * splits + tl.minimum(winner, splits - 1))
     # Rows of NaN must not name a token outside the vocabulary either.
     tl.store(out + row, tl.minimum(tl.maximum(token, 0), vocab - 1).to(tl.int64))

@@ -17,7 +17,7 @@ the logits are, and the host waits for none of them.
 **Masses are integers**, exp(s - max) in units of 2^-42, and sums of integers have no order. So a threshold depends on
 the row's logits and parameters alone: not on the company, the type that logits are stored in, the number of programs or
 the way that found it. What falls below a unit, in a vocabulary of 2^18, is less than 2^-24 of the mass of the likeliest
-token. A sum stays below 2^63 for up to 2^21 tokens.
+token. A sum stays below 2^63 for fewer than 2^21 tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 from .columns import BY_MIN_P, BY_TOP_K, BY_TOP_P, COLUMNS
 
-MOST_TOKENS = 1 << 21
+MOST_TOKENS = (1 << 21) - 1
 """The largest vocabulary whose masses can be summed."""
 
 CHUNK = 8192

@@ -69,8 +69,10 @@ def _wants(packed, filters, vocab):
 @triton.jit
 def _least(packed, filters, top, ignored):
     """The lowest value that min_p leaves; -inf where it is not looked at."""
-    by_min_p = ((filters & BY_MIN_P) != 0) & (ignored == 0)
-    return tl.where(by_min_p, top + _float(packed, LOG_MIN_P), NOT_A_LOGIT)
+    log_min_p = _float(packed, LOG_MIN_P)
+    # Without a min_p of its own the row has -inf here, which an infinite top would make NaN.
+    by_min_p = ((filters & BY_MIN_P) != 0) & (ignored == 0) & (log_min_p > NOT_A_LOGIT)
+    return tl.where(by_min_p, top + log_min_p, NOT_A_LOGIT)
 
 
 @triton.jit(do_not_specialize_on_alignment=["packed"])
@@ -400,7 +402,7 @@ def finish_kernel(
                 # What lies above the values that were gathered.
                 base = tl.where(by_k, count_hi, mass_hi)
                 base = tl.where(end == ENDLESS, 0, base)
-                lowest = _among_few(s, there, count, k, top_p, top, lowest, start, end, target, base, by_k, by_p)
+                lowest = _among_few(s, there, count, k, top_p, top, lowest, start, hi, target, base, by_k, by_p)
             else:
                 row_of = logits + row.to(tl.int64) * stride
                 if (top == NOT_A_LOGIT) | (top == ENDLESS):  # what was weighed means nothing

@@ -148,6 +148,25 @@ def test_best_in_slices(monkeypatch):
         assert torch.equal(a, b.cpu())
 
 
+@pytest.mark.parametrize("nan", [9, sampling.DRAW_BLOCK + 9])
+@pytest.mark.parametrize("cut", [False, True])
+def test_nan_is_seen_behind_infinity(nan, cut):
+    """In one block or in another, drawn or greedy: the row is refused, as the host's is."""
+    logits = torch.zeros((2, sampling.DRAW_BLOCK + 20), device=DEVICE)
+    logits[:, 5], logits[:, nan] = math.inf, math.nan
+    rows = torch.arange(2, device=DEVICE)
+    params = state_of([Request(SamplingParams(temperature=t)) for t in (1.0, 0.0)], 9, device=DEVICE).of(rows)
+    thresholds = torch.full((2,), -math.inf, device=DEVICE) if cut else None
+    for draw in (sampling.draw, sampling.draw_numpy):
+        assert draw(logits, params, rows, thresholds).tolist() == [nan] * 2
+    values, tokens = sampling.draw_part(logits, params, rows, 6)
+    assert values.isnan().all() and tokens.tolist() == [nan + 6] * 2
+    # Infinity wins over the largest number, and of two the first.
+    logits[:, 3], logits[:, nan] = torch.finfo(torch.float32).max, math.inf
+    assert sampling.draw(logits, params, rows, thresholds).tolist() == [5, 5]
+    assert sampling.draw_part(logits, params, rows, 6)[0].tolist() == [math.inf] * 2
+
+
 def test_columns_have_one_layout():
     from quire.gpu_worker.kernels import logprobs_jit, masks_jit, penalties_jit, sampling_jit, threshold_jit
 

@@ -112,6 +112,17 @@ def test_any_row_has_the_exact_threshold(monkeypatch, seed):
         assert not finite or value == exact(row, p), p
 
 
+def test_a_min_p_of_the_company_is_not_looked_at():
+    """A row without a min_p draws its infinite logit beside one that has a min_p, as it does alone."""
+    logits = torch.zeros((2, 9), device=DEVICE)
+    logits[0, 5] = math.inf
+    packed, positions = params_of([SamplingParams(), SamplingParams(min_p=0.1)]), torch.arange(2, device=DEVICE)
+    for find in (threshold.threshold, sampling.threshold_numpy):
+        found = find(logits, packed, True, False, False)
+        assert found[0] == -math.inf and found[1] > -math.inf
+        assert sampling.draw(logits, packed, positions, found)[0] == 5
+
+
 def test_bfloat16_is_read_as_it_is():
     """Logits of two bytes give what their float32 copies give: the threshold and the draw."""
     logits, packed = logits_of("real", 2050)[:4].bfloat16(), params_of(ROWS[:4])
@@ -143,6 +154,23 @@ def test_rows_are_read_few_times(monkeypatch, at, most):
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
     sampling.threshold(logits, params_of([params]), params.min_p > 0, params.top_k > 0, params.top_p < 1)
     assert vocab <= read <= most * vocab
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="looked at in the interpreter")
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_the_search_found_too_high_is_not_looked_at_again(monkeypatch, at):
+    """All values from the lower bound up were gathered; the edge is looked for below the upper bound all the same."""
+    from quire.gpu_worker.kernels import threshold_jit
+
+    seen, real = [], threshold_jit._edge_among
+
+    def noted(keys, weights, base, lo, hi, target):
+        seen.append(int((keys.handle.data >= hi.handle.data).sum()))
+        return real(keys, weights, base, lo, hi, target)
+
+    monkeypatch.setattr(threshold_jit, "_edge_among", noted)
+    threshold.threshold(logits_of("real", 900)[:1], params_of(ROWS[at : at + 1]), False, at == 0, at == 1)
+    assert len(seen) == 1 and seen[0] > 0
 
 
 class Copies(TorchDispatchMode):
@@ -186,6 +214,10 @@ def test_a_gpus_step_widens_where_it_must_alone(monkeypatch, rows, masked):
     assert torch.equal(got.tokens.cpu(), want.tokens)
     assert torch.equal(got.told.cpu(), want.tokens)
     assert copies.seen == (rows.stop == 5)
+
+
+def test_no_vocabulary_has_a_mass_that_wraps():
+    assert threshold.MOST_TOKENS * 2**42 < 2**63
 
 
 def test_too_large_a_vocabulary_is_refused():
