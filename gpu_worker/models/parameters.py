@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..layers.formats.base import Part, Stored, Weight, whole
+from ..layers.formats.base import CHOOSING, Part, Stored, Weight, whole
 from ..spec import WHOLE, DecoderSpec, MoESpec, Shard
 
 
@@ -63,7 +63,8 @@ class Parameter:
         """What a format is told of it."""
         columns, gated = self.columns or whole(1), self.name.endswith("gate_up.weight")
         if not self.experts:
-            return Weight(self.parts, columns, dtype, device, gated=gated)
+            chooses = self.name.endswith(CHOOSING)
+            return Weight(self.parts, columns, dtype, device, gated=gated, chooses=chooses)
         each = len(self.parts) // self.experts
         held = sum(1 for part in self.parts[::each] if len(part))
         return Weight(tuple(whole(part.total) for part in self.parts[:each]), columns, dtype, device, held, gated)

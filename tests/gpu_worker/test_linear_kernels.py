@@ -4,6 +4,7 @@ measurement.
 Kernels are compiled where there is a GPU, else run under Triton's interpreter. Times are given by the tests.
 """
 
+import itertools
 import json
 
 import pytest
@@ -17,9 +18,10 @@ from quire.gpu_worker.kernels import linear
 from quire.gpu_worker.kernels.card import INTERPRETER
 from quire.gpu_worker.kernels.linear import Tiles, invariant_tiles, product, product_torch
 from quire.gpu_worker.layers.formats import cuda, measured
-from quire.gpu_worker.layers.formats.base import Weight, whole
+from quire.gpu_worker.layers.formats.base import CHOOSING, Weight, whole
 from quire.gpu_worker.layers.formats.cuda import CUDA, InvariantProduct, MeasuredProduct
 from quire.gpu_worker.layers.linear import Linear, weight_of
+from quire.gpu_worker.models.parameters import Parameter
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SMALL = Tiles(16, 32, 32, 1, 4, 2)
@@ -187,8 +189,64 @@ def test_what_was_measured_is_kept_for_the_next_start(monkeypatch, tmp_path):
     assert measured.Table(INTERPRETER, times, file).few_rows(matrix) == found and not times.calls
     # Another process's are kept beside them, and no half-written file is left.
     measured.Table(INTERPRETER, times, file).few_rows(randn(32, 256))
-    measured.write(file, {"of another": None})
-    assert len(measured.read(file)) == 7 and [each.name for each in file.parent.iterdir()] == ["card.json"]
+    measured.keep(file, "of another", None, [])
+    assert len(measured.read(file)) == 7
+    assert sorted(each.name for each in file.parent.iterdir()) == ["card.json", "card.lock"]
+
+
+@pytest.mark.parametrize("steps", [(1, -1), (-1, 1)])
+def test_of_workers_that_measure_at_once_all_take_what_the_first_kept(tmp_path, steps):
+    """Both have read the file before either wrote it. To one the library is the fastest, to the other a tile."""
+
+    def table(step, file):
+        times = itertools.count(0, step)
+        return measured.Table(INTERPRETER, lambda call: next(times), file)
+
+    matrix = randn(64, 256)
+    tables = [table(step, tmp_path / "card.json") for step in steps]
+    want = table(steps[0], None).few_rows(matrix)
+    assert want != table(steps[1], None).few_rows(matrix)
+    assert [each.few_rows(matrix) for each in (*tables, table(1, tmp_path / "card.json"))] == [want] * 3
+
+
+def test_a_file_that_may_not_be_read_is_told_of_once_at_most(monkeypatch, tmp_path, caplog):
+    def refuse(self, *args):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(measured.Path, "read_text", refuse)
+    times = Times(monkeypatch, lambda what, rows: 1.0)
+    measured.Table(INTERPRETER, times, tmp_path / "card.json").few_rows(randn(64, 256))
+    assert times.calls and len([each for each in caplog.records if each.levelname == "WARNING"]) <= 1
+
+
+def test_a_call_is_timed_without_the_hosts_launches(monkeypatch):
+    """The host takes ten times as long to launch a call as the device to run it."""
+    host = device = 0.0
+
+    def ran(launched, took):
+        nonlocal host, device
+        host += launched
+        device = max(host, device) + took
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = max(host, device)
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    monkeypatch.setattr(measured, "WASH_BYTES", 1)
+    for name, value in {
+        "Event": Event,
+        "_sleep": lambda cycles: ran(0.005, cycles / 2e6),  # milliseconds at 2 GHz
+        "synchronize": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    timer = measured._gpu_timer(torch.device("cpu"))
+    assert timer(lambda: ran(0.1, 0.01)) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 3}', '{"a": [1, 2]}'])
@@ -274,6 +332,19 @@ def test_a_gate_is_joined_by_the_product_itself(on_gpu):
     for rows in (3, 20):
         x = randn(rows, 64)
         agree(joined(x), linear.gated_activation_torch(layer(x), "silu"), torch.float32)
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_router_is_multiplied_alike_on_every_rank(on_gpu, name):
+    """What each process measures for itself may differ; logits of routers that do would choose different experts."""
+    matrix, x = randn(48, 64, seed=1), randn(3, 64)
+    asked = []
+    for each in (name, "o.weight"):
+        weight = Parameter(f"layers.0.{each}", "linear", (whole(48),), whole(64)).as_weight(matrix.dtype, matrix.device)
+        run = CUDA.linear({"weight": matrix}, weight)
+        asked.append(len(on_gpu.asked))
+        assert each != name or torch.equal(run(x, None), measured.library(x, matrix, None))
+    assert asked == [0, 1]
 
 
 def test_no_library_multiplies_where_bits_must_not_depend_on_company(on_gpu, monkeypatch):

@@ -13,10 +13,10 @@ import torch
 
 from ....proto.config import ConfigError
 from ...kernels.cpu.library import library
+from .base import CHOOSING
 from .native import Int4, Int8
 
 METHODS: dict[str, Int8 | Int4] = {"int8": Int8(), "int4": Int4()}
-_KEPT = ("router.weight", "shared_gate.weight")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class AtLoad:
             return None
         if name == "lm_head.weight":
             return None if self.lm_head is False else METHODS["int8"]
-        return METHODS[self.method] if name.startswith("layers.") and not name.endswith(_KEPT) else None
+        return METHODS[self.method] if name.startswith("layers.") and not name.endswith(CHOOSING) else None
 
 
 NOTHING = AtLoad()

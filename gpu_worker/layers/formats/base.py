@@ -19,6 +19,9 @@ import torch
 from ....proto.config import ConfigError
 from ...kernels.moe import Blocks
 
+CHOOSING = ("router.weight", "shared_gate.weight")
+"""How names of weights end whose few outputs choose experts, or scale what experts give."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -43,6 +46,7 @@ class Weight:
 
     ``experts``: None, or how many weights of this shape its tensors hold, in a first dim before rows and columns.
     ``gated``: the first half of the rows are gates, the second half what they are applied to.
+    ``chooses``: one of CHOOSING. Every tensor rank has all of it, and all must find the same.
     """
 
     parts: tuple[Part, ...]
@@ -51,6 +55,7 @@ class Weight:
     device: torch.device
     experts: int | None = None
     gated: bool = False
+    chooses: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -20,7 +20,8 @@ class Cuda(Plain):
         matrix = tensors["weight"]
         if batch_invariant():
             return InvariantProduct(matrix)
-        return MeasuredProduct(matrix, table_of(matrix.device), gated=weight.gated)
+        # Tensor ranks measure each for itself. A router rounded in two ways would choose two experts for one token.
+        return MeasuredProduct(matrix, table_of(matrix.device), unmeasured=weight.gated or weight.chooses)
 
 
 CUDA = Cuda()
@@ -43,15 +44,15 @@ class InvariantProduct:
 class MeasuredProduct:
     """x [T, in] -> [T, out] by what ``table`` found for T rows.
 
-    With ``activation``, a gated one: [T, out / 2], the halves joined by it. ``gated``: there will be one, so that the
-    product without it is not worth measuring.
+    With ``activation``, a gated one: [T, out / 2], the halves joined by it. ``unmeasured``: by the library for any T,
+    as where there will be one, and the product without it is not worth measuring.
     """
 
     __slots__ = ("_activation", "_few", "_matrix", "_table")
 
-    def __init__(self, matrix: torch.Tensor, table: Table, activation: str = "", gated: bool = False) -> None:
+    def __init__(self, matrix: torch.Tensor, table: Table, activation: str = "", unmeasured: bool = False) -> None:
         self._matrix, self._table, self._activation = matrix, table, activation
-        self._few = [None] * FEW_ROWS if gated else table.few_rows(matrix, activation)
+        self._few = [None] * FEW_ROWS if unmeasured else table.few_rows(matrix, activation)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows = len(x)

@@ -3,18 +3,20 @@
 A step of up to 16 rows is most of decode's time, and neither the vendor's library nor one Triton tile is the best for
 every shape. For each shape the library and a handful of tiles are run on the weight itself; a tile is taken where it is
 clearly faster. What was found lasts for the process, and in a small file in the user's cache folder for the next one:
-a worker that starts again takes the same products, and so rounds as it did before.
+a worker that starts again takes the same products, and so rounds as it did before. Of workers that measure at the same
+time all take what the first of them has kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,10 @@ log = logging.getLogger(__name__)
 
 CLEARLY = 0.97
 """A tile must take less than this share of the library's time."""
+WASH_BYTES = 2**27
+"""More than any L2 cache holds."""
+AHEAD_CYCLES = 10**6
+"""Half a millisecond of the device and more: several times what the host takes to launch a call."""
 _UNKNOWN = Tiles(0, 0, 0, 0, 0, 0)
 Timer = Callable[[Callable[[], object]], float]
 """Milliseconds of one call."""
@@ -55,9 +61,8 @@ class Table:
             key = f"{str(matrix.dtype).removeprefix('torch.')} {rows}x{inner} {activation or 'plain'} {step}"
             # What another version of quire has kept may not fit this one's kernels.
             if self._known.get(key, _UNKNOWN) not in (None, *candidates):
-                self._known[key] = self._measure(matrix, activation, step, candidates)
-                if self._file is not None:
-                    write(self._file, self._known)
+                best = self._measure(matrix, activation, step, candidates)
+                self._known[key] = best if self._file is None else keep(self._file, key, best, candidates)
             found += [self._known[key]] * (step - len(found))
         return found
 
@@ -100,36 +105,46 @@ def cache_file(card: Card) -> Path:
 
 
 def read(file: Path) -> dict[str, Tiles | None]:
-    """What ``write`` kept; nothing where the file is not there or not whole, as it is only a saving of time."""
+    """What ``keep`` kept; nothing where the file is not there or not whole, as it is only a saving of time."""
     try:
         kept: Any = json.loads(file.read_text("utf-8"))
         return {str(key): None if value is None else Tiles(*value) for key, value in kept.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        if not isinstance(error, FileNotFoundError):
+        if not isinstance(error, FileNotFoundError | PermissionError):
             log.warning("ignoring %s, which cannot be read (%s); products are measured anew", file, error)
         return {}
 
 
-def write(file: Path, known: dict[str, Tiles | None]) -> None:
-    """Keep ``known``, with what another process has kept meanwhile, so that a reader finds the old or the new whole."""
-    text = json.dumps({**read(file), **known}, indent=0)
+def keep(file: Path, key: str, best: Tiles | None, candidates: Sequence[Tiles]) -> Tiles | None:
+    """Keep ``best`` for ``key``; or, where another process has kept one of ``candidates`` or None meanwhile, give that.
+
+    A reader finds the old or the new file whole.
+    """
     with contextlib.suppress(OSError):  # a read-only home costs the next start its measurements
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as out:
-            out.write(text)
-        os.replace(out.name, file)
+        with file.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = read(file)
+            if kept.get(key, _UNKNOWN) in (None, *candidates):
+                return kept[key]
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as out:
+                json.dump({**kept, key: best}, out, indent=0)
+            os.replace(out.name, file)
+    return best
 
 
 def _gpu_timer(device: torch.device) -> Timer:
     """Times a call by events, after a first one that compiles. Between calls the L2 cache is emptied, as a step's other
-    layers empty it."""
+    layers empty it. Then the device waits until the host has launched the whole call: a decode's CUDA graph has no
+    launches by the host, and a call of two kernels must not seem slow for them."""
 
     def timer(call: Callable[[], object]) -> float:
-        wash, times = torch.empty(2**27, dtype=torch.int8, device=device), []
+        wash, times = torch.empty(WASH_BYTES, dtype=torch.int8, device=device), []
         call()
         for _ in range(8):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             wash.zero_()
+            torch.cuda._sleep(AHEAD_CYCLES)
             begin.record()
             call()
             end.record()
