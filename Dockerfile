@@ -51,7 +51,7 @@ RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
 
 FROM base AS service
 COPY deploy/healthcheck.py deploy/claim_gpu.py /opt/
-ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton
+ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton XDG_CACHE_HOME=/cache
 WORKDIR /
 
 FROM service AS scheduler

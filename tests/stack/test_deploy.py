@@ -398,6 +398,16 @@ def test_units_start_what_services_take_and_wait_for_drains(monkeypatch):
         assert int(found[name]["TimeoutStopSec"][0]) >= limit + 10
 
 
+def test_what_a_worker_keeps_for_its_next_start_lies_on_its_volume():
+    """Its model, its compiled kernels and its measurements, wherever the home of its user is."""
+    (image,) = re.findall(r"^ENV (HF_HOME=.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    unit = " ".join(units()["quire-gpu-worker@.service"]["Environment"])
+    for folder, words in (("/cache", image), ("/var/cache/quire", unit)):
+        kept = dict(word.split("=", 1) for word in words.split())
+        for name in ("HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"):
+            assert Path(kept[name]).is_relative_to(folder), name
+
+
 @pytest.mark.skipif(not os.path.exists("/usr/bin/systemd-analyze"), reason="no systemd-analyze here")
 def test_systemd_accepts_the_units(tmp_path):
     for path in [*(DEPLOY / "systemd").glob("*.service"), DEPLOY / "systemd/quire.target"]:
