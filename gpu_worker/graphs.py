@@ -22,7 +22,7 @@ import torch
 
 from .batch import StepBatch
 from .kernels.attention import Scores
-from .memory import out_of_memory
+from .memory import out_of_memory, says_no_memory
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +106,16 @@ class CudaRecorder:
         return [graph.replay for graph in graphs], hidden
 
     def _end(self, graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
-        """End what ``error`` broke off; where that was the end itself (instantiation took memory), there is nothing."""
+        """End what ``error`` broke off; where that was the end itself (instantiation took memory), there is nothing.
+
+        An end that runs out of memory has ended the capture: what it instantiates comes after.
+        """
         if torch.cuda.is_current_stream_capturing():
             try:
                 graph.capture_end()
             except RuntimeError as void:
-                raise VoidCapture(f"a capture of CUDA graphs broke off ({error}) and could not be ended") from void
+                if not says_no_memory(void):  # ``error``, which it came of, may well be one
+                    raise VoidCapture(f"a capture of CUDA graphs broke off ({error}) and could not be ended") from void
 
     def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -39,14 +39,23 @@ class Budget:
     cap: int | None = None  # bytes of cache at most
 
 
-_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What errors without a type of their own say: torch's of a CPU, of CUDA itself and of its libraries."""
+_NO_MEMORY = (
+    "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory", "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",
+)  # fmt: skip
+"""What errors without a type of their own say: torch's of a CPU, of CUDA itself and of its libraries; Triton's where a
+kernel is loaded; NCCL's, new and old, which torch quotes as its last error."""
+
+
+def says_no_memory(error: BaseException) -> bool:
+    """Whether ``error`` itself says that memory ran out."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in _NO_MEMORY)
 
 
 def out_of_memory(error: BaseException | None) -> bool:
     """Whether that is what ``error`` says, or an error that it came of (a capture that ends early is void as well)."""
     while error is not None:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in _NO_MEMORY):
+        if says_no_memory(error):
             return True
         error = error.__context__
     return False

@@ -348,6 +348,21 @@ def test_memory_that_runs_out_within_a_capture_or_at_its_end(captures):
     assert graphs.sizes == [1, 2] and not captures.capturing
 
 
+def test_a_capture_whose_end_lacks_memory_too_has_ended(captures):
+    """Memory ran out within it, and again where what was captured by then was instantiated."""
+    graphs, runs = DecodeGraphs([1, 2], 64, 16, CPU), []
+
+    def forward(batch):
+        runs.append(len(batch.token_ids))
+        if runs == [2, 2]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return batch.token_ids
+
+    captures.ends = [RuntimeError("CUDA error: out of memory")]
+    graphs.capture(forward, CudaRecorder(), progress=False)
+    assert graphs.sizes == [1] and not captures.capturing
+
+
 def test_a_capture_that_cannot_be_ended_ends_the_worker(captures):
     """In one line that says what to do: ``out_of_memory`` sees what it came of."""
     runs = []

@@ -37,4 +37,12 @@ def test_what_says_that_memory_is_lacking():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert out_of_memory(caught.value) and out_of_memory(MemoryError()) and out_of_memory(torch.OutOfMemoryError())
+    for text in (
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "NCCL error in: ...\nncclUnhandledCudaError: ...\nLast error:\nCuda failure 2 'out of memory'",
+        "Last error:\nCuda failure 'out of memory'",  # of older versions
+    ):
+        assert out_of_memory(RuntimeError(text)), text
+    assert not out_of_memory(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
     assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
