@@ -235,7 +235,7 @@ class EngineArgs:
         if isinstance(self.api_key, list):  # the command line's values
             self.api_key = ",".join(self.api_key)
         for name in ("max_num_batched_tokens", "num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
-                     "kv_cache_memory_bytes", "max_requests_per_key"):  # fmt: skip
+                     "kv_cache_memory_bytes", "max_requests_per_key", "max_seq_len_to_capture"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}.")
@@ -261,17 +261,26 @@ class EngineArgs:
             )
         if not 0 < self.master_port <= 65535:
             raise ConfigError(f"master_port must be in [1, 65535], got {self.master_port}.")
-        if (budget := self.max_num_batched_tokens) is not None and budget < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}); raise the first or lower the second."
-            )
+        self._check_together()
         for fld in dataclasses.fields(self):
             choices = fld.metadata["choices"]
             value = getattr(self, fld.name)
             if choices and value not in choices and not (value is None and fld.default is None):
                 raise ConfigError(f"Unknown {fld.name}: {value!r}. Must be one of {list(choices)}.")
         return self
+
+    def _check_together(self) -> None:
+        """Refuse values that are sound by themselves."""
+        if (budget := self.max_num_batched_tokens) is not None and budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}); raise the first or lower the second."
+            )
+        if self.batch_invariant and self.attention_backend == "flash":
+            raise ConfigError(
+                "attention_backend=flash cannot be batch_invariant, as FlashAttention chooses by the step; use "
+                "--attention-backend=triton, or leave --batch-invariant out."
+            )
 
     def _check_numbers(self) -> None:
         """Refuse what is no number where one is due, which a program may give and the command line cannot."""

@@ -62,6 +62,14 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"usage: quire {command}" in capsys.readouterr().out
 
 
+def test_serve_shows_the_flags_of_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["serve", "--help"])
+    shown = capsys.readouterr().out
+    for flag in ("--attention-backend", "--batch-invariant", "--disable-custom-all-reduce", "--max-seq-len-to-capture"):
+        assert f"  {flag}" in shown, flag
+
+
 @pytest.mark.parametrize("argv", [["nope"], ["--nope"], ["chat", "--nope"], ["keygen"], ["serve", "--port", "x"]])
 def test_bad_usage_is_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

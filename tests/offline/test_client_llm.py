@@ -9,6 +9,7 @@ import pytest
 
 from quire import BeamSearchParams, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from quire.client.background import EngineThread
+from quire.client.offline import llm
 from quire.client.offline.batch import Offline
 from quire.client.offline.beams import beam_output
 from quire.client.offline.checks import Limits, check_input, check_params, shortened
@@ -22,6 +23,27 @@ from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import ConfigError
 from quire.proto.messages import Stats
 from quire.proto.params import RequestOutputKind
+
+# ---------------------------------------------------------------- flags
+
+
+def test_the_flags_of_kernels_reach_the_workers(monkeypatch):
+    started = []
+
+    def start(args, own):
+        started.append(args)
+        raise InterruptedError  # that is all
+
+    monkeypatch.setattr(llm, "Offline", start)
+    flags = {"attention_backend": "triton", "batch_invariant": True, "disable_custom_all_reduce": True}
+    with pytest.raises(InterruptedError):
+        llm.LLM("m", max_seq_len_to_capture=64, **flags)
+    assert {
+        "--attention-backend=triton", "--batch-invariant", "--disable-custom-all-reduce", "--max-seq-len-to-capture=64",
+    } <= set(started[0].argv_for("gpu_worker"))  # fmt: skip
+    with pytest.raises(ConfigError, match="max_seq_len_to_capture must be at least 1, got 0"):
+        llm.LLM("m", max_seq_len_to_capture=0)
+
 
 # ---------------------------------------------------------------- defaults
 

@@ -102,6 +102,15 @@ def test_lengths_as_people_write_them() -> None:
             given(f"--max-model-len={text}")
 
 
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_length_that_graphs_cannot_cover(value: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=f"max_seq_len_to_capture must be at least 1, got {value}"):
+        EngineArgs(max_seq_len_to_capture=value).check()
+    with pytest.raises(SystemExit) as ended:
+        parse_service_args("gpu_worker", [f"--max-seq-len-to-capture={value}"])
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [("max_model_len", "8K", "a whole number, got '8K'"), ("max_num_seqs", 2.0, "a whole number, got 2.0"),
