@@ -196,8 +196,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
 
 def _suit(args: EngineArgs, device: torch.device) -> None:
     """Make the kernels' choices that hold for all of this process. Raises ConfigError where they cannot run here."""
-    from .kernels.attention import use_flash
-    from .kernels.attention_flash import choose_flash
+    from .kernels.attention_flash import choose_flash, use_flash
     from .kernels.card import card_of, check_card
     from .kernels.company import set_batch_invariant
 

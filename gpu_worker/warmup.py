@@ -25,6 +25,7 @@ from ..proto.params import SamplingParams
 from ..proto.work import Generate
 from .batch import StepShape, idle_batch
 from .kernels import marks, sampling
+from .kernels.attention_flash import flash_in_use
 from .runner import PROMPT_SLICE, Runner
 from .sampling.sample_batch import SampleBatch
 from .sampling.sampler import sample, sample_share, variants
@@ -60,6 +61,8 @@ def warm_up(runner: Runner, progress: bool) -> None:
         jobs += _drawing(runner)
     for job in tqdm(jobs, desc="Compiling kernels", unit="step", disable=not progress):
         job()
+    if (flash := flash_in_use()) is not None:
+        flash.warm = True
     log.info(
         "ran %d steps of padding in %.1f s, so that no kernel is compiled later", len(jobs), time.monotonic() - began
     )

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..batch import StepBatch, StepShape
-from .attention_flash import Flash, FlashPrefill
+from .attention_flash import FlashPrefill, flash_in_use
 from .attention_tiles import MAX_SPLITS, LayerShape, Tiles, Variant, launches, power
 from .card import card_of
 from .company import batch_invariant
@@ -35,15 +35,6 @@ from .scores import Scores
 
 JOINED = 8
 """Splits that the joining kernel reads at a time."""
-
-
-_flash: Flash | None = None
-
-
-def use_flash(flash: Flash | None) -> None:
-    """What all prefills of this process, which serves one model, go through where it takes their kind of scores."""
-    global _flash
-    _flash = flash
 
 
 @dataclass(slots=True)
@@ -104,10 +95,12 @@ def launches_of(
 def _launches(q: torch.Tensor, k_cache: torch.Tensor, batch: StepBatch, scores: Scores) -> list[Launch | FlashPrefill]:
     layer = LayerShape(q.shape[1], k_cache.shape[2], q.shape[2], scores.window, q.dtype, q.device)
     shape = StepShape(len(batch.context_lens), batch.num_decodes, len(q), batch.max_query_len, batch.max_context_len)
-    flash = _flash is not None and not batch_invariant() and _flash.takes(q, scores)
+    flash = flash_in_use()
+    if flash is not None and (batch_invariant() or not flash.takes(q, scores)):
+        flash = None
     return [
-        FlashPrefill(_flash, batch)
-        if flash and _flash is not None and not variant.decode
+        FlashPrefill(flash, batch)
+        if flash is not None and not variant.decode
         else plan_launch(q, k_cache, batch, scores, variant, splits)
         for variant, splits in launches(layer, shape)
     ]

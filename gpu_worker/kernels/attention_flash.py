@@ -12,7 +12,7 @@ Their window (left, right) is how many keys before and behind a query are seen b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -26,8 +26,10 @@ from .scores import Scores
 
 log = logging.getLogger(__name__)
 
-LARGEST_HEAD = 256
 REMEDY = "pip install 'quire[flash]'"
+TILE_ROWS = 128
+"""Rows (tokens x query heads that share a key head) up to which FlashAttention 4 compiles a kernel of one stage of
+queries for compute capability 10.x, and one of two stages above (``q_stage`` in flash_attn/cute/interface.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +39,16 @@ class Library:
     name: str
     module: str
     entry: str
-    majors: tuple[int, ...]  # compute capabilities
+    majors: Mapping[int, int]  # major compute capabilities, and the dims of the largest head it takes there
     softcap: bool
 
 
 LIBRARIES = (
-    Library("FlashAttention 3", "flash_attn_interface", "flash_attn_with_kvcache", (9,), True),
-    Library("FlashAttention 4", "flash_attn.cute", "flash_attn_varlen_func", (9, 10), False),
+    Library("FlashAttention 3", "flash_attn_interface", "flash_attn_with_kvcache", {9: 256}, True),
+    Library("FlashAttention 4", "flash_attn.cute", "flash_attn_varlen_func", {9: 256, 10: 128}, False),
 )
-"""The first that is installed and made for the card is taken."""
+"""The first that is installed and made for the card is taken. FlashAttention 4 has a kernel for heads of 256 dims on
+10.x too, but for pages of 128 tokens alone."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,8 @@ class Flash:
 
     library: Library
     call: Callable[..., Any]
+    largest_head: int  # dims
+    warm: bool = False  # the warm-up is over: what fails from now on is no matter of what was installed
     _told: set[str] = field(default_factory=set)
 
     def takes(self, q: torch.Tensor, scores: Scores) -> bool:
@@ -64,13 +69,42 @@ class Flash:
             "attention sinks": scores.sinks is not None,
             "a soft cap": scores.softcap > 0 and not self.library.softcap,
             f"{q.dtype}": q.dtype.itemsize != 2,
-            f"heads of {q.shape[2]} dims": q.shape[2] > LARGEST_HEAD or q.shape[2] % 8 != 0,
+            f"heads of {q.shape[2]} dims": q.shape[2] > self.largest_head or q.shape[2] % 8 != 0,
         }
         why = next((what for what, lacking in lacks.items() if lacking), None)
         if why is not None and why not in self._told:
             self._told.add(why)
             log.info("layers with %s are not for %s: Triton's kernel computes their prefills", why, self.library.name)
         return why is None
+
+    def failure(self, error: Exception) -> Exception:
+        """What an ``error`` of the library is to the worker: a ConfigError before it serves, unless memory ran out."""
+        if self.warm or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return error
+        said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")
+        return ConfigError(
+            f"attention_backend=flash: {self.library.name} fails on this card ({said}); use --attention-backend=triton."
+        )
+
+
+_flash: Flash | None = None
+
+
+def use_flash(flash: Flash | None) -> None:
+    """What all prefills of this process, which serves one model, go through where it takes their kind of scores."""
+    global _flash
+    _flash = flash
+
+
+def flash_in_use() -> Flash | None:
+    """The same; None: Triton's kernel serves all."""
+    return _flash
+
+
+def flash_variant(query_len: int, group: int) -> Hashable:
+    """What the library compiles a kernel for in a step whose longest row has ``query_len`` tokens, beside what the
+    model says; ``group`` query heads share a key head."""
+    return "flash", query_len * group > TILE_ROWS
 
 
 class FlashPrefill:
@@ -93,12 +127,18 @@ class FlashPrefill:
     def run(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, scores: Scores
     ) -> None:
-        """Attention of one layer, into the rows' part of ``out``."""
+        """Attention of one layer, into the rows' part of ``out``. Raises ConfigError where the library fails before
+        the worker serves: the warm-up tries all that it compiles."""
         window = (-1, -1) if scores.window is None else (scores.window - 1, 0)
-        got = self.flash.call(
-            q[self.first :], k_cache, v_cache, softmax_scale=scores.scale, window_size=window, softcap=scores.softcap,
-            **self.shared,
-        )  # fmt: skip
+        try:
+            got = self.flash.call(
+                q[self.first :], k_cache, v_cache, softmax_scale=scores.scale, window_size=window,
+                softcap=scores.softcap, **self.shared,
+            )  # fmt: skip
+        except Exception as error:
+            if (failure := self.flash.failure(error)) is error:
+                raise
+            raise failure from error
         out[self.first :] = got[0] if isinstance(got, tuple) else got
 
 
@@ -113,7 +153,8 @@ def choose_flash(backend: str, card: Card) -> Flash | None:
     """
     if backend != "flash":
         return None
-    made = [library for library in LIBRARIES if card.backend == "cuda" and int(card.arch) // 10 in library.majors]
+    major = int(card.arch) // 10 if card.backend == "cuda" else 0
+    made = [library for library in LIBRARIES if major in library.majors]
     if not made:
         raise ConfigError(
             f"attention_backend=flash: FlashAttention for a paged cache is made for Hopper and B200 (compute "
@@ -122,7 +163,7 @@ def choose_flash(backend: str, card: Card) -> Flash | None:
         )
     for library in made:
         try:
-            return Flash(library, getattr(import_module(library.module), library.entry))
+            return Flash(library, getattr(import_module(library.module), library.entry), library.majors[major])
         except (ImportError, AttributeError) as error:
             log.debug("%s: %s", library.name, error)
     raise ConfigError(f"attention_backend=flash: FlashAttention is not installed; {REMEDY}, or use triton.")

@@ -6,12 +6,14 @@ All follows from sizes that the host knows. ``launches`` is the one place that c
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from ..batch import StepShape
+from .attention_flash import flash_in_use, flash_variant
 from .card import Card, card_of
 from .company import batch_invariant
 
@@ -55,9 +57,12 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
 
-    def __call__(self, shape: StepShape) -> set[Variant]:
-        """As a ``batch.Chooser``: what each launch is compiled for."""
-        return {variant for variant, _ in launches(self, shape)}
+    def __call__(self, shape: StepShape) -> set[Hashable]:
+        """As a ``batch.Chooser``: what each launch is compiled for, a library's too where one is in use."""
+        chosen: set[Hashable] = {variant for variant, _ in launches(self, shape)}
+        if flash_in_use() is not None and shape.decodes < shape.rows:
+            chosen.add(flash_variant(shape.query_len, self.heads // self.kv_heads))
+        return chosen
 
 
 def launches(layer: LayerShape, shape: StepShape) -> list[tuple[Variant, int]]:

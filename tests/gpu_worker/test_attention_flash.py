@@ -5,7 +5,7 @@ flash-attn-4's ``flash_attn_varlen_func`` (flash_attn/cute/interface.py, 4.0.0b3
 """
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ pytest.importorskip("triton")
 
 from paged_cases import batch_of, definition
 
-from quire.gpu_worker import main
-from quire.gpu_worker.kernels import attention, attention_flash
-from quire.gpu_worker.kernels.attention import Scores
+from quire.gpu_worker import main, warmup
+from quire.gpu_worker.kernels import attention, attention_flash, attention_tiles
+from quire.gpu_worker.kernels.attention import LayerShape, Scores
 from quire.gpu_worker.kernels.attention_flash import choose_flash
 from quire.gpu_worker.kernels.card import INTERPRETER, KIB, Card
+from quire.gpu_worker.parallel.parallel import Group
 from quire.proto.config import ConfigError, EngineArgs
 
 HOPPER = Card("H100", "cuda", 90, 132, 227 * KIB, 228 * KIB)
@@ -95,7 +96,7 @@ def installed(monkeypatch):
         return calls
 
     yield install
-    attention.use_flash(None)
+    attention_flash.use_flash(None)
 
 
 def case(dtype=torch.bfloat16, dim=16):
@@ -115,7 +116,7 @@ def case(dtype=torch.bfloat16, dim=16):
 @pytest.mark.parametrize("options", [{}, {"window": 8}], ids=["plain", "window"])
 def test_prefills_go_through_the_library_and_decodes_do_not(maker, options, installed):
     calls = installed(maker)
-    attention.use_flash(choose_flash("flash", HOPPER))
+    attention_flash.use_flash(choose_flash("flash", HOPPER))
     q, k, v, batch = case()
     got = attention.paged_attention(q, k, v, batch, Scores(0.3, **options))
     want = attention.paged_attention_torch(q, k, v, batch, Scores(0.3, **options))
@@ -139,7 +140,7 @@ def test_prefills_go_through_the_library_and_decodes_do_not(maker, options, inst
 def test_what_the_library_lacks_is_tritons_and_said_once(options, why, installed, caplog):
     caplog.set_level("INFO")
     calls = installed(fa4)
-    attention.use_flash(choose_flash("flash", HOPPER))
+    attention_flash.use_flash(choose_flash("flash", HOPPER))
     for _ in range(2):
         q, k, v, batch = case()
         got = attention.paged_attention(q, k, v, batch, Scores(0.3, **options))
@@ -153,7 +154,7 @@ def test_what_the_library_lacks_is_tritons_and_said_once(options, why, installed
 
 def test_flash_attention_3_has_soft_caps(installed):
     calls = installed(fa3)
-    attention.use_flash(choose_flash("flash", HOPPER))
+    attention_flash.use_flash(choose_flash("flash", HOPPER))
     q, k, v, batch = case()
     got = attention.paged_attention(q, k, v, batch, Scores(0.3, softcap=5.0))
     want = attention.paged_attention_torch(q, k, v, batch, Scores(0.3, softcap=5.0))
@@ -165,6 +166,92 @@ def test_flash_attention_3_has_soft_caps(installed):
 def test_types_and_heads_it_is_not_made_for(dtype, dim, installed):
     installed(fa3)
     assert not choose_flash("flash", HOPPER).takes(torch.empty(1, 1, dim, dtype=dtype), Scores(1.0))
+
+
+@pytest.mark.parametrize(("card", "largest"), [(HOPPER, 256), (BLACKWELL, 128)], ids=["H100", "B200"])
+def test_the_largest_head_is_the_cards(card, largest, installed, caplog):
+    """FlashAttention 4 refuses heads of 192 dims on a B200, and those of 256 with pages of 16 tokens."""
+    caplog.set_level("INFO")
+    installed(fa4)
+    flash = choose_flash("flash", card)
+    for dim in (8, 64, 128, 192, 256, 264):
+        assert flash.takes(torch.empty(1, 1, dim, dtype=torch.bfloat16), Scores(1.0)) == (dim <= largest)
+    assert ("layers with heads of 192 dims are not for" in caplog.text) == (largest == 128)
+
+
+def fails(error):
+    """``flash_attn.cute`` of an installation that raises ``error``."""
+
+    def make(calls):
+        def flash_attn_varlen_func(*given, **named):
+            raise error
+
+        module = ModuleType("flash_attn.cute")
+        module.flash_attn_varlen_func = flash_attn_varlen_func
+        return module
+
+    return make
+
+
+def test_a_library_that_fails_before_ready_is_one_line(installed):
+    installed(fails(AssertionError("page_size 16\nis not supported")))
+    flash = choose_flash("flash", BLACKWELL)
+    attention_flash.use_flash(flash)
+    q, k, v, batch = case()
+    with pytest.raises(ConfigError) as refusal:
+        attention.paged_attention(q, k, v, batch, Scores(0.3))
+    assert str(refusal.value) == (
+        "attention_backend=flash: FlashAttention 4 fails on this card (AssertionError: page_size 16); use "
+        "--attention-backend=triton."
+    )
+    flash.warm = True
+    with pytest.raises(AssertionError):  # a step that fails is no reason to stay down
+        attention.paged_attention(q, k, v, batch, Scores(0.3))
+
+
+def test_memory_that_runs_out_within_the_library_is_told_as_such(installed):
+    installed(fails(torch.OutOfMemoryError("CUDA out of memory")))
+    attention_flash.use_flash(choose_flash("flash", BLACKWELL))
+    with pytest.raises(torch.OutOfMemoryError):
+        attention.paged_attention(*case(), Scores(0.3))
+
+
+def test_the_warm_up_has_the_library_compile_all_that_it_will(installed, monkeypatch):
+    """FlashAttention 4 compiles another kernel for more than 128 rows (tokens x heads of a group) on a B200, where
+    Triton's tiles change no more."""
+    called = []
+
+    def flash_attn_varlen_func(q, k, v, **named):
+        called.append(named["max_seqlen_q"])
+        return torch.zeros_like(q), None
+
+    def fake(calls):
+        module = ModuleType("flash_attn.cute")
+        module.flash_attn_varlen_func = flash_attn_varlen_func
+        return module
+
+    installed(fake)
+    monkeypatch.setattr(attention_tiles, "card_of", lambda device: BLACKWELL)
+    flash = choose_flash("flash", BLACKWELL)
+    attention_flash.use_flash(flash)
+    cpu, group = torch.device("cpu"), 2
+
+    class Model:
+        def choosers(self):
+            return {LayerShape(2 * group, 2, 16, None, torch.bfloat16, cpu)}
+
+        def forward(self, batch, kv, before):
+            q = torch.zeros(len(batch.token_ids), 2 * group, 16, dtype=torch.bfloat16)
+            if batch.num_decodes == 0:  # the others take the interpreter long
+                attention.paged_attention(q, *torch.zeros(2, 1, 16, 2, 16).to(q.dtype), batch, Scores(1.0))
+            return q
+
+    state = SimpleNamespace(max_rows=2, max_model_len=300, device=cpu, block_size=16)
+    pooler = SimpleNamespace(config=SimpleNamespace(convert="embed"))  # of which no logits are made
+    runner = SimpleNamespace(model=Model(), state=state, max_tokens=300, group=Group(), kv=None, pooler=pooler)
+    warmup.warm_up(runner, progress=False)
+    assert {length * group > 128 for length in called} == {False, True}
+    assert flash.warm
 
 
 def test_which_library_is_taken(installed):
@@ -199,6 +286,14 @@ def test_on_other_cards_the_card_is_named(card, name, installed, monkeypatch):
     with pytest.raises(ConfigError, match=f"this is {name}; use --attention-backend=triton"):
         main._suit(EngineArgs(model="m", attention_backend="flash").check(), torch.device("cpu"))
     main._suit(EngineArgs(model="m").check(), torch.device("cpu"))
+
+
+def test_batch_invariance_is_refused():
+    """The library would be loaded and never called."""
+    with pytest.raises(ConfigError, match=r"flash cannot be batch_invariant.*leave --batch-invariant out") as refusal:
+        EngineArgs(model="m", attention_backend="flash", batch_invariant=True).check()
+    assert "\n" not in str(refusal.value)
+    EngineArgs(model="m", batch_invariant=True).check()
 
 
 def test_the_extra_names_the_package():
