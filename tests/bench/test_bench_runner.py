@@ -335,7 +335,8 @@ def test_a_server_is_loaded_and_an_offline_batch_run(tmp_path):
     assert main(["serve", "--concurrency", "2", "--rate", "4", *flags]) == 0
     closed, opened = load(out)["samples"]
     assert closed["values"]["failed"] == opened["values"]["failed"] == 0
-    assert closed["values"]["itl_p50_ms"] > 0 and "goodput_pct" in opened["values"]
+    # Of so small a model most tokens come with the one before: their gap is 0.
+    assert closed["values"]["itl_mean_ms"] > 0 and "goodput_pct" in opened["values"]
     assert main(["offline", "--model", model, "--requests", "3", "--repeats", "1", "--out", str(out)]) == 0
     (batch,) = load(out)["samples"]
     assert batch["values"]["output_tokens"] > 0
