@@ -1,0 +1,197 @@
+"""Weights as small whole numbers, *codes*, and what makes values of them: the form that all products read, whatever
+file a weight came from.
+
+The value of row n and column k, in float32::
+
+    value = (table[code] - zero[group]) * scale[group] - minimum[group]
+
+where ``group`` counts columns in runs of ``Codes.group``, and table, zero and minimum are often not there. A code times
+an fp16 scale is exact in float32, and so is a difference of two of the former: so a format's own formula, which rounds
+once, gives the same bits.
+
+Codes of ``bits`` bits lie in *planes*: of 3 bits the lower two in one tensor and the upper one in another. A plane is
+int32 [rows, columns / (32 / width)], and its value number i is in the bits from i % (32 / width) * width on of word
+i // (32 / width). So no code lies across two words, and 2, 4 and 8 bits are as compressed-tensors and a transposed GPTQ
+have them. Columns are filled up to a multiple of COLUMN_UNIT, with codes 0; nothing reads these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+COLUMN_UNIT = 32
+"""Columns of the planes are a multiple of this, so that each plane has whole words."""
+_PIECE = 1 << 22
+"""Values that are made at a time where a smaller dtype than float32 is asked for."""
+
+
+def plane_widths(bits: int) -> tuple[int, ...]:
+    """Bits of each plane of codes of 2 to 8 ``bits``, from the lowest on: of 7 they are 4, 2 and 1."""
+    return tuple(width for width in (8, 4, 2, 1) if bits & width)
+
+
+@dataclass(frozen=True)
+class PerGroup:
+    """A number for each row and group: ``base[n, g // ratio] * fine[n, g]``, or ``base[n, g]`` alone.
+
+    ``base``: float16, bfloat16 or float32 [rows, groups / ratio]. ``fine``: uint8 or int8 [rows, groups], or None.
+    One row of either stands for all rows, one column for all groups.
+    """
+
+    base: torch.Tensor
+    fine: torch.Tensor | None = None
+    ratio: int = 1
+
+    def values(self) -> torch.Tensor:
+        """float32 [rows, groups]; of size 1 where one stands for all."""
+        base = self.base.float()
+        if self.ratio > 1:
+            base = base.repeat_interleave(self.ratio, -1)
+        return base if self.fine is None else base[..., : self.fine.shape[-1]] * self.fine
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PerGroup:
+        """With ``change`` of its tensors."""
+        return replace(self, base=change(self.base), fine=None if self.fine is None else change(self.fine))
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight [rows, columns], or with a first dim of experts in every tensor but a table shared by all.
+
+    Attributes:
+        planes: int32 [rows, padded columns * width / 32] each, of the widths ``plane_widths(bits)``.
+        bits: of a code, 2 to 8.
+        columns: of the weight, without what fills it up.
+        group: columns of a group; the last may be shorter. ``columns`` where there is one.
+        scales: of each group.
+        zeros: uint8 [rows, groups] or a whole number for all; what is taken off a code.
+        mins: of each group, what is taken off at last; or None.
+        table: float32 [2^bits] or, of each row, [rows, 2^bits]: what a code stands for; None: for itself.
+        order: int32 [columns of the planes]: column i of the planes multiplies input ``order[i]``, and an entry of
+            ``columns`` multiplies nothing; None: input i.
+        signed: whether codes of 8 bits are int8.
+    """
+
+    planes: tuple[torch.Tensor, ...]
+    bits: int
+    columns: int
+    group: int
+    scales: PerGroup
+    zeros: torch.Tensor | int = 0
+    mins: PerGroup | None = None
+    table: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    signed: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of the weight, or of one expert's."""
+        return self.planes[0].shape[-2]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        total = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        self.each(count)
+        return total
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Codes:
+        """With ``change`` of every tensor that has rows; the order of columns and a table of all rows stay."""
+        own_table = self.table is not None and self.table.dim() > 1
+        return replace(
+            self, planes=tuple(map(change, self.planes)), scales=self.scales.each(change),
+            zeros=self.zeros if isinstance(self.zeros, int) else change(self.zeros),
+            mins=None if self.mins is None else self.mins.each(change),
+            table=change(self.table) if own_table and self.table is not None else self.table,
+        )  # fmt: skip
+
+    def expert(self, expert: int) -> Codes:
+        """Of codes with a first dim of experts."""
+        one = self.each(lambda tensor: tensor[expert])
+        return one if one.order is None or one.order.dim() == 1 else replace(one, order=one.order[expert])
+
+    def codes(self) -> torch.Tensor:
+        """[..., rows, columns of the planes], uint8, or int8 where they are ``signed``."""
+        return unpack(self.planes, self.bits).view(torch.int8 if self.signed else torch.uint8)
+
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight itself [..., rows, columns]: computed in float32, then rounded to ``dtype``."""
+        if self.planes[0].dim() > 2:
+            return torch.stack([self.expert(each).values(dtype) for each in range(len(self.planes[0]))])
+        if dtype == torch.float32:
+            return self._values()
+        step = max(1, _PIECE // max(1, self.columns))
+        pieces = [self._piece(at, at + step)._values().to(dtype) for at in range(0, self.rows, step)]
+        return torch.cat(pieces) if pieces else self._values().to(dtype)
+
+    def _piece(self, start: int, stop: int) -> Codes:
+        """Rows ``start`` to ``stop``."""
+        return self.each(lambda tensor: tensor[start:stop] if len(tensor) > 1 else tensor)
+
+    def _values(self) -> torch.Tensor:
+        codes = self.codes()
+        width = codes.shape[-1]
+
+        def spread(numbers: torch.Tensor) -> torch.Tensor:
+            return numbers if numbers.shape[-1] == 1 else numbers.repeat_interleave(self.group, -1)[..., :width]
+
+        if self.table is None:
+            out = codes.float()
+        elif self.table.dim() == 1:
+            out = self.table[codes.long()]
+        else:
+            out = self.table.gather(-1, codes.long())
+        out -= self.zeros if isinstance(self.zeros, int) else spread(self.zeros.float())
+        out *= spread(self.scales.values())
+        if self.mins is not None:
+            out -= spread(self.mins.values())
+        if self.order is None:
+            return out[..., : self.columns]
+        found = torch.zeros(*out.shape[:-1], self.columns + 1, dtype=out.dtype, device=out.device)
+        return found.index_copy_(-1, self.order.long(), out)[..., : self.columns].contiguous()
+
+
+def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """``codes`` [..., columns], integers (int8 are taken by their lower ``bits``), as planes."""
+    missing = -codes.shape[-1] % COLUMN_UNIT
+    codes = torch.nn.functional.pad(codes.view(torch.uint8) if codes.dtype == torch.int8 else codes, (0, missing))
+    planes, shift = [], 0
+    for width in plane_widths(bits):
+        part = (codes >> shift) & ((1 << width) - 1)
+        planes.append(_words(part.to(torch.uint8), width))
+        shift += width
+    return tuple(planes)
+
+
+def _words(values: torch.Tensor, width: int) -> torch.Tensor:
+    """uint8 [..., columns] of ``width`` bits -> int32 [..., columns * width / 32], the first in the lowest bits."""
+    each = 8 // width
+    parts = values.unflatten(-1, (-1, each))
+    out = parts[..., 0].clone()
+    for at in range(1, each):
+        out |= parts[..., at] << (at * width)
+    return out.contiguous().view(torch.int32)
+
+
+def unpack(planes: tuple[torch.Tensor, ...], bits: int) -> torch.Tensor:
+    """The codes of ``planes``, uint8 [..., columns of the planes]: ``pack`` backwards."""
+    out, shift = None, 0
+    for width, plane in zip(plane_widths(bits), planes, strict=True):
+        bytes = plane.contiguous().view(torch.uint8)
+        mask = (1 << width) - 1
+        parts = [((bytes >> at) & mask) << shift for at in range(0, 8, width)]
+        part = parts[0] if width == 8 else torch.stack(parts, -1).flatten(-2)
+        out = part if out is None else out | part
+        shift += width
+    if out is None:
+        raise ValueError("codes have 2 to 8 bits")
+    return out
