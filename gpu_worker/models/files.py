@@ -45,8 +45,9 @@ def check_load_format(load_format: str) -> None:
         raise ConfigError(f"Unknown load format: {load_format}. Must be one of {list(LOAD_FORMATS)}.")
 
 
-def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
-    """The files of ``folder`` with the model's weights: safetensors, or pickles for ``load_format`` pt.
+def weight_files(folder: Path, load_format: str = "auto", pickled: bool = False) -> list[Path]:
+    """The files of ``folder`` with the model's weights: safetensors, or pickles for ``load_format`` pt, and for auto
+    where there are no others and ``pickled`` says that they are expected.
 
     Those of the index, else the one of the usual name, else all of the kind. Raises ConfigError.
     """
@@ -60,7 +61,10 @@ def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
     found = found or [file for file in _kind(folder, "safetensors") if not file.name.startswith("consolidated")]
     if found:
         return found
-    if pickles := _pickles(folder):
+    pickles = _pickles(folder)
+    if pickles and pickled and load_format == "auto":
+        return weight_files(folder, "pt")
+    if pickles:
         raise ConfigError(
             f"{folder} holds no .safetensors file, but {some([file.name for file in pickles])}: read pickled weights "
             "with --load-format pt, or convert them (model.save_pretrained(folder) in transformers)."

@@ -86,11 +86,13 @@ def load_model(
                 f"max_model_len={config.max_model_len} is more than the {room} positions that {spec.architecture} has "
                 f"learned; use --max-model-len {room} at most."
             )
-        parts = Parts(spec, dtype, device, group.shard, formats_of(spec, names, found), at_load)
+        files = [] if load_format == "dummy" else weight_files(Path(config.path), load_format, found.pickled)
+        present = _present(files, names) if files and found.marks else None
+        parts = Parts(spec, dtype, device, group.shard, formats_of(spec, names, found, present), at_load)
         if load_format == "dummy":
             _fill_dummy(parts, seed, progress)
         else:
-            _fill_from_files(parts, names, Path(config.path), load_format, progress)
+            _fill_from_files(parts, names, Path(config.path), files, progress)
         if pooler is not None and pooler.whole:
             return Encoder(spec, parts.weights())
         return Decoder(spec, parts.weights(), config.max_model_len, group)
@@ -144,20 +146,35 @@ def _named(config: ModelConfig) -> Iterator[None]:
         raise ConfigError(f"{config.path}/{text}") from error
 
 
-def _fill_from_files(parts: Parts, names: WeightNames, folder: Path, load_format: str, progress: bool) -> None:
+def _called(name: str, names: WeightNames) -> str:
+    """What a tensor is called now, of what an old file may call it."""
+    for old, new in names.renamed:
+        name = name.replace(old, new)
+    return name
+
+
+def _present(files: list[Path], names: WeightNames) -> set[str]:
+    """The tensors that ``files`` hold, with and without the prefix that files may leave out."""
+    found = set()
+    for file in files:
+        with Tensors.open(file) as tensors:
+            for entry in tensors:
+                name = _called(entry.name, names)
+                found |= {name, names.prefix + name}
+    return found
+
+
+def _fill_from_files(parts: Parts, names: WeightNames, folder: Path, files: list[Path], progress: bool) -> None:
     place_of = places(parts, names)
     skip = re.compile("|".join([*names.skip, *([re.escape(names.lm_head) + r"\.weight"] if parts.spec.tied else [])]))
     left_over: list[str] = []
     read: dict[str, Path] = {}
-    files = weight_files(folder, load_format)
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
         for file in files:
             with Tensors.open(file) as tensors:
                 for entry in tensors:
-                    name = entry.name
-                    for old, new in names.renamed:
-                        name = name.replace(old, new)
+                    name = _called(entry.name, names)
                     place = name if name in place_of else names.prefix + name
                     if place in place_of:
                         if place in read:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,17 +31,27 @@ class Place:
     experts: int = 0  # pieces along the first axis, each with ``parts`` of its own expert; 0: no such axis
 
 
-def formats_of(spec: DecoderSpec, names: WeightNames, found: Quantization) -> dict[str, Format]:
-    """The formats of the weights that are not plain, by parameter. Raises ConfigError where fused modules differ."""
+def formats_of(
+    spec: DecoderSpec, names: WeightNames, found: Quantization, present: Collection[str] | None = None
+) -> dict[str, Format]:
+    """The formats of the weights that are not plain, by parameter. ``present``: the tensors that the files hold, where
+    that is known. Raises ConfigError where fused modules differ.
+    """
     formats: dict[str, Format] = {}
+
+    def format_of(module: str) -> Format | None:
+        if present is not None and found.marks and not any(module + mark in present for mark in found.marks):
+            return None
+        return found.format_of(module)
+
     for parameter in parameters(spec):
         if parameter.kind in ("linear", "experts") or parameter.name == "embed.weight":
             modules = [
                 module.replace("{e}", str(expert))
                 for module in _modules(parameter, names)[0] for expert in range(parameter.experts or 1)
             ]  # fmt: skip
-            first = found.format_of(modules[0])
-            if any(found.format_of(module) != first for module in modules[1:]):
+            first = format_of(modules[0])
+            if any(format_of(module) != first for module in modules[1:]):
                 raise ConfigError(
                     f"config.json: Detected some but not all shards of {', '.join(modules)} are quantized. All shards "
                     "of fused layers to have the same precision."
@@ -115,7 +126,19 @@ def _places_of(parameter: Parameter, modules: tuple[str, ...], layout: Layout) -
 
 
 def put(parts: Parts, place: Place, entry: Entry) -> None:
-    """Read what this process holds of ``entry`` into its parameter."""
+    """Read what this process holds of ``entry`` into its parameter. Raises ConfigError, which names the tensor."""
+    try:
+        _put(parts, place, entry)
+    except ConfigError as error:
+        if str(entry.file) in str(error):
+            raise
+        # What a format finds in the tensors of a weight, of which this was the last.
+        stored = place.parameter.stored
+        name = entry.name if stored is None else re.sub(rf"[._]{re.escape(stored.name)}$", "", entry.name)
+        raise ConfigError(f"{entry.file}: {name}: {error}") from error
+
+
+def _put(parts: Parts, place: Place, entry: Entry) -> None:
     if not place.experts:
         _check_shape(place, entry)
     local = parts.parameters.get(place.parameter.name)

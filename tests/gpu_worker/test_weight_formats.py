@@ -7,7 +7,6 @@ here; what it must compute is what the same model computes with the weights that
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,14 @@ import tiny_moe
 import tiny_remote
 import torch
 import torch.nn.functional as F
-from paged_runner import CPU, PagedRunner, Row
 from safetensors.torch import load_file, save_file
+from thread_ranks import hidden, in_ranks, load
 
 from quire.gpu_worker.kernels.moe import Blocks, grouped_product
 from quire.gpu_worker.layers.formats.base import Axis, ExpertProducts, Part, Run, Stored, Tensors, Weight
 from quire.gpu_worker.layers.formats.dense import Dequantized
 from quire.gpu_worker.layers.formats.registry import Quantization, register
-from quire.gpu_worker.models.loader import load_model, size_of
+from quire.gpu_worker.models.loader import size_of
 from quire.gpu_worker.parallel.parallel import Group
 from quire.gpu_worker.spec import Shard
 from quire.proto.checkpoint.model_config import load_model_config
@@ -35,7 +34,6 @@ from quire.proto.config import ConfigError
 
 GROUP = 8  # columns that share a scale, in two of the formats
 KEPT = ("lm_head", "output", "gate", "embed_tokens", "tok_embeddings", "norm")  # what stays a float
-PROMPT = list(range(3, 40))
 
 
 def unless_kept(format: Any, config: Mapping[str, Any]) -> Quantization:
@@ -241,58 +239,6 @@ def checkpoints(method: str, model: str, folder: Path, **settings: Any) -> tuple
     }  # fmt: skip
     (quantized / "config.json").write_text(json.dumps(config))
     return quantized, plain
-
-
-def load(folder: Path, group: Group | None = None, load_format: str = "auto") -> Any:
-    return load_model(load_model_config(str(folder), 64), torch.float32, CPU, load_format, group=group)
-
-
-def hidden(model: Any) -> torch.Tensor:
-    """Hidden states [T, hidden] of PROMPT."""
-    runner, row = PagedRunner(model), Row(PROMPT)
-    seen = []
-    model.logits, logits = lambda x: seen.append(x) or torch.zeros(len(x), 1), model.logits
-    runner.step([(row, len(PROMPT))])
-    model.logits = logits
-    return seen[0]
-
-
-class Threads(Group):
-    """Tensor ranks that are threads of this process, of which one runs at a time: scratch memory is the process's."""
-
-    def __init__(self, shard: Shard, places: list[Any], barrier: threading.Barrier, turn: threading.Lock) -> None:
-        super().__init__(shard)
-        self.places, self.barrier, self.turn = places, barrier, turn
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self.places[self.shard.rank] = x.clone()
-        self._wait()  # until all have given theirs
-        x.copy_(sum(self.places))
-        self._wait()  # until all have taken the sum
-        return x
-
-    def _wait(self) -> None:
-        self.turn.release()
-        self.barrier.wait(60)
-        self.turn.acquire()
-
-
-def in_ranks(folder: Path, size: int) -> list[torch.Tensor]:
-    """The hidden states that each rank has."""
-    places, found = [None] * size, [None] * size
-    barrier, turn = threading.Barrier(size), threading.Lock()
-
-    def run(rank: int) -> None:
-        with turn:
-            found[rank] = hidden(load(folder, Threads(Shard(rank, size), places, barrier, turn)))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert all(each is not None for each in found)
-    return found  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -25,10 +25,15 @@ class Quantization:
 
     ``format_of``: the format of the weight of a module, which is named as in the checkpoint; None: it is a float
     weight. ``skip``: regular expressions of tensors that the checkpoint carries and nobody needs.
+    ``marks``: how names of tensors go on after a quantized module's, and after no other's (".qweight"). Where files are
+    read, a module without any of these is a float weight, whatever ``format_of`` says; empty: its word is taken.
+    ``pickled``: the method's checkpoints are pickles, which are then read without being asked for.
     """
 
     format_of: Callable[[str], Format | None] = lambda module: None
     skip: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    pickled: bool = False
 
 
 Method = Callable[[Mapping[str, Any]], Quantization]

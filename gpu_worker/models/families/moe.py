@@ -163,8 +163,6 @@ _GPT_OSS_ROPE = {
 
 def gpt_oss(hf: Config) -> DecoderSpec:
     """gpt-oss: attention sinks, a window on every other layer, experts with biases and a clamped gate."""
-    if hf.get("quantization_config"):
-        raise ConfigError("config.json: gpt-oss in mxfp4 is not supported; use a checkpoint in bfloat16.")
     if not hf.get("rope_parameters") and "rope_scaling" not in hf:
         hf = {**hf, "rope_parameters": _GPT_OSS_ROPE}
     hf = pattern({"num_key_value_heads": 8, "rms_norm_eps": 1e-5, **hf, "head_dim": integer(hf, "head_dim", 64)}, 2)
