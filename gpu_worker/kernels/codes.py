@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -58,6 +59,64 @@ class PerGroup:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """How a weight's file says that rows are made narrower before they are multiplied: by ``kind``, on cards and CPUs
+    that multiply it; elsewhere rows stay as they are. int8 rows do on every CPU, fp8 rows on none.
+
+    A row's number is ``(q - zero) * scale``. Dynamic: a scale for each row and each ``group`` of its columns, of its
+    largest magnitude (/ 127, / 448); static: one scale that the file has measured.
+
+    Attributes:
+        kind: "int8", from -128 to 127; or "fp8", e4m3fn, from -448 to 448.
+        group: columns that share a dynamic scale; 0: a whole row.
+        scale: of static ones, float32 [1], or [E, 1] of experts; None: dynamic.
+        zero: of static int8, int32 of the scale's shape; None: 0.
+        symmetric: whether dynamic int8 rows have no zero of their own.
+    """
+
+    kind: Literal["int8", "fp8"]
+    group: int = 0
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    symmetric: bool = True
+
+    def expert(self, expert: int) -> Activations:
+        """Of one of several experts."""
+        scale, zero = (None if each is None else each[expert] for each in (self.scale, self.zero))
+        return replace(self, scale=scale, zero=zero)
+
+    def narrowed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """float32 ``x`` [T, columns] as (q in float32 [T, columns], scales and zeros that q's shape can be used with).
+
+        The definition that products follow, of one expert's. Zeros are None where there are none.
+        """
+        most = 127.0 if self.kind == "int8" else 448.0
+        group = self.group or x.shape[-1]
+        zeros = None if self.zero is None else self.zero.float()
+        if self.scale is not None:
+            scales = self.scale
+        else:
+            cut = torch.nn.functional.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+            if self.symmetric:
+                scales = cut.abs().amax(-1) / most
+            else:
+                low, high = cut.amin(-1).clamp(max=0), cut.amax(-1).clamp(min=0)
+                scales = (high - low) / 255
+                zeros = (-128 - low / scales.where(scales > 0, 1)).round()
+                zeros = zeros.repeat_interleave(group, -1)[..., : x.shape[-1]]
+            scales = scales.repeat_interleave(group, -1)[..., : x.shape[-1]]
+        q = x / scales.where(scales > 0, 1)
+        if self.kind == "fp8":
+            return q.clamp(-most, most).to(torch.float8_e4m3fn).float(), scales, None
+        return (q.round() if zeros is None else q.round() + zeros).clamp(-128, 127), scales, zeros
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 ``x`` [T, columns] as the narrower rows have it."""
+        q, scales, zeros = self.narrowed(x)
+        return (q if zeros is None else q - zeros) * scales
+
+
+@dataclass(frozen=True)
 class Codes:
     """A weight [rows, columns], or with a first dim of experts in every tensor but a table shared by all.
 
@@ -73,6 +132,7 @@ class Codes:
         order: int32 [columns of the planes]: column i of the planes multiplies input ``order[i]``, and an entry of
             ``columns`` multiplies nothing; None: input i.
         signed: whether codes of 8 bits are int8.
+        activations: how rows are made narrower for a product, where the file says so. ``values`` knows nothing of it.
     """
 
     planes: tuple[torch.Tensor, ...]
@@ -85,6 +145,7 @@ class Codes:
     table: torch.Tensor | None = None
     order: torch.Tensor | None = None
     signed: bool = False
+    activations: Activations | None = None
 
     @property
     def rows(self) -> int:
@@ -117,6 +178,8 @@ class Codes:
     def expert(self, expert: int) -> Codes:
         """Of codes with a first dim of experts."""
         one = self.each(lambda tensor: tensor[expert])
+        if self.activations is not None:
+            one = replace(one, activations=self.activations.expert(expert))
         return one if one.order is None or one.order.dim() == 1 else replace(one, order=one.order[expert])
 
     def codes(self) -> torch.Tensor:

@@ -79,7 +79,7 @@ def load_model(
             return load_fallback(config, dtype, device, load_format, seed, group)
         spec, names = _family(config, pooler)
         found = checkpoint_quantization(config.hf)
-        names = replace(names, skip=(*names.skip, *found.skip))
+        names = replace(names, skip=(*names.skip, *found.skip), renamed=(*names.renamed, *found.renamed))
         room = spec.positions - spec.position_offset
         if 0 < room < config.max_model_len:
             raise ConfigError(

@@ -45,6 +45,8 @@ def formats_of(
         return found.format_of(module)
 
     for parameter in parameters(spec):
+        if parameter.name.endswith(found.floats):
+            continue
         if parameter.kind in ("linear", "experts") or parameter.name == "embed.weight":
             modules = [
                 module.replace("{e}", str(expert))

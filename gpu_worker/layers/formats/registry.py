@@ -27,12 +27,16 @@ class Quantization:
     weight. ``skip``: regular expressions of tensors that the checkpoint carries and nobody needs.
     ``marks``: how names of tensors go on after a quantized module's, and after no other's (".qweight"). Where files are
     read, a module without any of these is a float weight, whatever ``format_of`` says; empty: its word is taken.
+    ``floats``: how names of the decoder's parameters end that are float weights whatever ``format_of`` says
+    ("router.weight"). ``renamed``: what old files call something, and what ``format_of``'s formats call it.
     ``pickled``: the method's checkpoints are pickles, which are then read without being asked for.
     """
 
     format_of: Callable[[str], Format | None] = lambda module: None
     skip: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
+    floats: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
     pickled: bool = False
 
 
