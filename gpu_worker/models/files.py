@@ -258,6 +258,8 @@ def _open_pickle(file: Path) -> Tensors:
         raise ConfigError(
             f"{file} is cut short or no file of torch.save ({_first_sentence(error)}); download it again."
         ) from error
+    if isinstance(table, dict):  # SqueezeLLM counts its sparse values beside the tensors
+        table = {name: torch.tensor(value) if isinstance(value, int) else value for name, value in table.items()}
     if not isinstance(table, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in table.items()
     ):

@@ -36,7 +36,7 @@ from .files import Entry, Tensors, check_load_format, some, weight_files
 from .model import Model
 from .parameters import parameters
 from .parts import Parts, in_tensors
-from .places import Place, formats_of, places, put
+from .places import Gathering, Place, formats_of, places, put
 from .pooled import find_pooled
 
 __all__ = ["load_model", "resolve_dtype"]
@@ -92,7 +92,7 @@ def load_model(
         if load_format == "dummy":
             _fill_dummy(parts, seed, progress)
         else:
-            _fill_from_files(parts, names, Path(config.path), files, progress)
+            _fill_from_files(parts, names, Path(config.path), files, present, progress)
         if pooler is not None and pooler.whole:
             return Encoder(spec, parts.weights())
         return Decoder(spec, parts.weights(), config.max_model_len, group)
@@ -112,6 +112,8 @@ def size_of(
     for parameter in held:
         made = at_load.format_of(parameter.name) if parameter.kind in ("linear", "experts") else None
         for each in in_tensors(parameter, formats, dtype, device):
+            if each.stored and each.stored.sparse:
+                continue  # only the file knows how much that is
             itemsize = made.bits / 8 if made else ((each.stored and each.stored.dtype) or dtype).itemsize
             size += math.prod(each.shape) * itemsize
     return spec, count, size / count
@@ -164,8 +166,13 @@ def _present(files: list[Path], names: WeightNames) -> set[str]:
     return found
 
 
-def _fill_from_files(parts: Parts, names: WeightNames, folder: Path, files: list[Path], progress: bool) -> None:
-    place_of = places(parts, names)
+def _fill_from_files(
+    parts: Parts, names: WeightNames, folder: Path, files: list[Path], present: set[str] | None, progress: bool
+) -> None:
+    place_of = places(parts, names, present or ())
+    for found in place_of.values():
+        if isinstance(found, Gathering) and not found.waiting:  # of optional tensors that are not there
+            found.fill(parts, folder)
     skip = re.compile("|".join([*names.skip, *([re.escape(names.lm_head) + r"\.weight"] if parts.spec.tied else [])]))
     left_over: list[str] = []
     read: dict[str, Path] = {}
@@ -180,7 +187,7 @@ def _fill_from_files(parts: Parts, names: WeightNames, folder: Path, files: list
                         if place in read:
                             raise _twice(entry, read[place])
                         read[place] = file
-                        put(parts, place_of[place], entry)
+                        put(parts, place_of[place], place, entry)
                     elif not skip.fullmatch(entry.name) and not skip.fullmatch(name):
                         left_over.append(entry.name)
                     bar.update(entry.nbytes)
@@ -196,8 +203,12 @@ def _twice(entry: Entry, first: Path) -> ConfigError:
     )
 
 
-def _check_complete(parts: Parts, place_of: dict[str, Place], left_over: list[str], folder: Path) -> None:
-    checkpoint = {(place.parameter.name, part): name for name, place in place_of.items() for part in place.parts}
+def _check_complete(parts: Parts, place_of: dict[str, Place | Gathering], left_over: list[str], folder: Path) -> None:
+    checkpoint = {
+        (place.parameter.name, part): name
+        for name, found in place_of.items()
+        for place in (found.places.values() if isinstance(found, Gathering) else (found,)) for part in place.parts
+    }  # fmt: skip
     missing = [checkpoint.get(each) or checkpoint[each[0], 0] for each in parts.missing()]
     if missing == ["score.weight"] and not parts.spec.architecture.endswith("ForSequenceClassification"):
         raise ConfigError(
@@ -222,8 +233,8 @@ def _fill_dummy(parts: Parts, seed: int, progress: bool) -> None:
     pool = torch.empty(_POOL, device=parts.device).normal_(0.0, _DUMMY_STD, generator=generator).to(parts.dtype)
     at = 0
     for parameter in tqdm(parts.parameters.values(), desc="Making random weights", disable=not progress):
-        tensor = torch.zeros(parameter.shape, dtype=parts.dtype_of(parameter), device=parts.device)
-        if not tensor.is_floating_point():
+        tensor = parts.zeros(parameter)
+        if tensor.is_sparse or not tensor.is_floating_point():
             parts.finish(parameter, tensor)
             continue
         flat = tensor.view(-1)

@@ -41,13 +41,14 @@ class Parts:
         self._experts: dict[str, ExpertLinear] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._open: dict[str, torch.Tensor] = {}
+        self._sparse: dict[str, dict[int, torch.Tensor]] = {}  # pieces of each parameter, by part
         self._untrimmed = 0  # bytes of tensors finished since the last ``trim``
         self._left = {
             name: {index for index, part in enumerate(p.parts) if len(part)} for name, p in self.parameters.items()
         }
         for name, parameter in self.parameters.items():
             if not self._left[name]:  # a rank without any of the few experts there are
-                self.finish(parameter, self._empty(parameter))
+                self.finish(parameter, self.zeros(parameter))
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:
         """The dtype of its tensor in memory."""
@@ -55,8 +56,23 @@ class Parts:
             return torch.float32
         return (parameter.stored and parameter.stored.dtype) or self.dtype
 
+    def zeros(self, parameter: Parameter) -> torch.Tensor:
+        """A tensor for the whole of ``parameter``, of zeros."""
+        layout = torch.sparse_coo if parameter.stored is not None and parameter.stored.sparse else torch.strided
+        return torch.zeros(parameter.shape, dtype=self.dtype_of(parameter), device=self.device, layout=layout)
+
     def _empty(self, parameter: Parameter) -> torch.Tensor:
         return torch.empty(parameter.shape, dtype=self.dtype_of(parameter), device=self.device)
+
+    def take_sparse(self, parameter: Parameter, index: int, piece: torch.Tensor) -> None:
+        """Take ``piece`` as part ``index`` of a sparse parameter."""
+        pieces = self._sparse.setdefault(parameter.name, {})
+        pieces[index] = piece.to(self.device)
+        left = self._left[parameter.name]
+        left.discard(index)
+        if not left:
+            del self._sparse[parameter.name]
+            self.finish(parameter, torch.cat([pieces[part] for part in sorted(pieces)]))
 
     def rows(self, parameter: Parameter, index: int) -> torch.Tensor:
         """The place of part ``index`` in the parameter's tensor, made at the first call."""
@@ -128,6 +144,11 @@ class Parts:
 
 def _by_expert(tensor: torch.Tensor, experts: int) -> torch.Tensor:
     """[E * rows, ...] -> [E, rows, ...]."""
+    if tensor.is_sparse:
+        rows, tensor = len(tensor) // max(1, experts), tensor.coalesce()
+        row, column = tensor.indices()
+        places = torch.stack((row // max(1, rows), row % max(1, rows), column))
+        return torch.sparse_coo_tensor(places, tensor.values(), (experts, rows, tensor.shape[1]))
     return tensor.view(experts, len(tensor) // max(1, experts), *tensor.shape[1:])
 
 

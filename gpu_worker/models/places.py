@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from ...proto.config import ConfigError
-from ..layers.formats.base import Format
+from ..layers.formats.base import Format, Sources
 from ..layers.formats.registry import Quantization
 from ..spec import DecoderSpec, Layout, WeightNames
 from .files import Entry
@@ -29,6 +30,48 @@ class Place:
     parts: tuple[int, ...]
     layout: Layout
     experts: int = 0  # pieces along the first axis, each with ``parts`` of its own expert; 0: no such axis
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Tensors of ``module`` that are read whole, until the format can make of them what its ``places`` take.
+
+    ``waiting``: which of the sources are still to be read. ``shape``: (rows, columns) of the module.
+    """
+
+    module: str
+    sources: Sources
+    shape: tuple[int, int]
+    places: dict[str, Place]
+    waiting: set[str]
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, parts: Parts, name: str, entry: Entry) -> None:
+        """Read the source ``name``; the last one fills the places. Raises ConfigError."""
+        self.waiting.discard(name)
+        if any(self._held(parts, place) for place in self.places.values()):
+            self.found[name] = entry.read()
+            if not self.waiting:
+                self.fill(parts, entry.file)
+
+    @staticmethod
+    def _held(parts: Parts, place: Place) -> bool:
+        local = parts.parameters.get(place.parameter.name)
+        return local is not None and any(len(local.parts[index]) for index in place.parts)
+
+    def fill(self, parts: Parts, file: Path) -> None:
+        """Make of what was found what the places take. Raises ConfigError, which begins with ``file``."""
+        made = dict(self.sources.make(self.found, self.shape, f"{file}: {self.module}"))
+        self.found.clear()
+        for name, place in self.places.items():
+            tensor = made.pop(name)
+            entry = Entry(file, f"{self.module}.{name}", tuple(tensor.shape), tensor.dtype, _rows_of(tensor))
+            if self._held(parts, place):
+                put(parts, place, entry.name, entry, tensor if tensor.is_sparse else None)
+
+
+def _rows_of(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+    return lambda start, stop: tensor[start:stop] if tensor.dim() else tensor
 
 
 def formats_of(
@@ -63,9 +106,11 @@ def formats_of(
     return formats
 
 
-def places(parts: Parts, names: WeightNames) -> dict[str, Place]:
-    """Checkpoint tensor -> what it holds, for all of the model, whatever this process has of it."""
-    found: dict[str, Place] = {}
+def places(parts: Parts, names: WeightNames, present: Collection[str] = ()) -> dict[str, Place | Gathering]:
+    """Checkpoint tensor -> what it holds, for all of the model, whatever this process has of it. ``present``: the
+    tensors that the files hold, for formats with sources.
+    """
+    found: dict[str, Place | Gathering] = {}
     for parameter in parameters(parts.spec):
         modules, whole = _modules(parameter, names)
         module, suffix = parameter.stem.rsplit(".", 1)
@@ -75,8 +120,32 @@ def places(parts: Parts, names: WeightNames) -> dict[str, Place]:
             if whole:  # "gate_up_proj" itself, "gate_up_proj_scale", "gate_up_proj_blocks"
                 tail = tail.removeprefix(f".{suffix}").replace(".", "_")
             own = _layout_of(each, layout) if parameter.name in parts.formats else layout
-            found.update(_places_of(each, tuple(module + tail for module in modules), own))
+            for name, place in _places_of(each, tuple(module + tail for module in modules), own):
+                if each.stored is None or each.stored.sources is None:
+                    found[name] = place
+                else:
+                    _gather(found, parameter, name.removesuffix(tail), place, present)
     return found
+
+
+def _gather(
+    found: dict[str, Place | Gathering], parameter: Parameter, module: str, place: Place, present: Collection[str]
+) -> None:
+    """Add ``place`` to the gathering of its module, under the names of its sources."""
+    stored = place.parameter.stored
+    assert stored is not None
+    assert stored.sources is not None
+    if place.experts:
+        raise ConfigError(f"{module}: one tensor of all experts has no place in this format.")
+    first = stored.sources.names[0]
+    gathering = found.get(f"{module}.{first}")
+    if not isinstance(gathering, Gathering):
+        waiting = {name for name in stored.sources.names if f"{module}.{name}" in present}
+        columns = 1 if parameter.columns is None else parameter.columns.total
+        shape = (parameter.rows_of(place.parts), columns)
+        gathering = Gathering(module, stored.sources, shape, {}, waiting)
+        found |= {f"{module}.{name}": gathering for name in (first, *waiting)}
+    gathering.places[stored.name] = place
 
 
 def _modules(parameter: Parameter, names: WeightNames) -> tuple[tuple[str, ...], bool]:
@@ -127,10 +196,18 @@ def _places_of(parameter: Parameter, modules: tuple[str, ...], layout: Layout) -
         raise ValueError(f"{len(modules)} modules are named for {parameter.name}, which has {count} parts")
 
 
-def put(parts: Parts, place: Place, entry: Entry) -> None:
-    """Read what this process holds of ``entry`` into its parameter. Raises ConfigError, which names the tensor."""
+def put(parts: Parts, place: Place | Gathering, name: str, entry: Entry, sparse: torch.Tensor | None = None) -> None:
+    """Read what this process holds of ``entry``, which is ``name`` among the places, into its parameter, or take all of
+    it as ``sparse``. Raises ConfigError, which names the tensor.
+    """
+    if isinstance(place, Gathering):
+        place.take(parts, name.removeprefix(place.module + "."), entry)
+        return
     try:
-        _put(parts, place, entry)
+        if sparse is None:
+            _put(parts, place, entry)
+        else:
+            _put_sparse(parts, place, sparse)
     except ConfigError as error:
         if str(entry.file) in str(error):
             raise
@@ -138,6 +215,23 @@ def put(parts: Parts, place: Place, entry: Entry) -> None:
         stored = place.parameter.stored
         name = entry.name if stored is None else re.sub(rf"[._]{re.escape(stored.name)}$", "", entry.name)
         raise ConfigError(f"{entry.file}: {name}: {error}") from error
+
+
+def _put_sparse(parts: Parts, place: Place, tensor: torch.Tensor) -> None:
+    """``put`` of a sparse tensor, of all the rows and columns that its module has."""
+    local = parts.parameters[place.parameter.name]
+    assert local.columns is not None
+    base = 0
+    for index in place.parts:
+        part = local.parts[index]
+        if len(part):
+            rows = np.arange(base + part.start, base + part.stop)
+            order = place.layout.order
+            rows = rows if order is None else order(parts.spec, local.layer)[rows]
+            piece = tensor.index_select(0, torch.from_numpy(rows))
+            piece = piece.index_select(1, torch.arange(local.columns.start, local.columns.stop))
+            parts.take_sparse(local, index, piece)
+        base += part.total
 
 
 def _put(parts: Parts, place: Place, entry: Entry) -> None:

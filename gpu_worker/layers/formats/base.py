@@ -109,6 +109,19 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Sources:
+    """Tensors of a module that a checkpoint has in another form than a format's, and what makes the format's of them.
+
+    ``names``: what follows the module's name. They may have any shape and dtype, and those that a checkpoint lacks are
+    left out. ``make(found, shape, where)`` gives all of the module's ``Stored`` tensors of these sources, of its
+    ``shape`` (rows, columns), before they are cut for a rank; it raises ConfigError, which begins with ``where``.
+    """
+
+    names: tuple[str, ...]
+    make: Callable[[Mapping[str, torch.Tensor], tuple[int, int], str], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
 class Stored:
     """One tensor of a weight. ``name`` follows the module's in a checkpoint: "weight", "qweight", "scales".
 
@@ -116,6 +129,8 @@ class Stored:
     ``dtype``: None is the model's; a tensor of the checkpoint is cast from another float, or from another integer.
     ``transposed``: the checkpoint has [columns, rows].
     ``convert``: of a tensor with all experts in it, applied to each expert's piece before its shape is checked.
+    ``sources``: what it is made of, where no tensor of a checkpoint has its name.
+    ``sparse``: it is a sparse tensor (COO) of the weight's own rows and columns.
     """
 
     name: str
@@ -124,6 +139,8 @@ class Stored:
     dtype: torch.dtype | None = None
     transposed: bool = False
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+    sources: Sources | None = None
+    sparse: bool = False
 
 
 Tensors = Mapping[str, torch.Tensor]
