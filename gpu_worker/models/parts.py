@@ -148,7 +148,7 @@ def _by_expert(tensor: torch.Tensor, experts: int) -> torch.Tensor:
         rows, tensor = len(tensor) // max(1, experts), tensor.coalesce()
         row, column = tensor.indices()
         places = torch.stack((row // max(1, rows), row % max(1, rows), column))
-        return torch.sparse_coo_tensor(places, tensor.values(), (experts, rows, tensor.shape[1]))
+        return torch.sparse_coo_tensor(places, tensor.values(), (experts, rows, tensor.shape[1]), check_invariants=True)
     return tensor.view(experts, len(tensor) // max(1, experts), *tensor.shape[1:])
 
 
