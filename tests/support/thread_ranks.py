@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ class Threads(Group):
         self._wait()  # until all have taken the sum
         return x
 
+    def all_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' columns side by side, on each of them."""
+        self.places[self.shard.rank] = x
+        self._wait()
+        whole = torch.cat(self.places, -1)
+        self._wait()
+        return whole
+
     def _wait(self) -> None:
         self.turn.release()
         self.barrier.wait(60)
@@ -53,17 +62,29 @@ class Threads(Group):
 
 def in_ranks(folder: Path, size: int) -> list[torch.Tensor]:
     """The hidden states that each rank has."""
-    places, found = [None] * size, [None] * size
+    return on_ranks(size, lambda group: hidden(load(folder, group)))
+
+
+def on_ranks(size: int, work: Callable[[Threads], Any]) -> list[Any]:
+    """What ``work`` gives on each of ``size`` ranks. Raises what the first that failed raised."""
+    places, found, failed = [None] * size, [None] * size, []
     barrier, turn = threading.Barrier(size), threading.Lock()
 
     def run(rank: int) -> None:
         with turn:
-            found[rank] = hidden(load(folder, Threads(Shard(rank, size), places, barrier, turn)))
+            try:
+                found[rank] = work(Threads(Shard(rank, size), places, barrier, turn))
+            except threading.BrokenBarrierError:
+                pass  # another rank failed
+            except Exception as error:  # noqa: BLE001  raised below, in the test's own thread
+                failed.append(error)
+                barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert all(each is not None for each in found)
-    return found  # type: ignore[return-value]
+    if failed:
+        raise failed[0]
+    return found
