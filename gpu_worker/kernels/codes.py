@@ -205,7 +205,10 @@ class Codes:
         width = codes.shape[-1]
 
         def spread(numbers: torch.Tensor) -> torch.Tensor:
-            return numbers if numbers.shape[-1] == 1 else numbers.repeat_interleave(self.group, -1)[..., :width]
+            if numbers.shape[-1] == 1:
+                return numbers
+            wide = numbers.repeat_interleave(self.group, -1)[..., :width]
+            return torch.nn.functional.pad(wide, (0, width - wide.shape[-1]))  # what fills up may have no group
 
         if self.table is None:
             out = codes.float()

@@ -136,7 +136,8 @@ class Entry:
     def check(self, wanted: torch.dtype) -> None:
         """Raises ConfigError where its numbers mean something else in ``wanted``: quantized ones are no floats."""
         floats, others = self.dtype in _FLOATS and wanted in _FLOATS, self.dtype in _INTEGERS and wanted in _INTEGERS
-        if not floats and not others and self.dtype != wanted:
+        power = self.dtype == torch.float8_e8m0fnu and wanted == torch.float32  # a scale in one byte
+        if not floats and not others and not power and self.dtype != wanted:
             raise ConfigError(
                 f"{self.file}: {self.name} is {str(self.dtype)[6:]}, a quantised weight, which is not supported; "
                 "use the model's float weights."

@@ -24,6 +24,7 @@ from ...proto.checkpoint.pooler_config import PoolerConfig
 from ...proto.config import ConfigError
 from ..kernels.company import batch_invariant
 from ..layers.formats.at_load import NOTHING, AtLoad, check_quantization
+from ..layers.formats.registry import Found
 from ..layers.formats.registry import quantization as checkpoint_quantization
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec, Shard, WeightNames
@@ -87,7 +88,7 @@ def load_model(
                 f"learned; use --max-model-len {room} at most."
             )
         files = [] if load_format == "dummy" else weight_files(Path(config.path), load_format, found.pickled)
-        present = _present(files, names) if files and found.marks else None
+        present = _present(files, names) if files and (found.marks or found.fit) else None
         parts = Parts(spec, dtype, device, group.shard, formats_of(spec, names, found, present), at_load)
         if load_format == "dummy":
             _fill_dummy(parts, seed, progress)
@@ -155,19 +156,19 @@ def _called(name: str, names: WeightNames) -> str:
     return name
 
 
-def _present(files: list[Path], names: WeightNames) -> set[str]:
+def _present(files: list[Path], names: WeightNames) -> Found:
     """The tensors that ``files`` hold, with and without the prefix that files may leave out."""
-    found = set()
+    found = {}
     for file in files:
         with Tensors.open(file) as tensors:
             for entry in tensors:
                 name = _called(entry.name, names)
-                found |= {name, names.prefix + name}
+                found[name] = found[names.prefix + name] = entry.dtype, entry.shape
     return found
 
 
 def _fill_from_files(
-    parts: Parts, names: WeightNames, folder: Path, files: list[Path], present: set[str] | None, progress: bool
+    parts: Parts, names: WeightNames, folder: Path, files: list[Path], present: Found | None, progress: bool
 ) -> None:
     place_of = places(parts, names, present or ())
     for found in place_of.values():

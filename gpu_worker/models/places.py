@@ -12,7 +12,7 @@ import torch
 
 from ...proto.config import ConfigError
 from ..layers.formats.base import Format, Sources
-from ..layers.formats.registry import Quantization
+from ..layers.formats.registry import Found, Quantization
 from ..spec import DecoderSpec, Layout, WeightNames
 from .files import Entry
 from .parameters import Parameter, parameters
@@ -75,28 +75,30 @@ def _rows_of(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
 
 
 def formats_of(
-    spec: DecoderSpec, names: WeightNames, found: Quantization, present: Collection[str] | None = None
+    spec: DecoderSpec, names: WeightNames, found: Quantization, present: Found | None = None
 ) -> dict[str, Format]:
     """The formats of the weights that are not plain, by parameter. ``present``: the tensors that the files hold, where
     that is known. Raises ConfigError where fused modules differ.
     """
     formats: dict[str, Format] = {}
 
-    def format_of(module: str) -> Format | None:
+    def format_of(module: str, columns: int) -> Format | None:
         if present is not None and found.marks and not any(module + mark in present for mark in found.marks):
             return None
-        return found.format_of(module)
+        said = found.format_of(module)
+        return said if said is None or present is None or not found.fit else found.fit(said, module, columns, present)
 
     for parameter in parameters(spec):
-        if parameter.name.endswith(found.floats):
+        if present is None and parameter.name.endswith(found.floats):
             continue
         if parameter.kind in ("linear", "experts") or parameter.name == "embed.weight":
             modules = [
                 module.replace("{e}", str(expert))
                 for module in _modules(parameter, names)[0] for expert in range(parameter.experts or 1)
             ]  # fmt: skip
-            first = format_of(modules[0])
-            if any(format_of(module) != first for module in modules[1:]):
+            columns = parameter.columns.total if parameter.columns is not None else 1
+            first = format_of(modules[0], columns)
+            if any(format_of(module, columns) != first for module in modules[1:]):
                 raise ConfigError(
                     f"config.json: Detected some but not all shards of {', '.join(modules)} are quantized. All shards "
                     "of fused layers to have the same precision."

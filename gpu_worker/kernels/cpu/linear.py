@@ -112,6 +112,21 @@ def pack(matrix: torch.Tensor, kind: int | None = None, gated: bool = False) -> 
     return packed
 
 
+def pack_int8(values: torch.Tensor, scales: torch.Tensor, gated: bool = False) -> PackedWeight:
+    """``values`` int8 [outputs, inputs] times ``scales`` float32 [outputs], as a weight of kind I8 of these numbers."""
+    packed = PackedWeight(I8, values.shape[0], values.shape[1], gated)
+    padded = packed.struct.padded_inputs
+    places = packed._in_panels(torch.arange(1, len(values) + 1))  # 0: of no output
+    rows = F.pad(values, (0, padded - values.shape[1]))
+    panels = packed._data.view(torch.int32).view(packed.struct.panels, padded // 4, PANEL)
+    for panel, place in zip(panels, places.view(-1, PANEL), strict=True):
+        own = rows[(place - 1).clamp(min=0)] * (place > 0)[:, None]
+        panel.copy_(own.contiguous().view(torch.int32).t())
+    packed._scales.copy_(packed._in_panels(scales.float()))
+    packed._offsets.copy_(packed._in_panels(values.sum(1, dtype=torch.int32)) * -128)
+    return packed
+
+
 def multiply(
     x: torch.Tensor, packed: PackedWeight, out: torch.Tensor | None = None, action: int = STORE, activation: int = 0,
     scale: float = 1.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ...kernels.codes import Codes
+from . import int8_rows
 from .base import ExpertProducts, Run, Tensors, Weight
 from .dense import Dequantized, dense
 
@@ -34,9 +35,13 @@ class Coded(Dequantized):
 
 def product_of(codes: Codes, weight: Weight) -> Run:
     """The product with ``codes`` on the weight's device."""
+    if int8_rows.takes(codes, weight):
+        return int8_rows.linear(codes, weight)
     return dense(weight).linear({"weight": codes.values(weight.dtype)}, weight)
 
 
 def experts_of(codes: Codes, weight: Weight) -> ExpertProducts:
     """``product_of`` for experts."""
+    if int8_rows.takes(codes, weight):
+        return int8_rows.experts(codes, weight)
     return dense(weight).experts({"weight": codes.values(weight.dtype)}, weight)

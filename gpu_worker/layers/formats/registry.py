@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ....proto.config import ConfigError
 from .base import Format
+
+Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtypes and shapes of the tensors that files hold, by name."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +32,17 @@ class Quantization:
     weight. ``skip``: regular expressions of tensors that the checkpoint carries and nobody needs.
     ``marks``: how names of tensors go on after a quantized module's, and after no other's (".qweight"). Where files are
     read, a module without any of these is a float weight, whatever ``format_of`` says; empty: its word is taken.
-    ``floats``: how names of the decoder's parameters end that are float weights whatever ``format_of`` says
-    ("router.weight"). ``renamed``: what old files call something, and what ``format_of``'s formats call it.
+    ``fit``: of what ``format_of`` said of a module, its name, the columns of its weight and what files hold, the format
+    that these show it to have; None: of a float weight. Asked where files are read.
+    ``floats``: how names of the decoder's parameters end that are float weights whatever ``format_of`` says, where no
+    files are read ("router.weight"). ``renamed``: what old files call something, and what its format calls it.
     ``pickled``: the method's checkpoints are pickles, which are then read without being asked for.
     """
 
     format_of: Callable[[str], Format | None] = lambda module: None
     skip: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
+    fit: Callable[[Any, str, int, Found], Format | None] | None = None
     floats: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     pickled: bool = False

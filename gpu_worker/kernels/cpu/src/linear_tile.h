@@ -73,10 +73,10 @@ INLINE vint add_bytes(vint row, vint weight, vint sums) {
 #if defined(__AVX512VNNI__)
   return (vint)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)row, (__m512i)weight);
 #elif defined(__AVX2__)
-  /* The instruction for bytes wants one side without sign, and its sums of two products must stay below 2^15, which
-   * they do where both sides are within 127: so the row's value without its 128, and its sign given to the weight. */
+  /* The instruction for bytes wants one side without sign, and its sums of two products must stay below 2^15: so the
+   * row's value without its 128, which is within 127, with the weight's sign, and the weight without it, up to 128. */
   __m256i value = _mm256_xor_si256((__m256i)row, _mm256_set1_epi8(-128));
-  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(value), _mm256_sign_epi8((__m256i)weight, value));
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weight), _mm256_sign_epi8(value, (__m256i)weight));
   return sums + (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
   row ^= (int32_t)0x80808080;
