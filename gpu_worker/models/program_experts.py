@@ -11,8 +11,7 @@ from ctypes import addressof, c_void_p
 import torch
 
 from ..kernels.cpu import program as native
-from ..kernels.cpu.library import I4, I8
-from ..kernels.cpu.linear import ADD, GATED, GROUP, STORE, PackedWeight
+from ..kernels.cpu.linear import ADD, GATED, STORE, PackedWeight
 from ..kernels.cpu.structs import Epilogue, Rows
 from ..layers.mlp import MoEBlock
 from ..layers.moe import MoE
@@ -71,16 +70,15 @@ def _each_expert(to: Writer, routing: native.Routing, moe: MoE, source: Area, lo
     gate_up, down = moe.local.gate_up.packed, moe.local.down.packed
     assert gate_up is not None and down is not None  # experts_run_in_c
     top_k, first = moe.spec.top_k, gate_up[0].struct
-    rows = to.inputs(source, first)
+    rows = to.inputs(source, gate_up[0])
     to.add(native.Route(_router(to, moe, scale), logits.buffer, addressof(routing)), logits)
-    dispatched, slots = to.rows(f"{source.name} of each expert for {first.type}", source.width, first, top_k)
+    dispatched, slots = to.rows(f"{source.name} of each expert", first, top_k)
     size = first.padded_inputs * dispatched.tensor.element_size()
-    groups = {I4: first.padded_inputs // GROUP, I8: 1}.get(first.type, 0)
-    to.add(native.Dispatch(addressof(routing), rows, slots, size, groups), dispatched)
+    to.add(native.Dispatch(addressof(routing), rows, slots, size, first.groups), dispatched)
     wide = to.area("wide of each expert", moe.spec.width, to.input_type(down[0]), top_k)
     _product(to, routing, gate_up, slots, wide, GATED, moe.spec.activation)
     results = to.area("results of each expert", down[0].struct.outputs, each=top_k)
-    _product(to, routing, down, to.inputs(wide, down[0].struct), results, STORE)
+    _product(to, routing, down, to.inputs(wide, down[0]), results, STORE)
     return results
 
 

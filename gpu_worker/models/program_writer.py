@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.cpu import program as native
-from ..kernels.cpu.library import BF16, F32, I4, I8
-from ..kernels.cpu.linear import ACTIVATED, ADD, GATED, GROUP, STORE, PackedWeight
+from ..kernels.cpu.library import BF16, F32
+from ..kernels.cpu.linear import ACTIVATED, ADD, GATED, GROUP, STORE, PackedWeight, row_dtype
 from ..kernels.cpu.structs import Epilogue, Rows, Weight
 from ..layers.activation import activation, gated_activation
 from ..layers.linear import Linear
@@ -66,7 +66,7 @@ class Writer:
         self.keep: list[object] = []  # what operations point to
         self._areas: dict[tuple[str, torch.dtype], Area] = {}
         self._rows: dict[str, Rows] = {}
-        self._prepared: set[str] = set()  # areas that hold their source as it is now, prepared for a product
+        self._prepared: dict[str, object] = {}  # areas that hold their source as it is now, prepared: for which layout
 
     # ------------------------------------------------------------ buffers and single operations
 
@@ -92,7 +92,8 @@ class Writer:
     def add(self, operation: Structure, wrote: Area) -> None:
         """Append an operation, which changes ``wrote``."""
         self.section.append(operation)
-        self._prepared = {name for name in self._prepared if not name.startswith(f"{wrote.name} for ")}
+        for name in [name for name in self._prepared if name.startswith(f"{wrote.name} for ")]:
+            del self._prepared[name]
 
     def pointer(self, tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
         """The address of a parameter, contiguous and in ``dtype``."""
@@ -127,29 +128,30 @@ class Writer:
         """What an operation had better write where a product with this weight is the next to read."""
         return torch.bfloat16 if packed is not None and packed.struct.type == BF16 else torch.float32
 
-    def rows(self, name: str, width: int, weight: Weight, each: int = 1) -> tuple[Area, Rows]:
+    def rows(self, name: str, weight: Weight, each: int = 1) -> tuple[Area, Rows]:
         """The buffer ``name`` of rows as a product with ``weight`` reads them, and where their parts are."""
-        dtype = {F32: torch.float32, BF16: torch.bfloat16, I8: torch.int8, I4: torch.int8}[weight.type]
-        area = self.area(name, width, dtype, each)
+        name = f"{name} for {weight.type}: {weight.padded_inputs} in {weight.groups}"
+        dtype = row_dtype(weight)
+        area = self.area(name, weight.padded_inputs, dtype, each)
         found = self._rows.get(name)
         if found is None:
             found = self._rows[name] = Rows(area.tensor.data_ptr(), area.buffer.stride, None, None)
-            if dtype == torch.int8:
-                groups = -(-width // GROUP)
-                found.scales = self.zeros(groups, torch.float32, each).data_ptr()
-                found.sums = self.zeros(groups, torch.int32, each).data_ptr()
+            if weight.groups:
+                found.scales = self.zeros(weight.groups, torch.float32, each).data_ptr()
+                found.sums = self.zeros(weight.groups, torch.int32, each).data_ptr()
         return area, found
 
-    def inputs(self, source: Area, weight: Weight) -> Rows:
-        """``source`` as a product with ``weight`` reads it; an operation makes it so where it is not."""
+    def inputs(self, source: Area, packed: PackedWeight) -> Rows:
+        """``source`` as a product with ``packed`` reads it; an operation makes it so where it is not."""
+        weight = packed.struct
         if TYPES[source.tensor.dtype] == weight.type:
             return Rows(source.tensor.data_ptr(), source.buffer.stride, None, None)
-        ready, rows = self.rows(f"{source.name} for {weight.type}", source.width, weight, source.each)
-        if ready.name not in self._prepared:
-            operation = native.Prepare(weight.type, source.width, weight.padded_inputs, source.each, source.buffer)
+        ready, rows = self.rows(source.name, weight, source.each)
+        if self._prepared.get(ready.name) != packed.layout:
+            operation = native.Prepare(addressof(weight), source.each, source.buffer)
             operation.out, operation.scales, operation.sums = ready.buffer, rows.scales, rows.sums
             self.add(operation, ready)
-            self._prepared.add(ready.name)
+            self._prepared[ready.name] = packed.layout
         return rows
 
     def product(
@@ -159,7 +161,7 @@ class Writer:
         if linear.packed is None:
             self.call(_torch_product(linear, action, kind), source, out, action, scale)
             return
-        rows, to = self.inputs(source, linear.packed.struct), out.buffer
+        rows, to = self.inputs(source, linear.packed), out.buffer
         epilogue = Epilogue(action, TYPES[out.tensor.dtype], ACTIVATIONS.index(kind), scale, to.data, to.stride)
         self.add(native.Linear(addressof(linear.packed.struct), rows, epilogue), out)
 

@@ -9,7 +9,7 @@ from cpu_kernels import VARIANTS, using
 
 from quire.gpu_worker.kernels.activation import gated_activation_torch
 from quire.gpu_worker.kernels.cpu.library import I4, I8
-from quire.gpu_worker.kernels.cpu.linear import ADD, GATED, GROUP, multiply, pack
+from quire.gpu_worker.kernels.cpu.linear import ADD, GATED, GROUP, multiply, pack, pack_int8
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((96, 64), (100, 70), (33, 1), (1, 200), (160, 896), (72, 333))
@@ -146,6 +146,18 @@ def test_quantized_product(kind, twin, shape, gated, dtype):
     for rows in (1, 5, 300):
         got = multiply(x[:rows], packed, torch.empty(rows, shape[0]))
         torch.testing.assert_close(got.double(), want[:rows], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", [(100, 70), (66, 128)])
+def test_int8_that_a_checkpoint_has(shape, gated):
+    values, scales = torch.randint(-128, 128, shape, dtype=torch.int8), torch.rand(shape[0]) + 0.1
+    x, bias = torch.randn(9, shape[1]), torch.randn(shape[0])
+    packed = pack_int8(values, scales, gated)
+    packed.set_bias(bias)
+    a, a_scale = quantized(x, shape[1])
+    want = (a[:, 0].double() @ values.double().T) * a_scale.double() * scales.double() + bias.double()
+    torch.testing.assert_close(multiply(x, packed).double(), want, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", [I8, I4])

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 NAMES = ("auto", "avx512bf16", "avx512", "avx2", "plain", "off")
 
-F32, BF16, I8, I4 = range(4)
-"""How a number is stored: kernels.h's Q_F32, Q_BF16, Q_I8, Q_I4."""
+F32, BF16, I8, I4, CODES, F16 = range(6)
+"""How a number is stored: kernels.h's Q_F32, Q_BF16, Q_I8, Q_I4, Q_CODES, Q_F16."""
 
 
 FUNCTIONS = (

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ....proto.config import ConfigError
-from .library import BF16, F32, I4, I8, Library, library
-from .structs import Epilogue, Matrix, Rows, Weight
+from .library import BF16, CODES, F32, I4, I8, Library, library
+from .structs import Codes, Epilogue, Matrix, Rows, Weight
 
 PANEL, ROW_UNIT, GROUP = 32, 64, 128
 """kernels.h's Q_PANEL, Q_ROW_UNIT and Q_GROUP."""
@@ -18,7 +18,12 @@ STORE, ADD, GATED, ACTIVATED = range(4)
 """What becomes of the sums: kernels.h's Q_STORE, Q_ADD, Q_GATED and Q_ACTIVATED."""
 TYPES = {torch.float32: F32, torch.bfloat16: BF16}
 _BITS = {F32: 32, BF16: 16, I8: 8, I4: 4}
-_STRUCTS = (Weight, Rows, Epilogue, Matrix)
+_STRUCTS = (Weight, Rows, Epilogue, Matrix, Codes)
+
+
+def row_dtype(weight: Weight) -> torch.dtype:
+    """Of rows as products with ``weight`` read them."""
+    return {F32: torch.float32, BF16: torch.bfloat16, CODES: torch.float32}.get(weight.type, torch.int8)
 
 
 class PackedWeight:
@@ -28,16 +33,20 @@ class PackedWeight:
     ``dtype`` is what its products take: float32 where they quantize activations themselves.
     """
 
-    def __init__(self, kind: int, outputs: int, inputs: int, gated: bool) -> None:
+    def __init__(
+        self, kind: int, outputs: int, inputs: int, gated: bool, bits: int | None = None, padded: int | None = None
+    ) -> None:
+        """``bits`` of a value and ``padded`` inputs are known of each kind but CODES."""
         panels = -(-(outputs // 2) // (PANEL // 2)) if gated else -(-outputs // PANEL)
         unit = GROUP if kind == I4 else ROW_UNIT
-        padded = -(-inputs // unit) * unit
+        padded = padded or -(-inputs // unit) * unit
         self.struct = Weight(kind, outputs, inputs, padded, panels, int(gated))
+        self.struct.groups = {I8: 1, I4: padded // GROUP}.get(kind, 0)
         self.dtype = torch.bfloat16 if kind == BF16 else torch.float32
         self.bias: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         columns = panels * PANEL
-        self._data = aligned(columns * padded * _BITS[kind] // 8)
+        self._data = aligned(columns * padded * (bits or _BITS[kind]) // 8)
         self.struct.data = self._data.data_ptr()
         if kind == I8:
             self._scales, self._offsets = torch.zeros(columns), torch.zeros(columns, dtype=torch.int32)
@@ -45,6 +54,11 @@ class PackedWeight:
         elif kind == I4:
             self._scales = torch.zeros(columns * padded // GROUP, dtype=torch.bfloat16)
             self.struct.group_scales = self._scales.data_ptr()
+
+    @property
+    def layout(self) -> object:
+        """Of the rows that its products read: rows that were prepared for one weight do for all of an equal layout."""
+        return self.struct.type, self.struct.padded_inputs
 
     def set_bias(self, bias: torch.Tensor | None) -> None:
         """Let products add ``bias`` [outputs] from now on; None: nothing."""
@@ -64,12 +78,12 @@ def aligned(size: int) -> torch.Tensor:
     """uint8 [size], aligned for the kernels, on large pages where the system has them."""
     memory = torch.empty(size + 64, dtype=torch.uint8)
     start = -memory.data_ptr() % 64
-    _native().c.q_use_huge_pages(memory.data_ptr(), size + 64)
+    native().c.q_use_huge_pages(memory.data_ptr(), size + 64)
     return memory[start : start + size]
 
 
 @functools.cache
-def _native() -> Library:
+def native() -> Library:
     """The library with the functions of ``linear_run.c`` and ``pack.c`` declared.
 
     Raises ConfigError where there is none, or where it is of another version.
@@ -81,10 +95,10 @@ def _native() -> Library:
     found.c.q_linear_sizes(sizes)
     if list(sizes) != [sizeof(struct) for struct in _STRUCTS]:
         raise ConfigError("the native CPU kernels are of another version of quire; install it again.")
-    weight, rows, epilogue, matrix = map(POINTER, _STRUCTS)
+    weight, rows, epilogue, matrix = map(POINTER, _STRUCTS[:4])
     found.c.q_linear.argtypes = (c_void_p, weight, rows, c_int32, epilogue)
     found.c.q_linear.restype = None
-    found.c.q_prepare.argtypes = (c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int32, c_int32, rows)
+    found.c.q_prepare.argtypes = (c_void_p, weight, c_int32, c_void_p, c_int64, rows)
     found.c.q_prepare.restype = None
     found.c.q_pack.argtypes = (c_void_p, matrix, weight)
     found.c.q_use_huge_pages.argtypes = (c_void_p, c_int64)
@@ -92,9 +106,9 @@ def _native() -> Library:
     return found
 
 
-def _team() -> int:
+def team() -> int:
     """The team of as many threads as torch computes with."""
-    return _native().team(torch.get_num_threads())
+    return native().team(torch.get_num_threads())
 
 
 def pack(matrix: torch.Tensor, kind: int | None = None, gated: bool = False) -> PackedWeight:
@@ -103,11 +117,11 @@ def pack(matrix: torch.Tensor, kind: int | None = None, gated: bool = False) -> 
     ``gated``: its first half are gates, its second half what they are applied to; both of one output lie together, so
     that a product can end with the activation. Raises ConfigError where there are no native kernels.
     """
-    found, own = _native(), TYPES[matrix.dtype]
+    found, own = native(), TYPES[matrix.dtype]
     matrix = matrix.contiguous()
     packed = PackedWeight(own if kind is None else kind, matrix.shape[0], matrix.shape[1], gated)
     source = Matrix(own, matrix.stride(0), matrix.data_ptr())
-    if found.c.q_pack(_team(), byref(source), byref(packed.struct)):
+    if found.c.q_pack(team(), byref(source), byref(packed.struct)):
         raise MemoryError(f"no memory to pack a weight of {tuple(matrix.shape)}")
     return packed
 
@@ -138,13 +152,15 @@ def multiply(
     """
     weight = packed.struct
     width = weight.outputs // 2 if action == GATED else weight.outputs
+    if out is None and x.dtype not in TYPES:
+        return multiply(x.float(), packed, None, action, activation, scale).to(x.dtype)
     if out is None:
         out = torch.empty(x.shape[0], width, dtype=x.dtype)
     if not len(x):
         return out
     rows, keep = _rows(x, packed)
     to = Epilogue(action, TYPES[out.dtype], activation, scale, out.data_ptr(), out.stride(0) * out.element_size())
-    _native().c.q_linear(_team(), byref(weight), byref(rows), len(x), byref(to))
+    native().c.q_linear(team(), byref(weight), byref(rows), len(x), byref(to))
     del keep
     return out
 
@@ -153,21 +169,18 @@ def _rows(x: torch.Tensor, packed: PackedWeight) -> tuple[Rows, tuple[torch.Tens
     """``x`` as the kernels read it for ``packed``, and the memory that this points to."""
     weight = packed.struct
     x = x.to(packed.dtype)
-    if weight.type in (I8, I4):
-        return _quantized(x, weight)
+    if weight.groups:
+        return _prepared(x, weight)
     missing = weight.padded_inputs - x.shape[1]
     x = F.pad(x, (0, missing)) if missing else x if x.stride(1) == 1 else x.contiguous()
     return Rows(x.data_ptr(), x.stride(0) * x.element_size(), None, None), (x,)
 
 
-def _quantized(x: torch.Tensor, weight: Weight) -> tuple[Rows, tuple[torch.Tensor, ...]]:
-    """float32 rows as int8: by a scale for each row, for an int4 weight for each of its groups."""
+def _prepared(x: torch.Tensor, weight: Weight) -> tuple[Rows, tuple[torch.Tensor, ...]]:
+    """float32 rows as int8, by a scale for each row or for each group, or in the order and with the sums of codes."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    groups = weight.padded_inputs // GROUP if weight.type == I4 else 1
-    values = torch.empty(len(x), weight.padded_inputs, dtype=torch.uint8)
-    scales, sums = torch.empty(len(x), groups), torch.empty(len(x), groups, dtype=torch.int32)
-    rows = Rows(values.data_ptr(), weight.padded_inputs, scales.data_ptr(), sums.data_ptr())
-    _native().c.q_prepare(
-        _team(), weight.type, len(x), x.data_ptr(), x.stride(0), x.shape[1], weight.padded_inputs, byref(rows)
-    )
+    values = torch.empty(len(x), weight.padded_inputs, dtype=row_dtype(weight))
+    scales, sums = torch.empty(len(x), weight.groups), torch.empty(len(x), weight.groups, dtype=torch.int32)
+    rows = Rows(values.data_ptr(), values.stride(0) * values.element_size(), scales.data_ptr(), sums.data_ptr())
+    native().c.q_prepare(team(), byref(weight), len(x), x.data_ptr(), x.stride(0), byref(rows))
     return rows, (values, scales, sums)

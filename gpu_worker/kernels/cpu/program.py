@@ -132,8 +132,8 @@ class Prepare(Structure):
     """Rows as a product reads them."""
 
     _fields_ = [
-        ("type", c_int32), ("size", c_int32), ("padded", c_int32), ("each", c_int32), ("source", Buffer),
-        ("out", Buffer), ("scales", c_void_p), ("sums", c_void_p),
+        ("weight", c_void_p), ("each", c_int32), ("source", Buffer), ("out", Buffer), ("scales", c_void_p),
+        ("sums", c_void_p),
     ]  # fmt: skip
 
 

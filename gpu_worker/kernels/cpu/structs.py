@@ -11,7 +11,34 @@ class Weight(Structure):
     _fields_ = [
         ("type", c_int32), ("outputs", c_int32), ("inputs", c_int32), ("padded_inputs", c_int32), ("panels", c_int32),
         ("gated", c_int32), ("data", c_void_p), ("scales", c_void_p), ("offsets", c_void_p),
-        ("group_scales", c_void_p), ("bias", c_void_p),
+        ("group_scales", c_void_p), ("bias", c_void_p), ("codes", c_void_p), ("groups", c_int64),
+    ]  # fmt: skip
+
+
+class Numbers(Structure):
+    """q_numbers: a number for each group and output."""
+
+    _fields_ = [
+        ("base", c_void_p), ("fine", c_void_p), ("base_stride", c_int64), ("fine_stride", c_int64),
+        ("base_type", c_int32), ("fine_signed", c_int32), ("base_shift", c_int32), ("fine_shift", c_int32),
+    ]  # fmt: skip
+
+
+class Codes(Structure):
+    """q_codes: what a weight of codes has beside its panels."""
+
+    _fields_ = [
+        ("bits", c_int32), ("kind", c_int32), ("group", c_int32), ("groups", c_int32), ("zero", c_float),
+        ("zeros", c_void_p), ("scales", Numbers), ("minima", Numbers), ("table", c_void_p), ("order", c_void_p),
+    ]  # fmt: skip
+
+
+class Planes(Structure):
+    """q_planes: codes as torch has them."""
+
+    _fields_ = [
+        ("planes", c_void_p * 3), ("strides", c_int64 * 3), ("widths", c_int32 * 3), ("flip", c_int32),
+        ("units", c_int32),
     ]  # fmt: skip
 
 

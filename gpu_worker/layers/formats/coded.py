@@ -9,9 +9,12 @@ from __future__ import annotations
 import torch
 
 from ...kernels.codes import Codes
+from ...kernels.cpu.codes import can_pack, pack_codes
+from ...kernels.cpu.library import library
 from . import int8_rows
 from .base import ExpertProducts, Run, Tensors, Weight
 from .dense import Dequantized, dense
+from .native import NativeExperts, NativeRun
 
 
 class Coded(Dequantized):
@@ -37,6 +40,8 @@ def product_of(codes: Codes, weight: Weight) -> Run:
     """The product with ``codes`` on the weight's device."""
     if int8_rows.takes(codes, weight):
         return int8_rows.linear(codes, weight)
+    if _native(codes, weight):
+        return NativeRun(pack_codes(codes, weight.gated))
     return dense(weight).linear({"weight": codes.values(weight.dtype)}, weight)
 
 
@@ -44,4 +49,11 @@ def experts_of(codes: Codes, weight: Weight) -> ExpertProducts:
     """``product_of`` for experts."""
     if int8_rows.takes(codes, weight):
         return int8_rows.experts(codes, weight)
+    if _native(codes, weight):
+        return NativeExperts([pack_codes(codes.expert(each), weight.gated) for each in range(weight.experts or 0)])
     return dense(weight).experts({"weight": codes.values(weight.dtype)}, weight)
+
+
+def _native(codes: Codes, weight: Weight) -> bool:
+    """Whether quire's kernels for CPUs multiply ``codes``, in float32 whatever the model's dtype."""
+    return weight.device.type == "cpu" and library() is not None and can_pack(codes)

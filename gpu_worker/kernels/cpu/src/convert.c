@@ -67,7 +67,7 @@ void Q_NAME(convert_row)(int32_t type, const void *from, const q_weight *to, int
   if (to->type == Q_F32) floats = (float *)out;
   float_row(type, from, to->inputs, to->padded_inputs, floats);
   switch (to->type) {
-    case Q_BF16: Q_NAME(prepare)(Q_BF16, floats, to->inputs, to->padded_inputs, out, NULL, NULL); break;
+    case Q_BF16: Q_NAME(prepare)(to, floats, out, NULL, NULL); break;
     case Q_I8: int8_row(floats, to, place, (int8_t *)out); break;
     case Q_I4: int4_row(floats, to, place, out); break;
   }

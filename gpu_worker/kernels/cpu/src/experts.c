@@ -25,6 +25,7 @@ void q_dispatch_row(const q_dispatch_op *op, int32_t row) {
     memcpy((char *)to->data + slot * to->stride, (const char *)from->data + row * from->stride, (size_t)op->bytes);
     if (groups == 0) continue;
     memcpy((float *)to->scales + slot * groups, from->scales + row * groups, (size_t)groups * sizeof(float));
+    if (from->sums == NULL) continue;
     memcpy((int32_t *)to->sums + slot * groups, from->sums + row * groups, (size_t)groups * sizeof(int32_t));
   }
 }
@@ -32,7 +33,7 @@ void q_dispatch_row(const q_dispatch_op *op, int32_t row) {
 void q_expert_product(const q_experts_op *op, int32_t expert, int32_t first, int32_t last) {
   const q_weight *weight = op->weights[expert];
   int64_t start = q_first_slot(op->routing, expert);
-  int64_t groups = weight->type == Q_I4 ? weight->padded_inputs / Q_GROUP : 1;
+  int64_t groups = weight->groups;
   q_rows x = op->rows;
   x.data = (const char *)x.data + start * x.stride;
   if (x.scales != NULL) x.scales += start * groups;

@@ -15,7 +15,7 @@
 #define Q_NAME(name) Q_PASTE(name, Q_VARIANT) /* linear -> linear_avx2 */
 
 /* How a number is stored. */
-enum { Q_F32 = 0, Q_BF16 = 1, Q_I8 = 2, Q_I4 = 3 };
+enum { Q_F32 = 0, Q_BF16 = 1, Q_I8 = 2, Q_I4 = 3, Q_CODES = 4, Q_F16 = 5 };
 
 /* Columns of a panel: a weight is kept as panels of so many outputs, each with all inputs of its outputs. */
 enum { Q_PANEL = 32 };
@@ -23,6 +23,8 @@ enum { Q_PANEL = 32 };
 enum { Q_ROW_UNIT = 64 };
 /* Values of a group of int4 weights, which share a scale. */
 enum { Q_GROUP = 128 };
+/* Inputs whose codes lie together, and inputs that are added up without a look at where groups end. */
+enum { Q_UNIT = 32, Q_RUN = 16 };
 /* Most query tokens of one sequence that attention takes at a time. */
 enum { Q_TILE = 16 };
 /* Keys whose softmax is made by itself. Chunks begin at multiples of this many keys of their sequence, and are merged in
@@ -33,12 +35,41 @@ enum { Q_HEAD_DIM = 512 };
 
 /* ---------------------------------------------------------------- linear.c */
 
+/* A number for each group and output: base, or base times fine. */
+typedef struct {
+  const void *base;        /* [panels][groups >> shift][Q_PANEL], or NULL: there are no such numbers */
+  const void *fine;        /* [panels][groups][Q_PANEL], or NULL */
+  int64_t base_stride;     /* values from panel to panel; 0: all outputs have the same */
+  int64_t fine_stride;
+  int32_t base_type;       /* Q_F32, Q_BF16, Q_F16 */
+  int32_t fine_signed;     /* fine is int8, else uint8 */
+  int32_t base_shift;      /* 31: one for all groups */
+  int32_t fine_shift;
+} q_numbers;
+
+/* How a code becomes a number: it is one; by a table that all outputs share, of up to 16 entries or of any size; by a
+ * table of each output; or it is a float of 4 bits exponent and 3 bits mantissa. */
+enum { Q_NUMBER = 0, Q_SMALL_TABLE = 1, Q_TABLE = 2, Q_OWN_TABLE = 3, Q_E4M3 = 4, Q_CODE_KINDS = 5 };
+
+/* What a weight of codes has beside its panels. An input's value is (number - zero) * scale - minimum. */
+typedef struct {
+  int32_t bits;  /* of a code, 2 to 8 */
+  int32_t kind;
+  int32_t group; /* inputs, a multiple of Q_RUN; the last group may be shorter */
+  int32_t groups;
+  float zero;             /* of all groups, where zeros is NULL */
+  const uint8_t *zeros;   /* [panels][groups][Q_PANEL] or NULL */
+  q_numbers scales, minima;
+  const float *table;     /* [16], [2^bits], or of each output [panels][2^bits][Q_PANEL] */
+  const int32_t *order;   /* [padded inputs]: which input each is, -1: none; or NULL */
+} q_codes;
+
 /* A weight [outputs, inputs], packed by pack (linear.c). */
 typedef struct {
-  int32_t type;    /* Q_F32, Q_BF16, Q_I8, Q_I4 */
+  int32_t type;    /* Q_F32, Q_BF16, Q_I8, Q_I4, Q_CODES */
   int32_t outputs; /* as the model has them, without padding */
   int32_t inputs;
-  int32_t padded_inputs; /* a multiple of Q_ROW_UNIT (int4: of Q_GROUP) */
+  int32_t padded_inputs; /* a multiple of Q_ROW_UNIT (int4: of Q_GROUP; codes: of Q_UNIT) */
   int32_t panels;        /* ceil(outputs / Q_PANEL) */
   int32_t gated;         /* 1: a panel is 16 rows of the gate, then the same 16 of up */
   const void *data;      /* panels, 64-byte aligned */
@@ -46,13 +77,17 @@ typedef struct {
   const int32_t *offsets;       /* int8: takes back the 128 that was added to activations, [panels * Q_PANEL] */
   const uint16_t *group_scales; /* int4: bfloat16 of each group and output, [panels][groups][Q_PANEL] */
   const float *bias;            /* [panels * Q_PANEL] in the panels' order, or NULL */
+  const q_codes *codes;         /* of codes, else NULL */
+  int64_t groups; /* scales, and sums, of a row that is prepared for it: int8 1, int4 and codes one a group, else 0 */
 } q_weight;
 
 /* Rows of activations as a product with a weight reads them (prepare makes them). */
 typedef struct {
-  const void *data;     /* float32, bfloat16; int8 + 128 as uint8 for an int8 weight, int8 for an int4 weight */
+  const void *data;     /* float32, bfloat16; int8 + 128 as uint8 for an int8 weight, int8 for an int4 weight; float32
+                           times powers of two for codes */
   int64_t stride;       /* bytes from row to row, a multiple of 64 */
-  const float *scales;  /* int8: of each row; int4: of each row and group, [rows][padded inputs / Q_GROUP] */
+  const float *scales;  /* int8: of each row; int4: of each row and group, [rows][groups]; codes: the sums of the
+                           groups' values, alike */
   const int32_t *sums;  /* int4: of each row and group, as scales */
 } q_rows;
 
@@ -143,9 +178,8 @@ typedef struct {
 
   /* out of ``rows`` rows, panels [first, last). */
   void (*linear)(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to, int32_t first, int32_t last);
-  /* One row of float32 [size], padded with zeros to ``padded``, as a weight of ``type`` wants it; of int8 its scale,
-   * of int4 the scales and sums of its groups. */
-  void (*prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales, int32_t *sums);
+  /* One row of float32 [inputs], padded with zeros, as ``weight`` reads it, with its [groups] scales and sums. */
+  void (*prepare)(const q_weight *weight, const float *x, void *out, float *scales, int32_t *sums);
 
   /* One row [inputs] of a matrix of ``type`` (Q_F32 or Q_BF16) as ``to`` keeps it, with its scales, which go to
    * ``place`` of all panels' columns. ``floats`` [padded inputs] is scratch. */

@@ -77,6 +77,7 @@ void Q_NAME(linear)(const q_weight *weight, const q_rows *x, int32_t rows, const
     case Q_BF16: Q_NAME(linear_bf16)(weight, x, rows, to, first, last); break;
     case Q_I8: Q_NAME(linear_int8)(weight, x, rows, to, first, last); break;
     case Q_I4: Q_NAME(linear_int4)(weight, x, rows, to, first, last); break;
+    case Q_CODES: Q_NAME(linear_codes)(weight, x, rows, to, first, last); break;
   }
 }
 
@@ -91,12 +92,13 @@ static void prepare_bf16(const float *x, int32_t size, int32_t padded, uint16_t 
   memset(out + size, 0, (size_t)(padded - size) * sizeof *out);
 }
 
-void Q_NAME(prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales,
-                     int32_t *sums) {
-  switch (type) {
+void Q_NAME(prepare)(const q_weight *weight, const float *x, void *out, float *scales, int32_t *sums) {
+  int32_t size = weight->inputs, padded = weight->padded_inputs;
+  switch (weight->type) {
     case Q_F32: prepare_f32(x, size, padded, out); break;
     case Q_BF16: prepare_bf16(x, size, padded, out); break;
     case Q_I8: Q_NAME(quantize_row)(x, size, padded, padded, -128, out, scales, NULL); break;
     case Q_I4: Q_NAME(quantize_row)(x, size, padded, Q_GROUP, 0, out, scales, sums); break;
+    case Q_CODES: Q_NAME(prepare_codes)(weight, x, out, scales); break;
   }
 }

@@ -11,6 +11,9 @@ typedef struct {
   const void *data;
 } q_matrix;
 
+/* The row of the matrix that is ``column`` of ``panel``, or -1 where there is none (pack.c). */
+int32_t q_row_of(const q_weight *weight, int32_t panel, int32_t column);
+
 static inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 
 /* Panels that a thread takes at a time from a product's counter. Even with few rows, because two panels go together
@@ -36,7 +39,8 @@ static inline int32_t q_team_share(const q_weight *weight, int32_t rows, int32_t
 /* The products of one type, all as ``linear`` in q_kernels. */
 typedef void q_linear_function(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to,
                                int32_t first, int32_t last);
-q_linear_function Q_NAME(linear_f32), Q_NAME(linear_bf16), Q_NAME(linear_int8), Q_NAME(linear_int4);
+q_linear_function Q_NAME(linear_f32), Q_NAME(linear_bf16), Q_NAME(linear_int8), Q_NAME(linear_int4),
+    Q_NAME(linear_codes);
 
 /* float32 [size] as int8, with zeros up to ``padded``: each group of ``group`` values by a scale of its own, its largest
  * value / 127. ``scales`` and ``sums`` (or NULL) are each group's; ``flip`` is exclusive-ored to each value. */
@@ -44,8 +48,10 @@ void Q_NAME(quantize_row)(const float *x, int32_t size, int32_t padded, int32_t 
                           float *scales, int32_t *sums);
 
 /* As in q_kernels. */
-void Q_NAME(prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales,
-                     int32_t *sums);
+void Q_NAME(prepare)(const q_weight *weight, const float *x, void *out, float *scales, int32_t *sums);
+/* Of a weight of codes: a row in the codes' order, each value times what its code was not moved down by, and the sums of
+ * the groups' values. */
+void Q_NAME(prepare_codes)(const q_weight *weight, const float *x, float *out, float *sums);
 
 /* Bring ``sums`` [rows][Q_PANEL] of the rows from ``row`` on and one panel to where ``to`` says; they are changed on the
  * way. */

@@ -3,11 +3,12 @@
 #include "team.h"
 
 /* The sizes of the structs that Python mirrors (structs.py), in the order of linear.py's _STRUCTS. */
-Q_EXPORT void q_linear_sizes(int64_t sizes[4]) {
+Q_EXPORT void q_linear_sizes(int64_t sizes[5]) {
   sizes[0] = sizeof(q_weight);
   sizes[1] = sizeof(q_rows);
   sizes[2] = sizeof(q_epilogue);
   sizes[3] = sizeof(q_matrix);
+  sizes[4] = sizeof(q_codes);
 }
 
 typedef struct {
@@ -34,26 +35,25 @@ Q_EXPORT void q_linear(q_team *team, const q_weight *weight, const q_rows *x, in
 }
 
 typedef struct {
-  int32_t type, rows, size;
+  const q_weight *weight;
+  int32_t rows;
   const float *x;
   int64_t x_stride; /* values */
   q_rows out;
-  int32_t padded;
   _Atomic int32_t next;
 } prepare_task;
 
 static void run_prepare(void *argument, int id, int threads) {
   prepare_task *task = argument;
-  int32_t scales = task->type == Q_I4 ? task->padded / Q_GROUP : 1;
+  int64_t groups = task->weight->groups;
   for (int32_t row; (row = q_take(&task->next, 1)) < task->rows;)
-    q_kernel->prepare(task->type, task->x + row * task->x_stride, task->size, task->padded,
-                      (char *)task->out.data + row * task->out.stride, (float *)task->out.scales + row * scales,
-                      (int32_t *)task->out.sums + row * scales);
+    q_kernel->prepare(task->weight, task->x + row * task->x_stride, (char *)task->out.data + row * task->out.stride,
+                      (float *)task->out.scales + row * groups, (int32_t *)task->out.sums + row * groups);
 }
 
-/* float32 rows [rows, size], ``x_stride`` values apart, as a weight of ``type`` with ``padded`` inputs reads them. */
-Q_EXPORT void q_prepare(q_team *team, int32_t type, int32_t rows, const float *x, int64_t x_stride, int32_t size,
-                        int32_t padded, const q_rows *out) {
-  prepare_task task = {type, rows, size, x, x_stride, *out, padded, 0};
+/* float32 rows [rows, inputs], ``x_stride`` values apart, as a product with ``weight`` reads them. */
+Q_EXPORT void q_prepare(q_team *team, const q_weight *weight, int32_t rows, const float *x, int64_t x_stride,
+                        const q_rows *out) {
+  prepare_task task = {weight, rows, x, x_stride, *out, 0};
   q_team_run(team, run_prepare, &task);
 }

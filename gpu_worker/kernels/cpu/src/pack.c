@@ -27,8 +27,7 @@ Q_EXPORT void q_use_huge_pages(void *start, int64_t size) {
 #endif
 }
 
-/* The row of the matrix that is ``column`` of ``panel``, or -1 where there is none. */
-static int32_t row_of(const q_weight *weight, int32_t panel, int32_t column) {
+int32_t q_row_of(const q_weight *weight, int32_t panel, int32_t column) {
   const int32_t half_panel = Q_PANEL / 2, half = weight->outputs / 2;
   if (!weight->gated) {
     int32_t row = panel * Q_PANEL + column;
@@ -59,7 +58,7 @@ static void pack_panel(const q_matrix *from, const q_weight *to, int32_t panel, 
   const uint32_t *rows[Q_PANEL];
   const int64_t row_bytes = from->stride * (from->type == Q_BF16 ? 2 : 4);
   for (int32_t column = 0; column < Q_PANEL; column++) {
-    int32_t row = row_of(to, panel, column);
+    int32_t row = q_row_of(to, panel, column);
     const char *source = (const char *)from->data + row * row_bytes;
     uint32_t *own = scratch + to->padded_inputs + (int64_t)column * words;
     rows[column] = own;

@@ -146,12 +146,11 @@ static void head_norm_row(const q_head_norm_op *op, int32_t row) {
 }
 
 static void prepare_row(const q_prepare_op *op, int32_t row) {
-  int64_t groups = op->type == Q_I4 ? op->padded / Q_GROUP : 1;
+  int64_t groups = op->weight->groups;
   for (int64_t at = (int64_t)row * op->each; at < (int64_t)(row + 1) * op->each; at++) {
     float *scale = op->scales == NULL ? NULL : op->scales + at * groups;
     int32_t *sums = op->sums == NULL ? NULL : op->sums + at * groups;
-    q_kernel->prepare(op->type, (const float *)row_of(&op->in, at), op->size, op->padded, row_of(&op->out, at), scale,
-                      sums);
+    q_kernel->prepare(op->weight, (const float *)row_of(&op->in, at), row_of(&op->out, at), scale, sums);
   }
 }
 

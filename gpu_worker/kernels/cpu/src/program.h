@@ -109,9 +109,10 @@ typedef struct {
   int32_t heads, own;
 } q_head_norm_op;
 
-/* Rows as a product with a weight of ``type`` reads them: ``each`` neighbours for each row of the operation. */
+/* Rows as a product with ``weight`` reads them: ``each`` neighbours for each row of the operation. */
 typedef struct {
-  int32_t type, size, padded, each;
+  const q_weight *weight;
+  int32_t each;
   q_buffer in, out;
   float *scales;
   int32_t *sums;

@@ -6,8 +6,7 @@
 
 void Q_NAME(linear)(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to, int32_t first,
                     int32_t last);
-void Q_NAME(prepare)(int32_t type, const float *x, int32_t size, int32_t padded, void *out, float *scales,
-                     int32_t *sums);
+void Q_NAME(prepare)(const q_weight *weight, const float *x, void *out, float *scales, int32_t *sums);
 void Q_NAME(convert_row)(int32_t type, const void *from, const q_weight *to, int32_t place, float *floats,
                          uint32_t *out);
 void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, int32_t tile, int32_t kv_head, int32_t part,
