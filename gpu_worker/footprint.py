@@ -16,6 +16,7 @@ import torch
 
 from ..proto.checkpoint.model_config import AUTO_LENGTH, ModelConfig
 from ..proto.checkpoint.pooler_config import PoolerConfig
+from ..proto.checkpoint.quantization import online
 from ..proto.config import ConfigError, EngineArgs
 from .device import parameter_estimate
 from .kv_cache import KVCache
@@ -108,7 +109,9 @@ def footprint_of(
     """The least that the part ``shard`` of the model takes. Raises ConfigError where config.json has no sizes."""
     if pooler is None and uses_fallback(config):  # its cache and steps are known once it is loaded
         return Footprint(_counted(args, config), dtype.itemsize, 0, 0, 0)
-    spec, count, itemsize = size_of(config, pooler, dtype, shard, AtLoad(args.quantization, args.quantize_lm_head))
+    spec, count, itemsize = size_of(
+        config, pooler, dtype, shard, AtLoad(online(config.hf, args.quantization), args.quantize_lm_head)
+    )
     local = spec.local(shard)
     tokens = 1 if args.max_model_len == AUTO_LENGTH else config.max_model_len
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:

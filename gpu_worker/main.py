@@ -151,6 +151,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     import torch  # only now: what is wrong with the flags is found without it
 
     from .footprint import check_footprint
+    from .layers.formats.registry import check_device
     from .memory import out_of_memory
     from .models.loader import load_model, resolve_dtype
     from .parallel.parallel import Group, shard_of
@@ -162,8 +163,9 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     device = choose_device(args.device)
     torch.set_num_threads(threads)
     torch.manual_seed(args.seed)
-    _suit(args, device)
     dtype = resolve_dtype(args.dtype, config, device)
+    check_device(config.hf, dtype, device)
+    _suit(args, device)
     imported = time.monotonic()
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
     shard = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size)

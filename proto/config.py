@@ -51,6 +51,13 @@ _HTTP = ("frontend",)
 _WORDS = ("detokenizer", "gpu_worker")  # the worker's grammars are made of the tokenizer's tokens
 
 
+QUANTIZATIONS = (
+    "awq", "gptq", "squeezellm", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf", "int8", "int4",
+    "auto_awq", "awq_marlin", "auto_gptq", "gptq_marlin", "marlin", "fbgemm_fp8", "modelopt", "gpt_oss_mxfp4",
+)  # fmt: skip
+"""Methods of quantization, and other names of some (``checkpoint/quantization.py``)."""
+
+
 @dataclass
 class EngineArgs:
     """All flags. Every service reads only those that name it."""
@@ -90,7 +97,10 @@ class EngineArgs:
         ("auto", "half", "float16", "bfloat16", "float", "float32"),
     )  # fmt: skip
     quantization: str | None = _flag(
-        None, _WORK, "on a CPU, make the layers' float weights so narrow while they are loaded", ("int8", "int4")
+        None,
+        _WORK,
+        "how the checkpoint is quantized (default: as it says), or, of a float one, what its weights become "
+        "while they are loaded: fp8, int8, int4",
     )
     quantize_lm_head: bool | None = _flag(None, _WORK, "with --quantization, the lm_head too, as int8 (default: yes)")
     runner: str = _flag(
@@ -261,6 +271,9 @@ class EngineArgs:
             )
         if not 0 < self.master_port <= 65535:
             raise ConfigError(f"master_port must be in [1, 65535], got {self.master_port}.")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            known = list(QUANTIZATIONS)
+            raise ConfigError(f"Unknown quantization method: {self.quantization}. Must be one of {known}.")
         self._check_together()
         for fld in dataclasses.fields(self):
             choices = fld.metadata["choices"]

@@ -21,6 +21,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.checkpoint.pooler_config import PoolerConfig
+from ...proto.checkpoint.quantization import online
 from ...proto.config import ConfigError
 from ..kernels.company import batch_invariant
 from ..layers.formats.at_load import NOTHING, AtLoad, check_quantization
@@ -66,14 +67,17 @@ def load_model(
 
     ``load_format``: auto or safetensors read the folder, pt its pickled tensors; dummy makes random weights from
     ``seed``, no file needed. An architecture that the table does not know is left to ``fallback.py``. Raises
-    ConfigError, one line that names the file and the remedy. ``quantization``: int8 or int4, see ``formats.at_load``.
+    ConfigError, one line that names the file and the remedy. ``quantization``: the flag's; see ``formats.at_load``.
     """
     check_load_format(load_format)
-    group, at_load = group or Group(), AtLoad(quantization, quantize_lm_head)
+    group, at_load = group or Group(), AtLoad(online(config.hf, quantization), quantize_lm_head)
     with _named(config):
         foreign = pooler is None and uses_fallback(config)
-        check_quantization(at_load, device, bool(config.hf.get("quantization_config")), foreign)
+        check_quantization(at_load, device, foreign)
         if foreign:
+            if config.hf.get("quantization_config"):
+                raise ConfigError("quantized weights are supported for the architectures that quire knows, and "
+                                  "transformers runs this one; use the model's float weights.")  # fmt: skip
             if batch_invariant():
                 raise ConfigError("batch_invariant is for the architectures that quire knows, and this one is run by "
                                   "transformers; leave it out.")  # fmt: skip

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import ConfigError, EngineArgs
+from .quantization import quantization_of
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ def config_of(args: EngineArgs, folder: str) -> ModelConfig:
         overrides["rope_scaling"] = _object("rope_scaling", args.rope_scaling)
     if args.rope_theta is not None:
         overrides["rope_theta"] = args.rope_theta
-    config = load_model_config(folder, args.max_model_len, overrides)
+    config = load_model_config(folder, args.max_model_len, overrides, args.quantization)
     config.trust_remote_code, config.code_revision = args.trust_remote_code, args.code_revision
     config.model_impl = args.model_impl
     return config
@@ -167,10 +168,13 @@ def _object(name: str, text: str | None) -> dict[str, Any]:
 
 
 def load_model_config(
-    path: str, max_model_len: int | None = None, overrides: dict[str, Any] | None = None
+    path: str,
+    max_model_len: int | None = None,
+    overrides: dict[str, Any] | None = None,
+    quantization: str | None = None,
 ) -> ModelConfig:
-    """Read a model folder; ``overrides`` replace values of its config.json. Raises ConfigError that names the file
-    and the remedy."""
+    """Read a model folder; ``overrides`` replace values of its config.json, ``quantization`` is the flag's. Raises
+    ConfigError that names the file and the remedy."""
     hf = read_json(file := Path(path) / "config.json")
     if not hf and not file.is_file():
         raise ConfigError(f"{file} does not exist; a model is a Hugging Face folder with a config.json.")
@@ -180,7 +184,7 @@ def load_model_config(
         if isinstance(inner := overrides.get("text_config"), dict):  # the text's values are the model's from here on
             overrides = {**{key: value for key, value in overrides.items() if key != "text_config"}, **inner}
         names = hf.get("architectures") or text.get("architectures")  # the whole model's say how its weights are named
-        whole = hf.get("tie_word_embeddings")
+        whole, quantized = hf.get("tie_word_embeddings"), hf.get("quantization_config")
         unwritten = _UNWRITTEN.get(str(text.get("model_type")), {})
         hf = {
             **unwritten,
@@ -190,10 +194,14 @@ def load_model_config(
         hf["architectures"] = names
         if whole is True:  # the text's own value is then its class's default, and the files have one table
             hf["tie_word_embeddings"] = True
+        if quantized:  # the whole model's comes first
+            hf["quantization_config"] = quantized
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(value := {**hf, **overrides}.get(key), dict | None):
             raise ConfigError(f"{path}/config.json: {key} must be an object, got {value!r}; correct it.")
     hf = with_usual_names(_overridden(hf, overrides), OTHER_NAMES)
+    if (quantized := quantization_of(path, hf, quantization)) is not None:
+        hf["quantization_config"] = quantized
     generation = read_json(Path(path) / "generation_config.json")
     vocab, names = hf.get("vocab_size"), hf.get("architectures") or []
     if type(vocab) is not int or vocab < 1:

@@ -249,8 +249,8 @@ def test_serve_does_not_take_the_model_for_a_flags_last_value(flag: str) -> None
     [
         (["serve", "--port=abc"], "quire serve: error: argument --port: 'abc' is not a number"),
         (
-            ["serve", "--quantization", "awq"],
-            "quire serve: error: argument --quantization: invalid choice: 'awq'",
+            ["serve", "--load-format", "npz"],
+            "quire serve: error: argument --load-format: invalid choice: 'npz'",
         ),
         (["serve", "m", "n"], "quire: error: unrecognized arguments: n;"),
         (["workers"], "quire workers: error: the following arguments are required: ACTION;"),

@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from thread_ranks import hidden, in_ranks, load
 
+from quire.gpu_worker.kernels import card
 from quire.gpu_worker.kernels.moe import Blocks, grouped_product
+from quire.gpu_worker.layers.formats import registry
 from quire.gpu_worker.layers.formats.base import Axis, ExpertProducts, Part, Run, Stored, Tensors, Weight
 from quire.gpu_worker.layers.formats.dense import Dequantized
 from quire.gpu_worker.layers.formats.registry import Quantization, register
@@ -319,7 +321,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change: Any, said: str, tmp_p
 
 def test_a_method_that_nobody_registered_is_named(tmp_path: Path) -> None:
     quantized, _ = checkpoints("toy_rows8", "llama", tmp_path, quant_method="new")
-    with pytest.raises(ConfigError, match=r"quantization_config \(new\) is not supported; use the model's float"):
+    with pytest.raises(
+        ConfigError, match=r"Unknown quantization method: new. Must be one of .*; use the model's float"
+    ):
         load(quantized)
 
 
@@ -334,3 +338,26 @@ def test_axes() -> None:
     assert Axis(4, 2).order(swapped, "w").tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
     with pytest.raises(ConfigError, match="w: the model's order of rows would tear"):
         Axis(4).order(np.r_[2:6, 0:2, 6:8], "w")
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "dtype", "said"),
+    [
+        ("awq", 60, torch.float16, "The quantization method awq is not supported for the current GPU. "
+         rf"Minimum capability: {card.OLDEST}. Current capability: 60\."),
+        ("awq_marlin", 90, torch.float32, "torch.float32 is not supported for quantization method awq_marlin. "
+         r"Supported dtypes: \[torch.float16, torch.bfloat16\]"),
+        ("awq", 90, torch.bfloat16, None), ("fp8", 80, torch.float32, None), (None, 60, torch.float32, None),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_cannot_run_is_named(
+    name: str | None, arch: int, dtype: torch.dtype, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "card_of", lambda device: card.Card("one", "cuda", arch, 1, 1, 1))
+    hf = {"quantization_config": name and {"quant_method": name}}
+    for device in ("cpu", "cuda"):
+        if device == "cpu" or said is None:
+            registry.check_device(hf, dtype, torch.device(device))
+        else:
+            with pytest.raises(ConfigError, match=said):
+                registry.check_device(hf, dtype, torch.device(device))

@@ -172,8 +172,8 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
         "download it again",
     ),
     "quantised by config": (
-        lambda f: edit(f, quantization_config={"quant_method": "awq"}), {},
-        r"/config.json: quantization_config \(awq\) is not supported", "--hf-overrides",
+        lambda f: edit(f, quantization_config={"quant_method": "aqlm"}), {},
+        r"/config.json: Unknown quantization method: aqlm. Must be one of \[", "--hf-overrides",
     ),
     "a link to nothing": (
         lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).symlink_to("gone")), {}, " holds no .safetensors file",

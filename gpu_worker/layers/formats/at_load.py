@@ -38,10 +38,8 @@ class AtLoad:
 NOTHING = AtLoad()
 
 
-def check_quantization(asked: AtLoad, device: torch.device, quantized: bool, transformers: bool) -> None:
-    """Refuse what cannot be made at load. ``quantized``: the checkpoint is already; ``transformers``: so is the model
-    that runs. Raises ConfigError.
-    """
+def check_quantization(asked: AtLoad, device: torch.device, transformers: bool) -> None:
+    """Refuse what cannot be made at load. ``transformers``: they run the model. Raises ConfigError."""
     if asked.method is None:
         if asked.lm_head:
             raise ConfigError("quantize_lm_head needs a quantization; add --quantization int8.")
@@ -51,8 +49,6 @@ def check_quantization(asked: AtLoad, device: torch.device, quantized: bool, tra
         why = f"is for CPUs, and the device is {device.type}; leave it out, or use --device cpu"
     elif library() is None:
         why = "needs the native CPU kernels, which are off or were not compiled; install quire where a C compiler is"
-    elif quantized:
-        why = "is for float weights, and the model's are quantized already; leave it out"
     elif transformers:
         why = "is for the architectures that quire knows, and this one is run by transformers; leave it out"
     if why:

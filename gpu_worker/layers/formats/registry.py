@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from ....proto.checkpoint.quantization import method
 from ....proto.config import ConfigError
+from ...kernels.card import OLDEST, card_of
 from .base import Format
 
 Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -48,6 +50,9 @@ class Quantization:
     pickled: bool = False
 
 
+HALVES = (torch.float16, torch.bfloat16)
+_HALF_ONLY = ("awq", "gptq", "squeezellm")
+"""Methods whose scales are float16: vLLM runs them in 16 bits alone, and so does quire on a GPU."""
 Method = Callable[[Mapping[str, Any]], Quantization]
 """Reads a quantization_config. Raises ConfigError for a value that it does not know."""
 _METHODS: dict[str, Method] = {}
@@ -73,7 +78,29 @@ def quantization(hf: Mapping[str, Any]) -> Quantization:
     name = config.get("quant_method") if isinstance(config, dict) else config
     if not isinstance(config, dict) or name not in _METHODS:
         raise ConfigError(
-            f"config.json: quantization_config ({name}) is not supported; use the model's float weights, or, where "
-            "they are what the folder has, --hf-overrides '{\"quantization_config\": null}'."
+            f"config.json: Unknown quantization method: {name}. Must be one of {sorted(_METHODS)}, which are "
+            "supported; use the model's float weights, or, where they are what the folder has, "
+            "--hf-overrides '{\"quantization_config\": null}'."
         )
     return _METHODS[name](config)
+
+
+def check_device(hf: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError where a checkpoint of the config.json ``hf`` cannot run in ``dtype`` on the GPU ``device``.
+
+    CPUs compute in float32 or bfloat16, whatever the method.
+    """
+    config = hf.get("quantization_config")
+    if device.type != "cuda" or not isinstance(config, dict):
+        return
+    name, card = str(config.get("quant_method")), card_of(device)
+    if card.backend == "cuda" and isinstance(card.arch, int) and card.arch < OLDEST:
+        raise ConfigError(
+            f"The quantization method {name} is not supported for the current GPU. Minimum capability: {OLDEST}. "
+            f"Current capability: {card.arch}. Use a newer card, or --device cpu."
+        )
+    if method(name) in _HALF_ONLY and dtype not in HALVES:
+        raise ConfigError(
+            f"{dtype} is not supported for quantization method {name}. Supported dtypes: {list(HALVES)}; use --dtype "
+            "auto."
+        )
