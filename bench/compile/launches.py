@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.kernels import (
     activation,
     attention,
+    coded,
     linear,
     logprobs,
     marks,
@@ -32,11 +34,12 @@ from quire.gpu_worker.kernels import (
     sampling,
 )
 from quire.gpu_worker.kernels.card import card_of
+from quire.gpu_worker.kernels.codes import Codes, PerGroup, plane_widths
 from quire.gpu_worker.kernels.columns import COLUMNS
 from quire.gpu_worker.spec import MoESpec
 
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
-INT, LONG = torch.int32, torch.int64
+BYTE, INT, LONG = torch.uint8, torch.int32, torch.int64
 VOCAB, PAGE, CONTEXT = 128_256, 16, 4096
 
 
@@ -221,21 +224,44 @@ def choose(spec: MoESpec) -> None:
     moe_routing.route(empty(8, spec.experts), spec, empty(spec.experts, dtype=FLOAT) if spec.groups else None)
 
 
+def codes_of(
+    rows: int, columns: int, bits: int = 4, group: int = 128, experts: int | None = None, **more: Any
+) -> Codes:
+    """A weight of codes with zeros and fp16 scales of groups, as AWQ and GPTQ have them, or as ``more`` says."""
+    lead = () if experts is None else (experts,)
+    planes = tuple(empty(*lead, rows, columns * width // 32, dtype=INT) for width in plane_widths(bits))
+    groups = columns // group
+    given = {
+        "scales": PerGroup(empty(*lead, rows, groups, dtype=HALF)),
+        "zeros": empty(*lead, rows, groups, dtype=BYTE),
+    }
+    return Codes(planes, bits, columns, group, **given | more)
+
+
 def experts(
     tokens: int, count: int, top_k: int, sizes: tuple[int, int], kind: str = "silu", bias: bool = False,
-    dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16, codes: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """The experts of a layer, between the router's choice and the sum; ``sizes`` are (hidden, an expert's width)."""
+    """The experts of a layer, between the router's choice and the sum; ``sizes`` are (hidden, an expert's width).
+
+    ``codes``: what ``codes_of`` is given, where weights are codes."""
+    from quire.gpu_worker.layers.formats.base import Weight, whole
+    from quire.gpu_worker.layers.formats.coded import Coded
     from quire.gpu_worker.layers.formats.dense import PLAIN
-    from quire.gpu_worker.layers.linear import ExpertLinear, weight_of
+    from quire.gpu_worker.layers.linear import ExpertLinear
     from quire.gpu_worker.layers.moe import Experts, experts_grouped
 
     hidden, width = sizes
-    matrices = empty(count, 2 * width, hidden, dtype=dtype), empty(count, hidden, width, dtype=dtype)
-    linears = [
-        ExpertLinear(PLAIN, {"weight": m}, weight_of(m), empty(*m.shape[:2], dtype=dtype) if bias else None)
-        for m in matrices
-    ]
+    linears = []
+    for rows, columns in ((2 * width, hidden), (hidden, width)):
+        format, tensors = PLAIN, {}
+        if codes is None:
+            tensors["weight"] = empty(count, rows, columns, dtype=dtype)
+        else:
+            format = Coded()
+            format.codes = partial(lambda held, *_: held, codes_of(rows, columns, experts=count, **codes))
+        weight = Weight((whole(rows),), whole(columns), dtype, torch.device("cuda"), count)
+        linears.append(ExpertLinear(format, tensors, weight, empty(count, rows, dtype=dtype) if bias else None))
     weights, ids = empty(tokens, top_k, dtype=FLOAT), empty(tokens, top_k, dtype=LONG)
     experts_grouped(empty(tokens, hidden, dtype=dtype), weights, ids, Experts(*linears, activation=kind))
 
@@ -282,7 +308,82 @@ PRODUCTS = [
     Launch("products.invariant-fp32", lambda: invariant(2048, FLOAT)),
 ]
 
-LAUNCHES = [*ATTENTION, *SAMPLER, *LAYERS, *PRODUCTS, *MOE]
+
+def coded_product(tokens: int, codes: Codes, activation: str = "", dtype: torch.dtype = HALF) -> None:
+    """A product with codes, by what is chosen for so many rows."""
+    x, held = empty(tokens, codes.columns, dtype=dtype), coded.Held.of(codes)
+    coded.product(x, held, None, coded.tiles_of(held, tokens, dtype, card_of(x.device), activation), activation)
+
+
+def k_quants() -> None:
+    """GGUF's Q4_K: scales and mins in two steps, of groups of 32."""
+    numbers = PerGroup(empty(4096, 16, dtype=HALF), empty(4096, 128, dtype=BYTE), 8)
+    for tokens in coded.STEPS:
+        coded_product(tokens, codes_of(4096, 4096, 4, 32, scales=numbers, mins=numbers, zeros=0), dtype=BF16)
+
+
+def row_scales(bits: int = 8) -> dict[str, Any]:
+    """Of codes with a scale for each row."""
+    return {"bits": bits, "group": 4096, "scales": PerGroup(empty(4096, 1, dtype=FLOAT)), "zeros": 0}
+
+
+def small_floats(kind: str, bits: int, group: int, tokens: int) -> None:
+    """FP8, or MXFP4."""
+    table = empty(1 << bits, dtype=FLOAT)
+    numbers = PerGroup(empty(4096, 4096 // group, dtype=FLOAT))
+    coded_product(
+        tokens, codes_of(4096, 4096, bits, group, scales=numbers, zeros=0, table=table, floats=kind), dtype=BF16
+    )  # fmt: skip
+
+
+def invariant_codes(tokens: int) -> None:
+    """Codes with --batch-invariant."""
+    held, x = coded.Held.of(codes_of(6144, 4096)), empty(tokens, 4096, dtype=HALF)
+    coded.product(x, held, None, coded.invariant_tiles(held, HALF, card_of(x.device)))
+
+
+def values(**more: Any) -> None:
+    """The values of codes, for the vendor's library."""
+    coded.values(coded.Held.of(codes_of(6144, 4096, **more)), HALF)
+
+
+def mxfp4_experts(tokens: int) -> None:
+    """gpt-oss as it is released."""
+    codes = {"group": 32, "zeros": 0, "table": empty(16, dtype=FLOAT), "floats": "e2m1"}
+    experts(tokens, 32, 4, (2880, 2880), "swiglu_oai", True, codes=codes)
+
+
+CODES = [
+    Launch("codes.awq-8", lambda: coded_product(8, codes_of(6144, 4096)), short=True),
+    Launch("codes.awq-32", lambda: coded_product(32, codes_of(6144, 4096))),
+    Launch("codes.awq-256", lambda: coded_product(256, codes_of(6144, 4096))),
+    Launch("codes.awq-bf16-gated", lambda: coded_product(8, codes_of(28_672, 4096), "silu", BF16)),
+    Launch("codes.awq-gated-64", lambda: coded_product(64, codes_of(28_672, 4096), "silu")),
+    Launch("codes.gptq-act-order", lambda: coded_product(8, codes_of(4096, 4096, order=empty(4096, dtype=INT)))),
+    *(Launch(f"codes.{bits}-bits", lambda bits=bits: coded_product(8, codes_of(4096, 4096, bits)))
+      for bits in (2, 3, 5, 6, 7)),
+    Launch("codes.int8", lambda: coded_product(8, codes_of(4096, 4096, **row_scales(), signed=True), dtype=BF16)),
+    Launch("codes.int8-256", lambda: coded_product(256, codes_of(4096, 4096, **row_scales(), signed=True), dtype=BF16)),
+    Launch("codes.k-quants", k_quants),
+    Launch("codes.e4m3", lambda: small_floats("e4m3", 8, 128, 8)),
+    Launch("codes.e4m3-256", lambda: small_floats("e4m3", 8, 128, 256)),
+    Launch("codes.mxfp4", lambda: small_floats("e2m1", 4, 32, 8)),
+    Launch("codes.nf4", lambda: small_floats("", 4, 64, 8)),
+    Launch("codes.tables", lambda: coded_product(
+        8, codes_of(4096, 4096, **row_scales(3), table=empty(4096, 8, dtype=FLOAT)))),
+    Launch("codes.fp32", lambda: coded_product(8, codes_of(4096, 4096), dtype=FLOAT)),
+    Launch("codes.invariant-decode", lambda: invariant_codes(8)),
+    Launch("codes.invariant-prefill", lambda: invariant_codes(2048)),
+    Launch("codes.values", values, short=True),
+    Launch("codes.values-ordered", lambda: values(order=empty(4096, dtype=INT))),
+    Launch("codes.experts-8", lambda: experts(8, 128, 8, (2048, 768), dtype=HALF, codes={}), short=True),
+    Launch("codes.experts-256", lambda: experts(256, 128, 8, (2048, 768), dtype=HALF, codes={})),
+    Launch("codes.experts-2048", lambda: experts(2048, 128, 8, (2048, 768), dtype=HALF, codes={})),
+    Launch("codes.mxfp4-experts-8", lambda: mxfp4_experts(8)),
+    Launch("codes.mxfp4-experts-1024", lambda: mxfp4_experts(1024)),
+]  # fmt: skip
+
+LAUNCHES = [*ATTENTION, *SAMPLER, *LAYERS, *PRODUCTS, *MOE, *CODES]
 
 
 def kernels() -> set[str]:

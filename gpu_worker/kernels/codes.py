@@ -29,6 +29,16 @@ _PIECE = 1 << 22
 """Values that are made at a time where a smaller dtype than float32 is asked for."""
 
 
+def float_table(kind: str, device: torch.device | None = None) -> torch.Tensor:
+    """float32 [256] or [16]: what the bytes of "e4m3" (float8_e4m3fn), or the 4 bits of "e2m1", stand for."""
+    if kind == "e4m3":
+        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
+    if kind == "e2m1":
+        half = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        return torch.cat((half, -half)).to(device)
+    raise ValueError(f"{kind} is no small float of codes: e4m3 or e2m1")
+
+
 def plane_widths(bits: int) -> tuple[int, ...]:
     """Bits of each plane of codes of 2 to 8 ``bits``, from the lowest on: of 7 they are 4, 2 and 1."""
     return tuple(width for width in (8, 4, 2, 1) if bits & width)
@@ -133,6 +143,8 @@ class Codes:
             ``columns`` multiplies nothing; None: input i.
         signed: whether codes of 8 bits are int8.
         activations: how rows are made narrower for a product, where the file says so. ``values`` knows nothing of it.
+        floats: "e4m3" or "e2m1" where the table is ``float_table`` of that small float, which a GPU makes of the
+            codes' bits without reading the table; "" otherwise.
     """
 
     planes: tuple[torch.Tensor, ...]
@@ -146,6 +158,7 @@ class Codes:
     order: torch.Tensor | None = None
     signed: bool = False
     activations: Activations | None = None
+    floats: str = ""
 
     @property
     def rows(self) -> int:

@@ -30,7 +30,7 @@ STEPS = (1, 4, 16)
 FEW_ROWS = STEPS[-1]
 APART_ROWS = 256
 """Up to so many rows different programs sum the parts. With more there are programs enough, and each sums all parts."""
-_JOIN_BLOCK = 1024
+JOIN_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ def product(
         PRECISION=card_of(x.device).precision(x.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if apart:
-        linear_jit.join_kernel[(tokens, -(-width // _JOIN_BLOCK))](
+        linear_jit.join_kernel[(tokens, -(-width // JOIN_BLOCK))](
             partial, shift, out, tokens, width, LIMIT,
-            ACTIVATION=activation, HAS_BIAS=bias is not None, SPLITS=splits, BLOCK=_JOIN_BLOCK, num_warps=4,
+            ACTIVATION=activation, HAS_BIAS=bias is not None, SPLITS=splits, BLOCK=JOIN_BLOCK, num_warps=4,
         )  # fmt: skip
     return out
 

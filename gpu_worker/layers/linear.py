@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from ..batch import Chooser
 from ..kernels.moe import Blocks
 from .formats.base import Format, Tensors, Weight, whole
 from .formats.cuda import MeasuredProduct
+from .formats.cuda_coded import CudaCoded
 from .formats.dense import SMALL, dense
 from .formats.native import NativeExperts, NativeRun
 
@@ -59,10 +61,15 @@ class Linear:
             return self._run(x, self.bias)
         return self._run(F.pad(x, (0, 0, 0, missing)), self.bias)[:rows]
 
+    @property
+    def choosers(self) -> frozenset[Chooser]:
+        """As ``Model.choosers``: what is chosen for this product beside ``kernels.linear.ByRows``."""
+        return self._run.choosers if isinstance(self._run, CudaCoded) else frozenset()
+
     def joined(self, activation: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """x [T, in] -> [T, out / 2], the outputs' halves joined by a gated activation, where that is one product; else
         None. Later changes of ``bias`` count."""
-        if not isinstance(self._run, MeasuredProduct):
+        if not isinstance(self._run, MeasuredProduct | CudaCoded):
             return None
         run = self._run.joined(activation)
         return lambda x: run(x, self.bias)

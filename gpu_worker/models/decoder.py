@@ -23,6 +23,7 @@ class Decoder(Model):
 
     def __init__(self, spec: DecoderSpec, weights: Weights, max_model_len: int, group: Group) -> None:
         super().__init__(spec, weights.device, weights.dtype, group)
+        self.products = weights.choosers()
         shard = group.shard
         self.embed = weights.tensors.get("embed.weight")
         self.positions = weights.tensors.get("positions.weight")

@@ -111,6 +111,7 @@ class Encoder(Model):
 
     def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
         super().__init__(spec, weights.device, weights.dtype)
+        self.products = weights.choosers()
         self.spec = replace(spec, kv_heads=())  # no layer has a cache
         self.table, self.places = weights.tensors["embed.weight"], weights.tensors["positions.weight"]
         self.types = weights.tensors.get("types.weight")

@@ -24,6 +24,8 @@ class Model:
         self.whole, self.group = spec, group or Group()
         self.spec, self.vocabulary = spec.local(self.group.shard), self.group.shard.share(spec.vocab_size)
         self.device, self.dtype = device, dtype
+        self.products: frozenset[Chooser] = frozenset()
+        """What is chosen for products whose format chooses otherwise than float weights' (``Linear.choosers``)."""
 
     def forward(self, batch: StepBatch, kv: KVCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states after the last norm, [T, hidden] or [S, hidden] of ``batch.outputs``; writes the cache.
@@ -39,7 +41,7 @@ class Model:
         spec = self.spec
         sizes = zip(spec.kv_heads, spec.windows, strict=False)
         shapes = {LayerShape(spec.heads, kv, spec.head_dim, window, self.dtype, self.device) for kv, window in sizes}
-        return {ByRows(), *shapes}
+        return {ByRows(), *self.products, *shapes}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size] of ``hidden`` [S, hidden], rows that ``forward`` gave: float32, or on a GPU of the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..batch import Chooser
 from ..layers.linear import ExpertLinear, Linear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..spec import DecoderSpec
@@ -18,6 +19,10 @@ class Weights:
     ) -> None:  # fmt: skip
         self.spec, self.linears, self.experts, self.tensors = spec, linears, experts, tensors
         self.dtype, self.device = dtype, device
+
+    def choosers(self) -> frozenset[Chooser]:
+        """``Linear.choosers`` of all linear layers."""
+        return frozenset().union(*(linear.choosers for linear in self.linears.values()))
 
     def norm(self, name: str, kind: str | None = None) -> RMSNorm | LayerNorm:
         """The norm ``name``, of the model's kind unless another is given."""

@@ -67,6 +67,8 @@ def test_nothing_is_compiled_after_the_warm_up():
         {"family": "experts", "rank": 1, "eager": True},
         {"family": "llama", "changes": ODD},
         {"family": "encoder that classifies"},
+        {"family": "codes", "changes": LARGE},
+        {"family": "experts of codes"},
     )
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import toy_codes
 from fake_cuda import CUDA, CudaTensor, FakeCuda, Note, Violation
 from worker_toys import LEASE, Hand, plan
 
@@ -81,6 +82,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "experts, sinks, windows": {
         "architectures": ["GptOssForCausalLM"], **BASE, "num_local_experts": 8, "num_experts_per_tok": 2,
         "sliding_window": 16,
+    },
+    "codes": {"architectures": ["LlamaForCausalLM"], **BASE, "quantization_config": toy_codes.CONFIG},
+    "experts of codes": {
+        "architectures": ["MixtralForCausalLM"], **BASE, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "quantization_config": toy_codes.CONFIG,
     },
 }  # fmt: skip
 POOLED: dict[str, dict[str, Any]] = {

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from ...kernels.coded import Held
 from ...kernels.codes import Codes
 from ...kernels.cpu.codes import can_pack, pack_codes
 from ...kernels.cpu.library import library
 from . import int8_rows
 from .base import ExpertProducts, Run, Tensors, Weight
+from .cuda_coded import CudaCoded, CudaCodedExperts
 from .dense import Dequantized, dense
 from .native import NativeExperts, NativeRun
 
@@ -42,6 +44,8 @@ def product_of(codes: Codes, weight: Weight) -> Run:
         return int8_rows.linear(codes, weight)
     if _native(codes, weight):
         return NativeRun(pack_codes(codes, weight.gated))
+    if weight.device.type == "cuda":
+        return CudaCoded(Held.of(codes))
     return dense(weight).linear({"weight": codes.values(weight.dtype)}, weight)
 
 
@@ -51,6 +55,8 @@ def experts_of(codes: Codes, weight: Weight) -> ExpertProducts:
         return int8_rows.experts(codes, weight)
     if _native(codes, weight):
         return NativeExperts([pack_codes(codes.expert(each), weight.gated) for each in range(weight.experts or 0)])
+    if weight.device.type == "cuda":
+        return CudaCodedExperts(codes)
     return dense(weight).experts({"weight": codes.values(weight.dtype)}, weight)
 
 

@@ -58,7 +58,9 @@ class MXFP4(Coded):
         scales = (exponents.to(torch.int16) << 7).view(torch.bfloat16)
         scales[exponents == 0] = 2.0**-127  # below what the exponent of a bfloat16 alone can say
         table = torch.tensor(FP4, device=blocks.device)
-        return Codes((blocks.view(torch.int32),), 4, weight.shape[1], GROUP, PerGroup(scales), table=table)
+        return Codes(
+            (blocks.view(torch.int32),), 4, weight.shape[1], GROUP, PerGroup(scales), table=table, floats="e2m1"
+        )
 
 
 @register("mxfp4")

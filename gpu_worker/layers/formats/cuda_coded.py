@@ -1,0 +1,62 @@
+"""Weights of codes on a GPU: for up to some hundred rows values are made in registers, for more a piece at a time for
+the vendor's library; or, where bits must not depend on a row's company, by one tile for any number of rows."""
+
+from __future__ import annotations
+
+import torch
+
+from ...batch import Chooser
+from ...kernels.activation import gated_activation
+from ...kernels.card import card_of
+from ...kernels.coded import LIBRARY_ROWS, ByRows, Held, invariant_tiles, library_product, product, tiles_of
+from ...kernels.coded_experts import grouped_product
+from ...kernels.codes import Codes
+from ...kernels.company import batch_invariant
+from ...kernels.moe import Blocks
+from .base import Run
+
+
+class CudaCoded:
+    """x [T, in] -> [T, out] with a weight of codes; with ``activation``, a gated one: [T, out / 2], the halves joined.
+
+    ``choosers``: what is chosen by the shape of a step, as ``Model.choosers``.
+    """
+
+    __slots__ = ("_activation", "_held", "_invariant")
+    choosers: frozenset[Chooser] = frozenset({ByRows()})
+
+    def __init__(self, held: Held, activation: str = "") -> None:
+        self._held, self._activation = held, activation
+        self._invariant = batch_invariant()
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        held, activation = self._held, self._activation
+        if not self._invariant and len(x) > LIBRARY_ROWS:
+            y = library_product(x, held, bias)
+            return gated_activation(y, activation) if activation else y
+        card = card_of(x.device)
+        if self._invariant:
+            tiles = invariant_tiles(held, x.dtype, card, activation)
+        else:
+            tiles = tiles_of(held, len(x), x.dtype, card, activation)
+        return product(x, held, bias, tiles, activation)
+
+    def joined(self, activation: str) -> Run:
+        """The same with the outputs' halves joined by a gated activation."""
+        return CudaCoded(self._held, activation)
+
+
+class CudaCodedExperts:
+    """Experts' weights of codes."""
+
+    def __init__(self, codes: Codes) -> None:
+        self._held = Held.of(codes)
+
+    def one(self, x: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+        raise NotImplementedError("these weights are multiplied together, on a GPU")
+
+    def grouped(
+        self, x: torch.Tensor, bias: torch.Tensor | None, blocks: Blocks, activation: str = "",
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return grouped_product(x, self._held, bias, blocks, activation, weights)
