@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_folder import change_tensors, write
 from thread_ranks import hidden, in_ranks, load
+from tiny_quantized import change_tensors, write
 
 from quire.gpu_worker.kernels.codes import Activations
 from quire.gpu_worker.layers.formats.base import Part, Weight, whole

@@ -77,17 +77,19 @@ class Axis:
     ``unit`` 0: ``width`` places for each tensor of the checkpoint, whatever its size (a scale of the whole tensor);
     in memory each part has them, also where the checkpoint has one tensor for several parts.
     ``uncut``: every rank holds all of it.
+    ``dense``: where the last unit is not whole, it takes no more places than it needs.
     """
 
     unit: int = 1
     width: int = 1
     uncut: bool = False
+    dense: bool = False
 
     def cut(self, part: Part, name: str) -> Part:
         """The places of ``part``. Raises ConfigError, with ``name``, where it begins or ends within a unit."""
         if not self.unit:
             return Part(self.width, 0, self.width if len(part) else 0)
-        total = -(-part.total // self.unit) * self.width
+        total = self._places(part.total)
         if self.uncut:
             return Part(total, 0, total if len(part) else 0)
         if part.start % self.unit or (part.stop % self.unit and part.stop != part.total):
@@ -95,7 +97,13 @@ class Axis:
                 f"{name}: one process would hold {part.start} to {part.stop} of {part.total}, and the format keeps "
                 f"them in units of {self.unit}; use another --tensor-parallel-size."
             )
-        return Part(total, part.start // self.unit * self.width, -(-part.stop // self.unit) * self.width)
+        return Part(total, part.start // self.unit * self.width, self._places(part.stop))
+
+    def _places(self, count: int) -> int:
+        """Of the first ``count``."""
+        if self.dense:
+            return -(-count * self.width // self.unit)
+        return -(-count // self.unit) * self.width
 
     def order(self, rows: np.ndarray, name: str) -> np.ndarray:
         """The tensor's places in order, where the weight's rows are the checkpoint's ``rows``. Raises ConfigError."""
