@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import pytest
 import tiny_models
 import tiny_moe
 import torch
-from bitsandbytes.nn import Linear8bitLt
+from quantized_tables import CONFIGS, FOUR
+from quantized_tables import bitsandbytes as bitsandbytes_tensors
 from safetensors.torch import load_file, save_file
 from thread_ranks import hidden, in_ranks, load
 
@@ -26,31 +26,9 @@ from quire.proto.config import ConfigError
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
 MODELS = {
     "llama": tiny_models.ROWS["llama-bias-tied"],
-    "qwen2": tiny_models.ROWS["qwen2"],
     "mixtral": tiny_moe.ROWS["mixtral"],
 }
-FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "nf4": FOUR, "nf4-double": {**FOUR, "bnb_4bit_use_double_quant": True},
-    "fp4": {**FOUR, "bnb_4bit_quant_type": "fp4"}, "int8": {"load_in_8bit": True},
-}  # fmt: skip
 KEPT = ("lm_head", "embed_tokens", "gate", "norm", "input_layernorm", "post_attention_layernorm")
-
-
-def quantize(matrix: torch.Tensor, config: dict[str, Any], block: int = 64) -> tuple[dict[str, Any], torch.Tensor]:
-    """The tensors that bitsandbytes saves of a layer's weight, and the float32 weight that it makes of them."""
-    if config.get("load_in_8bit"):
-        layer = Linear8bitLt(matrix.shape[1], matrix.shape[0], bias=False, has_fp16_weights=False)
-        layer.load_state_dict({"weight": matrix})
-        layer = layer.to("cpu")
-        saved = layer.state_dict()
-        return saved, bnb.int8_vectorwise_dequant(saved["weight"], saved["SCB"])
-    codes, state = bnb.quantize_4bit(
-        matrix, blocksize=block, quant_type=config["bnb_4bit_quant_type"],
-        compress_statistics=config.get("bnb_4bit_use_double_quant", False),
-    )  # fmt: skip
-    saved = {"weight": codes, **{f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}}
-    return saved, bnb.dequantize_4bit(codes, state)
 
 
 def checkpoints(method: str, model: str, folder: Path, block: int = 64, **values: Any) -> tuple[Path, Path]:
@@ -63,7 +41,7 @@ def checkpoints(method: str, model: str, folder: Path, block: int = 64, **values
     for name, tensor in load_file(plain / "model.safetensors").items():
         stored[name] = floats[name] = tensor
         if name.endswith(".weight") and not set(KEPT) & set(name.split(".")):
-            saved, floats[name] = quantize(tensor, config, block)
+            saved, floats[name] = bitsandbytes_tensors(tensor, config, block)
             stored |= {f"{name.removesuffix('weight')}{key}": value.contiguous() for key, value in saved.items()}
     save_file(floats, plain / "model.safetensors")
     save_file(stored, quantized / "model.safetensors")
@@ -82,9 +60,8 @@ def test_its_own_values_are_multiplied_by(method: str, model: str, tmp_path: Pat
     quantized, plain = checkpoints(method, model, tmp_path)
     want = hidden(load(plain))
     torch.testing.assert_close(hidden(load(quantized)), want, rtol=1e-4, atol=1e-4)
-    if model != "qwen2":
-        for each in in_ranks(quantized, 2):
-            torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-4)
+    for each in in_ranks(quantized, 2):
+        torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(Coded, "linear", Dequantized.linear)
     monkeypatch.setattr(Coded, "experts", Dequantized.experts)
     assert torch.equal(hidden(load(quantized)), want)  # the same weights, so the same bits
@@ -94,7 +71,7 @@ def test_codes_are_bitsandbytes_values_to_the_bit_and_int8_to_its_second_roundin
     matrix = torch.randn(96, 320, generator=torch.Generator().manual_seed(1))
     weight = Weight((whole(96),), whole(320), torch.float32, torch.device("cpu"))
     for config in CONFIGS.values():
-        saved, want = quantize(matrix, config)
+        saved, want = bitsandbytes_tensors(matrix, config)
         format = bitsandbytes(config).format_of("model.layers.0.mlp.up_proj")
         tensors = format.tensors(weight)[0].sources.make(saved, (96, 320), "file: layer")
         got = format.codes(tensors, weight).values()

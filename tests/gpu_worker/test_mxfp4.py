@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import tiny_moe
 import torch
+from quantized_tables import mxfp4_values, write_mxfp4
 from safetensors.torch import load_file, save_file
 from thread_ranks import hidden, in_ranks, load
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -22,32 +23,14 @@ CPU = torch.device("cpu")
 KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
-def drawn(experts: int, rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales of any codes, and values of some 0.1."""
-    random = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=random, dtype=torch.uint8)
-    return blocks, torch.randint(121, 125, blocks.shape[:3], generator=random, dtype=torch.uint8)
-
-
 def checkpoints(folder: Path) -> tuple[Path, Path]:
     """A checkpoint in MXFP4, and one of the float32 weights that transformers makes of it."""
-    plain, quantized = folder / "plain", folder / "quantized"
+    plain, out = folder / "plain", folder / "quantized"
     kind, values = tiny_moe.ROWS["gpt-oss"]
-    for each in (plain, quantized):
-        tiny_models.write(kind, each, 5, {**values, "hidden_size": 64, "intermediate_size": 96})
-    stored = load_file(plain / "model.safetensors")
-    floats = dict(stored)
-    for seed, name in enumerate(sorted(name for name in floats if name.endswith(("gate_up_proj", "down_proj")))):
-        experts, columns, rows = floats[name].shape
-        blocks, scales = drawn(experts, rows, columns, seed)
-        del stored[name]
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        floats[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-        assert floats[name].shape == (experts, columns, rows)
-    save_file(floats, plain / "model.safetensors")
-    save_file(stored, quantized / "model.safetensors")
-    edit(quantized, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": KEPT})
-    return quantized, plain
+    tiny_models.write(kind, plain, 5, {**values, "hidden_size": 64, "intermediate_size": 96})
+    write_mxfp4(plain, out)
+    save_file(load_file(plain / "model.safetensors") | mxfp4_values(out), plain / "model.safetensors")
+    return out, plain
 
 
 def edit(folder: Path, **values: Any) -> None:

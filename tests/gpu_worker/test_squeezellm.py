@@ -10,6 +10,8 @@ import pytest
 import tiny_models
 import tiny_moe
 import torch
+from quantized_tables import VARIANTS
+from quantized_tables import squeezellm as squeezellm_tensors
 from safetensors.torch import load_file, save_file
 from thread_ranks import hidden, in_ranks, load
 
@@ -21,46 +23,9 @@ from quire.proto.config import ConfigError
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
 MODELS = {
     "llama": tiny_models.ROWS["llama-bias-tied"],
-    "qwen2": tiny_models.ROWS["qwen2"],
     "mixtral": tiny_moe.ROWS["mixtral"],
 }
 KEPT = ("lm_head", "embed_tokens", "gate", "norm", "input_layernorm", "post_attention_layernorm")
-VARIANTS = {"3": (3, 0.0, 0), "4": (4, 0.0, 0), "4-sparse": (4, 0.01, 0), "3-hybrid": (3, 0.01, 2)}
-"""Bits, the share of sparse values, and full rows."""
-
-
-def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes [N, K] as qweight [K * bits / 32, N]: each row's bits one after the other, from the lowest on."""
-    places = torch.arange(bits)
-    stream = (codes[..., None] >> places & 1).flatten(1).unflatten(1, (-1, 32)).long()
-    words = (stream << torch.arange(32)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).int().t().contiguous()
-
-
-def quantize(
-    matrix: torch.Tensor, bits: int, share: float, full: int, random: torch.Generator
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The tensors of a module, and the float32 weight that they stand for."""
-    rows, columns = matrix.shape
-    table = matrix.abs().amax(1, keepdim=True) * torch.linspace(-1, 1, 1 << bits) ** 3
-    codes = (matrix[..., None] - table[:, None]).abs().argmin(-1)
-    values = table.gather(1, codes)
-    saved = {"qweight": packed(codes, bits), "lookup_table": table}
-    added = torch.zeros_like(matrix)
-    if share:
-        mask = torch.rand(matrix.shape, generator=random) < share
-        mask[rows // 2] = False  # a row without any
-        added[mask] = (matrix - values)[mask] + 0.1
-        row, column = mask.nonzero().t()
-        ends = torch.cat((torch.zeros(1, dtype=torch.long), mask.sum(1).cumsum(0)))
-        saved |= {"rows": ends.int(), "cols": column.int(), "vals": added[row, column]}
-        saved["startrows"] = torch.zeros(8, dtype=torch.int32)
-    if full:
-        indices = torch.randperm(rows, generator=random)[:full]
-        dense = torch.randn(columns, full, generator=random) * 0.05
-        saved |= {"full_rows": dense, "full_row_indices": indices.int()}
-        added[indices] += dense.t()
-    return saved, values + added
 
 
 def checkpoints(variant: str, model: str, folder: Path, pickled: bool = True) -> tuple[Path, Path]:
@@ -77,7 +42,7 @@ def checkpoints(variant: str, model: str, folder: Path, pickled: bool = True) ->
         if name.endswith(".weight") and not set(KEPT) & set(name.split(".")):
             del stored[name]
             module = name.removesuffix(".weight")
-            saved, floats[name] = quantize(tensor, *VARIANTS[variant], random)
+            saved, floats[name] = squeezellm_tensors(tensor, *VARIANTS[variant], random)
             stored |= {f"{module}.{key}": value for key, value in saved.items()}
             if "vals" in saved and pickled:
                 stored[f"sparse_threshold.{module}"] = len(saved["vals"])
@@ -97,7 +62,7 @@ def checkpoints(variant: str, model: str, folder: Path, pickled: bool = True) ->
 def test_the_definitions_values_are_multiplied_by(
     variant: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantized, plain = checkpoints(variant, model, tmp_path, pickled=model != "qwen2")
+    quantized, plain = checkpoints(variant, model, tmp_path, pickled=model == "llama")
     want = hidden(load(plain))
     torch.testing.assert_close(hidden(load(quantized)), want, rtol=1e-4, atol=1e-4)
     # Columns of 3 bits are cut at multiples of 32, and these models have but 64 and 96.

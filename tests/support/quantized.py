@@ -39,8 +39,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {**_SIZES, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **_SIZES,
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 64,
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
 }
 """Name -> transformers' class prefix, and config. Columns are multiples of 128, rows of 64; the vocabulary is 320."""
+MOST = ("llama", "qwen2", "mixtral", "grouped")
+"""The models that any format can be of: experts of gpt-oss are one tensor, which few formats know."""
 KEPT = ("lm_head", "embed_tokens", "gate", "norm")
 """Parts of modules' names that ``rewritten`` leaves as floats unless told otherwise; "gate" is a router."""
 
@@ -56,7 +78,7 @@ class Writer:
     name: str
     write: Callable[[Path, Path], None]
     dequantized: Callable[[Path], Mapping[str, torch.Tensor]]
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = MOST
     served: bool = True
     logits: float = 1e-3
 
