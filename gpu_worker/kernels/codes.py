@@ -215,6 +215,8 @@ class Codes:
 
     def _values(self) -> torch.Tensor:
         codes = self.codes()
+        if self.order is None:  # groups need not reach over what fills up the last columns
+            codes = codes[..., : self.columns]
         width = codes.shape[-1]
 
         def spread(numbers: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from ...proto.checkpoint.quantization import online
 from ...proto.config import ConfigError
 from ..kernels.company import batch_invariant
 from ..layers.formats.at_load import NOTHING, AtLoad, check_quantization
+from ..layers.formats.base import TensorError
 from ..layers.formats.registry import Found
 from ..layers.formats.registry import quantization as checkpoint_quantization
 from ..parallel.parallel import Group
@@ -97,7 +98,7 @@ def load_model(
         if load_format == "dummy":
             _fill_dummy(parts, seed, progress)
         else:
-            _fill_from_files(parts, names, Path(config.path), files, present, progress)
+            _fill_from_files(parts, names, Path(config.path), files, present, found.zero, progress)
         if pooler is not None and pooler.whole:
             return Encoder(spec, parts.weights())
         return Decoder(spec, parts.weights(), config.max_model_len, group)
@@ -172,8 +173,9 @@ def _present(files: list[Path], names: WeightNames) -> Found:
 
 
 def _fill_from_files(
-    parts: Parts, names: WeightNames, folder: Path, files: list[Path], present: Found | None, progress: bool
-) -> None:
+    parts: Parts, names: WeightNames, folder: Path, files: list[Path], present: Found | None, zero: tuple[str, ...],
+    progress: bool,
+) -> None:  # fmt: skip
     place_of = places(parts, names, present or ())
     for found in place_of.values():
         if isinstance(found, Gathering) and not found.waiting:  # of optional tensors that are not there
@@ -192,12 +194,37 @@ def _fill_from_files(
                         if place in read:
                             raise _twice(entry, read[place])
                         read[place] = file
-                        put(parts, place_of[place], place, entry)
-                    elif not skip.fullmatch(entry.name) and not skip.fullmatch(name):
+                        try:
+                            put(parts, place_of[place], place, entry)
+                        except TensorError as error:
+                            raise _meaningless(error, parts, place_of, place, read) from error
+                    elif not (skip.fullmatch(entry.name) or skip.fullmatch(name) or _nothing(entry, zero)):
                         left_over.append(entry.name)
                     bar.update(entry.nbytes)
         bar.update(total - bar.n)  # what the files hold besides weights: their headers
     _check_complete(parts, place_of, left_over, folder)
+
+
+def _nothing(entry: Entry, zero: tuple[str, ...]) -> bool:
+    """Whether it matches one of ``zero`` and is all 0."""
+    return any(re.fullmatch(each, entry.name) for each in zero) and not entry.read().any()
+
+
+def _meaningless(
+    error: TensorError, parts: Parts, place_of: dict[str, Place | Gathering], last: str, read: dict[str, Path]
+) -> ConfigError:
+    """What is said of one tensor of the weight that ``last`` has completed, with the name and file of that tensor."""
+    place = place_of[last]
+    if isinstance(place, Gathering):
+        return ConfigError(f"{read[last]}: {place.module}: {error}")
+    wanted = place.parameter.weight.removesuffix("weight") + error.stored
+    held = [index for index, part in enumerate(parts.parameters[wanted].parts) if len(part)]
+    for name, each in place_of.items():
+        if isinstance(each, Gathering) or each.parameter.name != wanted:
+            continue
+        if each.experts or held[error.part] in each.parts:
+            return ConfigError(f"{read[name]}: {name} {error.said}")
+    return ConfigError(f"{read[last]}: {error}")
 
 
 def _twice(entry: Entry, first: Path) -> ConfigError:

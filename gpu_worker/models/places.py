@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...proto.config import ConfigError
-from ..layers.formats.base import Format, Sources
+from ..layers.formats.base import Format, Sources, TensorError
 from ..layers.formats.registry import Found, Quantization
 from ..spec import DecoderSpec, Layout, WeightNames
 from .files import Entry
@@ -86,7 +86,7 @@ def formats_of(
         if present is not None and found.marks and not any(module + mark in present for mark in found.marks):
             return None
         said = found.format_of(module)
-        return said if said is None or present is None or not found.fit else found.fit(said, module, columns, present)
+        return said if present is None or not found.fit else found.fit(said, module, columns, present)
 
     for parameter in parameters(spec):
         if present is None and parameter.name.endswith(found.floats):
@@ -200,7 +200,7 @@ def _places_of(parameter: Parameter, modules: tuple[str, ...], layout: Layout) -
 
 def put(parts: Parts, place: Place | Gathering, name: str, entry: Entry, sparse: torch.Tensor | None = None) -> None:
     """Read what this process holds of ``entry``, which is ``name`` among the places, into its parameter, or take all of
-    it as ``sparse``. Raises ConfigError, which names the tensor.
+    it as ``sparse``. Raises ConfigError, which names the tensor, or TensorError.
     """
     if isinstance(place, Gathering):
         place.take(parts, name.removeprefix(place.module + "."), entry)
@@ -210,6 +210,8 @@ def put(parts: Parts, place: Place | Gathering, name: str, entry: Entry, sparse:
             _put(parts, place, entry)
         else:
             _put_sparse(parts, place, sparse)
+    except TensorError:
+        raise
     except ConfigError as error:
         if str(entry.file) in str(error):
             raise

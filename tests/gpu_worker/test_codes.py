@@ -34,6 +34,12 @@ def test_a_value_is_a_code_less_its_zero_times_its_scale_less_a_minimum():
             assert found[row, column] == value
 
 
+def test_groups_that_end_with_the_weight_within_a_unit_of_the_planes():
+    codes, scales = torch.randint(0, 16, (3, 48), dtype=torch.uint8), torch.rand(3, 3)
+    found = Codes(pack(codes, 4), 4, 48, 16, PerGroup(scales), 8).values()
+    assert torch.equal(found, (codes.float() - 8) * scales.repeat_interleave(16, 1))
+
+
 def test_scales_in_two_steps_and_a_table_of_each_row():
     codes, table = torch.randint(0, 8, (2, 64), dtype=torch.uint8), torch.randn(2, 8)
     base, fine = torch.rand(2, 1).half(), torch.randint(0, 64, (2, 4), dtype=torch.uint8)

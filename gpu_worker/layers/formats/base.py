@@ -19,6 +19,19 @@ import torch
 from ....proto.config import ConfigError
 from ...kernels.moe import Blocks
 
+
+class TensorError(ConfigError):
+    """What a tensor of a weight holds means nothing. The loader puts its file and name before ``said``.
+
+    ``stored``: its name as in ``Stored``. ``part``: which of the weight's parts it is of, counted over those that this
+    process holds of all experts.
+    """
+
+    def __init__(self, stored: str, said: str, part: int = 0) -> None:
+        super().__init__(f"{stored} {said}")
+        self.stored, self.said, self.part = stored, said, part
+
+
 CHOOSING = ("router.weight", "shared_gate.weight")
 """How names of weights end whose few outputs choose experts, or scale what experts give."""
 

@@ -35,6 +35,8 @@ class Coded(Dequantized):
         return product_of(self.codes(tensors, weight), weight)
 
     def experts(self, tensors: Tensors, weight: Weight) -> ExpertProducts:
+        if not weight.experts:  # a rank without any of the few there are
+            return dense(weight).experts({"weight": torch.empty(0, *weight.shape, dtype=weight.dtype)}, weight)
         return experts_of(self.codes(tensors, weight), weight)
 
 

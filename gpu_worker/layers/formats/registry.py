@@ -34,10 +34,11 @@ class Quantization:
     weight. ``skip``: regular expressions of tensors that the checkpoint carries and nobody needs.
     ``marks``: how names of tensors go on after a quantized module's, and after no other's (".qweight"). Where files are
     read, a module without any of these is a float weight, whatever ``format_of`` says; empty: its word is taken.
-    ``fit``: of what ``format_of`` said of a module, its name, the columns of its weight and what files hold, the format
-    that these show it to have; None: of a float weight. Asked where files are read.
+    ``fit``: of what ``format_of`` said of a module, if only None, its name, the columns of its weight and what files
+    hold, the format that these show it to have; None: of a float weight. Asked where files are read.
     ``floats``: how names of the decoder's parameters end that are float weights whatever ``format_of`` says, where no
     files are read ("router.weight"). ``renamed``: what old files call something, and what its format calls it.
+    ``zero``: regular expressions of tensors that a checkpoint may hold for nothing, as long as they are all 0.
     ``pickled``: the method's checkpoints are pickles, which are then read without being asked for.
     """
 
@@ -47,6 +48,7 @@ class Quantization:
     fit: Callable[[Any, str, int, Found], Format | None] | None = None
     floats: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    zero: tuple[str, ...] = ()
     pickled: bool = False
 
 
