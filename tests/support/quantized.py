@@ -86,7 +86,12 @@ class Writer:
 def writers() -> dict[str, Writer]:
     """All rows of the modules ``quantized_*.py`` beside this one, by name."""
     modules = sorted(file.stem for file in Path(__file__).parent.glob("quantized_*.py"))
-    return {row.name: row for module in modules for row in importlib.import_module(module).WRITERS}
+    return {row.name: row for module in modules for row in rows_of(module)}
+
+
+def rows_of(module: str) -> list[Writer]:
+    """A module's, if it has any."""
+    return getattr(importlib.import_module(module), "WRITERS", [])
 
 
 def plain(model: str, folder: Path) -> Path:
