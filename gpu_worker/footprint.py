@@ -78,9 +78,10 @@ def check_footprint(
     dtype: torch.dtype,
     device: torch.device,
     shard: Shard,
+    cache_dtype: torch.dtype | None = None,
 ) -> None:
     """Raises ConfigError, one line with the numbers and what would fit, where the model is larger than the memory."""
-    need = footprint_of(args, config, pooler, dtype, shard)
+    need = footprint_of(args, config, pooler, dtype, shard, cache_dtype)
     stored = stored_dtype(config)
     if stored.itemsize < dtype.itemsize == need.itemsize and args.load_format != "dummy":
         log.info("the weights are cast from %s (%s) to %s (%s)", _name(stored), gib(need.parameters * stored.itemsize),
@@ -104,9 +105,13 @@ def refuse_larger(
 
 
 def footprint_of(
-    args: EngineArgs, config: ModelConfig, pooler: PoolerConfig | None, dtype: torch.dtype, shard: Shard
-) -> Footprint:
-    """The least that the part ``shard`` of the model takes. Raises ConfigError where config.json has no sizes."""
+    args: EngineArgs, config: ModelConfig, pooler: PoolerConfig | None, dtype: torch.dtype, shard: Shard,
+    cache_dtype: torch.dtype | None = None,
+) -> Footprint:  # fmt: skip
+    """The least that the part ``shard`` of the model takes; ``cache_dtype`` is of the KV cache, ``dtype`` by default.
+
+    Raises ConfigError where config.json has no sizes.
+    """
     if pooler is None and uses_fallback(config):  # its cache and steps are known once it is loaded
         return Footprint(_counted(args, config), dtype.itemsize, 0, 0, 0)
     spec, count, itemsize = size_of(
@@ -116,7 +121,7 @@ def footprint_of(
     tokens = 1 if args.max_model_len == AUTO_LENGTH else config.max_model_len
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
         tokens = 0  # the user has sized the cache
-    per_token = KVCache.block_bytes(local, 1, dtype)
+    per_token = KVCache.block_bytes(local, 1, cache_dtype or dtype)
     return Footprint(count, itemsize, tokens, per_token, step_bytes(local, 1, 1, dtype.itemsize))
 
 

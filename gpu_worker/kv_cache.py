@@ -6,6 +6,9 @@ a block's heads do ([num_blocks, kv_heads, block_size, head_dim]). Where the CPU
 [kv_heads, num_blocks, head_dim, block_size], so that a vector register holds one dim of many keys. Memory starts as
 zeros, so that what lies behind the end of a sequence is always a finite number; on a CPU pages are taken from the
 system when they are first written.
+
+A cache may be narrower than the model (``kernels/narrow.py``): fp8 of the same shape, or int8, whose pages end with
+their scales, so that a block's copy has them too.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 
 from .kernels.cpu.attention import can_read
+from .kernels.narrow import FLOAT8, page_bytes
 from .spec import DecoderSpec
 
 _ALIGNMENT = 64
@@ -28,28 +32,31 @@ COPY_BYTES = 1 << 25
 
 
 class KVCache:
-    """``k[layer]`` and ``v[layer]`` have the logical shape above."""
+    """``k[layer]`` and ``v[layer]`` have the logical shape above, and are of ``dtype``."""
 
     def __init__(self, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
         # Neighbouring layers of one shape share an allocation, [2 * layers, num_blocks, kv_heads, values of a page], so
-        # that copying a block is one operation for all of them.
+        # that copying a block is one operation for all of them. Not every operation knows fp8: its pools are bytes.
         self._pools: list[torch.Tensor] = []
         dim = spec.head_dim
+        held = torch.uint8 if dtype in FLOAT8 else dtype
+        values_of_page, page = block_size * dim, page_bytes(block_size, dim, dtype) // dtype.itemsize
         for heads, group in groupby(spec.kv_heads):
             layers = len(list(group))
             if device.type == "cpu":
-                pool = _lazy_zeros((2 * layers, heads, num_blocks, block_size * dim), dtype).transpose(1, 2)
+                pool = _lazy_zeros((2 * layers, heads, num_blocks, page), held).transpose(1, 2)
             else:
-                pool = torch.zeros((2 * layers, num_blocks, heads, block_size * dim), dtype=dtype, device=device)
+                pool = torch.zeros((2 * layers, num_blocks, heads, page), dtype=held, device=device)
             self._pools.append(pool)
+            numbers = pool[..., :values_of_page].view(dtype)
             if device.type == "cpu" and can_read(dtype, dim):
-                keys = pool[:layers].unflatten(-1, (dim, block_size)).permute(0, 1, 4, 2, 3)
+                keys = numbers[:layers].unflatten(-1, (dim, block_size)).permute(0, 1, 4, 2, 3)
             else:
-                keys = pool[:layers].unflatten(-1, (block_size, dim)).permute(0, 1, 3, 2, 4)
-            values = pool[layers:].unflatten(-1, (block_size, dim)).permute(0, 1, 3, 2, 4)
+                keys = numbers[:layers].unflatten(-1, (block_size, dim)).permute(0, 1, 3, 2, 4)
+            values = numbers[layers:].unflatten(-1, (block_size, dim)).permute(0, 1, 3, 2, 4)
             self.k += list(keys.unbind(0))
             self.v += list(values.unbind(0))
 
@@ -71,7 +78,7 @@ class KVCache:
     @staticmethod
     def block_bytes(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block over all layers."""
-        return 2 * sum(spec.kv_heads) * block_size * spec.head_dim * dtype.itemsize
+        return 2 * sum(spec.kv_heads) * page_bytes(block_size, spec.head_dim, dtype)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

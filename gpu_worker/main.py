@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ..proto.checkpoint.model_config import ModelConfig, config_of, model_folder
-from ..proto.checkpoint.pooler_config import pooler_of
+from ..proto.checkpoint.pooler_config import PoolerConfig, pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.process import EXIT_CONFIG, collect_from_now, die, ignore_signals, setup_logging, watch_parent
 from ..proto.wire.sockets import Keys, load_keys, needs_curve, worker_endpoint
@@ -20,6 +20,7 @@ from .link import Dismissed, Link
 if TYPE_CHECKING:
     import torch
 
+    from .models.model import Model
     from .parallel.group_link import Leader, Member
     from .parallel.parallel import Group
     from .spec import Shard
@@ -153,7 +154,8 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     from .footprint import check_footprint
     from .layers.formats.registry import check_device
     from .memory import out_of_memory
-    from .models.loader import load_model, resolve_dtype
+    from .models.cache_dtype import resolve_cache_dtype
+    from .models.loader import resolve_dtype
     from .parallel.parallel import Group, shard_of
     from .sampling.grammar import Grammars
     from .sampling.processors import load_functions
@@ -166,6 +168,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     dtype = resolve_dtype(args.dtype, config, device)
     check_device(config.hf, dtype, device)
     _suit(args, device)
+    cache_dtype = resolve_cache_dtype(args, config, dtype, device)
     imported = time.monotonic()
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
     shard = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size)
@@ -173,7 +176,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         from .parallel.rendezvous import check
 
         check(config, pooler, args)
-    check_footprint(args, config, pooler, dtype, device, shard)
+    check_footprint(args, config, pooler, dtype, device, shard, cache_dtype)
     functions = load_functions(args.logits_processor or [])
     grammars = Grammars(config, args)
     group = _join(args, config, dtype, device, shard, keys, links) if count > 1 else Group()
@@ -182,10 +185,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
     try:
-        model = load_model(
-            config, dtype, device, args.load_format, args.seed, group.leader, group, pooler, args.quantization,
-            args.quantize_lm_head,
-        )  # fmt: skip
+        model = _model(args, config, dtype, cache_dtype, device, group, pooler)
     except Exception as error:
         if out_of_memory(error):
             raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error
@@ -194,6 +194,23 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     links.link.loaded = True
     log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
     return Worker(args, config, model, dtype, device, grammars, functions, group, links.others, pooler)
+
+
+def _model(
+    args: EngineArgs, config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+    group: Group, pooler: PoolerConfig | None,
+) -> Model:  # fmt: skip
+    """The model, and the scales of its cache."""
+    from .models.kv_scales import scales_to_read, set_scales
+    from .models.loader import load_model
+
+    kv_scales = scales_to_read(cache_dtype, args.calculate_kv_scales)
+    model = load_model(
+        config, dtype, device, args.load_format, args.seed, group.leader, group, pooler, args.quantization,
+        args.quantize_lm_head, kv_scales,
+    )  # fmt: skip
+    set_scales(model, cache_dtype, args.calculate_kv_scales, kv_scales, config.max_model_len)
+    return model
 
 
 def _suit(args: EngineArgs, device: torch.device) -> None:

@@ -207,11 +207,16 @@ class Worker:
         """The number of blocks. An encoder keeps nothing in them: there are as many as its rows could ever fill."""
         if not budget.block_bytes:
             return max_rows * -(-self._config.max_model_len // budget.block_size)
-        return fit(self._args, budget, self._config.max_model_len)
+        blocks, cache = fit(self._args, budget, self._config.max_model_len), self._model.cache_dtype
+        if cache != self._dtype:
+            wide = KVCache.block_bytes(self._model.spec, budget.block_size, self._dtype)
+            log.info("the KV cache is in %s: %d blocks, where the same memory holds %d in %s", str(cache)[6:], blocks,
+                     blocks * budget.block_bytes // wide, str(self._dtype)[6:])  # fmt: skip
+        return blocks
 
     def _measure(self, block_size: int, max_rows: int, max_tokens: int) -> Budget:
         spec, length = self._model.spec, self._config.max_model_len
-        block_bytes = KVCache.block_bytes(spec, block_size, self._dtype)
+        block_bytes = KVCache.block_bytes(spec, block_size, self._model.cache_dtype)
         vocab = self._config.vocab_size
         rows = RowState.device_bytes(max_rows, length, block_size, vocab)
         if self._device.type == "cpu" and rows > (available := available_memory()):
@@ -225,7 +230,9 @@ class Worker:
             activations = step_bytes(spec, max_tokens, max_rows + PROMPT_SLICE, self._dtype.itemsize)
             activations += rows + logprob_bytes(max_rows, most) + min(logprob_bytes(max_tokens, most), ROOM)
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
-        runner = self._runner_of(KVCache(spec, 1, block_size, self._dtype, self._device), self._state, max_tokens)
+        runner = self._runner_of(
+            KVCache(spec, 1, block_size, self._model.cache_dtype, self._device), self._state, max_tokens
+        )
         warm_up(runner, progress=self._group.leader)  # first, so that what the kernels take on the device counts
         work: Work = every_stage(most)
         if self._pooler is not None:
@@ -274,7 +281,7 @@ class Worker:
         log.info("ready under lease %d.%d", configure.lease.replica, configure.lease.counter)
 
     def _prepare(self, num_blocks: int, state: RowState, block_size: int, max_tokens: int) -> Runner:
-        kv = KVCache(self._model.spec, num_blocks, block_size, self._dtype, self._device)
+        kv = KVCache(self._model.spec, num_blocks, block_size, self._model.cache_dtype, self._device)
         runner = self._runner_of(kv, state, max_tokens)
         if self._graphs:
             runner.capture(self._args.max_seq_len_to_capture, progress=self._group.leader)

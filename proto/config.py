@@ -136,6 +136,14 @@ class EngineArgs:
     gpu_memory_utilization: float = _flag(0.9, _WORK, "share of the device's memory for weights, activations and KV")
     kv_cache_memory_bytes: int | None = _flag(None, _WORK, "bytes of KV cache, in place of what profiling finds")
     num_gpu_blocks_override: int | None = _flag(None, _WORK, "number of KV blocks, in place of what profiling finds")
+    kv_cache_dtype: str = _flag(
+        "auto", _WORK, "type of the KV cache; auto: the model's, or fp8 where the checkpoint asks for it; fp8 is "
+        "fp8_e4m3, and int8, for CPUs, is int8_per_token_head",
+        ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head"),
+    )  # fmt: skip
+    calculate_kv_scales: bool = _flag(
+        False, _WORK, "measure the scales of an fp8 KV cache when the model is loaded, in place of the checkpoint's"
+    )
     enforce_eager: bool = _flag(False, _WORK, "no CUDA graphs")
     attention_backend: str = _flag(
         "auto", _WORK, "what computes the attention of prompts on a GPU; flash: FlashAttention, of quire[flash], on "

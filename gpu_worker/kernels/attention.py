@@ -31,6 +31,7 @@ from .attention_flash import FlashPrefill, flash_in_use
 from .attention_tiles import MAX_SPLITS, LayerShape, Tiles, Variant, launches, power
 from .card import card_of
 from .company import batch_invariant
+from .narrow import read
 from .scores import Scores
 
 JOINED = 8
@@ -200,8 +201,8 @@ def paged_attention_torch(
             continue
         begin, end = starts[row], starts[row + 1]
         pages = batch.block_tables[row, : -(-context // batch.block_size)].long()
-        k, v = (c[pages].flatten(0, 1)[:context].float().repeat_interleave(group, 1) for c in (k_cache, v_cache))
-        score = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scores.scale
+        k, v = (read(c, pages).flatten(0, 1)[:context].repeat_interleave(group, 1) for c in (k_cache, v_cache))
+        score = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scores.product_scale
         if scores.softcap:
             score = scores.softcap * torch.tanh(score / scores.softcap)
         keys = torch.arange(context, device=q.device)
@@ -215,5 +216,5 @@ def paged_attention_torch(
         if scores.sinks is not None:
             score = torch.cat((score, scores.sinks[:, None, None].expand(-1, end - begin, 1)), dim=-1)
         weights = score.softmax(-1)[..., :context]
-        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        out[begin:end] = (torch.einsum("hqk,khd->qhd", weights, v) * scores.v_scale).to(q.dtype)
     return out

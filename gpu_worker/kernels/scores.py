@@ -21,17 +21,25 @@ class Scores:
     slopes: torch.Tensor | None = None
     # float32 [heads], a score of each head that counts in the softmax's sum and brings no value.
     sinks: torch.Tensor | None = None
+    # What is stored in an fp8 cache is multiplied by these when it is read (``narrow.py``).
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise ValueError(f"scale must be above 0, got {self.scale}")
 
     @property
+    def product_scale(self) -> float:
+        """Factor of the product of a query with a key as it is stored."""
+        return self.scale * self.k_scale
+
+    @property
     def factors(self) -> tuple[float, float]:
         """``inner`` and ``outer`` of the kernel: what the product is multiplied by, and what a capped one is after."""
         if self.softcap:
-            return 2.0 * self.scale / self.softcap, self.softcap * LOG2E
-        return self.scale * LOG2E, 1.0
+            return 2.0 * self.product_scale / self.softcap, self.softcap * LOG2E
+        return self.product_scale * LOG2E, 1.0
 
     @property
     def kind(self) -> tuple[int | None, bool, bool, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..batch import StepBatch
+from ..kernels import narrow
 from ..kernels.attention import Scores, paged_attention
 from ..kernels.cpu import attention as native
 from ..parallel.parallel import Group
@@ -39,8 +40,11 @@ class StepContext:
             found = self._rotations[id(tables)] = cos, sin
         return found
 
-    def write(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v [T, kv_heads, head_dim] to the step's slots; a token of slot -1 is not written."""
+    def write(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+    ) -> None:
+        """Write k and v [T, kv_heads, head_dim] to the step's slots; a token of slot -1 is not written. ``scores`` has
+        the scales of an fp8 cache."""
         if native.native_layout(k_cache, v_cache):
             native.write_cache(k_cache, v_cache, k, v, self.batch.slots)
             return
@@ -48,8 +52,8 @@ class StepContext:
             unwritten = bool((self.batch.slots < 0).any())
             written = torch.nonzero(self.batch.slots >= 0).flatten() if unwritten else None
             self._slots = (self.batch.slots if written is None else self.batch.slots[written]), written
-        write_cache(k_cache, k, *self._slots)
-        write_cache(v_cache, v, *self._slots)
+        write_cache(k_cache, k, *self._slots, scores.k_scale)
+        write_cache(v_cache, v, *self._slots, scores.v_scale)
 
     def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scores: Scores) -> torch.Tensor:
         """Attention of q [T, heads, head_dim] over the step's pages -> [T, heads, head_dim]."""
@@ -106,7 +110,7 @@ class Attention:
                 cos, sin = step.rotation(self.tables)
                 rotate(q, cos, sin, self.interleaved)
                 rotate(k, cos, sin, self.interleaved)
-            step.write(k_cache, v_cache, k, v)
+            step.write(k_cache, v_cache, k, v, self.scores)
             out = step.attend(q, k_cache, v_cache, self.scores)
         return self.o(out.view(x.shape[0], -1))
 
@@ -138,13 +142,18 @@ class Attention:
         return paged_attention(*given) if batch.attend is None else batch.attend(paged_attention, *given)
 
 
-def write_cache(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, written: torch.Tensor | None) -> None:
+def write_cache(
+    cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, written: torch.Tensor | None, scale: float = 1.0
+) -> None:
     """Copy x [T, kv_heads, head_dim] to ``slots`` of ``cache`` (logical shape, any strides).
 
-    ``slots`` are those of the tokens ``written``, None for all.
+    ``slots`` are those of the tokens ``written``, None for all; ``scale`` is that of an fp8 cache.
     """
     if written is not None:
         x = x.index_select(0, written)
+    if narrow.is_narrow(cache.dtype):
+        narrow.write(cache, x, slots, scale)
+        return
     blocks, size, kv_heads, dim = cache.shape
     physical = cache.permute(2, 0, 1, 3)
     if physical.is_contiguous():

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..batch import StepBatch
+from ..kernels import narrow
 from ..kernels.attention import Scores
 
 # Values of keys gathered at a time; with the values' own that is 2 MB of float32.
@@ -199,8 +200,8 @@ def paged_attention(
     slopes, sinks = (None if x is None else x.view(kv_heads, -1, 1, 1) for x in (scores.slopes, scores.sinks))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.decodes:
-        keys = _gather("k", k_cache, group.pages, group.count)
-        values = _gather("v", v_cache, group.pages, group.count)
+        keys = _gather("k", k_cache, group.pages, group.count, q.dtype)
+        values = _gather("v", v_cache, group.pages, group.count, q.dtype)
         query = q[group.rows].transpose(0, 1)  # [kv_heads, rows, group, dim]
         mask = group.mask[None]
         if slopes is not None:
@@ -208,15 +209,20 @@ def paged_attention(
         seen = _attend(query, keys, values, mask, scores, None if sinks is None else sinks.transpose(1, 2))
         out[group.rows] = seen.transpose(0, 1)
     for row in plan.prefills:
-        keys = _gather("k", k_cache, row.pages, 1)
-        values = _gather("v", v_cache, row.pages, 1)
+        keys = _gather("k", k_cache, row.pages, 1, q.dtype)
+        values = _gather("v", v_cache, row.pages, 1, q.dtype)
         _prefill(q, out, keys, values, row, scores, slopes, sinks)
-    return out.view(tokens, heads, dim)
+    out = out.view(tokens, heads, dim)
+    return out if scores.v_scale == 1.0 else out.mul_(scores.v_scale)
 
 
-def _gather(name: str, cache: torch.Tensor, pages: torch.Tensor, rows: int) -> torch.Tensor:
-    """The keys or values of ``pages`` as [kv_heads, rows, keys, head_dim]."""
+def _gather(name: str, cache: torch.Tensor, pages: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """The keys or values of ``pages`` as [kv_heads, rows, keys, head_dim]; those of 8 bits in ``dtype``."""
     blocks, size, kv_heads, dim = cache.shape
+    if narrow.is_narrow(cache.dtype):
+        wide = _buffers.take(name, (kv_heads, len(pages), size, dim), dtype)
+        wide.copy_(narrow.read(cache, pages).permute(2, 0, 1, 3))
+        return wide.view(kv_heads, rows, -1, dim)
     physical = cache.permute(2, 0, 1, 3)
     if not physical.is_contiguous():
         found = physical.index_select(1, pages)
@@ -272,12 +278,12 @@ def _attend(
 ) -> torch.Tensor:
     """softmax(q k^T scale + mask) v over the last two dims; no mask is causal (and has no soft cap and no sinks)."""
     if mask is None or not (of.softcap or sinks is not None):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=of.scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=of.product_scale)
     scores = torch.matmul(q, k.transpose(-1, -2)).float()
     if of.softcap:
-        scores.mul_(of.scale / of.softcap).tanh_().mul_(of.softcap)
+        scores.mul_(of.product_scale / of.softcap).tanh_().mul_(of.softcap)
     else:
-        scores.mul_(of.scale)
+        scores.mul_(of.product_scale)
     scores += mask
     if sinks is None:
         weights = torch.softmax(scores, dim=-1)

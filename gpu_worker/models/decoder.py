@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -40,6 +43,11 @@ class Decoder(Model):
             block(spec, index, weights, self._rotary(made, spec.ropes[index], max_model_len), group)
             for index in shard.layers(spec.num_layers)
         ]
+
+    def set_kv_scales(self, scales: Sequence[tuple[float, float]]) -> None:
+        super().set_kv_scales(scales)
+        for layer, (k, v) in zip(self.layers, scales, strict=True):
+            layer.attention.scores = replace(layer.attention.scores, k_scale=k, v_scale=v)
 
     def _rotary(self, made: list[tuple[RopeSpec, Rotary]], rope: RopeSpec | None, max_model_len: int) -> Rotary:
         """The tables of ``rope``, made once for all layers that share it."""

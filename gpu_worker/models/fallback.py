@@ -11,7 +11,7 @@ Code that comes with a model runs only with ``--trust-remote-code``, and only wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -87,6 +87,7 @@ class _Step:
     kv: KVCache
     windows: tuple[int | None, ...]
     context: StepContext | None
+    scales: Sequence[tuple[float, float]]
 
 
 _step: ContextVar[_Step] = ContextVar("step")
@@ -108,7 +109,7 @@ class TransformersModel(Model):
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: KVCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         context = None if dispatch.use_kernels(batch.token_ids) else StepContext(batch)
-        token = _step.set(_Step(batch, kv, self.spec.windows, context))
+        token = _step.set(_Step(batch, kv, self.spec.windows, context, self.kv_scales))
         try:
             hidden = run(self._base, batch.token_ids, batch.positions)
         finally:
@@ -156,22 +157,24 @@ def attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     k_cache, v_cache, window = step.kv.k[layer], step.kv.v[layer], step.windows[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (_tokens(x, k_cache) for x in (query, key, value))
-    scores = Scores(scale, window, softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
+    q, k, v = (_tokens(x, k_cache.shape[-1]) for x in (query, key, value))
+    k_scale, v_scale = step.scales[layer]
+    sinks = None if s_aux is None else s_aux.float()
+    scores = Scores(scale, window, softcap or 0.0, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     if step.context is None:
         from ..kernels.rope import rope_write
 
         rope_write(q, k, v, None, None, step.batch.positions, step.batch.slots, k_cache, v_cache)
         out = paged_attention(q, k_cache, v_cache, step.batch, scores)
     else:
-        step.context.write(k_cache, v_cache, k, v)
+        step.context.write(k_cache, v_cache, k, v, scores)
         out = step.context.attend(q, k_cache, v_cache, scores)
     return out[None, ..., : value.shape[-1]], None
 
 
-def _tokens(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, D] as [T, heads, D of the cache]; zeros beyond the layer's own D change no score."""
-    x, missing = x[0].transpose(0, 1).to(cache.dtype), cache.shape[-1] - x.shape[-1]
+def _tokens(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """[1, heads, T, D] as [T, heads, dim]; zeros beyond the layer's own D change no score."""
+    x, missing = x[0].transpose(0, 1), dim - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x.contiguous()
 
 

@@ -36,6 +36,7 @@ from .encoder import Encoder
 from .fallback import load_fallback, uses_fallback
 from .families import find_family
 from .files import Entry, Tensors, check_load_format, some, weight_files
+from .kv_scales import CheckpointScales
 from .model import Model
 from .parameters import parameters
 from .parts import Parts, in_tensors
@@ -63,12 +64,14 @@ def load_model(
     pooler: PoolerConfig | None = None,
     quantization: str | None = None,
     quantize_lm_head: bool | None = None,
+    kv_scales: CheckpointScales | None = None,
 ) -> Model:
     """The model of ``config`` on ``device`` in ``dtype``, or the part of it that ``group.shard`` says.
 
     ``load_format``: auto or safetensors read the folder, pt its pickled tensors; dummy makes random weights from
     ``seed``, no file needed. An architecture that the table does not know is left to ``fallback.py``. Raises
     ConfigError, one line that names the file and the remedy. ``quantization``: the flag's; see ``formats.at_load``.
+    ``kv_scales`` takes what the checkpoint says of the scales of an fp8 cache.
     """
     check_load_format(load_format)
     group, at_load = group or Group(), AtLoad(online(config.hf, quantization), quantize_lm_head)
@@ -98,7 +101,8 @@ def load_model(
         if load_format == "dummy":
             _fill_dummy(parts, seed, progress)
         else:
-            _fill_from_files(parts, names, Path(config.path), files, present, found.zero, progress)
+            scales = kv_scales or CheckpointScales()
+            _fill_from_files(parts, names, Path(config.path), files, present, found.zero, scales, progress)
         if pooler is not None and pooler.whole:
             return Encoder(spec, parts.weights())
         return Decoder(spec, parts.weights(), config.max_model_len, group)
@@ -174,7 +178,7 @@ def _present(files: list[Path], names: WeightNames) -> Found:
 
 def _fill_from_files(
     parts: Parts, names: WeightNames, folder: Path, files: list[Path], present: Found | None, zero: tuple[str, ...],
-    progress: bool,
+    kv_scales: CheckpointScales, progress: bool,
 ) -> None:  # fmt: skip
     place_of = places(parts, names, present or ())
     for found in place_of.values():
@@ -198,7 +202,10 @@ def _fill_from_files(
                             put(parts, place_of[place], place, entry)
                         except TensorError as error:
                             raise _meaningless(error, parts, place_of, place, read) from error
-                    elif not (skip.fullmatch(entry.name) or skip.fullmatch(name) or _nothing(entry, zero)):
+                    elif not (
+                        kv_scales.take(name, entry, names) or skip.fullmatch(entry.name) or skip.fullmatch(name)
+                        or _nothing(entry, zero)
+                    ):  # fmt: skip
                         left_over.append(entry.name)
                     bar.update(entry.nbytes)
         bar.update(total - bar.n)  # what the files hold besides weights: their headers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..batch import Chooser, StepBatch
@@ -15,7 +17,8 @@ from ..spec import DecoderSpec
 class Model:
     """A loaded model, or the part of it that ``group.shard`` holds: quire's decoder, an encoder, or transformers' own.
 
-    ``whole`` is the spec of all of it, ``spec`` of what this process has, ``vocabulary`` the ids that it has.
+    ``whole`` is the spec of all of it, ``spec`` of what this process has, ``vocabulary`` the ids that it has,
+    ``cache_dtype`` the dtype of the KV cache.
     """
 
     capturable = True  # by CUDA graphs
@@ -26,6 +29,12 @@ class Model:
         self.device, self.dtype = device, dtype
         self.products: frozenset[Chooser] = frozenset()
         """What is chosen for products whose format chooses otherwise than float weights' (``Linear.choosers``)."""
+        self.cache_dtype = dtype
+        self.kv_scales: Sequence[tuple[float, float]] = [(1.0, 1.0)] * self.spec.num_layers
+
+    def set_kv_scales(self, scales: Sequence[tuple[float, float]]) -> None:
+        """The scales of an fp8 cache: of the keys and of the values of each layer of this process."""
+        self.kv_scales = scales
 
     def forward(self, batch: StepBatch, kv: KVCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states after the last norm, [T, hidden] or [S, hidden] of ``batch.outputs``; writes the cache.

@@ -41,6 +41,10 @@ class Group:
         """The sum of ``x`` over the tensor ranks of this stage: in place, or a new tensor."""
         return x
 
+    def maximum(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of each entry of ``x`` over the tensor ranks of this stage: in place."""
+        return x
+
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """To the same tensor rank of the next stage; for all stages but the last."""
         raise NotImplementedError
@@ -109,6 +113,11 @@ class Ranks(Group):
         for part in parts[1:]:
             total += part
         return total.to(x.dtype)
+
+    def maximum(self, x: torch.Tensor) -> torch.Tensor:
+        if self._tensor is not None:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self._tensor)
+        return x
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         dist.send(hidden.contiguous(), number_of(self.shard) + self.shard.size)

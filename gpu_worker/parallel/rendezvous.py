@@ -29,6 +29,7 @@ _ALIKE = (
     "tensor_parallel_size", "pipeline_parallel_size", "load_format", "seed", "logprobs_mode", "max_logprobs",
     "enforce_eager", "max_seq_len_to_capture", "model_impl", "runner", "convert", "pooler_config",
     "quantization", "quantize_lm_head", "batch_invariant", "attention_backend", "disable_custom_all_reduce",
+    "kv_cache_dtype", "calculate_kv_scales",
 )  # fmt: skip
 
 
