@@ -193,7 +193,7 @@ def _bodies(args: argparse.Namespace, model: str, draw: random.Random) -> list[b
 
 def _vocab(model: str) -> int:
     """The model's vocabulary where its folder is here."""
-    if model != DEMO_MODEL and not Path(model, "config.json").is_file():
+    if model != DEMO_MODEL and not Path(model, "config.json").is_file() and not model.endswith(".gguf"):
         return SMALL_VOCAB
     return load_model_config(resolve_model(model)).vocab_size
 

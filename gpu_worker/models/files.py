@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...proto.checkpoint.gguf import gguf_file, gguf_files
 from ...proto.checkpoint.model_config import unreadable
 from ...proto.config import ConfigError
+from .gguf_files import gguf_tensors
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _INDEX = "model.safetensors.index.json"
@@ -52,6 +54,10 @@ def weight_files(folder: Path, load_format: str = "auto", pickled: bool = False)
     Those of the index, else the one of the usual name, else all of the kind. Raises ConfigError.
     """
     check_load_format(load_format)
+    if (gguf := gguf_file(folder)) is not None:
+        if load_format != "auto":
+            raise ConfigError(f"{gguf} is a GGUF file, which --load-format {load_format} does not read; leave it out.")
+        return gguf_files(gguf)
     if load_format == "pt":
         found = _indexed(folder, _PICKLE_INDEX, "weights") or _single(folder, "pytorch_model.bin") or _pickles(folder)
         if not found:
@@ -181,6 +187,8 @@ class Tensors:
     @staticmethod
     def open(file: Path) -> Tensors:
         """Read what the file says of its tensors. Raises ConfigError, one line that names the file and the remedy."""
+        if file.suffix == ".gguf":
+            return _open_gguf(file)
         return _open_pickle(file) if file.suffix in (".bin", ".pt") else _open_safetensors(file)
 
     def __iter__(self) -> Iterator[Entry]:
@@ -241,6 +249,15 @@ def _open_safetensors(file: Path) -> Tensors:
         shape, dtype = tuple(said["shape"]), _DTYPES.get(said["dtype"], torch.bits8)
         entries.append(Entry(file, name, shape, dtype, reader(said["data_offsets"][0], shape, dtype)))
     return Tensors(entries, data.close)
+
+
+def _open_gguf(file: Path) -> Tensors:
+    data = file.open("rb", buffering=0)
+    try:
+        return Tensors([Entry(file, *each) for each in gguf_tensors(file, data)], data.close)
+    except BaseException:
+        data.close()
+        raise
 
 
 def _open_pickle(file: Path) -> Tensors:

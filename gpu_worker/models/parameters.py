@@ -71,11 +71,15 @@ class Parameter:
 
     def in_tensor(self, stored: Stored) -> Parameter:
         """One of the tensors that the weight is kept in. Raises ConfigError where the format cannot be cut so."""
-        name = self.name.removesuffix("weight") + stored.name
+        name = self.name.removesuffix("weight") + stored.key
         columns = None
         if stored.columns is not None and self.columns is not None:
             columns = stored.columns.cut(self.columns, name)
-        parts = tuple(stored.rows.cut(part, name) for part in self.parts)
+        each = len(self.parts) // max(1, self.experts)
+        parts = tuple(
+            stored.rows.cut(part if stored.part in (None, index % each) else Part(part.total, 0, 0), name)
+            for index, part in enumerate(self.parts)
+        )
         return replace(self, name=name, parts=parts, columns=columns, stored=stored, weight=self.name)
 
 

@@ -96,13 +96,16 @@ def formats_of(
                 module.replace("{e}", str(expert))
                 for module in _modules(parameter, names)[0] for expert in range(parameter.experts or 1)
             ]  # fmt: skip
-            columns = parameter.columns.total if parameter.columns is not None else 1
-            first = format_of(modules[0], columns)
-            if any(format_of(module, columns) != first for module in modules[1:]):
+            columns, each = parameter.columns.total if parameter.columns is not None else 1, parameter.experts or 1
+            found_each = [format_of(module, columns) for module in modules]
+            apart = [found_each[at : at + each] for at in range(0, len(modules), each)]
+            alike = all(format == apart[0][0] for own in apart for format in own)
+            if not alike and (found.fuse is None or any(format != own[0] for own in apart for format in own)):
                 raise ConfigError(
                     f"config.json: Detected some but not all shards of {', '.join(modules)} are quantized. All shards "
                     "of fused layers to have the same precision."
                 )
+            first = apart[0][0] if alike or found.fuse is None else found.fuse([own[0] for own in apart])
             if first is not None:
                 formats[parameter.name] = first
     return formats
@@ -123,11 +126,18 @@ def places(parts: Parts, names: WeightNames, present: Collection[str] = ()) -> d
                 tail = tail.removeprefix(f".{suffix}").replace(".", "_")
             own = _layout_of(each, layout) if parameter.name in parts.formats else layout
             for name, place in _places_of(each, tuple(module + tail for module in modules), own):
+                if each.stored is not None and each.stored.part not in (None, place.parts[0] % _parts_of_one(each)):
+                    continue
                 if each.stored is None or each.stored.sources is None:
                     found[name] = place
                 else:
                     _gather(found, parameter, name.removesuffix(tail), place, present)
     return found
+
+
+def _parts_of_one(parameter: Parameter) -> int:
+    """Parts of the weight, or of one expert's."""
+    return len(parameter.parts) // max(1, parameter.experts)
 
 
 def _gather(

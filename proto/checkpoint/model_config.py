@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import ConfigError, EngineArgs
+from .gguf import gguf_file
+from .gguf_config import gguf_config
 from .quantization import quantization_of
 
 log = logging.getLogger(__name__)
@@ -103,7 +105,8 @@ def resolve_model(
     load_format: str = "auto",
     code: bool = False,
 ) -> str:
-    """The local folder of ``model``: a path as it is, a hub id downloaded (or found in the hub's cache).
+    """The local folder of ``model``: a path as it is, a hub id downloaded (or found in the hub's cache). A GGUF file
+    stands for a folder.
 
     ``None`` and ``quire-demo`` are the demo model. ``weights=False`` leaves the weight files where they are; which
     kind there is to fetch is ``load_format``'s to say. ``code`` fetches the repository's Python files too.
@@ -111,8 +114,10 @@ def resolve_model(
     """
     if model is None or model == DEMO_MODEL:
         return demo_model_path()
-    if os.path.isdir(model):
+    if os.path.isdir(model) or (model.endswith(".gguf") and os.path.isfile(model)):
         return model
+    if model.endswith(".gguf"):
+        raise ConfigError(f"model file {model!r} does not exist.")
     if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") > 1:
         raise ConfigError(f"model folder {model!r} does not exist.")
     kinds = {"pt": ["*.bin", "*.pt"], "dummy": []}.get(load_format, ["*.safetensors"]) if weights else []
@@ -175,9 +180,12 @@ def load_model_config(
 ) -> ModelConfig:
     """Read a model folder; ``overrides`` replace values of its config.json, ``quantization`` is the flag's. Raises
     ConfigError that names the file and the remedy."""
-    hf = read_json(file := Path(path) / "config.json")
+    gguf = gguf_file(path)
+    hf = read_json(file := Path(path) / "config.json") if gguf is None else gguf_config(gguf)
     if not hf and not file.is_file():
-        raise ConfigError(f"{file} does not exist; a model is a Hugging Face folder with a config.json.")
+        raise ConfigError(
+            f"{file} does not exist; a model is a Hugging Face folder with a config.json, or a GGUF file."
+        )
     overrides = overrides or {}
     text = hf.get("text_config")
     if isinstance(text, dict):
@@ -252,7 +260,7 @@ def read_json_as(path: Path, kind: type[T]) -> T:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} is no plain file; put the model's own in its place.")
         data = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a GGUF file stands where a folder might
         return kind()
     except PermissionError as error:
         raise unreadable(path) from error

@@ -22,6 +22,8 @@ from ..config import ConfigError
 from . import tokenizers_chat as chats
 from . import tokenizers_sentencepiece as sentencepiece
 from . import tokenizers_tiktoken as tiktoken
+from .gguf import gguf_file
+from .gguf_tokenizer import gguf_tokenizer
 from .tokenizer_files import content, mark_special, read_json, tokenizer_config
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ class Own:
     """A tokenizer made here. ``config`` is tokenizer_config.json with what the family's code knows by itself.
 
     ``template`` is for folders without a chat template; ``ends`` are tokens that end a reply besides eos_token;
-    ``spelling``: what chat templates write, and what stands for it here.
+    ``spelling``: what chat templates write, and what stands for it here; ``own_templates``: by name, of a GGUF file.
     """
 
     backend: Tokenizer
@@ -43,6 +45,7 @@ class Own:
     template: str | None = None
     ends: list[str] = field(default_factory=list)
     spelling: tuple[str, str] | None = None
+    own_templates: dict[str, str] = field(default_factory=dict)
 
     @property
     def all_ends(self) -> list[str]:
@@ -52,8 +55,8 @@ class Own:
 
     def templates(self, given: dict[str, str]) -> dict[str, str]:
         """The chat templates that were ``given``, or else the family's, spelt for this tokenizer."""
-        if not given and self.template is not None:
-            given = {"default": self.template}
+        if not given:
+            given = self.own_templates if self.template is None else {"default": self.template}
         return given if self.spelling is None else {name: t.replace(*self.spelling) for name, t in given.items()}
 
 
@@ -91,7 +94,12 @@ def own_tokenizer(path: Path) -> Own | None:
     """The tokenizer of folder ``path``, which has no tokenizer.json; None where no family here fits.
 
     Raises ConfigError where a file of it is missing or cannot be read, or its vocabulary is another model's.
+    ``path`` may be a GGUF file.
     """
+    if (gguf := gguf_file(path)) is not None:
+        made = gguf_tokenizer(gguf)
+        mark_special(made.backend, made.config)
+        return Own(made.backend, made.config, ends=made.ends, own_templates=made.templates)
     config = tokenizer_config(path)
     model = read_json(path / "config.json")
     name = config.get("tokenizer_class")

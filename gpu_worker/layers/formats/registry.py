@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Quantization:
     files are read ("router.weight"). ``renamed``: what old files call something, and what its format calls it.
     ``zero``: regular expressions of tensors that a checkpoint may hold for nothing, as long as they are all 0.
     ``pickled``: the method's checkpoints are pickles, which are then read without being asked for.
+    ``fuse``: makes one format of those of modules that are parts of one weight and differ; None: they must not.
     """
 
     format_of: Callable[[str], Format | None] = lambda module: None
@@ -50,6 +51,7 @@ class Quantization:
     renamed: tuple[tuple[str, str], ...] = ()
     zero: tuple[str, ...] = ()
     pickled: bool = False
+    fuse: Callable[[Sequence[Format | None]], Format] | None = None
 
 
 HALVES = (torch.float16, torch.bfloat16)
