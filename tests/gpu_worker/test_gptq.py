@@ -107,7 +107,7 @@ def test_ranks_without_an_expert(tmp_path: Path) -> None:
 def codes_of(tensors: dict[str, torch.Tensor], format: GPTQ, rows: int, columns: Part) -> Any:
     """Of a checkpoint's tensors, with the columns cut as the loader cuts them."""
     words = slice(columns.start * format.bits // 32, columns.stop * format.bits // 32)
-    held = {name: tensor.T.contiguous() for name, tensor in tensors.items() if name != "g_idx"}
+    held = {name: tensor.T for name, tensor in tensors.items() if name != "g_idx"}
     held["qweight"] = held["qweight"][:, words].contiguous()
     held["g_idx"] = tensors["g_idx"][None]
     return format.codes(held, Weight((whole(rows),), columns, torch.float32, CPU))
@@ -160,6 +160,12 @@ def test_words_that_are_planes_already_are_not_made_anew() -> None:
     held = {"qweight": words, "qzeros": tensors["qzeros"].T, "scales": tensors["scales"].T}
     found = GPTQ(4, 32, False, ordered=False).codes(held, Weight((whole(16),), whole(64), torch.float32, CPU))
     assert found.planes[0].data_ptr() == words.data_ptr()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_weight_of_one_word_of_zeros(bits: int) -> None:
+    tensors, want = packed_weights.gptq(torch.randn(32 // bits, 96), np.arange(96) // 32, bits)
+    assert torch.equal(codes_of(tensors, GPTQ(bits, 32, False), 32 // bits, whole(96)).values(), want)
 
 
 def test_groups_of_experts_that_differ() -> None:

@@ -43,6 +43,12 @@ def bits_of(rows: np.ndarray, bits: int) -> np.ndarray:
     return np.packbits(each.reshape(len(rows), -1).astype(np.uint8), axis=1, bitorder="little").view(np.int32)
 
 
+def values_of(words: np.ndarray, bits: int) -> np.ndarray:
+    """``bits_of`` backwards: int32 [rows, words] -> int64 [rows, count]."""
+    each = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
+    return each.reshape(len(words), -1, bits).astype(np.int64) @ (1 << np.arange(bits))
+
+
 def quantized(matrix: np.ndarray, groups: np.ndarray, bits: int, sym: bool) -> tuple[np.ndarray, ...]:
     """Codes [out, in], scales float16 [groups, out] and zeros [groups, out] of ``matrix`` [out, in], where input k is
     in group ``groups[k]``; and the float32 weight that these are."""

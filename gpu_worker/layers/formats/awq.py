@@ -17,7 +17,7 @@ from ...kernels.codes import COLUMN_UNIT, Codes, PerGroup
 from .base import Axis, Stored, Tensors, Weight
 from .coded import Coded
 from .gptq import floats_of, group_size, scales_of
-from .packed import check_scales, grouping, planes_of, unpacked, whole_number
+from .packed import check_scales, grouping, laid, planes_of, unpacked, whole_number
 from .registry import Found, Quantization, register
 
 _EACH = 8
@@ -81,7 +81,7 @@ class AWQ(Coded):
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:
     """int32 [..., rows / 8, columns], each word of eight rows, to uint8 [..., rows, columns]."""
-    bytes = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    bytes = laid(words).view(torch.uint8).unflatten(-1, (-1, 4))
     rows = [(bytes[..., shift // 8] >> shift % 8) & 15 for shift in _SHIFTS]
     return torch.stack(rows, -2).flatten(-3, -2)
 

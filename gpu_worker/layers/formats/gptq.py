@@ -63,7 +63,7 @@ class GPTQ(Coded):
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
         check_scales(tensors["scales"], weight)
         columns, groups = len(weight.columns), self._grouping(tensors, weight)
-        words, zeros = tensors["qweight"], unpacked(tensors["qzeros"].mT.contiguous(), self.bits).mT
+        words, zeros = tensors["qweight"], unpacked(tensors["qzeros"].mT, self.bits).mT
         if not self.v2:
             zeros = (zeros + 1) & ((1 << self.bits) - 1)
         if self.bits == 3 or groups.order is not None or columns % COLUMN_UNIT:

@@ -129,13 +129,18 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     3 bits: 32 codes in 96 bits, so that codes 10 and 21 lie across two words.
     """
     if bits != 3:
-        return unpack((words,), bits)
+        return unpack((laid(words),), bits)
     low, middle, high = (part.long() & 0xFFFFFFFF for part in words.unflatten(-1, (-1, 3)).unbind(-1))
     first = low | middle << 32
     codes = [(first >> 3 * at & 7).to(torch.uint8) for at in range(21)]
     codes.append(((first >> 63 & 1) | (high & 3) << 1).to(torch.uint8))
     codes += [(high >> 3 * at - 64 & 7).to(torch.uint8) for at in range(22, 32)]
     return torch.stack(codes, -1).flatten(-2)
+
+
+def laid(words: torch.Tensor) -> torch.Tensor:
+    """``words`` in order of its dims, those of one place too: as bytes, torch takes no others."""
+    return words.reshape(-1).view(words.shape)
 
 
 def planes_of(
