@@ -46,7 +46,7 @@ class StepContext:
         """Write k and v [T, kv_heads, head_dim] to the step's slots; a token of slot -1 is not written. ``scores`` has
         the scales of an fp8 cache."""
         if native.native_layout(k_cache, v_cache):
-            native.write_cache(k_cache, v_cache, k, v, self.batch.slots)
+            native.write_cache(k_cache, v_cache, k, v, self.batch.slots, scores)
             return
         if self._slots is None:
             unwritten = bool((self.batch.slots < 0).any())

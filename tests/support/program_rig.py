@@ -7,6 +7,7 @@ import torch
 
 from quire.gpu_worker.batch import StepBatch
 from quire.gpu_worker.device import LongSteps
+from quire.gpu_worker.kernels.narrow import bits
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.models.decoder import Decoder
 from quire.gpu_worker.models.program import Program
@@ -20,9 +21,9 @@ class ProgramRig:
 
     def __init__(self, model: Decoder, seed: int = 0, long: LongSteps | None = None) -> None:
         self.model = model
-        self.kv = KVCache(model.spec, BLOCKS, BLOCK, model.dtype, CPU)
+        self.kv = KVCache(model.spec, BLOCKS, BLOCK, model.cache_dtype, CPU)
         for page in self.kv.k + self.kv.v:  # garbage, though finite, where nothing was written: it must never be seen
-            page.fill_(1e4)
+            bits(page).fill_(1e4 if page.is_floating_point() and page.itemsize > 1 else 0x5A)
         self.tokens = torch.zeros((ROWS, LENGTH + 1), dtype=torch.int32)
         self.tables = torch.zeros((ROWS, LENGTH // BLOCK), dtype=torch.int32)
         self.free = np.random.default_rng(seed).permutation(BLOCKS).tolist()

@@ -1,7 +1,7 @@
 """Paged attention in C for layers that run outside a program: the same calls as ``layers/attention_cpu.py``'s.
 
 It takes caches in the native layout (``kv_cache.py``): a head's keys as [num_blocks, head_dim, block_size], its values
-as [num_blocks, block_size, head_dim], float32 or bfloat16.
+as [num_blocks, block_size, head_dim], float32, bfloat16, or of 8 bits (``kernels/narrow.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from ...batch import StepBatch
 from ..attention import Scores
+from ..narrow import page_bytes
 from .library import BF16, F32, Library, library
 
 TILE = 16
@@ -22,6 +23,11 @@ MAX_HEAD_DIM = 512
 """kernels.h's Q_HEAD_DIM."""
 
 _TYPES = {torch.float32: F32, torch.bfloat16: BF16}
+_CACHES = {**_TYPES, torch.float8_e4m3fn: 16, torch.float8_e5m2: 17, torch.int8: 18}
+"""kernels.h's types of a cache."""
+
+
+_PLAIN = Scores(1.0)
 
 
 class Layer(ctypes.Structure):
@@ -30,6 +36,7 @@ class Layer(ctypes.Structure):
     _fields_ = (
         ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32),
         ("window", c_int32), ("cache_type", c_int32), ("scale", c_float), ("softcap", c_float),
+        ("k_scale", c_float), ("v_scale", c_float),
         ("slopes", c_void_p), ("sinks", c_void_p), ("keys", c_void_p), ("values", c_void_p), ("head_stride", c_int64),
     )  # fmt: skip
 
@@ -82,13 +89,14 @@ def tiles_of(starts: np.ndarray, contexts: np.ndarray) -> np.ndarray:
 
 def can_read(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels are on, and there are some for caches of this type and heads of this size."""
-    return dtype in _TYPES and head_dim <= MAX_HEAD_DIM and _library() is not None
+    return dtype in _CACHES and head_dim <= MAX_HEAD_DIM and _library() is not None
 
 
 def native_layout(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether the kernels are on, and read these caches [num_blocks, block_size, kv_heads, head_dim]."""
     blocks, size, _, dim = k_cache.shape
-    page, head = size * dim, blocks * size * dim
+    page = page_bytes(size, dim, k_cache.dtype) // k_cache.element_size()
+    head = blocks * page
     return (
         k_cache.device.type == "cpu"
         and can_read(k_cache.dtype, dim)
@@ -102,7 +110,8 @@ def layer_of(heads: int, k_cache: torch.Tensor, v_cache: torch.Tensor, scores: S
     _, size, kv_heads, dim = k_cache.shape
     return Layer(
         heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=size, window=scores.window or 0,
-        cache_type=_TYPES[k_cache.dtype], scale=scores.scale, softcap=scores.softcap,
+        cache_type=_CACHES[k_cache.dtype], scale=scores.scale, softcap=scores.softcap,
+        k_scale=scores.k_scale, v_scale=scores.v_scale,
         slopes=_floats(scores.slopes), sinks=_floats(scores.sinks), keys=k_cache.data_ptr(),
         values=v_cache.data_ptr(), head_stride=k_cache.stride(2) * k_cache.element_size(),
     )  # fmt: skip
@@ -137,12 +146,14 @@ def paged_attention(
 
 
 def write_cache(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Write k and v [T, kv_heads, head_dim] to ``slots`` [T] int64; those of slot -1 go nowhere."""
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor,
+    scores: Scores = _PLAIN,
+) -> None:  # fmt: skip
+    """Write k and v [T, kv_heads, head_dim] to ``slots`` [T] int64; those of slot -1 go nowhere. ``scores`` has the
+    scales of an fp8 cache."""
     kernels = _loaded()
     k, v = _rows(k), _rows(v)
-    layer = layer_of(k_cache.shape[2], k_cache, v_cache, Scores(1.0))
+    layer = layer_of(k_cache.shape[2], k_cache, v_cache, scores)
     kernels.c.q_write_run(
         kernels.team(torch.get_num_threads()), ctypes.byref(layer), len(k), slots.data_ptr(), k.data_ptr(),
         k.stride(0) * 4, v.data_ptr(), v.stride(0) * 4,

@@ -19,7 +19,7 @@ enum { PASS_VALUES = 96 * 256 };
  * They are bfloat16 for PAIRS and else float32. */
 static void collect_keys(const rows_of_tile *of, int32_t position, int32_t end, int32_t kind, void *out) {
   const q_attention *layer = of->layer;
-  int32_t size = layer->block_size, dims = layer->head_dim, bf16 = layer->cache_type == Q_BF16;
+  int32_t size = layer->block_size, dims = layer->head_dim;
   memset(out, 0, (size_t)(dims * LANES * bytes_of(kind)));
   for (int32_t lane = 0; lane < LANES && position + lane < end; lane++) {
     int32_t at = position + lane;
@@ -29,7 +29,7 @@ static void collect_keys(const rows_of_tile *of, int32_t position, int32_t end, 
       if (kind == PAIRS)
         ((uint16_t *)out)[to] = ((const uint16_t *)page)[from];
       else
-        ((float *)out)[to] = bf16 ? from_bf16(((const uint16_t *)page)[from]) : ((const float *)page)[from];
+        ((float *)out)[to] = number_of(layer->cache_type, page, from);
     }
   }
 }
@@ -55,7 +55,7 @@ static void score_chunk(const rows_of_tile *of, int32_t chunk, seen any, const f
                         float *scores) {
   const q_attention *layer = of->layer;
   int32_t first = any.first / LANES, last = (any.last + LANES - 1) / LANES, vectors = key_vectors(rows);
-  key_block keys = {.kind = kind_of(layer)};
+  key_block keys = {.kind = kind_of(layer), .type = layer->cache_type};
   if (layer->block_size % LANES == 0) {
     keys.stride = layer->block_size * bytes_of(keys.kind);
     for (int32_t i = first; i < last; i += vectors) {
@@ -65,7 +65,7 @@ static void score_chunk(const rows_of_tile *of, int32_t chunk, seen any, const f
     return;
   }
   _Alignas(64) float collected[Q_HEAD_DIM * LANES];
-  if (keys.kind == WIDENED) keys.kind = WIDE_PAGES; /* collect_keys widens them */
+  if (keys.kind != PAIRS) keys.kind = WIDE_PAGES; /* collect_keys widens them */
   keys.stride = LANES * bytes_of(keys.kind);
   for (int32_t i = 0; i < vectors; i++) keys.at[i] = keys.soon[i] = (const char *)collected;
   _Alignas(64) float each[BLOCK_ROWS * Q_CHUNK];
@@ -75,6 +75,20 @@ static void score_chunk(const rows_of_tile *of, int32_t chunk, seen any, const f
     for (int32_t row = 0; row < rows; row++)
       vf_store(scores + row * Q_CHUNK + i * LANES, vf_load(each + row * Q_CHUNK));
   }
+}
+
+/* Multiplies, in each of ``rows`` rows [Q_CHUNK], what belongs to a key of the chunk by that key's scale in ``pages``. */
+static void scale_rows(const rows_of_tile *of, const char *pages, int32_t chunk, seen any, int32_t rows, float *x) {
+  int32_t size = of->layer->block_size;
+  _Alignas(64) float scales[Q_CHUNK] = {0};
+  for (int32_t key = any.first; key < any.last; key++) {
+    int32_t place = chunk * Q_CHUNK + key;
+    const char *page = pages + of->blocks[place / size] * of->page;
+    memcpy(scales + key, page + (int64_t)size * of->layer->head_dim + place % size * sizeof(float), sizeof(float));
+  }
+  for (int32_t row = 0; row < rows; row++, x += Q_CHUNK)
+    for (int32_t key = any.first / LANES * LANES; key < any.last; key += LANES)
+      vf_store(x + key, vf_load(x + key) * vf_load(scales + key));
 }
 
 /* The partial results of ``rows`` rows from ``row`` on with one chunk; queries are [words][width]. */
@@ -96,10 +110,12 @@ static void attend_chunk(const rows_of_tile *of, int32_t row, int32_t rows, int3
       .values = of->values, .keys = of->keys, .blocks = of->blocks + start / layer->block_size,
       .known = (newest - start) / layer->block_size + 1, .page = of->page,
       .block_size = layer->block_size, .offset = start % layer->block_size, .first = any.first, .last = any.last,
-      .dims = layer->head_dim, .kind = kind_of(layer),
+      .dims = layer->head_dim, .kind = kind_of(layer), .type = layer->cache_type,
   };
+  if (layer->cache_type == Q_KV_INT8) scale_rows(of, of->keys, chunk, any, rows, scores);
   for (int32_t i = 0; i < rows; i++)
     softmax_row(of, row + i, chunk, any, range.kind, scores + i * Q_CHUNK, partials + i * of->partial + sums);
+  if (layer->cache_type == Q_KV_INT8) scale_rows(of, of->values, chunk, any, rows, scores);
   values_of(scores, &range, partials, of->partial, rows);
 }
 
@@ -202,7 +218,7 @@ void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, int32_t t
       .layer = layer, .tile = own, .blocks = batch->tables + own->row * batch->table_stride,
       .keys = (const char *)layer->keys + kv_head * layer->head_stride,
       .values = (const char *)layer->values + kv_head * layer->head_stride,
-      .page = (int64_t)layer->block_size * layer->head_dim * (layer->cache_type == Q_BF16 ? 2 : 4),
+      .page = page_bytes(layer),
       .head = kv_head * group, .group = group, .rows = rows, .partial = q_partial_size(layer->head_dim),
   };
   int32_t oldest = layer->window ? own->position - layer->window + 1 : 0;
@@ -234,6 +250,10 @@ void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, int32_t t
 void Q_NAME(write_kv)(const q_attention *layer, int64_t slot, const float *k, const float *v) {
   if (slot < 0) return;
   int32_t dims = layer->head_dim, size = layer->block_size;
+  if (bytes_of(kind_of(layer)) == 1) {
+    write_narrow(layer, slot, k, v);
+    return;
+  }
   int64_t key_at = slot / size * size * dims + slot % size, value_at = slot * dims;
   for (int32_t head = 0; head < layer->kv_heads; head++, k += dims, v += dims) {
     char *keys = (char *)layer->keys + head * layer->head_stride;

@@ -11,6 +11,7 @@
 #ifndef QUIRE_ATTENTION_PRODUCTS_H
 #define QUIRE_ATTENTION_PRODUCTS_H
 
+#include "attention_narrow.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -19,11 +20,13 @@ enum { BLOCK_ROWS = LANES == 16 ? 12 : 6 };
 /* Most vectors of keys, or of a value's dims, at a time. */
 enum { MOST_KEYS = 4, MOST_DIMS = LANES == 16 ? 8 : 4 };
 
-/* How a layer's words are made: float32 as it is in the pages, from bfloat16, or pairs of bfloat16. */
-enum { WIDE_PAGES, WIDENED, PAIRS };
+/* How a layer's words are made: float32 as it is in the pages, from bfloat16, pairs of bfloat16, from fp8, from int8. */
+enum { WIDE_PAGES, WIDENED, PAIRS, FLOAT8, INT8 };
 
 static inline int32_t kind_of(const q_attention *layer) {
   if (layer->cache_type == Q_F32) return WIDE_PAGES;
+  if (layer->cache_type == Q_KV_INT8) return INT8;
+  if (layer->cache_type != Q_BF16) return FLOAT8;
 #if defined(__AVX512BF16__)
   if (layer->head_dim % 2 == 0 && layer->block_size % 2 == 0) return PAIRS;
 #endif
@@ -33,7 +36,7 @@ static inline int32_t kind_of(const q_attention *layer) {
 /* Dims, or keys, of a word. */
 INLINE int32_t per_word(int32_t kind) { return kind == PAIRS ? 2 : 1; }
 /* Bytes of a number in the pages. */
-INLINE int32_t bytes_of(int32_t kind) { return kind == WIDE_PAGES ? 4 : 2; }
+INLINE int32_t bytes_of(int32_t kind) { return kind == WIDE_PAGES ? 4 : kind == FLOAT8 || kind == INT8 ? 1 : 2; }
 
 /* sum + a * b, of pairs the sum of both products. */
 INLINE vfloat add_word(int32_t kind, vfloat a, vfloat b, vfloat sum) {
@@ -43,13 +46,20 @@ INLINE vfloat add_word(int32_t kind, vfloat a, vfloat b, vfloat sum) {
   return vf_fma(a, b, sum);
 }
 
-/* LANES numbers of a page as float32. */
-INLINE vfloat load_wide(int32_t kind, const char *at) {
+/* LANES numbers of a page as float32; ``type`` is the cache's. */
+INLINE vfloat load_wide(int32_t kind, int32_t type, const char *at) {
+  if (kind == FLOAT8) return load_float8(type, (const uint8_t *)at);
+  if (kind == INT8) return load_int8((const int8_t *)at);
   return kind == WIDENED ? vf_load_bf16((const uint16_t *)at) : vf_load((const float *)at);
 }
 
 /* ``count`` < LANES numbers of a page as float32, zeros in the other lanes; nothing behind them is read. */
-INLINE vfloat load_some(int32_t kind, const char *at, int32_t count) {
+INLINE vfloat load_some(int32_t kind, int32_t type, const char *at, int32_t count) {
+  if (kind == FLOAT8 || kind == INT8) {
+    char bytes[LANES] = {0};
+    memcpy(bytes, at, (size_t)count);
+    return load_wide(kind, type, bytes);
+  }
 #if defined(__AVX512F__)
   __mmask16 mask = (__mmask16)((1u << count) - 1);
   if (kind == WIDE_PAGES) return (vfloat)_mm512_maskz_loadu_ps(mask, at);
@@ -103,21 +113,22 @@ static inline int32_t key_vectors(int32_t rows) { return rows <= 2 ? MOST_KEYS :
 typedef struct {
   const char *at[MOST_KEYS], *soon[MOST_KEYS];
   int64_t stride;
-  int32_t kind;
+  int32_t kind, type;
 } key_block;
 
 /* Word ``word`` of LANES keys whose first dim is at ``at``. */
-INLINE vfloat load_keys(int32_t kind, const char *at, int64_t stride, int32_t word) {
+INLINE vfloat load_keys(int32_t kind, int32_t type, const char *at, int64_t stride, int32_t word) {
 #if defined(__AVX512BF16__)
   if (kind == PAIRS) return load_key_pairs(at + 2 * word * stride, at + (2 * word + 1) * stride);
 #endif
-  return load_wide(kind, at + word * stride);
+  return load_wide(kind, type, at + word * stride);
 }
 
 /* scores[row][key] = sum over words of query x key; queries [words][rows], scores [rows][Q_CHUNK]. */
 INLINE void score_block(const float *queries, int32_t words, const key_block *keys, int32_t kind, float *scores,
                         const int32_t rows, const int32_t vectors) {
   const int64_t stride = keys->stride;
+  const int32_t type = keys->type;
   vfloat sums[BLOCK_ROWS][MOST_KEYS];
 #pragma GCC unroll 12
   for (int32_t row = 0; row < rows; row++)
@@ -127,7 +138,7 @@ INLINE void score_block(const float *queries, int32_t words, const key_block *ke
     vfloat key[MOST_KEYS];
 #pragma GCC unroll 4
     for (int32_t i = 0; i < vectors; i++) {
-      key[i] = load_keys(kind, keys->at[i], stride, word);
+      key[i] = load_keys(kind, type, keys->at[i], stride, word);
       fetch_soon(keys->soon[i] + per_word(kind) * word * stride);
     }
 #pragma GCC unroll 12
@@ -164,6 +175,8 @@ INLINE void score_rows(const float *queries, int32_t words, const key_block *key
 static void scores_of(const float *queries, int32_t words, const key_block *keys, float *scores, int32_t rows) {
   switch (keys->kind) {
     case WIDE_PAGES: score_rows(queries, words, keys, WIDE_PAGES, scores, rows); break;
+    case FLOAT8: score_rows(queries, words, keys, FLOAT8, scores, rows); break;
+    case INT8: score_rows(queries, words, keys, INT8, scores, rows); break;
 #if defined(__AVX512BF16__)
     case PAIRS: score_rows(queries, words, keys, PAIRS, scores, rows); break;
 #endif
@@ -180,7 +193,7 @@ typedef struct {
   const int32_t *blocks;
   int32_t known; /* blocks that the sequence has, from blocks[0] on */
   int64_t page;  /* bytes of a block */
-  int32_t block_size, offset, first, last, dims, kind;
+  int32_t block_size, offset, first, last, dims, kind, type;
 } value_range;
 
 /* Read in place of a value that nobody sees, beside one in its pair. */
@@ -202,7 +215,8 @@ INLINE void load_values(int32_t kind, const value_range *range, int32_t key, con
 #endif
 #pragma GCC unroll 8
   for (int32_t i = 0; i < vectors; i++)
-    value[i] = some ? load_some(kind, at, some) : load_wide(kind, at + i * LANES * bytes_of(kind));
+    value[i] = some ? load_some(kind, range->type, at, some)
+                    : load_wide(kind, range->type, at + i * LANES * bytes_of(kind));
 }
 
 /* The sums of a row, [vectors], to ``out``; ``some`` dims of them where that is not 0. */
@@ -298,6 +312,8 @@ static void values_of(const float *weights, const value_range *range, float *out
     count = value_block_rows(rows - row);
     switch (range->kind) {
       case WIDE_PAGES: value_rows(weights, range, WIDE_PAGES, out, stride, count); break;
+      case FLOAT8: value_rows(weights, range, FLOAT8, out, stride, count); break;
+      case INT8: value_rows(weights, range, INT8, out, stride, count); break;
 #if defined(__AVX512BF16__)
       case PAIRS: value_rows(weights, range, PAIRS, out, stride, count); break;
 #endif

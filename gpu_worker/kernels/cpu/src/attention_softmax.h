@@ -30,7 +30,7 @@ static void shape_scores(const rows_of_tile *of, int32_t row, int32_t chunk, flo
   float cap = layer->softcap, slope = layer->slopes ? layer->slopes[of->head + row % of->group] : 0.0f;
   int32_t before = chunk * Q_CHUNK - position_of(of, row);
   for (int32_t key = units.first * UNIT; key < units.last * UNIT; key += LANES) {
-    vfloat score = vf_load(scores + key) * vf_set(layer->scale);
+    vfloat score = vf_load(scores + key) * vf_set(layer->scale * layer->k_scale);
     if (cap != 0) score = vf_set(cap) * vf_tanh(score / vf_set(cap));
     vint distance = lane_numbers() + (before + key);
     if (slope != 0) score = vf_fma(vf_set(slope), __builtin_convertvector(distance, vfloat), score);
@@ -82,7 +82,7 @@ INLINE void softmax_row(const rows_of_tile *of, int32_t row, int32_t chunk, seen
     for (int32_t unit = all.first; unit < all.last; unit++) store_weights(kind, scores, unit, none, none, none);
     return;
   }
-  float scale = of->layer->scale;
+  float scale = of->layer->scale * of->layer->k_scale;
   if (of->layer->softcap != 0 || of->layer->slopes) {
     shape_scores(of, row, chunk, scores, units);
     scale = 1.0f;
@@ -128,11 +128,11 @@ static void merge(float *into, const float *chunk, int32_t size) {
   at[1] = at[1] * by.first + other[1] * by.second;
 }
 
-/* What a row's sums of values are multiplied by: 1 / sum of weights, with the head's sink in that sum. */
+/* What a row's sums of values are multiplied by: their scale / sum of weights, with the head's sink in that sum. */
 static inline float normalizer(const rows_of_tile *of, int32_t row, const float *sums) {
-  if (of->layer->sinks == NULL) return 1.0f / sums[1];
+  if (of->layer->sinks == NULL) return of->layer->v_scale / sums[1];
   factors by = factors_of(sums[0], of->layer->sinks[of->head + row % of->group] * LOG2_E);
-  return by.first / (sums[1] * by.first + by.second);
+  return of->layer->v_scale * (by.first / (sums[1] * by.first + by.second));
 }
 
 #endif

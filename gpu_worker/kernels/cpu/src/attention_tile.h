@@ -11,7 +11,7 @@ typedef struct {
   const q_tile *tile;
   const int32_t *blocks;      /* of the sequence */
   const char *keys, *values;  /* of the key head */
-  int64_t page;               /* bytes of a block of keys, or of values */
+  int64_t page;               /* bytes of a block of keys, or of values, with its scales */
   int32_t head, group;        /* the first query head, and how many */
   int32_t first, rows;
   int32_t partial;            /* q_partial_size */

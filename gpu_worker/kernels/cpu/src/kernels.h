@@ -118,14 +118,19 @@ typedef struct {
 
 /* ---------------------------------------------------------------- attention.c */
 
+/* Types of a cache of 8 bits, beside Q_F32 and Q_BF16 (kernels/narrow.py defines them). Of Q_KV_INT8 each key and value has
+ * a scale of its own, which lie, float32, behind the numbers of their page. */
+enum { Q_KV_E4M3 = 16, Q_KV_E5M2 = 17, Q_KV_INT8 = 18 };
+
 /* One layer's attention. The cache is [kv_heads][blocks][head_dim][block_size] for keys, so that a vector holds one
  * dim of many keys, and [kv_heads][blocks][block_size][head_dim] for values. Sums and the softmax are float32; where the
  * instruction set multiplies pairs of bfloat16, queries and weights are rounded to it for a bfloat16 cache. */
 typedef struct {
   int32_t heads, kv_heads, head_dim, block_size;
   int32_t window; /* keys that a query sees, itself included; 0: all */
-  int32_t cache_type; /* Q_F32 or Q_BF16 */
+  int32_t cache_type; /* Q_F32, Q_BF16 or one of those above */
   float scale, softcap; /* softcap 0: none */
+  float k_scale, v_scale; /* fp8: by what stored numbers are multiplied; else 1 */
   const float *slopes;  /* ALiBi, [heads], or NULL */
   const float *sinks;   /* [heads] or NULL */
   void *keys, *values;
