@@ -13,13 +13,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.gpu_worker.kernels.cpu.library import library
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
     "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 4096, "max_position_embeddings": 512,
 }  # fmt: skip
 MOST = 1.2
 # Loads the last of ``ranks`` tensor ranks' part of each folder in turn, and prints by how much memory grew at the peak,
-# in shares of the bytes of that part's parameters.
+# in bytes, and how many parameters that part has.
 CHILD = """
 import ctypes, gc, json, sys, torch
 from quire.gpu_worker.models.loader import load_model
@@ -35,15 +37,16 @@ def status(name):
 
 torch.set_num_threads(1)
 grown = []
-for folder, load_format, ranks in json.loads(sys.argv[1]):
+for folder, load_format, ranks, dtype in json.loads(sys.argv[1]):
     shard = Shard(ranks - 1, ranks)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here
     before = status("VmRSS")
-    model = load_model(load_model_config(folder), torch.float32, torch.device("cpu"), load_format, group=Group(shard))
-    size = sum(torch.Size(p.shape).numel() for p in parameters(model.whole, shard)) * 4
-    grown.append((status("VmHWM") - before) / size)
+    config, dtype = load_model_config(folder), getattr(torch, dtype)
+    model = load_model(config, dtype, torch.device("cpu"), load_format, group=Group(shard))
+    size = sum(torch.Size(p.shape).numel() for p in parameters(model.whole, shard))
+    grown.append((status("VmHWM") - before, size))
     del model
 print(json.dumps(grown))
 """
@@ -97,9 +100,65 @@ def test_the_peak_of_loading_is_little_more_than_the_model(folders: Path) -> Non
     write(folders / "pickled", torch.float32, 2, pickled=True)
     work = [(str(folders / "shards"), "auto", 1), (str(folders / "widened"), "auto", 1),
             (str(folders / "pickled"), "pt", 1), (str(folders / "shards"), "auto", 2)]  # fmt: skip
+    grown = [peak / (size * 4) for peak, size in loaded([(*each, "float32") for each in work])]
+    assert len(grown) == 4
+    assert all(0.9 < share <= MOST for share in grown), grown
+
+
+def loaded(work: list[tuple[str, str, int, str]]) -> list[tuple[int, int]]:
+    """What CHILD prints of ``work``."""
     command = [sys.executable, "-c", CHILD, json.dumps(work)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    grown = json.loads(done.stdout)
-    assert len(grown) == 4
-    assert all(0.9 < share <= MOST for share in grown), grown
+    return json.loads(done.stdout)
+
+
+def write_quantized(folder: Path, layers: int, experts: int) -> tuple[float, float]:
+    """A checkpoint of GPTQ with 4 bits, in bfloat16 where it is not quantized, as transformers saves it: the scales of
+    all of the weights lie behind the last one's codes. The bytes of its file, and those of a layer's in it.
+    """
+    folder.mkdir(parents=True)
+    hidden, wide = CONFIG["hidden_size"], CONFIG["intermediate_size"] // (4 if experts else 1) // 128 * 128
+    random = torch.randint(-(2**31), 2**31, (hidden * CONFIG["intermediate_size"] // 8,)).int()
+    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in names().items() if "layers" not in name}
+    for layer in range(layers):
+        base = f"model.layers.{layer}."
+        shapes = {f"{base}self_attn.{each}_proj": (hidden, hidden) for each in "qkvo"}
+        tensors |= {
+            f"{base}{each}_layernorm.weight": tensors["model.norm.weight"] for each in ("input", "post_attention")
+        }
+        if experts:
+            tensors[f"{base}block_sparse_moe.gate.weight"] = torch.ones(experts, hidden, dtype=torch.bfloat16)
+        for expert in range(experts or 1):
+            stem = f"{base}block_sparse_moe.experts.{expert}." if experts else f"{base}mlp."
+            gate, up, down = ("w1", "w3", "w2") if experts else ("gate_proj", "up_proj", "down_proj")
+            shapes |= {f"{stem}{gate}": (wide, hidden), f"{stem}{up}": (wide, hidden), f"{stem}{down}": (hidden, wide)}
+        for module, (rows, columns) in shapes.items():
+            tensors |= {
+                f"{module}.qweight": random[: rows * columns // 8].view(-1, rows),
+                f"{module}.qzeros": torch.full((columns // 128, rows // 8), 0x77777777, dtype=torch.int32),
+                f"{module}.scales": torch.ones(columns // 128, rows, dtype=torch.float16),
+                f"{module}.g_idx": torch.arange(columns, dtype=torch.int32) // 128,
+            }
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = {
+        **CONFIG, "num_hidden_layers": layers, "intermediate_size": wide,
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    }  # fmt: skip
+    if experts:
+        config |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": experts, "num_experts_per_tok": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    size = (folder / "model.safetensors").stat().st_size
+    return size, (size - 4 * CONFIG["vocab_size"] * hidden) / layers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="tells peaks by Linux's /proc")
+@pytest.mark.skipif(library() is None, reason="without the native CPU kernels quantized weights become floats")
+def test_a_quantized_model_is_loaded_in_little_more_than_its_files(folders: Path) -> None:
+    write_quantized(folders / "first", 1, 0)  # loads libraries, and counts for nothing
+    sizes = [write_quantized(folders / "dense", 16, 0), write_quantized(folders / "experts", 8, 8)]
+    work = [(str(folders / name), "auto", 1, "bfloat16") for name in ("first", "dense", "experts")]
+    grown = [peak for peak, _ in loaded(work)[1:]]
+    shares = [(peak - layer) / size for peak, (size, layer) in zip(grown, sizes, strict=True)]
+    assert all(0.8 < share <= MOST for share in shares), shares
