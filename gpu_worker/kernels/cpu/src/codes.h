@@ -7,6 +7,7 @@
 #include "linear_tile.h"
 
 #define UNROLL_RUN _Pragma("GCC unroll 16")
+#define UNROLL_UNIT _Pragma("GCC unroll 32")
 #define UNROLL_TILE _Pragma("GCC unroll 24")
 
 typedef uint8_t vbyte __attribute__((vector_size(LANES)));

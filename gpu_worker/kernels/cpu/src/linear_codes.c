@@ -63,38 +63,52 @@ INLINE void end_group(const int rows, const int vectors, const code_tile *at, in
 
 /* ---------------------------------------------------------------- few rows */
 
-/* All inputs of ``rows`` rows and ``vectors`` vectors of outputs to their sums. */
-INLINE void add_codes(const int kind, const int bits, const int rows, const int vectors, const code_tile *at) {
+/* Add ``count`` inputs from ``place`` of a unit on to ``products`` [rows][vectors]. ``words`` are the unit's. */
+INLINE void add_places(const int kind, const int bits, const int rows, const int vectors, const int place,
+                       const int count, const number_table *table, const uint32_t *words, int64_t panel_words,
+                       const float *x, int64_t row_stride, vfloat *products) {
+  UNROLL_UNIT for (int next = place; next < place + count; next++) {
+    vfloat values[FEW_ROWS];
+    UNROLL for (int row = 0; row < rows; row++) values[row] = vf_set(x[row * row_stride + next]);
+    UNROLL for (int vector = 0; vector < vectors; vector++) {
+      const uint32_t *own = words + vector * LANES / Q_PANEL * panel_words + vector * LANES % Q_PANEL;
+      if (next % (Q_UNIT / bits) == 0 && next / (Q_UNIT / bits) < bits && vector * LANES % LINE_WORDS == 0)
+        __builtin_prefetch(own + next / (Q_UNIT / bits) * Q_PANEL + FETCH_AHEAD, 0, 3);
+      vfloat number = number_at(kind, bits, next, table, own);
+      UNROLL for (int row = 0; row < rows; row++)
+        products[row * vectors + vector] = vf_fma(values[row], number, products[row * vectors + vector]);
+    }
+    /* Words are read from the first cache again for each place: there are fewer registers than words. */
+    __asm__ volatile("" ::: "memory");
+  }
+}
+
+/* All inputs of ``rows`` rows and ``vectors`` vectors of outputs to their sums. ``count``: Q_UNIT, or Q_RUN where groups
+ * have no whole units. */
+INLINE void add_codes(const int kind, const int bits, const int rows, const int vectors, const int count,
+                      const code_tile *at) {
   const q_weight *weight = at->weight;
-  const int32_t units = weight->padded_inputs / Q_UNIT, runs = weight->codes->group / Q_RUN;
-  const int64_t panel_words = (int64_t)units * bits * Q_PANEL, row_stride = at->row_stride;
+  const int32_t inputs = weight->padded_inputs, group_inputs = weight->codes->group;
+  const int64_t panel_words = (int64_t)(inputs / Q_UNIT) * bits * Q_PANEL, row_stride = at->row_stride;
   const uint32_t *words = (const uint32_t *)weight->data + at->panel * panel_words + at->column;
   const float *x = at->rows;
   const number_table table = table_of(kind, weight->codes, at->panel, at->column);
-  vfloat products[MOST_TILE] = {0};
-  int32_t group = 0, left = runs;
-  for (int32_t unit = 0; unit < units; unit++, words += bits * Q_PANEL, x += Q_UNIT) {
-    UNROLL for (int run = 0; run < Q_UNIT / Q_RUN; run++) {
-      UNROLL_RUN for (int next = 0; next < Q_RUN; next++) {
-        const int place = run * Q_RUN + next;
-        vfloat values[FEW_ROWS];
-        UNROLL for (int row = 0; row < rows; row++) values[row] = vf_set(x[row * row_stride + place]);
-        UNROLL for (int vector = 0; vector < vectors; vector++) {
-          const uint32_t *own = words + vector * LANES / Q_PANEL * panel_words + vector * LANES % Q_PANEL;
-          if (place % (Q_UNIT / bits) == 0 && vector * LANES % LINE_WORDS == 0)
-            __builtin_prefetch(own + place / (Q_UNIT / bits) * Q_PANEL + FETCH_AHEAD, 0, 3);
-          vfloat number = number_at(kind, bits, place, &table, own);
-          UNROLL for (int row = 0; row < rows; row++)
-            products[row * vectors + vector] = vf_fma(values[row], number, products[row * vectors + vector]);
-        }
-      }
-      if (--left == 0) {
-        end_group(rows, vectors, at, group++, products);
-        left = runs;
-      }
+  for (int32_t group = 0, input = 0; input < inputs; group++) {
+    const int32_t stop = least(input + group_inputs, inputs);
+    vfloat products[MOST_TILE], sums[MOST_TILE];
+    UNROLL_TILE for (int each = 0; each < rows * vectors; each++) products[each] = (vfloat){0};
+    for (; input < stop; input += count) {
+      if (count == Q_UNIT || input % Q_UNIT == 0)
+        add_places(kind, bits, rows, vectors, 0, count, &table, words, panel_words, x, row_stride, products);
+      else
+        add_places(kind, bits, rows, vectors, Q_RUN, count, &table, words, panel_words, x, row_stride, products);
+      if (count == Q_RUN && input % Q_UNIT == 0) continue;
+      words += bits * Q_PANEL;
+      x += Q_UNIT;
     }
+    UNROLL_TILE for (int each = 0; each < rows * vectors; each++) sums[each] = products[each];
+    add_group_parts(rows, vectors, at, group, sums);
   }
-  if (left != runs) end_group(rows, vectors, at, group, products);
 }
 
 /* ---------------------------------------------------------------- many rows */
@@ -178,9 +192,11 @@ static void add_tall_numbers(int32_t rows, const code_tile *at, const float *num
 
 /* ---------------------------------------------------------------- each kind of codes */
 
-/* The functions of one kind and number of bits. ``few``, for up to FEW_ROWS rows, may be missing. */
+/* The functions of one kind and number of bits. ``few``, for up to FEW_ROWS rows and groups of whole units, may be
+ * missing, and so may ``one``, for one row and other groups. */
 typedef struct {
   void (*few)(int32_t rows, const code_tile *at);
+  void (*one)(int32_t rows, const code_tile *at);
   void (*make)(const q_weight *weight, int32_t panel, int32_t unit, int32_t units, float *out);
 } code_functions;
 
@@ -192,10 +208,15 @@ typedef struct {
   MAKE(kind, bits) \
   static void few_##kind##_##bits(int32_t rows, const code_tile *at) { \
     switch (rows) { \
-      case 1: add_codes(kind, bits, 1, ONE_VECTORS, at); break; \
-      case 2: add_codes(kind, bits, 2, FEW_VECTORS, at); break; \
-      case 3: add_codes(kind, bits, 3, FEW_VECTORS, at); break; \
+      case 1: add_codes(kind, bits, 1, ONE_VECTORS, Q_UNIT, at); break; \
+      case 2: add_codes(kind, bits, 2, FEW_VECTORS, Q_UNIT, at); break; \
+      case 3: add_codes(kind, bits, 3, FEW_VECTORS, Q_UNIT, at); break; \
     } \
+  }
+
+#define ONE(kind, bits) \
+  static void one_##kind##_##bits(int32_t rows, const code_tile *at) { \
+    add_codes(kind, bits, 1, ONE_VECTORS, Q_RUN, at); \
   }
 
 FEW_AND_MAKE(Q_NUMBER, 2)
@@ -209,6 +230,9 @@ FEW_AND_MAKE(Q_SMALL_TABLE, 2)
 FEW_AND_MAKE(Q_SMALL_TABLE, 3)
 FEW_AND_MAKE(Q_SMALL_TABLE, 4)
 FEW_AND_MAKE(Q_E4M3, 8)
+ONE(Q_NUMBER, 2)
+ONE(Q_NUMBER, 3)
+ONE(Q_NUMBER, 6)
 MAKE(Q_TABLE, 5)
 MAKE(Q_TABLE, 6)
 MAKE(Q_TABLE, 7)
@@ -221,11 +245,12 @@ MAKE(Q_OWN_TABLE, 6)
 MAKE(Q_OWN_TABLE, 7)
 MAKE(Q_OWN_TABLE, 8)
 
-#define BOTH(kind, bits) {few_##kind##_##bits, make_##kind##_##bits}
-#define ONLY(kind, bits) {NULL, make_##kind##_##bits}
+#define ALL(kind, bits) {few_##kind##_##bits, one_##kind##_##bits, make_##kind##_##bits}
+#define BOTH(kind, bits) {few_##kind##_##bits, NULL, make_##kind##_##bits}
+#define ONLY(kind, bits) {NULL, NULL, make_##kind##_##bits}
 
 static const code_functions FUNCTIONS[Q_CODE_KINDS][9] = {
-    [Q_NUMBER] = {[2] = BOTH(Q_NUMBER, 2), BOTH(Q_NUMBER, 3), BOTH(Q_NUMBER, 4), BOTH(Q_NUMBER, 5), BOTH(Q_NUMBER, 6),
+    [Q_NUMBER] = {[2] = ALL(Q_NUMBER, 2), ALL(Q_NUMBER, 3), BOTH(Q_NUMBER, 4), BOTH(Q_NUMBER, 5), ALL(Q_NUMBER, 6),
                   BOTH(Q_NUMBER, 7), BOTH(Q_NUMBER, 8)},
     [Q_SMALL_TABLE] = {[2] = BOTH(Q_SMALL_TABLE, 2), BOTH(Q_SMALL_TABLE, 3), BOTH(Q_SMALL_TABLE, 4)},
     [Q_TABLE] = {[5] = ONLY(Q_TABLE, 5), ONLY(Q_TABLE, 6), ONLY(Q_TABLE, 7), ONLY(Q_TABLE, 8)},
@@ -247,7 +272,7 @@ INLINE code_tile tile_at(const q_weight *weight, const q_rows *x, int32_t row, i
 }
 
 /* Up to FEW_ROWS rows from ``row`` on, and as many panels as fill a tile's vectors. Returns how many these are. */
-static int32_t multiply_few(const code_functions *functions, const q_weight *weight, const q_rows *x,
+static int32_t multiply_few(void (*function)(int32_t rows, const code_tile *at), const q_weight *weight, const q_rows *x,
                             const q_epilogue *to, int32_t row, int32_t rows, int32_t panel) {
   _Alignas(64) float sums[FEW_ROWS * ONE_VECTORS * LANES];
   const int32_t columns = (rows == 1 ? ONE_VECTORS : FEW_VECTORS) * LANES;
@@ -256,7 +281,7 @@ static int32_t multiply_few(const code_functions *functions, const q_weight *wei
   memset(sums, 0, (size_t)(panels * rows * Q_PANEL) * sizeof *sums);
   at.sums = sums;
   at.sum_panel = rows * Q_PANEL;
-  for (; at.column < panels * Q_PANEL; at.column += columns) functions->few(rows, &at);
+  for (; at.column < panels * Q_PANEL; at.column += columns) function(rows, &at);
   for (int32_t own = 0; own < panels; own++)
     Q_NAME(finish_rows)(weight, to, row, rows, panel + own, sums + own * rows * Q_PANEL);
   return panels;
@@ -296,13 +321,17 @@ static void multiply_many(const code_functions *functions, const q_weight *weigh
 void Q_NAME(linear_codes)(const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to, int32_t first,
                           int32_t last) {
   const code_functions *functions = &FUNCTIONS[weight->codes->kind][weight->codes->bits];
+  const int whole_units = weight->codes->group % Q_UNIT == 0;
   int32_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
   for (int32_t part = 0; part < parts; part++) {
     int32_t row = rows * part / parts, count = rows * (part + 1) / parts - row;
-    int32_t together = count == 1 ? ONE_VECTORS * LANES / Q_PANEL : FEW_VECTORS * LANES / Q_PANEL;
+    int32_t together = (count == 1 ? ONE_VECTORS : FEW_VECTORS) * LANES / Q_PANEL;
+    void (*function)(int32_t rows, const code_tile *at) = NULL;
+    if (count <= FEW_ROWS && whole_units) function = functions->few;
+    if (count == 1 && !whole_units) function = functions->one;
     for (int32_t panel = first, panels; panel < last; panel += panels) {
-      if (functions->few != NULL && count <= FEW_ROWS && last - panel >= together) {
-        panels = multiply_few(functions, weight, x, to, row, count, panel);
+      if (function != NULL && last - panel >= together) {
+        panels = multiply_few(function, weight, x, to, row, count, panel);
       } else {
         panels = least(CODE_PANELS, last - panel);
         multiply_many(functions, weight, x, to, row, count, panel, panels);
