@@ -53,6 +53,7 @@ _WORDS = ("detokenizer", "gpu_worker")  # the worker's grammars are made of the 
 
 QUANTIZATIONS = (
     "awq", "gptq", "squeezellm", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf", "int8", "int4",
+    "fp8_per_tensor", "fp8_per_channel", "fp8_per_block",
     "auto_awq", "awq_marlin", "auto_gptq", "gptq_marlin", "marlin", "fbgemm_fp8", "modelopt", "gpt_oss_mxfp4",
 )  # fmt: skip
 """Methods of quantization, and other names of some (``checkpoint/quantization.py``)."""

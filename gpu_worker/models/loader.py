@@ -74,7 +74,8 @@ def load_model(
     ``kv_scales`` takes what the checkpoint says of the scales of an fp8 cache.
     """
     check_load_format(load_format)
-    group, at_load = group or Group(), AtLoad(online(config.hf, quantization), quantize_lm_head)
+    group = group or Group()
+    at_load = AtLoad(online(config.hf, quantization), quantize_lm_head, group.maximum)
     with _named(config):
         foreign = pooler is None and uses_fallback(config)
         check_quantization(at_load, device, foreign)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import ConfigError
 
-ONLINE = ("fp8", "int8", "int4")
+ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8", "int4")
 """What float weights can become while they are loaded."""
 _OTHER_NAMES = {
     "auto_gptq": "gptq", "gptq_marlin": "gptq", "marlin": "gptq", "auto_awq": "awq", "awq_marlin": "awq",

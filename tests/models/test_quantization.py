@@ -78,19 +78,20 @@ def test_experts_are_quantized_and_their_router_is_not(method, tmp_path):
 def test_what_it_takes_is_known_before_it_is_loaded():
     config = load_model_config(str(DEMO), 256)
     sizes = {}
-    for method in (None, "int8", "int4"):
+    for method in (None, "int8", "int4", "fp8"):
         spec, count, each = size_of(config, None, torch.float32, Shard(), AtLoad(method))
         sizes[method] = count * each
     table = spec.vocab_size * spec.hidden_size * 4
     layers = sizes[None] - table
     assert sizes["int8"] == pytest.approx(table + layers / 4, rel=0.01)
     assert sizes["int4"] == pytest.approx(table + layers * 4.125 / 32, rel=0.01)
+    assert sizes["fp8"] == pytest.approx(sizes["int8"] + (0 if spec.tied else table * 3 / 4), rel=0.01)
 
 
 def test_what_cannot_be_made_is_refused(tmp_path, monkeypatch):
     config = load_model_config(str(DEMO), 256)
-    with pytest.raises(ConfigError, match="quantization=int8 is for CPUs, and the device is cuda"):
-        load_model(config, torch.float32, torch.device("cuda"), quantization="int8")
+    with pytest.raises(ConfigError, match="quantization=int8 is for CPUs and GPUs, and the device is xpu"):
+        load_model(config, torch.float32, torch.device("xpu"), quantization="int8")
     quantized = replace(config, hf={**config.hf, "quantization_config": {"quant_method": "gptq"}})
     with pytest.raises(ConfigError, match=r"model config \(gptq\) does not match .* argument \(int4\)"):
         load_model(quantized, torch.float32, CPU, quantization="int4")

@@ -46,6 +46,13 @@ class Threads(Group):
         self._wait()  # until all have taken the sum
         return x
 
+    def maximum(self, x: torch.Tensor) -> torch.Tensor:
+        self.places[self.shard.rank] = x.clone()
+        self._wait()
+        x.copy_(torch.stack(self.places).amax(0))
+        self._wait()
+        return x
+
     def all_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' columns side by side, on each of them."""
         self.places[self.shard.rank] = x
