@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ..batch import Chooser
 from ..kernels.moe import Blocks
-from .formats.base import Format, Tensors, Weight, whole
+from .formats.base import ExpertProducts, Format, Run, Tensors, Weight, whole
 from .formats.cuda import MeasuredProduct
 from .formats.cuda_coded import CudaCoded
 from .formats.dense import SMALL, dense
@@ -36,6 +36,11 @@ class Linear:
         # Small products round otherwise between the multiples.
         self._unit = LEAST_ROWS if self._least and weight.numel < SMALL else 1
         self.bias = bias
+
+    @property
+    def product(self) -> Run:
+        """What multiplies."""
+        return self._run
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -87,6 +92,11 @@ class ExpertLinear:
         self._products = format.experts(tensors, weight)
         self.packed = self._products.packed if isinstance(self._products, NativeExperts) else None
         self.bias = bias
+
+    @property
+    def product(self) -> ExpertProducts:
+        """What multiplies."""
+        return self._products
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -104,9 +104,12 @@ def load_model(
         else:
             scales = kv_scales or CheckpointScales()
             _fill_from_files(parts, names, Path(config.path), files, present, found.zero, scales, progress)
+        weights, quantized = parts.weights(), config.hf.get("quantization_config")
+        for line in parts.summary.lines(str(quantized["quant_method"] if quantized else at_load.method)):
+            log.info("%s", line)
         if pooler is not None and pooler.whole:
-            return Encoder(spec, parts.weights())
-        return Decoder(spec, parts.weights(), config.max_model_len, group)
+            return Encoder(spec, weights)
+        return Decoder(spec, weights, config.max_model_len, group)
 
 
 def size_of(

@@ -9,6 +9,7 @@ import torch
 from ..layers.formats.at_load import NOTHING, AtLoad
 from ..layers.formats.base import Format
 from ..layers.formats.dense import PLAIN, dense
+from ..layers.formats.summary import Summary
 from ..layers.linear import ExpertLinear, Linear, weight_of
 from ..spec import DecoderSpec, Shard
 from .files import trim
@@ -37,6 +38,7 @@ class Parts:
             each.name: each for parameter in self._whole.values()
             for each in in_tensors(parameter, formats, dtype, device)
         }  # fmt: skip
+        self.summary = Summary()
         self._linears: dict[str, Linear] = {}
         self._experts: dict[str, ExpertLinear] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -107,14 +109,20 @@ class Parts:
 
     def _make(self, parameter: Parameter, tensors: dict[str, torch.Tensor]) -> None:
         weight, name = parameter.as_weight(self.dtype, self.device), parameter.name.removesuffix(".weight")
-        format = self.formats.get(parameter.name) or self._at_load.format_of(parameter.name) or dense(weight)
+        special = self.formats.get(parameter.name) or self._at_load.format_of(parameter.name)
+        format = special or dense(weight)
         if parameter.kind == "table":
             self._tensors[parameter.name] = format.dequantize(tensors, weight)
-        elif weight.experts is None:
-            self._linears[name] = Linear(format, tensors, weight)
+            self.summary.add_table(name, weight, special is not None)
+            return
+        made: Linear | ExpertLinear
+        if weight.experts is None:
+            made = self._linears[name] = Linear(format, tensors, weight)
         else:
             apart = {key: _by_expert(tensor, weight.experts) for key, tensor in tensors.items()}
-            self._experts[name] = ExpertLinear(format, apart, weight)
+            made = self._experts[name] = ExpertLinear(format, apart, weight)
+        if weight.experts != 0:
+            self.summary.add(name, weight, tensors, special is not None, made.product)
 
     def _trim(self) -> None:
         self._untrimmed = 0
@@ -130,8 +138,9 @@ class Parts:
         if self.spec.tied and "embed.weight" in self._tensors:
             table = self._tensors["embed.weight"]
             weight = weight_of(table)
-            format = self._at_load.format_of("lm_head.weight") or dense(weight)
-            self._linears["lm_head"] = Linear(format, {"weight": table}, weight)
+            format = self._at_load.format_of("lm_head.weight")
+            made = self._linears["lm_head"] = Linear(format or dense(weight), {"weight": table}, weight)
+            self.summary.add("lm_head", weight, {"weight": table}, format is not None, made.product)
         for name in [name for name in self._tensors if name.endswith(".bias")]:
             owner = name.removesuffix(".bias")
             if owner in self._linears:

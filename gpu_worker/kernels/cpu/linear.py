@@ -60,6 +60,12 @@ class PackedWeight:
         """Of the rows that its products read: rows that were prepared for one weight do for all of an equal layout."""
         return self.struct.type, self.struct.padded_inputs
 
+    @property
+    def nbytes(self) -> int:
+        """Of the panels and their scales."""
+        kept = (getattr(self, name, None) for name in ("_data", "_scales", "_offsets"))
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
     def set_bias(self, bias: torch.Tensor | None) -> None:
         """Let products add ``bias`` [outputs] from now on; None: nothing."""
         self.bias, self._bias = bias, None if bias is None else self._in_panels(bias.float())

@@ -29,6 +29,11 @@ class CudaCoded:
         self._held, self._activation = held, activation
         self._invariant = batch_invariant()
 
+    @property
+    def held(self) -> Held:
+        """The weight as kernels read it."""
+        return self._held
+
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         held, activation = self._held, self._activation
         if not self._invariant and len(x) > LIBRARY_ROWS:
@@ -50,7 +55,7 @@ class CudaCodedExperts:
     """Experts' weights of codes."""
 
     def __init__(self, codes: Codes) -> None:
-        self._held = Held.of(codes)
+        self.held = Held.of(codes)
 
     def one(self, x: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
         raise NotImplementedError("these weights are multiplied together, on a GPU")
@@ -59,4 +64,4 @@ class CudaCodedExperts:
         self, x: torch.Tensor, bias: torch.Tensor | None, blocks: Blocks, activation: str = "",
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return grouped_product(x, self._held, bias, blocks, activation, weights)
+        return grouped_product(x, self.held, bias, blocks, activation, weights)
