@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import hidden, in_ranks, load
 
 from quire.gpu_worker.layers.formats import coded, gptq
+from quire.gpu_worker.layers.formats.auto_round import auto_round
+from quire.gpu_worker.layers.formats.awq import AWQ
 from quire.gpu_worker.layers.formats.base import Part, Weight, whole
 from quire.gpu_worker.layers.formats.dense import dense
 from quire.gpu_worker.layers.formats.gptq import GPTQ
@@ -335,3 +337,22 @@ def test_a_share_that_tears_words_apart_is_refused(tmp_path: Path) -> None:
     quantized, _ = written(tmp_path, "llama", "3-bit", intermediate_size=96)
     with pytest.raises(ConfigError, match=r"would hold 0 to 48 of 96, .* units of 32; use another --tensor-parallel"):
         load(quantized, Group(Shard(0, 2)))
+
+
+# --- auto-round's own config ---
+
+
+def test_what_auto_round_calls_its_own() -> None:
+    extra = {"model.layers.0.mlp.up_proj": {"bits": 8}, r"layers\.1.*down": {"bits": 16}}
+    config = {"bits": 4, "group_size": 32, "sym": False, "data_type": "int", "extra_config": extra}
+    found = auto_round({**config, "packing_format": "auto_round:auto_gptq"}).format_of
+    assert found("model.layers.0.mlp.up_proj") == GPTQ(8, 32, False) and found("model.layers.1.mlp.down_proj") is None
+    assert found("model.layers.0.mlp.up_proj_too") == found("model.layers.0.mlp.down_proj") == GPTQ(4, 32, False)
+    assert auto_round({**config, "packing_format": "auto_round:gptqmodel"}).format_of("layers.2.a") == GPTQ(
+        4, 32, False, True
+    )
+    found = auto_round({**config, "packing_format": "auto_round:auto_awq"}).format_of
+    assert found("model.layers.0.mlp.down_proj") == AWQ(32)
+    for changes in ({"data_type": "mx_fp"}, {"packing_format": "auto_round:fp8"}, {"act_bits": 8}):
+        with pytest.raises(ConfigError, match="is not supported; quantize the model with the format auto_round:auto"):
+            auto_round({**config, **changes})

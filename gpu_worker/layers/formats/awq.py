@@ -106,6 +106,10 @@ def awq(config: Mapping[str, Any]) -> Quantization:
         raise ConfigError(f"config.json: quantization_config's version {version} is not supported; quantize the model "
                           "with version gemm.")  # fmt: skip
     base, kept = AWQ(group_size(size), version == "gemv"), config.get("modules_to_not_convert") or []
+    if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
+        raise ConfigError(
+            "config.json: quantization_config's modules_to_not_convert must be a list of names of modules."
+        )
 
     def format_of(module: str) -> AWQ | None:
         return None if any(each in module for each in kept) else base
