@@ -1,4 +1,4 @@
-"""A hundred thousand inputs for every ZeroMQ socket and for the HTTP port.
+"""A hundred thousand inputs for every ZeroMQ socket, for the HTTP port, and heads of GGUF files.
 
     python bench/fuzz.py --count 100000 --output-json bench/results/fuzz.json
 
@@ -14,6 +14,7 @@ import json
 import logging
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
+import gguf_heads  # noqa: E402
 from chaos.cluster import Cluster  # noqa: E402
 from fuzz import sockets, targets, web  # noqa: E402
 
 SOCKETS = ("scheduler_front", "scheduler_workers", "detokenizer_router")
 DEALERS = ("engine_dealers", "worker_dealer", "detokenizer_dealer")
-ALL = (*SOCKETS, *DEALERS, "http")
+ALL = (*SOCKETS, *DEALERS, "http", "gguf")
 
 
 def main() -> int:
@@ -54,8 +56,11 @@ def main() -> int:
 
 
 async def campaign(name: str, count: int, seed: int) -> dict[str, Any]:
-    """One of ALL, in a cluster of its own."""
+    """One of ALL; of processes, in a cluster of its own."""
     rng = random.Random(seed)
+    if name == "gguf":
+        with tempfile.TemporaryDirectory() as folder:
+            return gguf_heads.fuzz(count, seed, Path(folder))
     if name in DEALERS:
         return described(await getattr(sockets, name)(count, rng))
     async with Cluster(targets.shape(), rng) as cluster:

@@ -77,7 +77,8 @@ def gguf_tokenizer(file: Path) -> Made:
             f"{file}: tokenizer.ggml.model must be 'gpt2' or 'llama', with tokens, got {kind!r} with {len(tokens)} "
             "tokens; name the model's Hugging Face folder with --tokenizer."
         )
-    if long := next((i for i, text in enumerate(tokens) if len(text) > _MOST_CHARACTERS), None):
+    long = next((i for i, text in enumerate(tokens) if len(text) > _MOST_CHARACTERS), None)
+    if long is not None:
         raise ConfigError(
             f"{file}: key 'tokenizer.ggml.tokens' has a token of {len(tokens[long])} characters (id {long}), more than "
             f"{_MOST_CHARACTERS}; download it again."
@@ -108,13 +109,14 @@ def _bytes(keys: Keys, tokens: list[str], types: Any) -> tuple[Tokenizer, bool]:
         )
     words = _WORDS[name]
     merges = [tuple(each.split(" ")) for each in keys.texts("tokenizer.ggml.merges")]
-    if odd := next((n for n, each in enumerate(merges) if len(each) != 2), None):
+    odd = next((n for n, each in enumerate(merges) if len(each) != 2), None)
+    if odd is not None:
         raise ConfigError(f"{file}: key 'tokenizer.ggml.merges' has no pair at {odd}; download it again.")
     vocab = {text: i for i, text in reversed(list(enumerate(tokens)))}
     try:
         backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=words.whole))  # type: ignore[arg-type]
     except Exception as error:  # `tokenizers` raises plain Exception for any fault
-        raise ConfigError(f"{file}: key 'tokenizer.ggml.merges': {error}; download it again.") from error
+        raise ConfigError(f"{file}: key 'tokenizer.ggml.merges': {_line(error)}; download it again.") from error
     if words.compose:
         backend.normalizer = normalizers.NFC()
     cuts: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in words.patterns]
@@ -147,7 +149,13 @@ def _pieces(keys: Keys, tokens: list[str], types: Any) -> tuple[Tokenizer, bool]
     try:
         return sentencepiece.build(model, {}), True
     except Exception as error:  # `tokenizers` raises plain Exception for any fault
-        raise ConfigError(f"{keys.gguf.file}: key 'tokenizer.ggml.tokens': {error}; download it again.") from error
+        raise ConfigError(
+            f"{keys.gguf.file}: key 'tokenizer.ggml.tokens': {_line(error)}; download it again."
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _surround(keys: Keys, backend: Tokenizer, named: dict[str, int], bos: bool) -> None:

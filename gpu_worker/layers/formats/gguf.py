@@ -316,7 +316,7 @@ class Mixed(Dequantized):
         return product_of(codes, weight)
 
     def experts(self, tensors: Tensors, weight: Weight) -> ExpertProducts:
-        codes = self._codes(tensors)
+        codes = self._codes(tensors) if weight.experts else None  # a rank may have none of the few there are
         if codes is None:
             return dense(weight).experts({"weight": self.dequantize(tensors, weight)}, weight)
         return experts_of(codes, weight)
