@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": (".bench", "measure: serve, throughput, latency, control-plane"),
     "workers": (".workers", "list the workers of a running server, drain one, remove one"),
     "replay": (".replay", "run a flight recording again, and show what the scheduler did"),
+    "quantize": (".quantize", "make a quantized checkpoint of a float model"),
     "keygen": (".keygen", "make the key file that processes on several machines share"),
 }
 
