@@ -69,7 +69,7 @@ class Linear:
     @property
     def choosers(self) -> frozenset[Chooser]:
         """As ``Model.choosers``: what is chosen for this product beside ``kernels.linear.ByRows``."""
-        return self._run.choosers if isinstance(self._run, CudaCoded) else frozenset()
+        return getattr(self._run, "choosers", frozenset())
 
     def joined(self, activation: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """x [T, in] -> [T, out / 2], the outputs' halves joined by a gated activation, where that is one product; else

@@ -227,7 +227,7 @@ def _meaningless(
     """What is said of one tensor of the weight that ``last`` has completed, with the name and file of that tensor."""
     place = place_of[last]
     if isinstance(place, Gathering):
-        return ConfigError(f"{read[last]}: {place.module}: {error}")
+        place = next(iter(place.places.values()))
     wanted = place.parameter.weight.removesuffix("weight") + error.stored
     held = [index for index, part in enumerate(parts.parameters[wanted].parts) if len(part)]
     for name, each in place_of.items():

@@ -88,7 +88,11 @@ def test_which_modules_are_converted() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("gate_up_proj_scales", lambda t: t.index_fill(1, torch.tensor(3), 255), "scales hold 255, which is no number"),
+        (
+            "gate_up_proj_scales",
+            lambda t: t.index_fill(1, torch.tensor(3), 255),
+            "gate_up_proj_scales holds 255",
+        ),
         ("gate_up_proj_blocks", lambda t: t[:, :, :1].clone(), r"blocks has shape \(192, 16\) where .*\(192, 32\)"),
         ("down_proj_scales", None, "the weights lack model.layers.1.mlp.experts.down_proj_scales"),
         ("down_proj_blocks", lambda t: t.float(), "down_proj_blocks is float32, where config.json's quantization"),

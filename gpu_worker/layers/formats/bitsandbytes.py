@@ -25,6 +25,7 @@ from ....proto.config import ConfigError
 from ...kernels.codes import COLUMN_UNIT, Codes, PerGroup, pack
 from .base import Axis, Sources, Stored, Tensors, Weight
 from .coded import Coded
+from .packed import laid
 from .registry import Quantization, register
 
 _STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
@@ -160,8 +161,9 @@ class Int8(Coded):
 
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
         scales = tensors["SCB"][..., None] * _INT8_UNIT
-        columns = weight.shape[1]
-        return Codes(pack(tensors["int8"], 8), 8, columns, columns, PerGroup(scales), signed=True)
+        columns, values = weight.shape[1], tensors["int8"]
+        planes = pack(values, 8) if columns % COLUMN_UNIT else (laid(values).view(torch.int32),)
+        return Codes(planes, 8, columns, columns, PerGroup(scales), signed=True)
 
 
 def _skips(config: Mapping[str, Any]) -> list[str]:

@@ -18,8 +18,9 @@ import torch
 
 from ....proto.config import ConfigError
 from ...kernels.codes import Codes, PerGroup
-from .base import Axis, Stored, Tensors, Weight
+from .base import Axis, Stored, TensorError, Tensors, Weight
 from .coded import Coded
+from .packed import part_of
 from .registry import Quantization, register
 
 GROUP = 32
@@ -53,8 +54,9 @@ class MXFP4(Coded):
 
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
         blocks, exponents = tensors["blocks"], tensors["scales"]
-        if (exponents == _NO_NUMBER).any():
-            raise ConfigError("scales hold 255, which is no number in MXFP4; download the file again.")
+        if (odd := (exponents == _NO_NUMBER).any(-1).flatten()).any():
+            part = part_of(int(odd.nonzero()[0]), weight.parts)
+            raise TensorError("scales", "holds 255, which is no number in MXFP4; download the file again.", part)
         scales = (exponents.to(torch.int16) << 7).view(torch.bfloat16)
         scales[exponents == 0] = 2.0**-127  # below what the exponent of a bfloat16 alone can say
         table = torch.tensor(FP4, device=blocks.device)

@@ -17,24 +17,18 @@ import torch
 import torch.nn.functional as F
 
 from ....proto.config import ConfigError
-from ...kernels.codes import COLUMN_UNIT, Codes, PerGroup, pack
-from .base import Axis, ExpertProducts, Run, Sources, Stored, Tensors, Weight
+from ...batch import Chooser
+from ...kernels.codes import COLUMN_UNIT, Codes, PerGroup
+from .base import Axis, ExpertProducts, Run, Sources, Stored, TensorError, Tensors, Weight
 from .coded import Coded, experts_of, product_of
 from .dense import dense
+from .packed import part_of, planes_of, unpacked
 from .registry import Quantization, register
 
 _AGAIN = "download the file again"
 _CSR = ("rows", "cols", "vals")
 _LEAST = 4  # of x's rows: torch sums a single one by another kernel, with other roundings
 _FULL = ("full_rows", "full_row_indices")
-
-
-def _unpacked3(words: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, words], 32 codes of 3 bits in 3 words -> uint8 [rows, codes]."""
-    low, middle, high = (part.long() & 0xFFFFFFFF for part in words.unflatten(-1, (-1, 3)).unbind(-1))
-    pairs = (low | (middle << 32), (middle >> 16) | (high << 16))  # bits 0 to 63, and 48 to 95
-    codes = [(pairs[0] >> 3 * at if at < 16 else pairs[1] >> 3 * at - 48) & 7 for at in range(32)]
-    return torch.stack([code.to(torch.uint8) for code in codes], -1).flatten(-2)
 
 
 def _indices(tensor: torch.Tensor, below: int, where: str) -> torch.Tensor:
@@ -114,6 +108,17 @@ def _sum(dense_part: torch.Tensor, sparse_part: torch.Tensor, bias: torch.Tensor
     return (out if bias is None else out + bias.float()).to(dense_part.dtype)
 
 
+class SparseRun:
+    """The product by ``dense_part``, and by sparse rows; ``choosers`` are those of the former, as ``CudaCoded`` has."""
+
+    def __init__(self, dense_part: Run, rows: Rows) -> None:
+        self._dense, self._rows = dense_part, rows
+        self.choosers: frozenset[Chooser] = getattr(dense_part, "choosers", frozenset())
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return _sum(self._dense(x, None), self._rows.product(x), bias)
+
+
 class SparseExperts:
     """The products of experts by ``dense_part`` on a CPU, and by each expert's sparse rows."""
 
@@ -145,14 +150,13 @@ class SqueezeLLM(Coded):
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
         """Of what the tables say, without the sparse part."""
         words, table, columns = tensors["qweight"], tensors["lookup_table"], weight.shape[1]
-        if not table.isfinite().all():
-            raise ConfigError(f"lookup_table holds numbers that are not finite; {_AGAIN}.")
-        planes: tuple[torch.Tensor, ...]
-        if self.bits == 3:
-            planes = pack(_unpacked3(words), 3)
+        if (odd := ~table.isfinite().all(-1).flatten()).any():
+            said = f"holds numbers that are not finite; {_AGAIN}."
+            raise TensorError("lookup_table", said, part_of(int(odd.nonzero()[0]), weight.parts))
+        if self.bits == 3 or columns % COLUMN_UNIT:
+            planes = planes_of(words, self.bits, columns, None, lambda rows: unpacked(rows, self.bits))
         else:
-            missing = -words.shape[-1] % (COLUMN_UNIT // 8)
-            planes = (F.pad(words, (0, missing)) if missing else words,)
+            planes = (words,)
         ones = torch.ones(*words.shape[:-2], 1, 1, device=words.device)
         return Codes(planes, self.bits, columns, max(1, columns), PerGroup(ones), table=table)
 
@@ -163,8 +167,7 @@ class SqueezeLLM(Coded):
         by_table, sparse = product_of(self.codes(tensors, weight), weight), tensors["sparse"].coalesce()
         if not sparse.values().numel():
             return by_table
-        rows = Rows.of(sparse)
-        return lambda x, bias: _sum(by_table(x, None), rows.product(x), bias)
+        return SparseRun(by_table, Rows.of(sparse))
 
     def experts(self, tensors: Tensors, weight: Weight) -> ExpertProducts:
         sparse = tensors["sparse"].coalesce()
