@@ -73,6 +73,9 @@ class Writer:
     its worker is tested too, which takes seconds: for one row of a format.
 
     ``logits``: the largest difference from the dequantized model's logits, as a share of the largest logit.
+    ``rows``: what the inputs of the quantized linears become before they are multiplied; None: they stay as they are.
+    ``ties``: how far below the largest logit, as a share of it, a token may be that is drawn. Rounded rows need some: a
+    value between two codes goes to either.
     """
 
     name: str
@@ -81,6 +84,8 @@ class Writer:
     models: tuple[str, ...] = MOST
     served: bool = True
     logits: float = 1e-3
+    rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ties: float = 0.0
 
 
 def writers() -> dict[str, Writer]:
@@ -92,6 +97,15 @@ def writers() -> dict[str, Writer]:
 def rows_of(module: str) -> list[Writer]:
     """A module's, if it has any."""
     return getattr(importlib.import_module(module), "WRITERS", [])
+
+
+def reference(writer: Writer, twin: Path) -> Any:
+    """Transformers' model of the float checkpoint that a quantized one stands for."""
+    model, rows = tiny_models.reference(twin), writer.rows
+    for name, module in model.named_modules():
+        if rows is not None and isinstance(module, torch.nn.Linear) and not set(KEPT) & set(name.split(".")):
+            module.register_forward_pre_hook(lambda _, inputs: (rows(inputs[0]),))
+    return model
 
 
 def plain(model: str, folder: Path) -> Path:
