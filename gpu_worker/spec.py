@@ -6,7 +6,7 @@ A knob exists here once some family needs it; a new family is new values, or one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -202,7 +202,8 @@ class WeightNames:
     with a suffix ("sinks.weight") names whole tensors; others get the parameter's own suffix, .weight or .bias.
     ``layouts`` says how a parameter's tensors are laid out, by the same keys. ``outer`` is for what is outside the
     layers. ``prefix`` may be left out in the file. ``skip`` are regular expressions of tensors that files carry but
-    nobody needs. ``renamed``: what old files call something, and what it is called now.
+    nobody needs. ``renamed``: what old files call something, and what it is called now. ``apart``: modules of the
+    experts in files where each has its own, while ``layer`` names tensors of all of them.
     """
 
     layer: Mapping[str, tuple[str, ...]]
@@ -215,3 +216,12 @@ class WeightNames:
     prefix: str = ""
     skip: tuple[str, ...] = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
     renamed: tuple[tuple[str, str], ...] = ()
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def found_in(self, files: Collection[str]) -> WeightNames:
+        """The names in ``files``, which hold tensors of these names."""
+        if not self.apart or not any(".experts.0." in name for name in files):
+            return self
+        layer = {key: names for key, names in self.layer.items() if key.partition(".")[0] not in self.apart}
+        layouts = {key: layout for key, layout in self.layouts.items() if key not in self.apart}
+        return replace(self, layer={**layer, **self.apart}, layouts=layouts)

@@ -98,6 +98,7 @@ def load_model(
             )
         files = [] if load_format == "dummy" else weight_files(Path(config.path), load_format, found.pickled)
         present = _present(files, names) if files and (found.marks or found.fit) else None
+        names = names.found_in(present or ())
         parts = Parts(spec, dtype, device, group.shard, formats_of(spec, names, found, present), at_load)
         if load_format == "dummy":
             _fill_dummy(parts, seed, progress)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import packed_weights
 import pytest
+import tiny_models
+import tiny_moe
 import torch
 from packed_weights import act_order, checkpoints, edit
 from safetensors.torch import load_file, save_file
@@ -101,6 +103,52 @@ def test_ranks_without_an_expert(tmp_path: Path) -> None:
     want = hidden(load(plain))
     for each in in_ranks(quantized, 3):
         torch.testing.assert_close(each, want, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_by_other_names(tmp_path: Path) -> None:
+    """auto-round 0.16 names Mixtral's as transformers 5 does."""
+    quantized, plain = written(tmp_path, "mixtral", "4-bit-zeros")
+    tensors = load_file(quantized / "model.safetensors")
+    for old, new in ((".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj.")):
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, quantized / "model.safetensors")
+    assert torch.equal(hidden(load(quantized)), hidden(load(plain)))
+
+
+def test_experts_of_gpt_oss_that_are_modules_of_their_own(tmp_path: Path) -> None:
+    """As auto-round and GPTQModel save them, where the float model has one tensor of all experts."""
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    kind, values = tiny_moe.ROWS["gpt-oss"]
+    for folder in (plain, quantized):
+        tiny_models.write(kind, folder, 5, {**values, "hidden_size": 64, "intermediate_size": 96})
+    floats, stored = load_file(plain / "model.safetensors"), {}
+    for name, tensor in list(floats.items()):
+        stem, _, key = name.partition(".experts.")
+        if not key:
+            stored[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            for part, kind in enumerate(("gate_proj", "up_proj") if "gate_up" in key else ("down_proj",)):
+                module = f"{stem}.experts.{expert}.{kind}"
+                rows = slice(part, None, 2) if "gate_up" in key else slice(None)
+                if key.endswith("bias"):
+                    stored[f"{module}.bias"] = matrix[rows].contiguous()
+                else:
+                    made, floats[name][expert, :, rows] = turned(matrix[:, rows])
+                    stored |= {f"{module}.{each}": made[each].contiguous() for each in made}
+    save_file(stored, quantized / "model.safetensors")
+    save_file(floats, plain / "model.safetensors")
+    edit(quantized, quantization_config=config_of("4-bit-zeros", group_size=32))
+    want = hidden(load(plain))
+    assert torch.equal(hidden(load(quantized)), want)
+    for each in in_ranks(quantized, 2):
+        torch.testing.assert_close(each, want, atol=1e-4, rtol=1e-4)
+
+
+def turned(matrix: torch.Tensor) -> packed_weights.Made:
+    """GPTQ of a matrix [in, out], and its values likewise."""
+    tensors, floats = packed_weights.gptq(matrix.T, np.arange(len(matrix)) // 32)
+    return tensors, floats.T
 
 
 # --- one weight ---

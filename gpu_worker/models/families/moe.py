@@ -18,7 +18,9 @@ _MIXTRAL_NAMES = WeightNames(
         "router": ("block_sparse_moe.gate",),
         "experts_gate_up": ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
         "experts_down": ("block_sparse_moe.experts.{e}.w2",),
-    }
+    },
+    # As quantizers save what transformers 5 calls so.
+    renamed=((".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2.")),
 )
 _EXPERTS = {
     "router": ("mlp.gate",),
@@ -79,6 +81,10 @@ _GPT_OSS_NAMES = WeightNames(
     layouts={
         "experts_gate_up": Layout(per_expert=True, convert=_gate_then_up),
         "experts_down": Layout(per_expert=True, convert=torch.Tensor.t),
+    },
+    apart={  # as quantizers save them, each expert's weights [out, in], and gate and up apart
+        "experts_gate_up": ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+        "experts_down": ("mlp.experts.{e}.down_proj",),
     },
 )
 
