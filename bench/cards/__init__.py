@@ -4,4 +4,4 @@
 part that runs out of time between two of them. The order is the one to run them in: what says most comes first.
 """
 
-PARTS = ("tests", "decode", "serve", "kernels", "prefill", "mixed", "sampler", "moe", "idle", "sweep")
+PARTS = ("tests", "decode", "serve", "kernels", "quantized", "prefill", "mixed", "sampler", "moe", "idle", "sweep")

@@ -34,7 +34,7 @@ from quire.gpu_worker.kernels import (
     sampling,
 )
 from quire.gpu_worker.kernels.card import card_of
-from quire.gpu_worker.kernels.codes import Codes, PerGroup, plane_widths
+from quire.gpu_worker.kernels.codes import Activations, Codes, PerGroup, plane_widths
 from quire.gpu_worker.kernels.columns import COLUMNS
 from quire.gpu_worker.spec import MoESpec
 
@@ -353,6 +353,32 @@ def mxfp4_experts(tokens: int) -> None:
     experts(tokens, 32, 4, (2880, 2880), "swiglu_oai", True, codes=codes)
 
 
+def narrow_rows(kind: str, tokens: int, group: int = 0, activation: str = "", **how: Any) -> None:
+    """A product with int8 or FP8 rows, where the card multiplies them; with rows as they are elsewhere."""
+    from quire.gpu_worker.layers.formats.cuda_coded import cuda_product
+
+    scales = PerGroup(empty(6144, 4096 // group if group else 1, dtype=FLOAT))
+    more = {"signed": True} if kind == "int8" else {"table": empty(256, dtype=FLOAT), "floats": "e4m3"}
+    how = Activations(kind, group, **how)
+    codes = codes_of(6144, 4096, 8, group or 4096, scales=scales, zeros=0, activations=how, **more)
+    x = empty(tokens, 4096)
+    run = cuda_product(codes, x.device)
+    (run.joined(activation) if activation else run)(x, None)
+
+
+NARROW = [
+    Launch("narrow.int8-8", lambda: narrow_rows("int8", 8), short=True),
+    Launch("narrow.int8-256", lambda: narrow_rows("int8", 256)),
+    Launch("narrow.int8-2048", lambda: narrow_rows("int8", 2048)),
+    Launch("narrow.int8-2048-gated", lambda: narrow_rows("int8", 2048, activation="silu")),
+    Launch("narrow.int8-zeros", lambda: narrow_rows("int8", 8, symmetric=False)),
+    Launch("narrow.int8-static", lambda: narrow_rows("int8", 8, scale=empty(1, dtype=FLOAT))),
+    Launch("narrow.fp8-8", lambda: narrow_rows("fp8", 8)),
+    Launch("narrow.fp8-2048", lambda: narrow_rows("fp8", 2048)),
+    Launch("narrow.fp8-blocks-8", lambda: narrow_rows("fp8", 8, 128)),
+    Launch("narrow.fp8-blocks-2048", lambda: narrow_rows("fp8", 2048, 128)),
+]
+
 CODES = [
     Launch("codes.awq-8", lambda: coded_product(8, codes_of(6144, 4096)), short=True),
     Launch("codes.awq-32", lambda: coded_product(32, codes_of(6144, 4096))),
@@ -383,7 +409,7 @@ CODES = [
     Launch("codes.mxfp4-experts-1024", lambda: mxfp4_experts(1024)),
 ]  # fmt: skip
 
-LAUNCHES = [*ATTENTION, *SAMPLER, *LAYERS, *PRODUCTS, *MOE, *CODES]
+LAUNCHES = [*ATTENTION, *SAMPLER, *LAYERS, *PRODUCTS, *MOE, *CODES, *NARROW]
 
 
 def kernels() -> set[str]:

@@ -12,7 +12,9 @@ from ...proto.config import ConfigError
 
 KIB = 1024
 OLDEST = 80
-"""Compute capability, times ten, from which on NVIDIA's cards multiply bfloat16 and Triton's compiler supports them."""
+"""Compute capability, times ten, from which on NVIDIA's cards multiply bfloat16 and Triton's compiler uses their matrix
+units. Below it makes scalar code of products: a prompt's attention takes 80 KiB of shared memory, of which 7.5 has 64,
+and spills 5 KB of each thread's registers (Triton 3.9)."""
 MATRIX_CORES = re.compile(r"gfx(908|90a|94\d|950|11\d\d|12\d\d)")
 """AMD's targets whose matrix instructions Triton's compiler uses."""
 
@@ -59,8 +61,9 @@ def check_card(card: Card) -> None:
     if card.backend == "cuda" and isinstance(card.arch, int) and card.arch < OLDEST:
         has = f"compute capability {card.arch // 10}.{card.arch % 10}"
         raise ConfigError(
-            f"{card.name} has {has}, which has no bfloat16 products and which Triton does not compile for; use a card "
-            f"of at least {OLDEST // 10}.{OLDEST % 10} (A100, RTX 30 or newer), or --device=cpu."
+            f"{card.name} has {has}, whose matrix units Triton does not use, so that attention does not fit it "
+            f"(quantized weights change nothing of that); use a card of at least {OLDEST // 10}.{OLDEST % 10} (A100, "
+            "RTX 30 or newer), or --device=cpu."
         )
     if card.backend == "hip" and not MATRIX_CORES.fullmatch(str(card.arch)):
         raise ConfigError(

@@ -184,13 +184,13 @@ def tiles_of(held: Held, tokens: int, dtype: torch.dtype, card: Card, activation
     few = tokens <= STEPS[1]
     block_m = 16 if tokens <= STEPS[0] else 32 if few else 64
     tiles = suited(Tiles(block_m, 64, 128 if few else 64, 1, 4, 1), held, dtype, card, activation)
-    return _split(tiles, held, card, activation, waves=4 if few else 2)
+    return fitting_splits(tiles, held, card, activation, waves=4 if few else 2)
 
 
 def invariant_tiles(held: Held, dtype: torch.dtype, card: Card, activation: str = "") -> Tiles:
     """The tiles of a weight for any number of rows."""
     tiles = suited(Tiles(64, 64, 64, 1, 4, 1), held, dtype, card, activation)
-    return _split(tiles, held, card, activation, waves=2)
+    return fitting_splits(tiles, held, card, activation, waves=2)
 
 
 def suited(tiles: Tiles, held: Held, dtype: torch.dtype, card: Card, activation: str) -> Tiles:
@@ -207,7 +207,7 @@ def suited(tiles: Tiles, held: Held, dtype: torch.dtype, card: Card, activation:
     return _fit(tiles._replace(block_k=block_k, stages={128: 3, 64: 4, 32: 5}[block_k]), held, dtype, activation, card)
 
 
-def _split(tiles: Tiles, held: Held, card: Card, activation: str, waves: int) -> Tiles:
+def fitting_splits(tiles: Tiles, held: Held, card: Card, activation: str, waves: int) -> Tiles:
     """With the parts of the inner axis that give all processors ``waves`` programs."""
     blocks = -(-held.rows // (tiles.block_n * (2 if activation else 1)))
     # Less than four tiles of a part are over before the pipeline is full.

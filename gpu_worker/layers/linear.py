@@ -11,8 +11,8 @@ from ..batch import Chooser
 from ..kernels.moe import Blocks
 from .formats.base import ExpertProducts, Format, Run, Tensors, Weight, whole
 from .formats.cuda import MeasuredProduct
-from .formats.cuda_coded import CudaCoded
-from .formats.dense import SMALL, dense
+from .formats.cuda_coded import CHOOSERS, CudaCoded
+from .formats.dense import SMALL, Dequantized, dense
 from .formats.native import NativeExperts, NativeRun
 
 # Fewer rows are filled up with zeros. Below four the libraries sum in another order; from four on a row's product has
@@ -24,9 +24,10 @@ class Linear:
     """``x [T, in] -> x @ weight.T + bias [T, out]`` for a fixed weight [out, in]; ``bias`` may be set later.
 
     ``packed``: the weight as the native kernels read it, with the bias; None where something else multiplies.
+    ``choosers``: as ``Model.choosers``, what is chosen for this product beside ``kernels.linear.ByRows``.
     """
 
-    __slots__ = ("_bias", "_least", "_run", "_unit", "packed")
+    __slots__ = ("_bias", "_least", "_run", "_unit", "choosers", "packed")
 
     def __init__(self, format: Format, tensors: Tensors, weight: Weight, bias: torch.Tensor | None = None) -> None:
         """``tensors`` of ``weight``, as ``format`` names them."""
@@ -36,6 +37,9 @@ class Linear:
         # Small products round otherwise between the multiples.
         self._unit = LEAST_ROWS if self._least and weight.numel < SMALL else 1
         self.bias = bias
+        # Of any quantized format: it may add something to the product with its codes.
+        coded = isinstance(format, Dequantized) and weight.device.type == "cuda"
+        self.choosers: frozenset[Chooser] = CHOOSERS if coded else frozenset()
 
     @property
     def product(self) -> Run:
@@ -65,11 +69,6 @@ class Linear:
         if missing <= 0:
             return self._run(x, self.bias)
         return self._run(F.pad(x, (0, 0, 0, missing)), self.bias)[:rows]
-
-    @property
-    def choosers(self) -> frozenset[Chooser]:
-        """As ``Model.choosers``: what is chosen for this product beside ``kernels.linear.ByRows``."""
-        return getattr(self._run, "choosers", frozenset())
 
     def joined(self, activation: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """x [T, in] -> [T, out / 2], the outputs' halves joined by a gated activation, where that is one product; else

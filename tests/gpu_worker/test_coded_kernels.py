@@ -13,13 +13,14 @@ from rows_alike import rows_alike  # noqa: F401  # a fixture
 pytest.importorskip("triton")
 
 from quire.gpu_worker.kernels import coded, linear, moe
-from quire.gpu_worker.kernels.card import INTERPRETER, KIB, Card
+from quire.gpu_worker.kernels.card import INTERPRETER, KIB, Card, check_card
 from quire.gpu_worker.kernels.coded import Held, product, product_torch
 from quire.gpu_worker.kernels.coded_experts import grouped_product, grouped_tiles
 from quire.gpu_worker.kernels.codes import Codes, PerGroup, float_table, pack
 from quire.gpu_worker.kernels.linear import Tiles
 from quire.gpu_worker.layers.formats import cuda_coded
 from quire.gpu_worker.layers.formats.cuda_coded import CudaCoded
+from quire.proto.config import ConfigError
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SMALL = Tiles(16, 32, 32, 1, 4, 2)
@@ -210,6 +211,15 @@ def test_each_slot_is_multiplied_by_its_own_expert(name, activation):
 
 
 # --- the choice ---
+
+
+@pytest.mark.parametrize(("arch", "has"), [(70, "7.0"), (75, "7.5")])
+def test_an_older_card_is_refused_in_one_line(arch, has):
+    with pytest.raises(ConfigError, match=rf"old has compute capability {has}, .*at least 8\.0 .*--device=cpu") as told:
+        check_card(Card("old", "cuda", arch, 80, 64 * KIB, 64 * KIB))
+    assert "\n" not in str(told.value)
+    check_card(Card("new", "cuda", 80, 108, 163 * KIB, 164 * KIB))
+
 
 CARDS = [
     INTERPRETER,

@@ -69,6 +69,7 @@ def test_nothing_is_compiled_after_the_warm_up():
         {"family": "encoder that classifies"},
         {"family": "codes", "changes": LARGE},
         {"family": "experts of codes"},
+        {"family": "int8 rows", "changes": LARGE},
     )
 
 

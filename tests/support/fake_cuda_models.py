@@ -84,6 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
     },
     "codes": {"architectures": ["LlamaForCausalLM"], **BASE, "quantization_config": toy_codes.CONFIG},
+    "int8 rows": {"architectures": ["LlamaForCausalLM"], **BASE, "quantization_config": toy_codes.BYTES},
     "experts of codes": {
         "architectures": ["MixtralForCausalLM"], **BASE, "num_local_experts": 8, "num_experts_per_tok": 2,
         "quantization_config": toy_codes.CONFIG,

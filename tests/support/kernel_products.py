@@ -24,13 +24,14 @@ LARGEST = {
     "program x": TOKENS, "program y": 65_535, "program z": 65_535,
     "attention_kernel.program x": 1 << 30, "attention_kernel.program y": 64,  # key heads of Q-blocks; splits
     "attention_kernel.splits": 64, "reduce_kernel.splits": 1024, "kv_heads": 1024,
-    "product_kernel.program y": 32, "coded_kernel.program y": 32,  # parts of the inner axis
+    # Parts of the inner axis.
+    "product_kernel.program y": 32, "coded_kernel.program y": 32, "rows_kernel.program y": 32,
     # Sizes of a model: heads, a head's dim, a hidden size or an expert's width, words; strides inside one token.
     "dim": 1024, "heads": 4096, "half": 1024, "width": TOKENS, "inner": TOKENS, "vocab": TOKENS, "count": 1 << 16,
     "q_head": 1024, "k_head": TOKENS, "v_head": TOKENS, "out_head": 1024, "x_head": TOKENS, "weight_head": TOKENS,
     "bias_head": TOKENS, "splits": 1024, "skip": 3, "first_block": TOKENS,
     "padded": TOKENS, "groups": TOKENS, "coded_kernel.order": TOKENS, "values_kernel.first": TOKENS,
-    "values_kernel.stop": TOKENS,
+    "values_kernel.stop": TOKENS, "columns": TOKENS,
     # Of one token in a block to the next, the heads between them.
     "k_offset": TOKENS, "v_offset": TOKENS, "block_size": 1 << 16,
     # Rows and lengths of a step.

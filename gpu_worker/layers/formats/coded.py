@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.coded import Held
 from ...kernels.codes import Codes
 from ...kernels.cpu.codes import can_pack, pack_codes
 from ...kernels.cpu.library import library
 from . import int8_rows
 from .base import ExpertProducts, Run, Tensors, Weight
-from .cuda_coded import CudaCoded, CudaCodedExperts
+from .cuda_coded import CudaCodedExperts, cuda_product
 from .dense import Dequantized, dense
 from .native import NativeExperts, NativeRun
 
@@ -47,7 +46,7 @@ def product_of(codes: Codes, weight: Weight) -> Run:
     if _native(codes, weight):
         return NativeRun(pack_codes(codes, weight.gated))
     if weight.device.type == "cuda":
-        return CudaCoded(Held.of(codes))
+        return cuda_product(codes, weight.device)
     return dense(weight).linear({"weight": codes.values(weight.dtype)}, weight)
 
 

@@ -73,7 +73,7 @@ class FP8(Coded):
         activations = Activations("fp8", self.group, self._input(tensors)) if self.narrow else None
         return Codes(
             bytes_of(found), 8, weight.shape[1], group, per_group(scales), table=e4m3(found.device),
-            activations=activations,
+            activations=activations, floats="e4m3",
         )  # fmt: skip
 
     def _input(self, tensors: Tensors) -> torch.Tensor | None:

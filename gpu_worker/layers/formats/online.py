@@ -78,8 +78,9 @@ class Online(Coded):
         signed = self.method == "int8"
         table = None if signed else e4m3(matrix.device)
         return Codes(
-            bytes_of(made), 8, weight.shape[1], group, per_group(wide), table=table, signed=signed, activations=rows
-        )
+            bytes_of(made), 8, weight.shape[1], group, per_group(wide), table=table, signed=signed, activations=rows,
+            floats="" if signed else "e4m3",
+        )  # fmt: skip
 
     def _scales(self, matrix: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, int]:
         """float32 [..., rows or blocks or 1, groups], and the columns of a group."""

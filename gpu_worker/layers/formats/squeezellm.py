@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from ....proto.config import ConfigError
-from ...batch import Chooser
 from ...kernels.codes import COLUMN_UNIT, Codes, PerGroup
 from .base import Axis, ExpertProducts, Run, Sources, Stored, TensorError, Tensors, Weight
 from .coded import Coded, experts_of, product_of
@@ -109,11 +108,10 @@ def _sum(dense_part: torch.Tensor, sparse_part: torch.Tensor, bias: torch.Tensor
 
 
 class SparseRun:
-    """The product by ``dense_part``, and by sparse rows; ``choosers`` are those of the former, as ``CudaCoded`` has."""
+    """The product by ``dense_part``, and by sparse rows."""
 
     def __init__(self, dense_part: Run, rows: Rows) -> None:
         self._dense, self._rows = dense_part, rows
-        self.choosers: frozenset[Chooser] = getattr(dense_part, "choosers", frozenset())
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return _sum(self._dense(x, None), self._rows.product(x), bias)

@@ -12,7 +12,7 @@ import torch
 from ...kernels.cpu.library import CODES, I4, I8, library
 from ...kernels.cpu.linear import PackedWeight
 from .base import ExpertProducts, Run, Tensors, Weight
-from .cuda_coded import CudaCoded, CudaCodedExperts
+from .cuda_coded import CudaCoded, CudaCodedExperts, CudaNarrow
 from .int8_rows import Int8Experts, Int8Run
 from .native import NativeExperts, NativeRun
 
@@ -91,6 +91,8 @@ def kernel_of(product: Product) -> str:
     packed = _packed(product)
     if packed:
         return _NATIVE.get(packed[0].struct.type, _FLOAT)
+    if isinstance(product, CudaNarrow):
+        return f"Triton, {product.kind} by {product.kind}"
     if isinstance(product, CudaCoded | CudaCodedExperts):
         return "Triton, of codes"
     if isinstance(product, Int8Run | Int8Experts):
