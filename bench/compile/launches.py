@@ -39,6 +39,7 @@ from quire.gpu_worker.kernels.columns import COLUMNS
 from quire.gpu_worker.spec import MoESpec
 
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BYTE, INT, LONG = torch.uint8, torch.int32, torch.int64
 VOCAB, PAGE, CONTEXT = 128_256, 16, 4096
 
@@ -74,10 +75,16 @@ def step(rows: int, tokens: int, decodes: int | None = None, context: int = CONT
     )  # fmt: skip
 
 
-def attend(heads: tuple[int, int, int], batch: StepBatch, dtype: torch.dtype = BF16, **options) -> None:
-    """One layer's attention; ``heads`` are (query heads, key heads, their dim)."""
+def attend(
+    heads: tuple[int, int, int],
+    batch: StepBatch,
+    dtype: torch.dtype = BF16,
+    cache: torch.dtype | None = None,
+    **options,
+) -> None:
+    """One layer's attention; ``heads`` are (query heads, key heads, their dim), ``cache`` the cache's dtype."""
     queries, kv_heads, dim = heads
-    k, v = caches(kv_heads, dim, dtype)
+    k, v = caches(kv_heads, dim, cache or dtype)
     per_head = {name: empty(queries, dtype=FLOAT) for name in ("slopes", "sinks") if options.pop(name, False)}
     q = empty(len(batch.token_ids), queries + 2 * kv_heads, dim, dtype=dtype)[:, :queries]
     attention.paged_attention(q, k, v, batch, attention.Scores(dim**-0.5, **options, **per_head))
@@ -100,6 +107,12 @@ ATTENTION = [
     Launch("attention.dim-80-prefill", lambda: attend(PHI, step(2, 1024))),
     Launch("attention.sinks-decode", lambda: attend(OSS, step(8, 8), slopes=True, sinks=True)),
     Launch("attention.sinks-window-prefill", lambda: attend(OSS, step(4, 2048), window=128, slopes=True, sinks=True)),
+    Launch("attention.e4m3-decode-8", lambda: attend(LLAMA, step(8, 8), cache=E4M3)),
+    Launch("attention.e4m3-decode-256", lambda: attend(LLAMA, step(256, 256), cache=E4M3)),
+    Launch("attention.e4m3-prefill-2048", lambda: attend(LLAMA, step(1, 2048), cache=E4M3)),
+    Launch("attention.e4m3-half-dim-256-prefill", lambda: attend(GEMMA, step(2, 1024), HALF, E4M3)),
+    Launch("attention.e5m2-decode-8", lambda: attend(LLAMA, step(8, 8), cache=E5M2)),
+    Launch("attention.e5m2-prefill-2048", lambda: attend(LLAMA, step(1, 2048), cache=E5M2)),
     Launch("attention.fp32-decode", lambda: attend(LLAMA, step(8, 8), FLOAT)),
     Launch("attention.fp32-prefill", lambda: attend(LLAMA, step(2, 256), FLOAT)),
 ]
@@ -189,10 +202,10 @@ def layer_norm() -> None:
     norm.layer_norm(empty(64, 4096), empty(4096), empty(4096), 1e-5, empty(64, 4096))
 
 
-def rotate(pairs: bool = False, half: int = 64, dtype: torch.dtype = BF16) -> None:
+def rotate(pairs: bool = False, half: int = 64, dtype: torch.dtype = BF16, cache: torch.dtype | None = None) -> None:
     """Queries, keys and values of one fused projection; half 0: nothing is rotated."""
     q, k, v = empty(64, 48, 128, dtype=dtype).split([32, 8, 8], dim=1)
-    k_cache, v_cache = caches(8, 128, dtype)
+    k_cache, v_cache = caches(8, 128, cache or dtype)
     table = empty(8192, half, dtype=FLOAT) if half else None
     places = empty(64, dtype=LONG)
     rope.rope_write(q, k, v, table, table, places, places, k_cache, v_cache, interleaved=pairs)
@@ -208,6 +221,8 @@ LAYERS = [
     Launch("layers.rope-interleaved", lambda: rotate(pairs=True, half=32)),
     Launch("layers.cache", lambda: rotate(half=0)),
     Launch("layers.rope-fp32", lambda: rotate(dtype=FLOAT)),
+    Launch("layers.rope-e4m3-cache", lambda: rotate(cache=E4M3)),
+    Launch("layers.rope-e5m2-cache", lambda: rotate(cache=E5M2)),
     *(
         Launch(f"layers.gated-{kind}", lambda kind=kind: activation.gated_activation(empty(64, 28_672), kind))
         for kind in ("silu", "gelu", "gelu_tanh", "swiglu_oai")

@@ -1,4 +1,4 @@
-"""What --quantization costs the demo model in quality: perplexity on its own corpus, and its greedy answers.
+"""What --quantization and --kv-cache-dtype cost the demo model: perplexity on its own corpus, and its greedy answers.
 
 The corpus is `examples/train_demo_model.py`'s with another seed than the training's; the answers are to that file's
 questions. ``same_tokens_pct`` are the answers' tokens before the first that differs from the float32 model's.
@@ -21,12 +21,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "int8+lm_head": {"quantization": "int8"},
     "int4": {"quantization": "int4", "quantize_lm_head": False},
     "int4+lm_head": {"quantization": "int4"},
+    "cache fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
+    "cache fp8_e4m3, measured scales": {"kv_cache_dtype": "fp8_e4m3", "calculate_kv_scales": True},
+    "cache fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "cache fp8_e5m2, measured scales": {"kv_cache_dtype": "fp8_e5m2", "calculate_kv_scales": True},
+    "cache int8": {"kv_cache_dtype": "int8"},
 }
 SEED = 12345  # of documents that the model was not trained on
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """How much text."""
+    """How much text, and which methods."""
+    parser.add_argument("--only", default="", help="methods whose name begins so, beside none")
     parser.add_argument("--documents", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=48, help="of an answer at most")
 
@@ -40,6 +46,8 @@ def measure(report: Report, args: argparse.Namespace) -> None:
     greedy = SamplingParams(max_tokens=args.tokens, temperature=0.0)
     first: list[list[int]] = []
     for method, flags in METHODS.items():
+        if method != "none" and not method.startswith(args.only):
+            continue
         with report.sample(method=method) as values:
             with LLM(dtype="float32", **flags) as llm:
                 questions = prompts(corpus, llm.get_tokenizer())

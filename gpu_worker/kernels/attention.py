@@ -31,7 +31,7 @@ from .attention_flash import FlashPrefill, flash_in_use
 from .attention_tiles import MAX_SPLITS, LayerShape, Tiles, Variant, launches, power
 from .card import card_of
 from .company import batch_invariant
-from .narrow import read
+from .narrow import bits, is_narrow, kind_of, read
 from .scores import Scores
 
 JOINED = 8
@@ -94,7 +94,8 @@ def launches_of(
 
 
 def _launches(q: torch.Tensor, k_cache: torch.Tensor, batch: StepBatch, scores: Scores) -> list[Launch | FlashPrefill]:
-    layer = LayerShape(q.shape[1], k_cache.shape[2], q.shape[2], scores.window, q.dtype, q.device)
+    narrow = is_narrow(k_cache.dtype)
+    layer = LayerShape(q.shape[1], k_cache.shape[2], q.shape[2], scores.window, q.dtype, q.device, narrow)
     shape = StepShape(len(batch.context_lens), batch.num_decodes, len(q), batch.max_query_len, batch.max_context_len)
     flash = flash_in_use()
     if flash is not None and (batch_invariant() or not flash.takes(q, scores)):
@@ -131,6 +132,7 @@ def plan_launch(
         "PAGE": batch.block_size, "DIM": padded, "PADDED": padded != dim, "SPLIT": variant.split,
         "WINDOW": scores.window is not None, "SOFTCAP": scores.softcap > 0, "ALIBI": scores.slopes is not None,
         "SINKS": scores.sinks is not None, "ONE_LOOP": batch_invariant(),
+        "CACHE": kind_of(k_cache.dtype),
         "PRECISION": card_of(q.device).precision(q.dtype), "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
     grid = (blocks * kv_heads, splits)
@@ -165,6 +167,7 @@ def launch(
     from . import attention_jit
 
     dim, (inner, outer) = q.shape[2], scores.factors
+    k_cache, v_cache = bits(k_cache), bits(v_cache)
     partial = out if plan.partial is None else plan.partial
     peaks = out if plan.peaks is None else plan.peaks
     totals = out if plan.totals is None else plan.totals
@@ -177,7 +180,7 @@ def launch(
         out, out.stride(0), out.stride(1), partial, peaks, totals,
         batch.query_starts, batch.context_lens, batch.block_tables, batch.block_tables.stride(0),
         plan.order, plan.order_starts, plan.rows, k_cache.shape[2], plan.splits, dim,
-        inner, outer, slopes, sinks, scores.window or 0,
+        inner, outer, scores.v_scale, slopes, sinks, scores.window or 0,
         **plan.constants,
     )  # fmt: skip
     if plan.partial is not None:

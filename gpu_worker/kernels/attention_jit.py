@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .narrow_jit import widened
+
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
 
@@ -48,7 +50,7 @@ def _over_tiles(
     acc, peak, total, q, k_head, v_head, table, positions, low, high, end, inner, outer, slope, dim,
     k_block, k_offset, v_block, v_offset, window,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over key tiles low..high. ``end`` is the first key that may not be read.
 
@@ -70,7 +72,7 @@ def _over_tiles(
         v_at = v_head + (block * v_block + offset * v_offset)[:, None] + at_d[None, :]
         k = _read(k_at, (keys < end)[None, :], (at_d < dim)[:, None], MASKED, PADDED)
         v = _read(v_at, (keys < end)[:, None], (at_d < dim)[None, :], MASKED, PADDED)
-        s = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        s = tl.dot(q, widened(k, q.dtype, CACHE), input_precision=PRECISION)
         if SOFTCAP:
             # cap * tanh(x) = cap * (2 sigmoid(2x) - 1); ``inner`` is 2 * scale / cap, ``outer`` cap * log2 e
             s = outer * (2.0 * tl.sigmoid(s * inner) - 1.0)
@@ -96,7 +98,7 @@ def _over_tiles(
             p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(q.dtype), widened(v, q.dtype, CACHE), acc * shrink[:, None], input_precision=PRECISION)
         peak = new_peak
     return acc, peak, total
 
@@ -172,10 +174,11 @@ def _store_share(partial, peaks, totals, place, acc, peak, total, inside, DIM: t
 def attention_kernel(
     q, q_token, q_head, k_cache, k_block, k_offset, k_head, v_cache, v_block, v_offset, v_head, out, out_token,
     out_head, partial, peaks, totals, query_starts, context_lens, block_tables, table_stride, order, order_starts, rows,
-    kv_heads, splits, dim, inner, outer, slopes, sinks, window,
+    kv_heads, splits, dim, inner, outer, v_scale, slopes, sinks, window,
     DECODE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, ONE_LOOP: tl.constexpr, PRECISION: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """One Q-block (BLOCK_M // GROUP tokens of one row, with every query head of one key head) and one split of keys.
 
@@ -188,8 +191,7 @@ def attention_kernel(
     if first < 0:
         return
     past = tl.load(context_lens + row) - length
-    at_m = tl.arange(0, BLOCK_M)
-    at_d = tl.arange(0, DIM)
+    at_m, at_d = tl.arange(0, BLOCK_M), tl.arange(0, DIM)
     token = first + at_m // GROUP
     inside = (token < length) & (at_m < BLOCK_Q * GROUP)
     positions = past + token
@@ -204,8 +206,7 @@ def attention_kernel(
     slope = peak
     if ALIBI:
         slope = tl.load(slopes + heads, mask=inside, other=0.0) * LOG2E
-    k_at = k_cache + kv_head.to(tl.int64) * k_head
-    v_at = v_cache + kv_head.to(tl.int64) * v_head
+    k_at, v_at = k_cache + kv_head.to(tl.int64) * k_head, v_cache + kv_head.to(tl.int64) * v_head
     table = block_tables + row.to(tl.int64) * table_stride
     masked_from = low
     if not WINDOW and not ONE_LOOP:
@@ -213,14 +214,15 @@ def attention_kernel(
         acc, peak, total = _over_tiles(
             acc, peak, total, queries, k_at, v_at, table, positions, low, masked_from, end, inner, outer, slope, dim,
             k_block, k_offset, v_block, v_offset, window,
-            False, WINDOW, SOFTCAP, ALIBI, PRECISION, PAGE, BLOCK_N, DIM, PADDED,
+            False, WINDOW, SOFTCAP, ALIBI, PRECISION, PAGE, BLOCK_N, DIM, PADDED, CACHE,
         )  # fmt: skip
     acc, peak, total = _over_tiles(
         acc, peak, total, queries, k_at, v_at, table, positions, masked_from, high, end, inner, outer, slope, dim,
         k_block, k_offset, v_block, v_offset, window,
-        True, WINDOW, SOFTCAP, ALIBI, PRECISION, PAGE, BLOCK_N, DIM, PADDED,
+        True, WINDOW, SOFTCAP, ALIBI, PRECISION, PAGE, BLOCK_N, DIM, PADDED, CACHE,
     )  # fmt: skip
-
+    if CACHE != "":
+        acc *= v_scale
     if SPLIT:
         place = (tokens * (kv_heads * GROUP) + heads) * splits + split
         _store_share(partial, peaks, totals, place, acc, peak, total, inside, DIM)

@@ -22,6 +22,8 @@ MIN_KEYS_PER_SPLIT = 128
 INVARIANT_ROWS = 64
 """Rows of the one tile that everything goes through where a row's bits must not depend on its company: Hopper's widest
 instructions take so many, and for one decode its products still take less time than its keys do to arrive."""
+NARROW_ROWS = 64
+"""Most rows of a tile over an fp8 cache: with 128 of 128 dims its kernels spill."""
 _JOIN_KEYS = 128
 """What a second kernel that joins the splits costs, as keys that a program would read meanwhile. An estimate: a launch
 inside a graph takes 1-2 us, and a program reads 128 keys of 128 dims (64 KiB) in about that time."""
@@ -56,6 +58,7 @@ class LayerShape:
     window: int | None
     dtype: torch.dtype
     device: torch.device
+    narrow: bool = False  # the cache is fp8
 
     def __call__(self, shape: StepShape) -> set[Hashable]:
         """As a ``batch.Chooser``: what each launch is compiled for, a library's too where one is in use."""
@@ -79,7 +82,7 @@ def launches(layer: LayerShape, shape: StepShape) -> list[tuple[Variant, int]]:
         splits = choose_splits(shape.decodes * layer.kv_heads, context, layer.head_dim, layer.dtype, tiles, card)
         made.append((Variant(True, tiles, splits > 1), splits))
     if shape.decodes < shape.rows:
-        made.append((Variant(False, prefill_tiles(*sizes, shape.query_len, card)), 1))
+        made.append((Variant(False, prefill_tiles(*sizes, shape.query_len, card, layer.narrow)), 1))
     return made
 
 
@@ -92,9 +95,12 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, group: int, card: Card) -> T
     return _fit(Tiles(max(16, power(group)), _keys(dtype, card), 4, _stages(card)), head_dim, dtype, card)
 
 
-def prefill_tiles(head_dim: int, dtype: torch.dtype, group: int, max_query_len: int, card: Card) -> Tiles:
-    """Tiles for rows of up to ``max_query_len`` tokens."""
-    return _wide_tiles(head_dim, dtype, group, power(max_query_len * group), card)
+def prefill_tiles(
+    head_dim: int, dtype: torch.dtype, group: int, max_query_len: int, card: Card, narrow: bool = False
+) -> Tiles:
+    """Tiles for rows of up to ``max_query_len`` tokens, over an fp8 cache if ``narrow``."""
+    rows = power(max_query_len * group)
+    return _wide_tiles(head_dim, dtype, group, min(rows, NARROW_ROWS) if narrow else rows, card)
 
 
 def invariant_tiles(head_dim: int, dtype: torch.dtype, group: int, card: Card) -> Tiles:

@@ -22,6 +22,11 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype in FLOAT8 or dtype == torch.int8
 
 
+def kind_of(dtype: torch.dtype) -> str:
+    """What the Triton kernels call a cache of ``dtype``."""
+    return {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(dtype, "")
+
+
 def page_bytes(block_size: int, dim: int, dtype: torch.dtype) -> int:
     """Bytes of one head's keys, or values, of a block."""
     return block_size * (dim * dtype.itemsize + (SCALE_BYTES if dtype == torch.int8 else 0))

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .narrow_jit import stored
+
 
 @triton.jit
 def _rotated(x, one, other, rotary, c, s):
@@ -17,8 +19,8 @@ def rope_write_kernel(
     q, q_token, q_head, k, k_token, k_head, v, v_token, v_head,
     cos, sin, table_stride, positions, slots,
     k_cache, k_block, k_offset, k_cache_head, v_cache, v_block, v_offset, v_cache_head,
-    heads, block_size, half, dim,
-    ROTARY: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
+    heads, block_size, half, dim, k_scale, v_scale,
+    ROTARY: tl.constexpr, PAIRS: tl.constexpr, CACHE: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: query heads first, then the key heads, which also carry their values along.
 
@@ -56,10 +58,11 @@ def rope_write_kernel(
             source = k + token * k_token + kv_head * k_head
             if ROTARY:
                 key_first, key_second = _rotated(source, one, other, rotary, c, s)
-                tl.store(out + one, key_first.to(k_cache.dtype.element_ty), mask=rotary)
-                tl.store(out + other, key_second.to(k_cache.dtype.element_ty), mask=rotary)
+                tl.store(out + one, stored(key_first, k_scale, k_cache.dtype.element_ty, CACHE), mask=rotary)
+                tl.store(out + other, stored(key_second, k_scale, k_cache.dtype.element_ty, CACHE), mask=rotary)
                 rest = (whole >= 2 * half) & (whole < dim)
-            tl.store(out + whole, tl.load(source + whole, mask=rest).to(k_cache.dtype.element_ty), mask=rest)
+            key = tl.load(source + whole, mask=rest)
+            tl.store(out + whole, stored(key, k_scale, k_cache.dtype.element_ty, CACHE), mask=rest)
             value = tl.load(v + token * v_token + kv_head * v_head + whole, mask=whole < dim)
             out = v_cache + block * v_block + offset * v_offset + kv_head * v_cache_head
-            tl.store(out + whole, value.to(v_cache.dtype.element_ty), mask=whole < dim)
+            tl.store(out + whole, stored(value, v_scale, v_cache.dtype.element_ty, CACHE), mask=whole < dim)

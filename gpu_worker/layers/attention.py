@@ -137,7 +137,8 @@ class Attention:
         from ..kernels.rope import rope_write
 
         cos, sin = self.tables or (None, None)
-        rope_write(q, k, v, cos, sin, batch.positions, batch.slots, k_cache, v_cache, self.interleaved)
+        scales = self.scores.k_scale, self.scores.v_scale
+        rope_write(q, k, v, cos, sin, batch.positions, batch.slots, k_cache, v_cache, self.interleaved, *scales)
         given = q, k_cache, v_cache, batch, self.scores
         return paged_attention(*given) if batch.attend is None else batch.attend(paged_attention, *given)
 

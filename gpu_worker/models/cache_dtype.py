@@ -44,8 +44,6 @@ def resolve_cache_dtype(args: EngineArgs, config: ModelConfig, dtype: torch.dtyp
         return dtype
     if name.startswith("int8") and device.type != "cpu":
         raise ConfigError(f"kv_cache_dtype={name} is for CPUs, and the device is {device.type}; use fp8.")
-    if device.type != "cpu":
-        raise ConfigError(f"kv_cache_dtype={name}: GPUs are not ready for it yet; use --kv-cache-dtype=auto.")
     if args.attention_backend == "flash":
         raise ConfigError(
             f"attention_backend=flash does not read a KV cache of {name} beside queries of 16 bits; use "

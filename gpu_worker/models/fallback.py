@@ -164,7 +164,8 @@ def attend(
     if step.context is None:
         from ..kernels.rope import rope_write
 
-        rope_write(q, k, v, None, None, step.batch.positions, step.batch.slots, k_cache, v_cache)
+        at = step.batch.positions, step.batch.slots
+        rope_write(q, k, v, None, None, *at, k_cache, v_cache, False, k_scale, v_scale)
         out = paged_attention(q, k_cache, v_cache, step.batch, scores)
     else:
         step.context.write(k_cache, v_cache, k, v, scores)

@@ -9,6 +9,7 @@ import torch
 from ..batch import Chooser, StepBatch
 from ..kernels.attention import LayerShape
 from ..kernels.linear import ByRows
+from ..kernels.narrow import is_narrow
 from ..kv_cache import KVCache
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
@@ -49,7 +50,8 @@ class Model:
         other layers those that the subclass adds."""
         spec = self.spec
         sizes = zip(spec.kv_heads, spec.windows, strict=False)
-        shapes = {LayerShape(spec.heads, kv, spec.head_dim, window, self.dtype, self.device) for kv, window in sizes}
+        of = self.dtype, self.device, is_narrow(self.cache_dtype)
+        shapes = {LayerShape(spec.heads, kv, spec.head_dim, window, *of) for kv, window in sizes}
         return {ByRows(), *self.products, *shapes}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

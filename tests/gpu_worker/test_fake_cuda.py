@@ -19,6 +19,7 @@ from worker_toys import GREEDY, LADDER, Ladder
 
 from quire.gpu_worker.kernels import company
 from quire.gpu_worker.memory import cuda_budget
+from quire.gpu_worker.models.kv_scales import scales_to_read, set_scales
 from quire.gpu_worker.worker import every_stage, worst_case
 from quire.proto.codec import i32
 from quire.proto.params import SamplingParams
@@ -104,6 +105,25 @@ def test_families(family, device, rewrite, tmp_path):
     hand.called("decodes and a chunk, in pieces").run((4, 40), *[(row, 1) for row in range(4)])
     found |= {"captured": summary(device.graphs[-1].notes)}
     check(rewrite, "families", family, found)
+
+
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_fp8_cache_asks_for_nothing_more(cache, device, tmp_path):
+    found = []
+    for dtype in (torch.bfloat16, cache):
+        model, _ = make(tmp_path, FAMILIES["window"])
+        set_scales(model, dtype, False, scales_to_read(dtype, False), 128)
+        hand = CountingHand(device, model)
+        assert {each.dtype for each in hand.kv.k + hand.kv.v} == {dtype}
+        seen = usual(hand)
+        hand.fork(0, 5, seed=9)
+        hand.tables[5], hand.lengths[5], hand.done[5] = list(hand.tables[0]), hand.lengths[0], hand.done[0]
+        hand.copy_block(5, len(hand.tables[5]) - 1)
+        hand.called("fork").run((0, 1), (5, 1))
+        hand.runner.capture(128, progress=False)
+        hand.called("decode, replayed").run(*[(row, 1) for row in range(4)])
+        found.append({**seen, **hand.seen})
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -7,7 +7,7 @@ import types
 import pytest
 import tiny_models
 import torch
-from narrow_caches import DTYPES, rounded
+from narrow_caches import DTYPES, extremes, rounded
 from program_rig import ProgramRig
 from support.cpu_kernels import VARIANTS, using
 from support.paged_cases import batch_of, definition
@@ -44,17 +44,6 @@ def cache_of(heads: int, blocks: int, size: int, dim: int, dtype: torch.dtype) -
         if dtype == torch.int8:
             narrow.page_scales(cache).fill_(100.0)
     return kv
-
-
-def extremes(dtype: torch.dtype) -> torch.Tensor:
-    """Every number of an fp8 type, what lies halfway between neighbours and beside that, and what is none of them."""
-    made = torch.arange(256, dtype=torch.uint8).view(dtype if dtype in FLOAT8 else torch.float8_e4m3fn).float()
-    made = made[made.isfinite()].sort().values
-    halves = (made[1:] + made[:-1]) / 2
-    beside = torch.cat((halves.nextafter(torch.tensor(1e9)), halves.nextafter(torch.tensor(-1e9))))
-    others = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 1e-40, -0.0, 0.0, 463.9, 464.1])
-    found = torch.cat((made, halves, beside, others))
-    return torch.cat((found, found.new_zeros(-len(found) % 48))).view(-1, 2, 24)
 
 
 @each_dtype

@@ -57,8 +57,9 @@ def test_logits_are_those_of_rounded_keys_and_values(row, dtype, tmp_path, monke
         narrow.set_kv_scales([(0.03 * (1 + layer), 0.017) for layer in range(narrow.spec.num_layers)])
     got, floats = run(NarrowRunner(narrow, dtype)), run(PagedRunner(plain))
     wanted = run(RoundedRunner(plain, dtype, narrow.kv_scales, monkeypatch))
-    error = (got - wanted).norm() / wanted.norm()
-    assert error < 1e-5 < (got - floats).norm() / floats.norm()
+    # Sums in another order turn a key here and there to the other side of a tie, far less than rounding itself does.
+    assert (got - wanted).norm() < 0.1 * (got - floats).norm()
+    assert (got - wanted).norm() < 2e-3 * wanted.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -180,7 +180,7 @@ class CountingHand(Hand):
     def __init__(self, device: FakeCuda, model: Any, pooler: Any = None, **limits: Any):
         if hasattr(model, "layers") and not isinstance(model.layers[0], _Layer):
             model.layers = [_Layer(device, layer, number) for number, layer in enumerate(model.layers)]
-        super().__init__(model, device=CUDA, dtype=model.dtype, **{**LIMITS, **limits})
+        super().__init__(model, device=CUDA, dtype=model.cache_dtype, **{**LIMITS, **limits})
         made = None if pooler is None else Pooler(pooler, model)
         self.runner = Runner(model, self.state, self.kv, self.runner.max_tokens, made, model.group)
         self.device, self.seen, self.name = device, dict[str, Any](), ""

@@ -6,6 +6,7 @@ import torch
 from paged_runner import BLOCK, CPU, PagedRunner
 
 from quire.gpu_worker.kernels import narrow
+from quire.gpu_worker.kernels.narrow import FLOAT8
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.layers import attention
 
@@ -19,6 +20,17 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Te
         return torch.round(x / torch.where(scales == 0, 1.0, scales)) * scales
     most = torch.finfo(dtype).max
     return (x / scale).clamp(-most, most).to(dtype).to(x.dtype) * scale
+
+
+def extremes(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of an fp8 type, what lies halfway between neighbours and beside that, and what is none of them."""
+    made = torch.arange(256, dtype=torch.uint8).view(dtype if dtype in FLOAT8 else torch.float8_e4m3fn).float()
+    made = made[made.isfinite()].sort().values
+    halves = (made[1:] + made[:-1]) / 2
+    beside = torch.cat((halves.nextafter(torch.tensor(1e9)), halves.nextafter(torch.tensor(-1e9))))
+    others = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 1e-40, -0.0, 0.0, 463.9, 464.1])
+    found = torch.cat((made, halves, beside, others))
+    return torch.cat((found, found.new_zeros(-len(found) % 48))).view(-1, 2, 24)
 
 
 class NarrowRunner(PagedRunner):
