@@ -277,7 +277,7 @@ def _open_pickle(file: Path) -> Tensors:
             f"{file} is cut short or no file of torch.save ({_first_sentence(error)}); download it again."
         ) from error
     if isinstance(table, dict):  # SqueezeLLM counts its sparse values beside the tensors
-        table = {name: torch.tensor(value) if isinstance(value, int) else value for name, value in table.items()}
+        table = {name: torch.tensor(value) if _is_count(value) else value for name, value in table.items()}
     if not isinstance(table, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in table.items()
     ):
@@ -303,6 +303,10 @@ def _open_pickle(file: Path) -> Tensors:
         table.clear()
 
     return Tensors(entries, close)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def trim() -> None:

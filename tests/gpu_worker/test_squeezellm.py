@@ -87,6 +87,15 @@ def test_the_sparse_product_of_a_row_does_not_hang_on_others() -> None:
         assert torch.equal(rows.product(x[-count:]), whole[-count:])
 
 
+@pytest.mark.parametrize("value", [-1, 1 << 63, True, "many"])
+def test_what_is_no_count_beside_the_tensors_is_refused(value: Any, tmp_path: Path) -> None:
+    quantized, _ = checkpoints("4-sparse", "llama", tmp_path)
+    file = next(quantized.glob("*.pt"))
+    torch.save(torch.load(file, weights_only=True) | {"sparse_threshold.x": value}, file)
+    with pytest.raises(ConfigError, match=r"\.pt is no table of tensors by name"):
+        load(quantized)
+
+
 def test_random_weights_need_no_file(tmp_path: Path) -> None:
     quantized, _ = checkpoints("4-sparse", "mixtral", tmp_path)
     next(quantized.glob("*.pt")).unlink()

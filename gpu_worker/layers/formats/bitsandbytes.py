@@ -52,6 +52,8 @@ def _fit(tensor: torch.Tensor, name: str, count: int, dtype: torch.dtype, where:
             f"{where}.{name} holds {tensor.numel()} values of {str(tensor.dtype)[6:]} where its quant_state makes it "
             f"{count} of {str(dtype)[6:]}; {_AGAIN}."
         )
+    if dtype.is_floating_point and not tensor.isfinite().all():
+        raise ConfigError(f"{where}.{name} holds numbers that are not finite; {_AGAIN}.")
     return tensor.flatten()
 
 
