@@ -112,6 +112,9 @@ class Parts:
         special = self.formats.get(parameter.name) or self._at_load.format_of(parameter.name)
         format = special or dense(weight)
         if parameter.kind == "table":
+            if self.spec.tied and special is not None and parameter.name == "embed.weight":
+                head = self._linears["lm_head"] = Linear(format, tensors, weight)  # narrow, as the file has it
+                self.summary.add("lm_head", weight, tensors, True, head.product)
             self._tensors[parameter.name] = format.dequantize(tensors, weight)
             self.summary.add_table(name, weight, special is not None)
             return
@@ -135,7 +138,7 @@ class Parts:
     def weights(self) -> Weights:
         """The finished parameters."""
         self._trim()
-        if self.spec.tied and "embed.weight" in self._tensors:
+        if self.spec.tied and "embed.weight" in self._tensors and "lm_head" not in self._linears:
             table = self._tensors["embed.weight"]
             weight = weight_of(table)
             format = self._at_load.format_of("lm_head.weight")

@@ -144,6 +144,19 @@ def test_a_model_in_several_files_is_read_from_any_of_them(tmp_path: Path) -> No
         load_model_config(str(files[0]))
 
 
+def test_outputs_tied_to_quantized_embeddings_are_multiplied_as_codes(tmp_path: Path) -> None:
+    """A float copy for the product would be read whole for every token."""
+    source = family("qwen3", tmp_path / "source", hidden_size=64, tie_word_embeddings=True)
+    file = gguf_files.export(source, tmp_path / "model.gguf", lambda name, shape: T.Q8_0)
+    model = load_model(load_model_config(str(file), LENGTH), torch.float32, CPU)
+    want = gguf_files.values(file)["token_embd.weight"]
+    assert torch.equal(model.embed, want)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(model.lm_head(x), x @ want.T, rtol=1e-4, atol=1e-4)
+    if model.lm_head.packed is not None:  # by the native kernels
+        assert model.lm_head.packed.nbytes < 1.5 * want.numel()
+
+
 def test_a_tensor_without_a_place_and_a_missing_one_are_named(tmp_path: Path) -> None:
     source = family("qwen3", tmp_path / "source")
     extra = gguf_files.export(
