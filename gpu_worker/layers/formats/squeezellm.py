@@ -111,20 +111,20 @@ class SparseRun:
     """The product by ``dense_part``, and by sparse rows."""
 
     def __init__(self, dense_part: Run, rows: Rows) -> None:
-        self._dense, self._rows = dense_part, rows
+        self.dense, self._rows = dense_part, rows
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return _sum(self._dense(x, None), self._rows.product(x), bias)
+        return _sum(self.dense(x, None), self._rows.product(x), bias)
 
 
 class SparseExperts:
     """The products of experts by ``dense_part`` on a CPU, and by each expert's sparse rows."""
 
     def __init__(self, dense_part: ExpertProducts, rows: list[Rows]) -> None:
-        self._dense, self._rows = dense_part, rows
+        self.dense, self._rows = dense_part, rows
 
     def one(self, x: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
-        return _sum(self._dense.one(x, None, expert), self._rows[expert].product(x), bias)
+        return _sum(self.dense.one(x, None, expert), self._rows[expert].product(x), bias)
 
     def grouped(self, *arguments: Any, **named: Any) -> torch.Tensor:
         raise NotImplementedError("these weights are packed for a CPU")

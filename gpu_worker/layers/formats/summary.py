@@ -37,6 +37,7 @@ class Summary:
 
     def add(self, name: str, weight: Weight, tensors: Tensors, quantized: bool, product: Product) -> None:
         """Take note of a linear or experts' weight. ``quantized``: whether it is, in the file or since it was read."""
+        product = getattr(product, "dense", product)  # without a sparse part that is added to it
         kind = kind_of(weight, tensors, product) if quantized else _name(weight.dtype)
         if not name.startswith("layers."):
             self.outer[name] = kind
@@ -73,10 +74,10 @@ def kind_of(weight: Weight, tensors: Tensors, product: Product) -> str:
     if len(tensors) == 1 and next(iter(tensors.values())).dtype == weight.dtype:  # made narrower since it was read
         return f"{_bits(product) or round(bytes_of(tensors, product) * 8 / count)} bits"
     dense = {name: tensor for name, tensor in tensors.items() if not tensor.is_sparse}
-    text = f"{max(tensor.nbytes for tensor in dense.values()) * 8 / count:.3g} bits"
     scales = [tensor for name, tensor in dense.items() if any(each in name for each in _SCALES)]
-    if not scales:
-        return text
+    if not scales:  # all is in the same bytes, which may be of several types
+        return f"{sum(each.nbytes for each in dense.values() if not each.is_floating_point()) * 8 / count:.3g} bits"
+    text = f"{max(tensor.nbytes for tensor in dense.values()) * 8 / count:.3g} bits"
     number = max(scale.numel() for scale in scales)
     if number == rows:
         return f"{text}, a scale a row"
