@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from worker_toys import CPU, GREEDY, Hand, prompts
 
+from quire.gpu_worker.models.kv_scales import scales_to_read, set_scales
 from quire.gpu_worker.models.loader import load_model
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.params import SamplingParams
@@ -20,14 +21,21 @@ SEEDED = SamplingParams(temperature=0.9)
 FILTERED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, frequency_penalty=0.5)
 TOLD = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1)
 LENGTH, CHUNK = 96, 24
+FP8_CACHES = {"llama-bias-tied", "gemma2"}
+"""Models whose cache is fp8, with measured scales."""
 
 
 def load(folder, group=None):
-    return load_model(load_model_config(str(folder), LENGTH), torch.float32, CPU, group=group)
+    config = load_model_config(str(folder), LENGTH)
+    model = load_model(config, torch.float32, CPU, group=group)
+    if folder.name in FP8_CACHES:
+        set_scales(model, torch.float8_e4m3fn, True, scales_to_read(torch.float8_e4m3fn, True), LENGTH)
+    return model
 
 
 def hand_of(model, vocab):
-    return Hand(model, rows=8, length=LENGTH, block_size=8, blocks=64, max_tokens=64, vocab=vocab)
+    limits = {"rows": 8, "length": LENGTH, "block_size": 8, "blocks": 64, "max_tokens": 64}
+    return Hand(model, **limits, vocab=vocab, dtype=model.cache_dtype)
 
 
 def script(hand, decodes=6):
