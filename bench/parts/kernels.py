@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..ceilings import ceilings
@@ -23,7 +23,9 @@ KINDS = ("linear", "attention", "elementwise")
 ROTATED = 128 * 2**20
 """Bytes that weights and caches are spread over."""
 TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "int8", "int4": "int8"}
-"""The product that each type of weight ends in, of `ceilings`."""
+"""The product that each type of weight ends in, of `ceilings`; of CODED it is float32's."""
+CODED = {"gptq3": 3, "gptq4": 4, "gptq8": 8, "nf4": 4, "fp8": 8, "q4_k": 4}
+"""Bits of the codes of quantized checkpoints, of which the sizes are random: gptqN has groups of 128 with zeros."""
 BLOCK = 16
 
 
@@ -44,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Which kernels at which sizes."""
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["small-llama", "half-b-qwen2"])
-    parser.add_argument("--types", nargs="+", choices=list(TYPES), default=list(TYPES), help="of weights")
+    parser.add_argument("--types", nargs="+", choices=[*TYPES, *CODED], default=list(TYPES), help="of weights")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 512])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--milliseconds", type=float, default=150.0, help="of each measurement")
@@ -124,17 +126,18 @@ def linear_cases(args: argparse.Namespace) -> Iterator[Case]:
     for model, name in itertools.product(args.models, args.types):
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
         for matrix, (outputs, inputs) in products(model).items():
-            size = outputs * inputs * WEIGHT_BYTES[name]
+            size = outputs * inputs * (CODED[name] / 8 if name in CODED else WEIGHT_BYTES[name])
             copies = math.ceil(ROTATED / size)
             plain = torch.randn(outputs, inputs, dtype=dtype) * 0.02
             packed = itertools.cycle([pack_as(plain, name) for _ in range(copies)])
-            others = {other: itertools.cycle(runs) for other, runs in other_products(plain, copies).items()}
+            made = {} if name in CODED else other_products(plain, copies)
+            others = {other: itertools.cycle(runs) for other, runs in made.items()}
             for rows in args.rows:
                 x = torch.randn(rows, inputs, dtype=dtype)
                 out = torch.empty(rows, outputs, dtype=dtype)
                 yield Case(
                     {"kernel": "linear", "model": model, "matrix": matrix, "type": name, "rows": rows},
-                    size + x.nbytes + out.nbytes, 2.0 * rows * outputs * inputs, TYPES[name],
+                    size + x.nbytes + out.nbytes, 2.0 * rows * outputs * inputs, TYPES.get(name, "f32"),
                     lambda: multiply(x, next(packed), out),  # noqa: B023
                     {other: lambda runs=runs: next(runs)(x, None) for other, runs in others.items()},  # noqa: B023
                 )  # fmt: skip
@@ -151,6 +154,8 @@ def other_products(matrix: Any, copies: int) -> dict[str, list[Any]]:
     from quire.gpu_worker.layers.linear import weight_of
 
     names = {"torch": "plain", "onednn": "onednn"}
+    if matrix.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        del names["onednn"]
     if matrix.dtype == torch.float32 and torch.backends.mkl.is_available():
         names["mkl"] = "mkl"
     return {
@@ -164,7 +169,32 @@ def pack_as(matrix: Any, name: str) -> Any:
     from quire.gpu_worker.kernels.cpu.library import BF16, F32, I4, I8
     from quire.gpu_worker.kernels.cpu.linear import pack
 
+    if name in CODED:
+        return random_codes(name, *matrix.shape)
     return pack(matrix, {"float32": F32, "bfloat16": BF16, "int8": I8, "int4": I4}[name])
+
+
+def random_codes(name: str, outputs: int, inputs: int) -> Any:
+    """Codes as one of CODED has them, of random values, in the kernels' panels."""
+    import torch
+
+    from quire.gpu_worker.kernels.codes import Codes, PerGroup
+    from quire.gpu_worker.kernels.codes import pack as planes_of
+    from quire.gpu_worker.kernels.cpu.codes import pack_codes
+
+    bits, group = CODED[name], {"nf4": 64, "q4_k": 32}.get(name, 128)
+    groups = -(-inputs // group)
+    planes = planes_of(torch.randint(0, 119, (outputs, inputs), dtype=torch.uint8) & ((1 << bits) - 1), bits)
+    codes = Codes(planes, bits, inputs, group, PerGroup((torch.rand(outputs, groups) * 0.01).half()))
+    fine = torch.randint(0, 1 << min(bits, 6), (outputs, groups), dtype=torch.uint8)
+    if name == "q4_k":
+        two = PerGroup((torch.rand(outputs, -(-groups // 8)) * 0.01).half(), fine, 8)
+        return pack_codes(replace(codes, scales=two, mins=two))
+    if name == "nf4":
+        return pack_codes(replace(codes, table=torch.linspace(-1, 1, 16)))
+    if name == "fp8":
+        return pack_codes(replace(codes, table=torch.arange(256).byte().view(torch.float8_e4m3fn).float()))
+    return pack_codes(replace(codes, zeros=fine))
 
 
 def attention_cases(args: argparse.Namespace) -> Iterator[Case]:
