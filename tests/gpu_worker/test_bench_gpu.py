@@ -86,6 +86,7 @@ def test_without_a_gpu_it_says_so():
 
 FIGURES = {
     "tests": "passed", "decode": "runner_share_of_floor", "serve": "ttft_p50_ms", "kernels": "share_of_floor",
+    "quantized": "bytes_per_s",
     "prefill": "us", "mixed": "added_us_per_token", "sampler": "us", "moe": "step_ms_per_layer", "idle": "idle_pct",
     "sweep": "us",
 }  # fmt: skip
