@@ -53,7 +53,7 @@ def quantize(args: argparse.Namespace) -> int:
     tuned, held = texts(args.calibration)
     if args.iters and not tuned:
         raise CommandError("--iters needs a text: add --calibration FILE.", EXIT_CONFIG)
-    before = None if args.no_perplexity else perplexity(source, held)
+    before = None if args.no_perplexity else _measured(source, held)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         _run(args, source, Path(scratch) / "made", tuned)
         made = next((file.parent for file in sorted(Path(scratch).rglob("config.json"))), None)
@@ -67,7 +67,7 @@ def quantize(args: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     print(f"{out}: {args.method}, {size / 2**20:.1f} MiB of weights", flush=True)
     if before is not None:
-        after = perplexity(str(out), held)
+        after = _measured(str(out), held)
         print(f"perplexity: {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f}%)", flush=True)
     return 0
 
@@ -101,6 +101,16 @@ def texts(file: str | None) -> tuple[list[str], list[str]]:
         raise CommandError(f"{file} has fewer than {_WORDS + 1} words; give a longer text.", EXIT_CONFIG)
     held = max(1, len(samples) // _HELD)
     return samples[:-held], samples[-held:]
+
+
+def _measured(model: str, samples: Iterable[str]) -> float:
+    """``perplexity``. Raises CommandError where quire cannot load the model."""
+    from ..client.supervisor.launch import LaunchError
+
+    try:
+        return perplexity(model, samples)
+    except LaunchError as error:
+        raise CommandError(f"{model} cannot be measured: {error}", error.code) from error
 
 
 def perplexity(model: str, samples: Iterable[str]) -> float:
