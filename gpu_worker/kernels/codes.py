@@ -26,7 +26,7 @@ import torch
 COLUMN_UNIT = 32
 """Columns of the planes are a multiple of this, so that each plane has whole words."""
 _PIECE = 1 << 22
-"""Values that are made at a time where a smaller dtype than float32 is asked for."""
+"""Values that are made at a time, each of which takes several times its float32 meanwhile."""
 
 
 def float_table(kind: str, device: torch.device | None = None) -> torch.Tensor:
@@ -203,11 +203,11 @@ class Codes:
         """The weight itself [..., rows, columns]: computed in float32, then rounded to ``dtype``."""
         if self.planes[0].dim() > 2:
             return torch.stack([self.expert(each).values(dtype) for each in range(len(self.planes[0]))])
-        if dtype == torch.float32:
-            return self._values()
+        out = torch.empty(self.rows, self.columns, dtype=dtype, device=self.planes[0].device)
         step = max(1, _PIECE // max(1, self.columns))
-        pieces = [self._piece(at, at + step)._values().to(dtype) for at in range(0, self.rows, step)]
-        return torch.cat(pieces) if pieces else self._values().to(dtype)
+        for at in range(0, self.rows, step):
+            out[at : at + step] = self._piece(at, at + step)._values()
+        return out
 
     def _piece(self, start: int, stop: int) -> Codes:
         """Rows ``start`` to ``stop``."""
