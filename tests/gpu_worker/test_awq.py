@@ -149,7 +149,7 @@ def test_random_weights_need_no_file(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"bits": 3}, r"bits=3 is not supported; AWQ has 4"),
-        ({"modules_to_not_convert": "lm_head"}, r"modules_to_not_convert must be a list of modules' names"),
+        ({"modules_to_not_convert": "lm_head"}, r"modules_to_not_convert must be a list of names of modules"),
         ({"group_size": -2}, r"group_size=-2 is no number of inputs"),
         ({"version": "gemv_fast"}, r"version gemv_fast is not supported; quantize the model with version gemm"),
     ],
