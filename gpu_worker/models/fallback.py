@@ -25,6 +25,7 @@ from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
 from ..batch import StepBatch
 from ..kernels.attention import Scores, paged_attention
+from ..kernels.narrow import is_narrow
 from ..kv_cache import KVCache
 from ..layers import dispatch
 from ..layers.attention import StepContext
@@ -157,7 +158,7 @@ def attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     k_cache, v_cache, window = step.kv.k[layer], step.kv.v[layer], step.windows[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (_tokens(x, k_cache.shape[-1]) for x in (query, key, value))
+    q, k, v = (_tokens(x, k_cache) for x in (query, key, value))
     k_scale, v_scale = step.scales[layer]
     sinks = None if s_aux is None else s_aux.float()
     scores = Scores(scale, window, softcap or 0.0, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
@@ -173,9 +174,10 @@ def attend(
     return out[None, ..., : value.shape[-1]], None
 
 
-def _tokens(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """[1, heads, T, D] as [T, heads, dim]; zeros beyond the layer's own D change no score."""
-    x, missing = x[0].transpose(0, 1), dim - x.shape[-1]
+def _tokens(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, D] as [T, heads, D of the cache]; zeros beyond the layer's own D change no score."""
+    x, missing = x[0].transpose(0, 1), cache.shape[-1] - x.shape[-1]
+    x = x if is_narrow(cache.dtype) else x.to(cache.dtype)
     return F.pad(x, (0, missing)) if missing else x.contiguous()
 
 
