@@ -60,5 +60,11 @@ def test_weights_made_narrower_at_load(caplog: pytest.LogCaptureFixture) -> None
     assert "kernel: native, int4 by int8, native, int8 by int8 (1)" in second
 
 
+@pytest.mark.skipif(library() is None, reason="no native CPU kernels here")
+def test_the_scales_of_tiny_rows_are_no_bits_of_a_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = said(quantized.plain("llama", tmp_path / "plain"), caplog, "fp8_per_block")
+    assert first == "quantization fp8_per_block: 8 bits; 8 of 9 weights; lm_head: float32"
+
+
 def test_a_float_model_is_not_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert said(quantized.plain("llama", tmp_path / "plain"), caplog) == []

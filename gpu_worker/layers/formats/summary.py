@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...kernels.cpu.codes import PackedCodes
 from ...kernels.cpu.library import CODES, I4, I8, library
 from ...kernels.cpu.linear import PackedWeight
 from .base import ExpertProducts, Run, Tensors, Weight
@@ -115,6 +116,8 @@ def _bits(product: Product) -> int:
     packed = _packed(product)
     if isinstance(product, CudaCoded | CudaCodedExperts):
         return product.held.bits
+    if packed and isinstance(packed[0], PackedCodes):
+        return packed[0].codes.bits
     return {I8: 8, I4: 4}.get(packed[0].struct.type, 0) if packed else 0
 
 
