@@ -27,6 +27,8 @@ SCHEMES = {
     "int8": ("INT8", "llm_compressor"), "fp8": ("FP8_BLOCK", "fp8"),
 }  # fmt: skip
 """Method -> auto-round's scheme and format."""
+_GROUPED = ("gptq", "awq", "int4")
+"""Methods with a scale for each group of inputs; int8 has one for each output, fp8 for blocks of 128 by 128."""
 _HELD = 5
 """Of a calibration text one part of so many is kept for the perplexity."""
 _WORDS = 300  # of a calibration sample
@@ -39,7 +41,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a float model")
     parser.add_argument("out", metavar="OUT", help="folder to write, which must not exist or be empty")
     parser.add_argument("--method", choices=tuple(SCHEMES), default="gptq")
-    parser.add_argument("--group-size", type=int, metavar="N", help="inputs that share a scale (default: 128)")
+    parser.add_argument(
+        "--group-size", type=int, metavar="N", help="inputs that share a scale, of gptq, awq and int4 (default: 128)"
+    )
     parser.add_argument("--calibration", metavar="FILE", help="text (UTF-8) to tune on, and to measure with")
     parser.add_argument("--iters", type=int, default=0, metavar="N", help="steps of tuning for each block (default: 0)")
     parser.add_argument("--no-perplexity", action="store_true", help="measure nothing before and after")
@@ -85,6 +89,11 @@ def _check(args: argparse.Namespace, source: str, out: Path) -> None:
         raise CommandError(f"{out.parent} is no folder; make it first.", EXIT_CONFIG)
     if args.iters < 0 or (args.group_size is not None and args.group_size < 1):
         raise CommandError("--iters must be at least 0 and --group-size at least 1.", EXIT_CONFIG)
+    if args.group_size is not None and args.method not in _GROUPED:
+        raise CommandError(
+            f"--method {args.method} has no groups: leave --group-size {args.group_size} out, or use "
+            f"{', '.join(_GROUPED)}.", EXIT_CONFIG,
+        )  # fmt: skip
 
 
 def texts(file: str | None) -> tuple[list[str], list[str]]:

@@ -78,6 +78,7 @@ def test_the_perplexity_before_and_after(tool: Path, tmp_path: Path, capsys: pyt
         (lambda f: None, ["--calibration=/none"], "/none cannot be read as text"),
         (lambda f: (f / "t").write_text("few words"), ["--calibration=t"], "give a longer text"),
         (lambda f: None, ["--group-size=0"], "--group-size at least 1"),
+        (lambda f: None, ["--method=int8", "--group-size=64"], "int8 has no groups: leave --group-size 64 out"),
     ],
 )
 def test_what_cannot_be_is_one_line(
