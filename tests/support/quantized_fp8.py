@@ -1,8 +1,7 @@
 """FP8: a scale of the tensor with static activations, and blocks of 128x128, as DeepSeek's.
 
-Transformers writes the blocks (its quantizer refuses CPUs, its conversion does not); what it makes of them is a product
-of the bytes' values and the scales, which is made here in float32. No package writes tensors with static activations
-on a CPU.
+Both are written here, by the formula of the formats: values by their largest magnitude / 448, and scales in float32. No
+package writes either on a CPU (transformers' quantizer of blocks refuses it).
 """
 
 from __future__ import annotations
