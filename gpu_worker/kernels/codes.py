@@ -39,6 +39,12 @@ def float_table(kind: str, device: torch.device | None = None) -> torch.Tensor:
     raise ValueError(f"{kind} is no small float of codes: e4m3 or e2m1")
 
 
+def has_nan(e4m3: torch.Tensor) -> bool:
+    """Whether bytes of e4m3, of any dtype, are its NaN: the largest as int8 is 0x7F then, or as uint8 0xFF."""
+    bytes = e4m3.view(torch.uint8)
+    return bool(bytes.numel()) and bool(bytes.amax() == 0xFF or bytes.view(torch.int8).amax() == 0x7F)
+
+
 def plane_widths(bits: int) -> tuple[int, ...]:
     """Bits of each plane of codes of 2 to 8 ``bits``, from the lowest on: of 7 they are 4, 2 and 1."""
     return tuple(width for width in (8, 4, 2, 1) if bits & width)

@@ -96,9 +96,21 @@ def test_every_byte_has_its_value() -> None:
     assert found[0x7E] == 448
     assert found[1] == 2.0**-9
     weight = Weight((whole(2),), whole(128), torch.float32, CPU)
-    tensors = {"weight": bytes.view(E4M3).view(2, 128), "weight_scale": torch.tensor([3.0])}
+    numbers = bytes.where(found.isfinite(), 0)
+    tensors = {"weight": numbers.view(E4M3).view(2, 128), "weight_scale": torch.tensor([3.0])}
     values = FP8("tensor").codes(tensors, weight).values()
-    assert torch.equal(values.nan_to_num(9.0), (tensors["weight"].float() * 3).nan_to_num(9.0))
+    assert torch.equal(values, tensors["weight"].float() * 3)
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_bytes_that_are_no_numbers_are_refused(byte: int, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{UP}.weight"].view(torch.uint8)[3, 5] = byte
+
+    quantized, _ = write(tmp_path, "llama", by_tensor, CONFIGS[by_tensor])
+    change_tensors(quantized, change)
+    with pytest.raises(ConfigError, match=rf"model\.safetensors: {UP}\.weight holds NaN \(0x7F or 0xFF in e4m3\)"):
+        load(quantized)
 
 
 def test_a_share_that_begins_within_a_block_has_that_blocks_scales() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ....proto.config import ConfigError
-from ..codes import Codes, PerGroup, plane_widths
+from ..codes import Codes, PerGroup, has_nan, plane_widths
 from .library import BF16, CODES, F16, F32, Library
 from .linear import PANEL, PackedWeight, native, team
 from .structs import Codes as CodesStruct
@@ -159,7 +159,7 @@ def _is_e4m3(codes: Codes) -> bool:
     finite = numbers.isfinite()
     if not torch.equal(table.float()[finite], numbers[finite]):
         return False
-    return not any(((row.view(torch.uint8) & 0x7F) == 0x7F).any() for row in codes.planes[0].split(1024))
+    return not has_nan(codes.planes[0])
 
 
 @functools.cache

@@ -10,6 +10,8 @@ quantization/fp8.py, transformers' integrations/finegrained_fp8.py.
 
 e4m3fn has no infinity, and NaN at 0x7F and 0xFF. What AMD's MI300 calls e4m3fnuz is another type, where every byte is
 worth half and NaN is 0x80; checkpoints never hold it.
+
+A weight with NaN is refused: GPUs make values of bytes without a table, and 480 of these two.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from typing import Any
 import torch
 
 from ....proto.config import ConfigError
-from ...kernels.codes import Activations, Codes, pack
-from .base import CHOOSING, Axis, Stored, Tensors, Weight
+from ...kernels.codes import Activations, Codes, has_nan, pack
+from .base import CHOOSING, Axis, Stored, TensorError, Tensors, Weight
 from .coded import Coded
+from .packed import part_of
 from .registry import Found, Quantization, register
 from .scales import check, per_group, spread, stored_scales
 
@@ -42,6 +45,14 @@ def bytes_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The planes of a tensor of one byte each; itself, where its rows are whole words."""
     tensor = tensor.contiguous().view(torch.uint8)
     return (tensor.view(torch.int32),) if tensor.shape[-1] % 32 == 0 else pack(tensor, 8)
+
+
+def check_numbers(found: torch.Tensor, weight: Weight) -> None:
+    """Raises TensorError where ``found`` [..., rows, columns] has NaN."""
+    if has_nan(found):
+        row = next(index for index, row in enumerate(found.flatten(0, -2)) if has_nan(row))
+        said = "holds NaN (0x7F or 0xFF in e4m3), and no weight is that; download the file again."
+        raise TensorError("weight", said, part_of(row, weight.parts))
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,7 @@ class FP8(Coded):
 
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
         found, scales = tensors["weight"], tensors[self.scale]
+        check_numbers(found, weight)
         check(scales, self.scale)
         scales, group = spread(scales, self.strategy, self.block, weight)
         activations = Activations("fp8", self.group, self._input(tensors)) if self.narrow else None
