@@ -44,6 +44,7 @@ class Footprint:
     tokens: int  # that the cache must hold
     token_bytes: int  # of the cache of one token
     step: int  # bytes of the smallest step's activations
+    follows: bool = True  # whether the cache has the model's dtype, whatever that is
 
     @property
     def weights(self) -> int:
@@ -122,7 +123,8 @@ def footprint_of(
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
         tokens = 0  # the user has sized the cache
     per_token = KVCache.block_bytes(local, 1, cache_dtype or dtype)
-    return Footprint(count, itemsize, tokens, per_token, step_bytes(local, 1, 1, dtype.itemsize))
+    step = step_bytes(local, 1, 1, dtype.itemsize)
+    return Footprint(count, itemsize, tokens, per_token, step, cache_dtype in (None, dtype))
 
 
 def _counted(args: EngineArgs, config: ModelConfig) -> int:
@@ -153,7 +155,7 @@ def _remedies(need: Footprint, room: Room, dtype: torch.dtype, device: torch.dev
     found = []
     half = _half(device)
     if need.itemsize == torch.float32.itemsize and half is not None:
-        smaller = replace(need, itemsize=2, token_bytes=need.token_bytes // 2)
+        smaller = replace(need, itemsize=2, token_bytes=need.token_bytes // (2 if need.follows else 1))
         if smaller.total <= room.free:
             found.append(f"--dtype {half} ({gib(smaller.weights)} of weights)")
     if need.cache and (most := (room.free - need.weights - need.step) // need.token_bytes) >= 2:

@@ -249,24 +249,31 @@ class Codes:
 
 def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
     """``codes`` [..., columns], integers (int8 are taken by their lower ``bits``), as planes."""
-    missing = -codes.shape[-1] % COLUMN_UNIT
-    codes = torch.nn.functional.pad(codes.view(torch.uint8) if codes.dtype == torch.int8 else codes, (0, missing))
+    codes = codes.view(torch.uint8) if codes.dtype == torch.int8 else codes.to(torch.uint8)
+    if missing := -codes.shape[-1] % COLUMN_UNIT:
+        codes = torch.nn.functional.pad(codes, (0, missing))
+    codes = codes.contiguous()
     planes, shift = [], 0
     for width in plane_widths(bits):
-        part = (codes >> shift) & ((1 << width) - 1)
-        planes.append(_words(part.to(torch.uint8), width))
+        part = codes if width == 8 else ((codes >> shift) if shift else codes) & ((1 << width) - 1)
+        planes.append(_words(part, width))
         shift += width
     return tuple(planes)
 
 
+_TOGETHER = {4: torch.int16, 2: torch.int32, 1: torch.int64}
+"""The integer of as many bytes as a byte of a plane has values, by their bits."""
+
+
 def _words(values: torch.Tensor, width: int) -> torch.Tensor:
     """uint8 [..., columns] of ``width`` bits -> int32 [..., columns * width / 32], the first in the lowest bits."""
-    each = 8 // width
-    parts = values.unflatten(-1, (-1, each))
-    out = parts[..., 0].clone()
-    for at in range(1, each):
-        out |= parts[..., at] << (at * width)
-    return out.contiguous().view(torch.int32)
+    if width == 8:
+        return values.view(torch.int32)
+    wide = values.view(_TOGETHER[width])  # a value in each byte: moved down, they meet in the lowest
+    out = wide.clone()
+    for at in range(1, 8 // width):
+        out |= wide >> (at * (8 - width))
+    return out.to(torch.uint8).view(torch.int32)
 
 
 def unpack(planes: tuple[torch.Tensor, ...], bits: int) -> torch.Tensor:

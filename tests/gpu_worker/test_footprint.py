@@ -141,16 +141,27 @@ def test_transformers_own_models_are_counted_by_their_files(tmp_path):
 # ---------------------------------------------------------------- refusing
 
 
-def refusal(folder: Path, free: int, whole: int = 0, dtype: torch.dtype = torch.float32, **flags: object) -> str:
+def refusal(
+    folder: Path, free: int, whole: int = 0, dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None, **flags: object,
+) -> str:  # fmt: skip
     """What is said of the 70B model where ``free`` bytes are."""
     args, config = config_in(folder, LLAMA_70B, **flags)
     shard = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size)
-    need = footprint_of(args, config, None, dtype, shard)
+    need = footprint_of(args, config, None, dtype, shard, cache_dtype)
     try:
         refuse_larger(config, need, Room(free, "MemAvailable", whole or free), dtype, CPU, shard)
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def test_a_narrower_model_does_not_halve_a_cache_of_its_own_dtype(tmp_path, monkeypatch):
+    monkeypatch.setattr(footprint, "cpu_has_bf16", lambda: True)
+    room = 2 * PARAMETERS + 2 * GIB  # half of the weights, and less than a cache of 8192 tokens in bfloat16
+    assert "--dtype bfloat16" not in refusal(tmp_path, room)
+    assert "--dtype bfloat16" in refusal(tmp_path, room, cache_dtype=torch.float8_e4m3fn)
+    assert "--dtype bfloat16" not in refusal(tmp_path, room - GIB, cache_dtype=torch.float8_e4m3fn)
 
 
 def test_the_line_has_the_numbers_and_what_would_fit(tmp_path, monkeypatch):

@@ -21,8 +21,8 @@ from .coded import Coded, experts_of, product_of
 from .dense import PLAIN, Dequantized, dense
 from .registry import Quantization, register
 
-_PIECE = 1 << 22
-"""Values whose codes are unpacked at a time."""
+_PIECE = 1 << 18
+"""Values whose codes are unpacked at a time: so few that all steps find them in a cache, and in memory in use."""
 _NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values; the scale is half of its power
 
