@@ -178,7 +178,7 @@ def json_of(**values: Any) -> Any:
         ("nf4", STATE, lambda t: torch.full((50000,), 91, dtype=torch.uint8), "is no quant_state .RecursionError"),
         ("nf4", STATE, lambda t: torch.full((70000,), 91, dtype=torch.uint8), "is no quant_state .ValueError: 70000"),
         ("nf4", STATE, json_of(blocksize=0), "sizes of blocks and an offset belong"),
-        ("nf4", STATE, json_of(blocksize=96), "blocks of 96 values, and rows of 128 values are not made of whole"),
+        ("nf4", STATE, json_of(blocksize=96), "blocks of 96 values by its quant_state where its absmax makes them 64"),
         (
             "nf4",
             STATE,
@@ -206,9 +206,16 @@ def test_bad_files_are_named(method: str, name: str, change: Any, said: str, tmp
     assert "\n" not in str(error.value)
 
 
-def test_what_is_not_whole_blocks_is_refused(tmp_path: Path) -> None:
-    quantized, _ = checkpoints("nf4", "llama", tmp_path / "rows", intermediate_size=96)
-    with pytest.raises(ConfigError, match=r"down_proj.weight is in blocks of 64 values, and rows of 96 values are not"):
+@pytest.mark.parametrize(("block", "width"), [(64, 96), (128, 352), (32, 160), (64, 88)])
+def test_rows_need_not_be_whole_blocks(block: int, width: int, tmp_path: Path) -> None:
+    quantized, plain = checkpoints("nf4-double", "llama", tmp_path, block, intermediate_size=width)
+    want = hidden(load(plain))
+    torch.testing.assert_close(hidden(load(quantized)), want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_tears_a_row_or_a_word_is_refused(tmp_path: Path) -> None:
+    quantized, _ = checkpoints("nf4", "llama", tmp_path / "words", intermediate_size=100)
+    with pytest.raises(ConfigError, match=r"down_proj.weight has rows of 100 values in blocks of 64, and those"):
         load(quantized)
     quantized, _ = checkpoints("nf4", "llama", tmp_path / "ranks", num_attention_heads=4, num_key_value_heads=4)
     with pytest.raises(ConfigError, match=r"would hold 0 to 32 of 128, .* units of 64; use another --tensor-parallel"):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ...kernels.codes import COLUMN_UNIT, Codes, PerGroup, pack
 from .base import Axis, Sources, Stored, Tensors, Weight
 from .coded import Coded
 from .packed import laid
-from .registry import Quantization, register
+from .registry import Found, Quantization, register
 
 _STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -90,23 +90,28 @@ def _absmax(found: Mapping[str, torch.Tensor], state: Mapping[str, Any], count: 
 
 @dataclass(frozen=True)
 class Bits4(Coded):
-    """nf4 or fp4 (``kind``), with an absmax for each ``block`` values of a row, or for whole rows.
+    """nf4 or fp4 (``kind``), with an absmax for each ``block`` values, which go on from row to row.
 
-    ``block`` is what config.json makes it, or 64, and the weight's own may be a multiple: its numbers are repeated.
+    ``block`` is what the files make it; where there are none what config.json does, or 64.
     """
 
     kind: str
     block: int
 
+    def _unit(self, weight: Weight) -> int:
+        """Columns that share an absmax in memory: as many as lie in one block wherever their row begins."""
+        return math.gcd(self.block, weight.columns.total)
+
     def tensors(self, weight: Weight) -> Sequence[Stored]:
-        sources = Sources(_NAMES, self._make)
+        unit = self._unit(weight)
+        sources = Sources(_NAMES, lambda found, shape, where: self._make(found, shape, where, unit))
         return (
             Stored("codes", Axis(), Axis(8), torch.int32, sources=sources),
-            Stored("absmax", Axis(), Axis(self.block), torch.float32, sources=sources),
+            Stored("absmax", Axis(), Axis(unit), torch.float32, sources=sources),
             Stored("quant_map", Axis(0), Axis(0, 16), torch.float32, sources=sources),
         )
 
-    def _make(self, found: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str) -> Tensors:
+    def _make(self, found: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str, unit: int) -> Tensors:
         packed, state = _need(found, "weight", where), _state(found, self.kind, where)
         if state["shape"] != shape:
             raise ConfigError(
@@ -114,17 +119,24 @@ class Bits4(Coded):
                 "check that config.json belongs to these weights."
             )
         block, (rows, columns) = state["blocksize"], shape
-        if columns % block or block % self.block:
+        if block % unit:
             raise ConfigError(
-                f"{where}.weight is in blocks of {block} values, and rows of {columns} values are not made of whole "
-                f"ones of a multiple of {self.block}; quantize it with a smaller blocksize, or use its float weights."
+                f"{where}.weight is in blocks of {block} values by its quant_state where its absmax makes them "
+                f"{self.block}; {_AGAIN}."
+            )
+        if unit % 8:
+            raise ConfigError(
+                f"{where}.weight has rows of {columns} values in blocks of {block}, and those of a weight of 4 bits "
+                "are a multiple of 8; use its float weights."
             )
         # The bytes may be kept as another dtype (bnb_4bit_quant_storage).
         bytes = _fit(packed.flatten().view(torch.uint8), "weight", rows * columns // 2, torch.uint8, where)
         codes = ((bytes << 4) | (bytes >> 4)).view(rows, columns // 2).view(torch.int32)
-        absmax = _absmax(found, state, rows * (columns // block), where).view(rows, -1)
+        absmax = _absmax(found, state, -(-rows * columns // block), where)
+        if unit != block:
+            absmax = absmax[torch.arange(0, rows * columns, unit, device=absmax.device) // block]
         table = _fit(_need(found, "weight.quant_map", where), "weight.quant_map", 16, torch.float32, where)
-        return {"codes": codes, "absmax": absmax.repeat_interleave(block // self.block, 1), "quant_map": table[None]}
+        return {"codes": codes, "absmax": absmax.view(rows, -1), "quant_map": table[None]}
 
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
         words, tables = tensors["codes"], tensors["quant_map"]
@@ -134,7 +146,7 @@ class Bits4(Coded):
             table = tables.repeat_interleave(torch.tensor(lengths, device=tables.device), -2)
         missing = -words.shape[-1] % (COLUMN_UNIT // 8)
         planes = (torch.nn.functional.pad(words, (0, missing)),) if missing else (words,)
-        return Codes(planes, 4, weight.shape[1], self.block, PerGroup(tensors["absmax"]), table=table)
+        return Codes(planes, 4, weight.shape[1], self._unit(weight), PerGroup(tensors["absmax"]), table=table)
 
 
 @dataclass(frozen=True)
@@ -180,6 +192,16 @@ def _is_skipped(module: str, skipped: Sequence[str]) -> bool:
     return any(f".{each}." in f".{module}." for each in skipped)
 
 
+def _of_files(said: Bits4 | Int8 | None, module: str, columns: int, found: Found) -> Bits4 | Int8 | None:
+    """The format with the block that its absmax shows: config.json seldom names it."""
+    weight, absmax = found.get(f"{module}.weight"), found.get(f"{module}.weight.absmax")
+    if not isinstance(said, Bits4) or weight is None or absmax is None:
+        return said
+    values, count = 2 * weight[0].itemsize * math.prod(weight[1]), math.prod(absmax[1])
+    block = 1 << (-(-values // max(1, count)) - 1).bit_length()
+    return replace(said, block=block) if -(-values // block) == count else said
+
+
 @register("bitsandbytes")
 def bitsandbytes(config: Mapping[str, Any]) -> Quantization:
     """Which modules are quantized is told by the files; llm_int8_skip_modules speaks where there are none."""
@@ -198,4 +220,4 @@ def bitsandbytes(config: Mapping[str, Any]) -> Quantization:
         if type(block) is not int or block < 32 or block & (block - 1):
             raise ConfigError(f"config.json: bnb_4bit_blocksize {block!r} is not supported; it may be 32, 64, 128, ...")
         format, marks = Bits4(kind, block), (".weight.absmax",)
-    return Quantization(lambda module: None if _is_skipped(module, skipped) else format, marks=marks)
+    return Quantization(lambda module: None if _is_skipped(module, skipped) else format, marks=marks, fit=_of_files)
