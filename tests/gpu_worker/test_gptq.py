@@ -17,7 +17,8 @@ from packed_weights import act_order, checkpoints, edit
 from safetensors.torch import load_file, save_file
 from thread_ranks import hidden, in_ranks, load
 
-from quire.gpu_worker.layers.formats import coded, gptq
+from quire.gpu_worker.kernels.cpu.library import library
+from quire.gpu_worker.layers.formats import coded, gptq, packed
 from quire.gpu_worker.layers.formats.auto_round import auto_round
 from quire.gpu_worker.layers.formats.awq import AWQ
 from quire.gpu_worker.layers.formats.base import Part, Weight, whole
@@ -404,3 +405,21 @@ def test_what_auto_round_calls_its_own() -> None:
     for changes in ({"data_type": "mx_fp"}, {"packing_format": "auto_round:fp8"}, {"act_bits": 8}):
         with pytest.raises(ConfigError, match="is not supported; quantize the model with the format auto_round:auto"):
             auto_round({**config, **changes})
+
+
+@pytest.mark.skipif(library() is None, reason="no native CPU kernels here")
+@pytest.mark.parametrize("columns", [32, 96, 100])
+@pytest.mark.parametrize(("bits", "shifts"), [(2, ()), (3, ()), (4, ()), (8, ()), (4, (0, 16, 4, 20, 8, 24, 12, 28))])
+def test_planes_by_the_native_kernels_are_those_by_torch(
+    bits: int, shifts: tuple[int, ...], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = -(-columns // 32) * 32
+    words = torch.randint(-(2**31), 2**31, (2, 9, columns if shifts else filled * bits // 32)).int()
+    orders = torch.full((2, filled + 32), columns, dtype=torch.int32)
+    orders[0, 7 : 7 + columns], orders[1, :columns] = torch.randperm(columns).int(), torch.randperm(columns).int()
+    kinds = (None, orders[0], orders)
+    native = [packed.planes_of(words, bits, columns, order, shifts) for order in kinds]
+    monkeypatch.setattr(packed, "library", lambda: None)
+    for found, order in zip(native, kinds, strict=True):
+        for ours, theirs in zip(found, packed.planes_of(words, bits, columns, order, shifts), strict=True):
+            assert torch.equal(ours, theirs)

@@ -21,8 +21,8 @@ from setuptools.command.build_ext import build_ext
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
 COMMON = (
-    "team.c", "library.c", "linear_run.c", "pack.c", "pack_codes.c", "attention_run.c", "sampler.c", "program.c",
-    "experts.c",
+    "team.c", "library.c", "linear_run.c", "pack.c", "pack_codes.c", "word_planes.c", "attention_run.c", "sampler.c",
+    "program.c", "experts.c",
 )  # fmt: skip
 """Compiled once; the other sources once for each instruction set."""
 

@@ -5,6 +5,7 @@ stay float32.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from ctypes import POINTER, addressof, byref, c_int64, c_void_p, sizeof
 
 import torch
@@ -15,7 +16,7 @@ from ..codes import Codes, PerGroup, has_nan, plane_widths
 from .library import BF16, CODES, F16, F32, Library
 from .linear import PANEL, PackedWeight, native, team
 from .structs import Codes as CodesStruct
-from .structs import Numbers, Planes, Weight
+from .structs import Numbers, Planes, Weight, Words
 
 UNIT, RUN = 32, 16
 """kernels.h's Q_UNIT and Q_RUN."""
@@ -140,6 +141,30 @@ def pack_codes(codes: Codes, gated: bool = False) -> PackedCodes:
     return PackedCodes(codes, gated)
 
 
+def word_planes(
+    words: torch.Tensor, bits: int, columns: int, order: torch.Tensor | None, planes: Sequence[torch.Tensor],
+    shifts: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """Fill ``planes`` [rows, words of a row] with the codes of int32 ``words`` [rows, at least those of ``columns``].
+
+    A row of words is a stream of one output's codes of 2, 3, 4 or 8 bits; or, with ``shifts``, a word has those of
+    eight outputs of 4 bits, each in the bits from its shift on. ``order``: int32 [columns of the planes], the code that
+    goes to each place, ``columns`` for 0; None: as they are, and zeros behind. Raises ConfigError where there are no
+    native kernels.
+    """
+    words, order = words.contiguous(), None if order is None else order.int().contiguous()
+    job = Words(
+        words=words.data_ptr(), order=None if order is None else order.data_ptr(), stride=words.shape[1],
+        rows=len(words), columns=columns, width=planes[0].shape[1] * 32 // plane_widths(bits)[0], bits=bits,
+        outputs=len(shifts) or 1,
+    )  # fmt: skip
+    job.shifts[: len(shifts)] = shifts
+    for at, plane in enumerate(planes):
+        job.planes[at] = plane.data_ptr()
+    if _native().c.q_word_planes(team(), byref(job)):
+        raise MemoryError(f"no memory to read codes of {columns} columns")
+
+
 def _places(weight: Weight) -> torch.Tensor:
     """int64 [panels * PANEL]: the row that each column of the panels is; ``outputs`` where none."""
     at = torch.arange(weight.panels * PANEL)
@@ -164,11 +189,14 @@ def _is_e4m3(codes: Codes) -> bool:
 
 @functools.cache
 def _native() -> Library:
-    """The library with the functions of ``pack_codes.c`` declared. Raises ConfigError, as ``linear.native``."""
+    """The library with the functions of ``pack_codes.c`` and ``word_planes.c`` declared. Raises ConfigError, as
+    ``linear.native``.
+    """
     found = native()
-    found.c.q_planes_size.restype = c_int64
-    if found.c.q_planes_size() != sizeof(Planes):
+    found.c.q_planes_size.restype = found.c.q_words_size.restype = c_int64
+    if (found.c.q_planes_size(), found.c.q_words_size()) != (sizeof(Planes), sizeof(Words)):
         raise ConfigError("the native CPU kernels are of another version of quire; install it again.")
     found.c.q_pack_codes.argtypes = (c_void_p, POINTER(Planes), POINTER(Weight))
     found.c.q_pack_codes.restype = None
+    found.c.q_word_planes.argtypes = (c_void_p, POINTER(Words))
     return found

@@ -42,6 +42,15 @@ class Planes(Structure):
     ]  # fmt: skip
 
 
+class Words(Structure):
+    """q_words: codes in the words of a checkpoint."""
+
+    _fields_ = [
+        ("words", c_void_p), ("order", c_void_p), ("planes", c_void_p * 3), ("stride", c_int64), ("rows", c_int32),
+        ("columns", c_int32), ("width", c_int32), ("bits", c_int32), ("outputs", c_int32), ("shifts", c_int32 * 8),
+    ]  # fmt: skip
+
+
 class Rows(Structure):
     """q_rows: rows of activations as a product reads them."""
 

@@ -17,7 +17,7 @@ from ...kernels.codes import COLUMN_UNIT, Codes, PerGroup
 from .base import Axis, Stored, Tensors, Weight
 from .coded import Coded
 from .gptq import floats_of, group_size, scales_of
-from .packed import check_scales, grouping, laid, planes_of, unpacked, whole_number
+from .packed import check_scales, grouping, outputs_of, planes_of, unpacked, whole_number
 from .registry import Found, Quantization, register
 
 _EACH = 8
@@ -67,23 +67,16 @@ class AWQ(Coded):
         scales, zeros = tensors["scales"][..., :count], torch.tensor(_MIDDLE)
         check_scales(scales, weight)
         if not self.gemv:
-            planes = planes_of(words, 4, columns, groups.order, _outputs, _EACH)
+            planes = planes_of(words, 4, columns, groups.order, _SHIFTS)
         elif groups.order is not None or columns % COLUMN_UNIT:
-            planes = planes_of(words, 4, columns, groups.order, lambda rows: unpacked(rows, 4))
+            planes = planes_of(words, 4, columns, groups.order)
         else:
             planes = (words,)
         if self.zeros:
-            zeros = unpacked(tensors["qzeros"], 4)[..., :count] if self.gemv else _outputs(tensors["qzeros"])
+            zeros = unpacked(tensors["qzeros"], 4)[..., :count] if self.gemv else outputs_of(tensors["qzeros"], _SHIFTS)
             zeros = groups.spread(zeros)
         scales = groups.spread(scales)
         return Codes(planes, 4, columns, groups.size, PerGroup(scales), whole_number(zeros), order=groups.order)
-
-
-def _outputs(words: torch.Tensor) -> torch.Tensor:
-    """int32 [..., rows / 8, columns], each word of eight rows, to uint8 [..., rows, columns]."""
-    bytes = laid(words).view(torch.uint8).unflatten(-1, (-1, 4))
-    rows = [(bytes[..., shift // 8] >> shift % 8) & 15 for shift in _SHIFTS]
-    return torch.stack(rows, -2).flatten(-3, -2)
 
 
 def _gemv_width(columns: int, group: int) -> int:

@@ -67,8 +67,7 @@ class GPTQ(Coded):
         if not self.v2:
             zeros = (zeros + 1) & ((1 << self.bits) - 1)
         if self.bits == 3 or groups.order is not None or columns % COLUMN_UNIT:
-            bits = self.bits
-            planes = planes_of(words, bits, columns, groups.order, lambda rows: unpacked(rows, bits))
+            planes = planes_of(words, self.bits, columns, groups.order)
         else:
             planes = (words,)
         scales = PerGroup(groups.spread(tensors["scales"]))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from ...kernels.codes import COLUMN_UNIT, pack, plane_widths, unpack
+from ...kernels.cpu.codes import word_planes
+from ...kernels.cpu.library import library
 from .base import Part, TensorError, Weight
 
 _PIECE = 1 << 22
@@ -143,15 +145,21 @@ def laid(words: torch.Tensor) -> torch.Tensor:
     return words.reshape(-1).view(words.shape)
 
 
+def outputs_of(words: torch.Tensor, shifts: Sequence[int]) -> torch.Tensor:
+    """int32 [..., rows / 8, columns], each word of eight rows at ``shifts``, to uint8 [..., rows, columns]."""
+    bytes = laid(words).view(torch.uint8).unflatten(-1, (-1, 4))
+    rows = [(bytes[..., shift // 8] >> shift % 8) & 15 for shift in shifts]
+    return torch.stack(rows, -2).flatten(-3, -2)
+
+
 def planes_of(
-    words: torch.Tensor, bits: int, columns: int, order: torch.Tensor | None,
-    read: Callable[[torch.Tensor], torch.Tensor], rows: int = 1,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    words: torch.Tensor, bits: int, columns: int, order: torch.Tensor | None, shifts: Sequence[int] = ()
+) -> tuple[torch.Tensor, ...]:
     """The planes of int32 ``words`` [..., rows of words, words], with their columns in ``order``.
 
-    ``read``: of some rows of words the codes, uint8 [rows * ``rows``, at least ``columns``].
+    A row has the codes of one output, as ``unpacked`` reads them; with ``shifts`` of eight, as ``outputs_of`` does.
     """
-    width = _padded(columns) if order is None else order.shape[-1]
+    width, rows = _padded(columns) if order is None else order.shape[-1], len(shifts) or 1
     flat = words.flatten(0, -2)
     planes = tuple(
         torch.empty(len(flat) * rows, width * each // 32, dtype=torch.int32, device=words.device)
@@ -159,17 +167,28 @@ def planes_of(
     )  # fmt: skip
     # Rows of an order of their own: one expert's, else all.
     run = words.shape[-2] if order is not None and order.dim() > 1 else len(flat)
-    step = max(1, _PIECE // max(1, columns * rows))
+    native = words.device.type == "cpu" and library() is not None
     for start in range(0, len(flat), max(1, run)):
         index = order if order is None or order.dim() == 1 else order[start // run]
-        for at in range(start, start + run, step):
-            end = min(at + step, start + run)
-            codes = read(flat[at:end])[..., :columns]
-            if index is not None:
-                codes = F.pad(codes, (0, 1)).index_select(-1, index)
-            for plane, made in zip(planes, pack(codes, bits), strict=True):
-                plane[at * rows : end * rows] = made
+        into = [plane[start * rows : (start + run) * rows] for plane in planes]
+        (word_planes if native else _planes_by_torch)(flat[start : start + run], bits, columns, index, into, shifts)
     return tuple(plane.view(*words.shape[:-2], words.shape[-2] * rows, plane.shape[-1]) for plane in planes)
+
+
+def _planes_by_torch(
+    words: torch.Tensor, bits: int, columns: int, order: torch.Tensor | None, planes: Sequence[torch.Tensor],
+    shifts: Sequence[int],
+) -> None:  # fmt: skip
+    """``word_planes`` on any device."""
+    rows = len(shifts) or 1
+    step = max(1, _PIECE // max(1, columns * rows))
+    for at in range(0, len(words), step):
+        piece = words[at : at + step]
+        codes = (outputs_of(piece, shifts) if shifts else unpacked(piece, bits))[..., :columns]
+        if order is not None:
+            codes = F.pad(codes, (0, 1)).index_select(-1, order)
+        for plane, made in zip(planes, pack(codes, bits), strict=True):
+            plane[at * rows : (at + step) * rows] = made
 
 
 # --- numbers of each group ---

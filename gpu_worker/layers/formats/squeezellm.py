@@ -21,7 +21,7 @@ from ...kernels.codes import COLUMN_UNIT, Codes, PerGroup
 from .base import Axis, ExpertProducts, Run, Sources, Stored, TensorError, Tensors, Weight
 from .coded import Coded, experts_of, product_of
 from .dense import dense
-from .packed import part_of, planes_of, unpacked
+from .packed import part_of, planes_of
 from .registry import Quantization, register
 
 _AGAIN = "download the file again"
@@ -152,7 +152,7 @@ class SqueezeLLM(Coded):
             said = f"holds numbers that are not finite; {_AGAIN}."
             raise TensorError("lookup_table", said, part_of(int(odd.nonzero()[0]), weight.parts))
         if self.bits == 3 or columns % COLUMN_UNIT:
-            planes = planes_of(words, self.bits, columns, None, lambda rows: unpacked(rows, self.bits))
+            planes = planes_of(words, self.bits, columns, None)
         else:
             planes = (words,)
         ones = torch.ones(*words.shape[:-2], 1, 1, device=words.device)

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "code_places.h"
+#include "eight_codes.h"
 #include "linear.h"
 #include "team.h"
 
@@ -10,7 +11,7 @@
 typedef struct {
   const uint32_t *planes[3];
   int64_t strides[3]; /* words from row to row */
-  int32_t widths[3];  /* 0: no such plane */
+  int32_t widths[3];  /* as the weight's bits have them; 0: no such plane */
   int32_t flip;       /* exclusive-ored to each code */
   int32_t units;      /* of a row of the planes; what the weight has beyond is 0 */
 } q_planes;
@@ -21,20 +22,30 @@ typedef struct {
   _Atomic int32_t next;
 } pack_codes_task;
 
-/* The codes of one unit of a row. */
-static void unit_codes(const q_planes *from, int32_t row, int32_t unit, uint8_t out[Q_UNIT]) {
-  memset(out, from->flip, Q_UNIT);
-  int shift = 0;
-  for (int plane = 0; plane < 3 && from->widths[plane]; plane++) {
-    const int width = from->widths[plane], mask = (1 << width) - 1, each = 32 / width;
-    const uint32_t *words = from->planes[plane] + row * from->strides[plane] + (int64_t)unit * width;
-    for (int at = 0; at < Q_UNIT; at++) out[at] ^= (uint8_t)((words[at / each] >> at % each * width & mask) << shift);
-    shift += width;
+/* Put the codes' bits of one plane, from bit ``shift`` on, to those of the planes before. */
+static inline __attribute__((always_inline)) void add_plane(const q_planes *from, int plane, int32_t row, int32_t unit,
+                                                            const int width, int shift, uint8_t out[Q_UNIT]) {
+  const uint8_t *bytes = (const uint8_t *)(from->planes[plane] + row * from->strides[plane] + (int64_t)unit * width);
+  for (int at = 0; at < Q_UNIT; at += 8, bytes += width) {
+    uint64_t eight = q_load_bytes(out + at, 8) ^ q_widened(q_load_bytes(bytes, width), width) << shift;
+    memcpy(out + at, &eight, 8);
   }
 }
 
+/* The codes of one unit of a row. */
+static inline __attribute__((always_inline)) void unit_codes(const q_planes *from, int32_t row, int32_t unit,
+                                                             const int bits, uint8_t out[Q_UNIT]) {
+  memset(out, from->flip, Q_UNIT);
+  int plane = 0;
+  if (bits & 8) add_plane(from, plane++, row, unit, 8, 0, out);
+  if (bits & 4) add_plane(from, plane++, row, unit, 4, bits & 8, out);
+  if (bits & 2) add_plane(from, plane++, row, unit, 2, bits & 12, out);
+  if (bits & 1) add_plane(from, plane++, row, unit, 1, bits & 14, out);
+}
+
 /* The words of a unit, ``Q_PANEL`` apart. */
-static void unit_words(int bits, const uint8_t codes[Q_UNIT], uint32_t *out) {
+static inline __attribute__((always_inline)) void unit_words(const int bits, const uint8_t codes[Q_UNIT],
+                                                             uint32_t *out) {
   uint32_t words[8] = {0};
   const int whole = q_whole_codes(bits), each = 32 / bits;
   for (int place = 0; place < whole; place++) words[place / each] |= (uint32_t)codes[place] << q_code_shift(bits, place);
@@ -46,25 +57,38 @@ static void unit_words(int bits, const uint8_t codes[Q_UNIT], uint32_t *out) {
   for (int word = 0; word < bits; word++) out[word * Q_PANEL] = words[word];
 }
 
-static void pack_code_panel(const q_planes *from, const q_weight *to, int32_t panel) {
-  const int bits = to->codes->bits;
+/* With ``bits`` known to the compiler, which then knows each place. */
+static inline __attribute__((always_inline)) void pack_units(const q_planes *from, const q_weight *to, int32_t panel,
+                                                             const int bits) {
   const int32_t units = to->padded_inputs / Q_UNIT;
   const int as_they_are = from->widths[0] == bits && from->flip == 0 && 32 % bits == 0;
   uint32_t *out = (uint32_t *)to->data + (int64_t)panel * units * bits * Q_PANEL;
   for (int32_t unit = 0; unit < units; unit++, out += bits * Q_PANEL)
     for (int32_t column = 0; column < Q_PANEL; column++) {
       int32_t row = q_row_of(to, panel, column);
-      uint8_t codes[Q_UNIT] = {0};
+      uint8_t codes[Q_UNIT];
       if (row < 0 || unit >= from->units) {
         for (int word = 0; word < bits; word++) out[word * Q_PANEL + column] = 0;
       } else if (as_they_are) {
         const uint32_t *words = from->planes[0] + row * from->strides[0] + (int64_t)unit * bits;
         for (int word = 0; word < bits; word++) out[word * Q_PANEL + column] = words[word];
       } else {
-        unit_codes(from, row, unit, codes);
+        unit_codes(from, row, unit, bits, codes);
         unit_words(bits, codes, out + column);
       }
     }
+}
+
+static void pack_code_panel(const q_planes *from, const q_weight *to, int32_t panel) {
+  switch (to->codes->bits) {
+    case 2: pack_units(from, to, panel, 2); return;
+    case 3: pack_units(from, to, panel, 3); return;
+    case 4: pack_units(from, to, panel, 4); return;
+    case 5: pack_units(from, to, panel, 5); return;
+    case 6: pack_units(from, to, panel, 6); return;
+    case 7: pack_units(from, to, panel, 7); return;
+    default: pack_units(from, to, panel, 8);
+  }
 }
 
 static void run_pack_codes(void *argument, int id, int threads) {
