@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...proto.config import ConfigError
-from ..layers.formats.base import Format, Sources, TensorError
+from ..layers.formats.base import Format, Part, Sources, TensorError
 from ..layers.formats.registry import Found, Quantization
 from ..spec import DecoderSpec, Layout, WeightNames
 from .files import Entry
@@ -242,10 +242,22 @@ def _put_sparse(parts: Parts, place: Place, tensor: torch.Tensor) -> None:
             rows = np.arange(base + part.start, base + part.stop)
             order = place.layout.order
             rows = rows if order is None else order(parts.spec, local.layer)[rows]
-            piece = tensor.index_select(0, torch.from_numpy(rows))
-            piece = piece.index_select(1, torch.arange(local.columns.start, local.columns.stop))
-            parts.take_sparse(local, index, piece)
+            parts.take_sparse(local, index, _cut(tensor, rows, local.columns))
         base += part.total
+
+
+def _cut(tensor: torch.Tensor, rows: np.ndarray, columns: Part) -> torch.Tensor:
+    """``rows``, in their order, and ``columns`` of a coalesced sparse tensor, coalesced again.
+
+    torch's index_select of tens of thousands of entries works in threads that are not in inference mode, and raises.
+    """
+    row_of = torch.full((len(tensor),), -1)
+    row_of[torch.from_numpy(rows)] = torch.arange(len(rows))
+    row, column = row_of[tensor.indices()[0]], tensor.indices()[1]
+    kept = (row >= 0) & (column >= columns.start) & (column < columns.stop)
+    indices = torch.stack((row[kept], column[kept] - columns.start))
+    shape = (len(rows), len(columns))
+    return torch.sparse_coo_tensor(indices, tensor.values()[kept], shape, check_invariants=False).coalesce()
 
 
 def _put(parts: Parts, place: Place, entry: Entry) -> None:

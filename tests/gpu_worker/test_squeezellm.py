@@ -75,6 +75,39 @@ def test_the_definitions_values_are_multiplied_by(
     assert torch.equal(hidden(load(quantized)), want)  # the same weights, so the same bits
 
 
+def test_a_sparse_part_of_many_entries_is_cut_with_several_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own cut of more than 32768 entries raises where inference mode and threads meet."""
+    monkeypatch.setitem(SIZES, "hidden_size", 128)
+    monkeypatch.setitem(SIZES, "intermediate_size", 352)
+    quantized, plain = checkpoints("4-sparse", "llama", tmp_path)
+    file = next(quantized.glob("*.pt"))
+    tensors, floats = torch.load(file, weights_only=True), load_file(plain / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    random = torch.Generator().manual_seed(4)
+    sparse = torch.randn(352, 128, generator=random)
+    ends, columns, values = (tensors[f"{name}.{key}"] for key in ("rows", "cols", "vals"))
+    rows = torch.arange(352).repeat_interleave(ends.diff())
+    floats[f"{name}.weight"] += sparse
+    floats[f"{name}.weight"][rows, columns.long()] -= values
+    rows, columns = sparse.nonzero(as_tuple=True)
+    assert len(rows) > 40_000
+    ends = torch.cat((torch.zeros(1), rows.bincount(minlength=352).cumsum(0))).int()
+    tensors |= {f"{name}.rows": ends, f"{name}.cols": columns.int(), f"{name}.vals": sparse[rows, columns],
+                f"sparse_threshold.{name}": len(rows)}  # fmt: skip
+    torch.save(tensors, file)
+    save_file(floats, plain / "model.safetensors")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        want = hidden(load(plain))
+        for each in (hidden(load(quantized)), *in_ranks(quantized, 2)):
+            torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_sparse_product_of_a_row_does_not_hang_on_others() -> None:
     random = torch.Generator().manual_seed(0)
     matrix = torch.randn(50, 40, generator=random) * (torch.rand(50, 40, generator=random) < 0.2)
