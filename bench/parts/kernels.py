@@ -129,7 +129,7 @@ def linear_cases(args: argparse.Namespace) -> Iterator[Case]:
             size = outputs * inputs * (CODED[name] / 8 if name in CODED else WEIGHT_BYTES[name])
             copies = math.ceil(ROTATED / size)
             plain = torch.randn(outputs, inputs, dtype=dtype) * 0.02
-            packed = itertools.cycle([pack_as(plain, name) for _ in range(copies)])
+            packed = itertools.cycle(packed_copies(plain, name, copies))
             made = {} if name in CODED else other_products(plain, copies)
             others = {other: itertools.cycle(runs) for other, runs in made.items()}
             for rows in args.rows:
@@ -164,23 +164,25 @@ def other_products(matrix: Any, copies: int) -> dict[str, list[Any]]:
     }
 
 
-def pack_as(matrix: Any, name: str) -> Any:
-    """A matrix in the kernels' panels, as weights of a type."""
+def packed_copies(matrix: Any, name: str, copies: int) -> list[Any]:
+    """A matrix in the kernels' panels, as weights of a type, so many times."""
+    from quire.gpu_worker.kernels.cpu.codes import pack_codes
     from quire.gpu_worker.kernels.cpu.library import BF16, F32, I4, I8
     from quire.gpu_worker.kernels.cpu.linear import pack
 
     if name in CODED:
-        return random_codes(name, *matrix.shape)
-    return pack(matrix, {"float32": F32, "bfloat16": BF16, "int8": I8, "int4": I4}[name])
+        codes = random_codes(name, *matrix.shape)  # once: it takes much longer than packing
+        return [pack_codes(codes) for _ in range(copies)]
+    kind = {"float32": F32, "bfloat16": BF16, "int8": I8, "int4": I4}[name]
+    return [pack(matrix, kind) for _ in range(copies)]
 
 
 def random_codes(name: str, outputs: int, inputs: int) -> Any:
-    """Codes as one of CODED has them, of random values, in the kernels' panels."""
+    """Codes as one of CODED has them, of random values."""
     import torch
 
     from quire.gpu_worker.kernels.codes import Codes, PerGroup
     from quire.gpu_worker.kernels.codes import pack as planes_of
-    from quire.gpu_worker.kernels.cpu.codes import pack_codes
 
     bits, group = CODED[name], {"nf4": 64, "q4_k": 32}.get(name, 128)
     groups = -(-inputs // group)
@@ -189,12 +191,12 @@ def random_codes(name: str, outputs: int, inputs: int) -> Any:
     fine = torch.randint(0, 1 << min(bits, 6), (outputs, groups), dtype=torch.uint8)
     if name == "q4_k":
         two = PerGroup((torch.rand(outputs, -(-groups // 8)) * 0.01).half(), fine, 8)
-        return pack_codes(replace(codes, scales=two, mins=two))
+        return replace(codes, scales=two, mins=two)
     if name == "nf4":
-        return pack_codes(replace(codes, table=torch.linspace(-1, 1, 16)))
+        return replace(codes, table=torch.linspace(-1, 1, 16))
     if name == "fp8":
-        return pack_codes(replace(codes, table=torch.arange(256).byte().view(torch.float8_e4m3fn).float()))
-    return pack_codes(replace(codes, zeros=fine))
+        return replace(codes, table=torch.arange(256).byte().view(torch.float8_e4m3fn).float())
+    return replace(codes, zeros=fine)
 
 
 def attention_cases(args: argparse.Namespace) -> Iterator[Case]:
