@@ -13,7 +13,8 @@ from .table import TABLES, Row, load
 GPU, BENCHMARKS = ROOT / "docs" / "gpu.md", ROOT / "docs" / "benchmarks.md"
 SHOWN = (
     "attention.decode-8", "attention.decode-256", "attention.prefill-8", "attention.prefill-2048",
-    "attention.dim-256-prefill", "attention.fp32-prefill", "moe.decode-8", "moe.prefill-2048",
+    "attention.dim-256-prefill", "attention.fp32-prefill", "attention.e4m3-decode-8", "attention.e4m3-prefill-2048",
+    "moe.decode-8", "moe.prefill-2048", "codes.awq-8", "codes.awq-256", "codes.experts-8", "narrow.int8-2048",
     "sampler.threshold", "sampler.draw", "layers.rms-norm-and-residual", "layers.rope-and-cache",
 )  # fmt: skip
 """The launches whose rows docs/gpu.md shows; the file has all."""

@@ -74,25 +74,28 @@ def launches(layer: LayerShape, shape: StepShape) -> list[tuple[Variant, int]]:
     group, card = layer.heads // layer.kv_heads, card_of(layer.device)
     sizes = layer.head_dim, layer.dtype, group
     if batch_invariant():
-        return [(Variant(False, invariant_tiles(*sizes, card)), 1)]
+        return [(Variant(False, invariant_tiles(*sizes, card, layer.narrow)), 1)]
     made = []
     if shape.decodes:
-        tiles = decode_tiles(*sizes, card)
+        tiles = decode_tiles(*sizes, card, layer.narrow)
         context = shape.context if layer.window is None else min(shape.context, layer.window)
-        splits = choose_splits(shape.decodes * layer.kv_heads, context, layer.head_dim, layer.dtype, tiles, card)
+        heads, kind = shape.decodes * layer.kv_heads, (layer.head_dim, layer.dtype, tiles, card, layer.narrow)
+        splits = choose_splits(heads, context, *kind)
         made.append((Variant(True, tiles, splits > 1), splits))
     if shape.decodes < shape.rows:
         made.append((Variant(False, prefill_tiles(*sizes, shape.query_len, card, layer.narrow)), 1))
     return made
 
 
-def decode_tiles(head_dim: int, dtype: torch.dtype, group: int, card: Card) -> Tiles:
-    """Tiles for rows of one token; ``group`` query heads share a key head.
+def decode_tiles(head_dim: int, dtype: torch.dtype, group: int, card: Card, narrow: bool = False) -> Tiles:
+    """Tiles for rows of one token, over an fp8 cache if ``narrow``; ``group`` query heads share a key head.
 
     Block numbers come one stage before the keys they point at, so three stages have one tile of keys under way while
-    another is used.
+    another is used. Keys of 128 dims that are widened in registers take 181 of them on a Hopper if there are 64, and
+    128 if there are 32, so that a processor holds four programs instead of two.
     """
-    return _fit(Tiles(max(16, power(group)), _keys(dtype, card), 4, _stages(card)), head_dim, dtype, card)
+    keys = 32 if narrow and power(head_dim) > 64 else _keys(dtype, card)
+    return _fit(Tiles(max(16, power(group)), keys, 4, _stages(card)), head_dim, dtype, card, narrow)
 
 
 def prefill_tiles(
@@ -100,17 +103,23 @@ def prefill_tiles(
 ) -> Tiles:
     """Tiles for rows of up to ``max_query_len`` tokens, over an fp8 cache if ``narrow``."""
     rows = power(max_query_len * group)
-    return _wide_tiles(head_dim, dtype, group, min(rows, NARROW_ROWS) if narrow else rows, card)
+    return _wide_tiles(head_dim, dtype, group, min(rows, NARROW_ROWS) if narrow else rows, card, narrow)
 
 
-def invariant_tiles(head_dim: int, dtype: torch.dtype, group: int, card: Card) -> Tiles:
+def invariant_tiles(head_dim: int, dtype: torch.dtype, group: int, card: Card, narrow: bool = False) -> Tiles:
     """The tiles of every row in every step, where bits must not depend on the step."""
-    return _wide_tiles(head_dim, dtype, group, INVARIANT_ROWS, card)
+    return _wide_tiles(head_dim, dtype, group, INVARIANT_ROWS, card, narrow)
 
 
 @lru_cache(maxsize=1 << 16)
 def choose_splits(
-    heads_in_batch: int, context: int, head_dim: int, dtype: torch.dtype, tiles: Tiles, card: Card
+    heads_in_batch: int,
+    context: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    tiles: Tiles,
+    card: Card,
+    narrow: bool = False,
 ) -> int:
     """Into how many parts the keys of rows of one token are shared out; ``heads_in_batch`` is rows x key heads.
 
@@ -118,7 +127,7 @@ def choose_splits(
     them. What counts is the waves, times the keys that the longest program reads: the fewest splits are taken that come
     within a tenth of the best. ``context`` is an upper bound of the keys that any row sees.
     """
-    slots = card.processors * resident(head_dim, dtype, tiles, card)
+    slots = card.processors * resident(head_dim, dtype, tiles, card, narrow)
     most = min(MAX_SPLITS, max(1, context // MIN_KEYS_PER_SPLIT))
     key_tiles, costs = -(-context // tiles.block_n), []
     for count in range(1, most + 1):
@@ -136,19 +145,23 @@ def _stages(card: Card) -> int:
     return 2 if card.backend == "hip" else 3
 
 
-def _wide_tiles(head_dim: int, dtype: torch.dtype, group: int, rows: int, card: Card) -> Tiles:
+def _wide_tiles(head_dim: int, dtype: torch.dtype, group: int, rows: int, card: Card, narrow: bool) -> Tiles:
     # The accumulator lives in registers: 128 rows of 128 values over 8 warps. float32 products need three passes and
     # more registers still.
     padded, half = power(head_dim), dtype.itemsize == 2
     wide, keys = max(128, padded), _keys(dtype, card)
     block_m = max(16, power(group), min((128 if half else 32) * 128 // wide, rows))
     if half and asynchronous(card) and block_m >= 64:
-        return _fit(Tiles(block_m, keys, 8 if block_m * wide >= 128 * 128 else 4, 3), head_dim, dtype, card)
-    # Other products take their operands from registers: with 64 keys the widest accumulator spills, and so does
-    # fetching block numbers a stage ahead.
-    if block_m * padded >= 128 * 128 and (card.backend != "hip" or padded > 128):
+        if narrow and padded > 128:  # 64 keys that are widened beside 64 rows of 256 dims spill
+            keys //= 2
+        warps = 8 if block_m * wide >= 128 * 128 else 4
+        return _fit(Tiles(block_m, keys, warps, 3), head_dim, dtype, card, narrow)
+    # Other products take their operands from registers: with 64 keys the widest accumulator spills, half as wide a one
+    # too if keys are widened (with Triton 3.4), and so does fetching block numbers a stage ahead.
+    if block_m * padded >= (64 if narrow else 128) * 128 and (card.backend != "hip" or padded > 128):
         keys //= 2
-    return _fit(Tiles(block_m, keys, 4 if half and block_m * wide < 64 * 128 else 8, 2), head_dim, dtype, card)
+    warps = 4 if half and block_m * wide < 64 * 128 else 8
+    return _fit(Tiles(block_m, keys, warps, 2), head_dim, dtype, card, narrow)
 
 
 def asynchronous(card: Card) -> bool:
@@ -156,41 +169,45 @@ def asynchronous(card: Card) -> bool:
     return card.backend == "cuda" and int(card.arch) // 10 in (9, 10, 11)
 
 
-def shared_bytes(head_dim: int, dtype: torch.dtype, tiles: Tiles, card: Card) -> int:
+def shared_bytes(head_dim: int, dtype: torch.dtype, tiles: Tiles, card: Card, narrow: bool = False) -> int:
     """An upper bound of the shared memory that the compiled kernel takes, and close to it.
 
     Queries, one tile of keys and one of values, the probabilities on their way from one product to the other, and
     block numbers of this tile and the next. Asynchronous products need a second tile of each. Read off the compiled
     kernels, which a test does again: the bound holds for any number of stages, as keys wait for their block numbers
-    and are never fetched more than one tile ahead.
+    and are never fetched more than one tile ahead. Keys of an fp8 cache (``narrow``) lie there as they are stored, and
+    for asynchronous products once more in the queries' type.
     """
     row = max(16, power(head_dim)) * dtype.itemsize
-    queries, keys, weights = tiles.block_m * row, tiles.block_n * row, tiles.block_m * tiles.block_n * dtype.itemsize
+    queries, wide, weights = tiles.block_m * row, tiles.block_n * row, tiles.block_m * tiles.block_n * dtype.itemsize
+    keys = wide // 2 if narrow and dtype.itemsize == 2 else wide
     if card.backend == "hip":  # queries are in registers by the time that keys come
         return max(queries, 2 * keys + (weights if dtype.itemsize > 2 or tiles.block_m >= 64 else 0))
     parts = 1 if dtype.itemsize == 2 else 2  # float32 is multiplied as two parts, of the left operand both kept
     synchronous = parts * (queries + weights) + 2 * keys + 8 * tiles.block_n
     if asynchronous(card) and tiles.block_m >= 64:
         held = weights + 512 if int(card.arch) >= 100 else 0  # by barriers, and by old compilers probabilities too
-        return max(synchronous, queries + 4 * keys + held + 8 * tiles.block_n + 16 * tiles.block_m)
+        return max(synchronous, queries + (3 if narrow else 4) * wide + held + 8 * tiles.block_n + 16 * tiles.block_m)
     return synchronous
 
 
-def resident(head_dim: int, dtype: torch.dtype, tiles: Tiles, card: Card) -> int:
+def resident(head_dim: int, dtype: torch.dtype, tiles: Tiles, card: Card, narrow: bool = False) -> int:
     """About how many programs of decodes run on one processor at a time: what its registers and shared memory hold."""
-    # Of a thread, as compiled without splits: 64 dims take 64-79 registers, 128 dims 111-154, 256 dims 168-227.
-    registers = min(217, max(72, int(power(head_dim) * 1.17)))
+    # Of a thread, as compiled without splits: 64 dims take 64-79 registers, 128 dims 111-154, 256 dims 168-227; over
+    # an fp8 cache 64 dims 96, 128 dims 128-167, 256 dims 168.
+    registers = min(217, max(96 if narrow else 72, int(power(head_dim) * 1.17)))
     if card.backend == "hip":  # of 512 in each lane of four units, which a program's four wavefronts go round
         by_registers = 512 // registers
     else:
         by_registers = 65536 // (-(-registers // 8) * 8 * 32 * tiles.warps)
     kept = 0 if card.backend == "hip" else 1024  # by the driver, of each program's shared memory
-    return max(1, min(by_registers, card.shared_processor // (shared_bytes(head_dim, dtype, tiles, card) + kept)))
+    shared = shared_bytes(head_dim, dtype, tiles, card, narrow) + kept
+    return max(1, min(by_registers, card.shared_processor // shared))
 
 
-def _fit(tiles: Tiles, head_dim: int, dtype: torch.dtype, card: Card) -> Tiles:
+def _fit(tiles: Tiles, head_dim: int, dtype: torch.dtype, card: Card, narrow: bool) -> Tiles:
     """Fewer keys a tile, then fewer rows, until a program's shared memory is what the card has."""
-    while shared_bytes(head_dim, dtype, tiles, card) > card.shared:
+    while shared_bytes(head_dim, dtype, tiles, card, narrow) > card.shared:
         if tiles.block_n > 16:
             tiles = replace(tiles, block_n=tiles.block_n // 2)
         elif tiles.block_m > 16:

@@ -80,14 +80,15 @@ def test_cards_of_99_kib_have_tiles_worth_having(card, on):
 @pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_tiles_fit_the_card(name, dim, dtype, on):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_tiles_fit_the_card(name, dim, dtype, narrow, on):
     on(name)
     card = CARDS[name]
     for group in (1, 4, 7, 16):
-        layer = LayerShape(8 * group, 8, dim, None, dtype, torch.device("cpu"))
+        layer = LayerShape(8 * group, 8, dim, None, dtype, torch.device("cpu"), narrow)
         for length in (2, 5, 17, 512):
             for variant, _ in attention_tiles.launches(layer, StepShape(5, 4, 4 + length, length, 4096)):
-                assert attention_tiles.shared_bytes(dim, dtype, variant.tiles, card) <= card.shared
+                assert attention_tiles.shared_bytes(dim, dtype, variant.tiles, card, narrow) <= card.shared
                 assert variant.tiles.block_n >= 16 and variant.tiles.block_m >= group
 
 
@@ -106,7 +107,8 @@ def test_the_estimate_of_shared_memory_is_what_compiled_kernels_take():
         dtype = torch.float32 if "fp32" in launch else BF16
         block_m, block_n = (int(size[1:]) for size in tile.split(",")[:2])
         tiles = Tiles(block_m, block_n, int(warps), int(stages))
-        estimate = attention_tiles.shared_bytes(dim, dtype, tiles, targets[target])
+        narrow = "e4m3" in launch or "e5m2" in launch
+        estimate = attention_tiles.shared_bytes(dim, dtype, tiles, targets[target], narrow)
         assert int(shared) <= estimate <= 1.55 * int(shared), line
         seen += 1
     assert seen > 60
@@ -128,6 +130,17 @@ def test_splits_fill_whole_waves(card, on):
     assert launches(StepShape(4096, 4096, 4096, 1, 8192))[0][1] == 1
     for context in (1, 100, 255):
         assert launches(StepShape(1, 1, 1, 1, context))[0] == (Variant(True, variant.tiles, False), 1)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_keys_that_are_widened_take_smaller_tiles(card, on):
+    """As many rows and keys as are not widened would spill, or leave room for half of the programs."""
+    on(card)
+    for dim, keys in ((64, 64), (128, 32), (256, 32)):
+        layer = LayerShape(32, 8, dim, None, BF16, torch.device("cpu"), narrow=True)
+        [(decode, _), (prompt, _)] = attention_tiles.launches(layer, StepShape(5, 4, 1028, 1024, 4096))
+        assert decode.tiles.block_n == (keys if CARDS[card].backend == "cuda" else 32)
+        assert prompt.tiles.block_m == 64 and prompt.tiles.block_n <= (64 if dim < 256 else 32)
 
 
 def test_a_window_bounds_the_splits(on):
