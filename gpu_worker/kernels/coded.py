@@ -32,6 +32,8 @@ STEPS = (16, 32, 256)
 LIBRARY_ROWS = STEPS[-1]
 PIECE_BYTES = 1 << 27
 """Of the values that are made at a time for the library."""
+_PIECE_ROWS = 64
+"""A piece has a multiple of so many rows: what the library writes begins at an address that suits its fast kernels."""
 _ALL = 1 << 30
 """As the columns of a group, or groups of a number: all there are."""
 _VALUES_BLOCK = 32, 128
@@ -295,7 +297,8 @@ def values(held: Held, dtype: torch.dtype, first: int = 0, stop: int | None = No
 
 def library_product(x: torch.Tensor, held: Held, bias: torch.Tensor | None) -> torch.Tensor:
     """``product`` of many rows, by the vendor's library: with values that are made a piece of the weight at a time."""
-    step = max(1, PIECE_BYTES // max(1, held.columns * x.element_size()))
+    step = PIECE_BYTES // max(1, held.columns * x.element_size())
+    step = max(_PIECE_ROWS, step // _PIECE_ROWS * _PIECE_ROWS)
     if step >= held.rows:
         return torch.nn.functional.linear(x, values(held, x.dtype), bias)
     out = torch.empty((len(x), held.rows), dtype=x.dtype, device=x.device)

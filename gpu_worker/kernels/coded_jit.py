@@ -7,7 +7,7 @@ so a tile is multiplied as it lies, without a transposition, and Hopper takes it
 import triton
 import triton.language as tl
 
-from .linear_jit import _tile
+from .linear_jit import _rounded_product, _tile
 from .moe_jit import _join
 
 
@@ -207,11 +207,13 @@ def _sum_part(
                 MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K, PRECISION,
             )  # fmt: skip
     if LAST:
-        acc *= _spread(scales, scales_fine, row, within, 0, rows, groups, GROUP, 1, RATIO, FINE, BLOCK_N, BLOCK_K)
+        scale = _spread(scales, scales_fine, row, within, 0, rows, groups, GROUP, 1, RATIO, FINE, BLOCK_N, BLOCK_K)
+        acc = _rounded_product(acc, tl.broadcast_to(scale, (BLOCK_N, BLOCK_M)))
         if GATED:
-            up *= _spread(
+            scale = _spread(
                 scales, scales_fine, row + up_rows, within, 0, rows, groups, GROUP, 1, RATIO, FINE, BLOCK_N, BLOCK_K
             )  # fmt: skip
+            up = _rounded_product(up, tl.broadcast_to(scale, (BLOCK_N, BLOCK_M)))
     return acc, up
 
 

@@ -18,6 +18,17 @@ def _tile(m_blocks, n_blocks):
 
 
 @triton.jit
+def _rounded_product(a, b):
+    """a * b in float32, rounded before anything is added to it.
+
+    Compilers make one rounding of a product and a sum that takes it. A part that is stored is rounded before it is
+    added, so one that is added at once has to be, or the bits would differ. An addition of 0 is left alone, as it
+    makes 0 of -0.
+    """
+    return tl.fma(a, b, tl.zeros(a.shape, tl.float32))
+
+
+@triton.jit
 def _sum_part(
     x_at, w_at, up_at, at_k, filled, within, begin, end, inner,
     GATED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .linear_jit import _tile
+from .linear_jit import _rounded_product, _tile
 from .moe_jit import _join
 
 
@@ -28,8 +28,8 @@ def narrow_kernel(
     KIND: tl.constexpr, STATIC: tl.constexpr, ZERO: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row and group: its scale (and zero), then its values. The program of a group that is the whole row goes
-    through it twice, BLOCK columns at a time."""
+    """One row and group: its scale (and zero) and its values. The program of a group that is the whole row goes
+    through it twice, BLOCK columns at a time. Values that are no numbers have no byte: their scale becomes NaN."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     most = 127.0 if KIND == "int8" else 448.0
@@ -54,19 +54,21 @@ def narrow_kernel(
         else:
             scale = tl.div_rn(tl.maximum(top, -bottom), most)
             zero = 0.0
-    tl.store(scales + token * groups + group, scale)
     if ZEROS:
         tl.store(zeros + token, zero)
     by = tl.where(scale > 0.0, scale, 1.0)
+    unknown = tl.zeros((BLOCK,), dtype=tl.float32)
     for at in range(begin, end, BLOCK):
         value = tl.load(x + at + lane, mask=at + lane < end, other=0.0).to(tl.float32)
         value = tl.div_rn(value, by)
+        unknown += tl.where(value == value, 0.0, value)
         if KIND == "int8":
             found = tl.minimum(tl.maximum(_rounded(value) + zero, -128.0), 127.0).to(tl.int8)
         else:
             value = _on_grid(tl.minimum(tl.maximum(value, -most), most))
             found = value.to(tl.float8e4nv).to(tl.int8, bitcast=True)
         tl.store(q + token * columns + at + lane, found, mask=at + lane < end)
+    tl.store(scales + token * groups + group, scale + tl.sum(unknown, 0))
 
 
 @triton.jit
@@ -124,7 +126,8 @@ def _scaled(acc, sums, scales, row, within, zero, own, ZEROS: tl.constexpr, GROU
         acc = acc.to(tl.float32)
         if ZEROS:
             acc -= tl.load(sums + row, mask=within, other=0.0)[:, None] * zero[None, :]
-        return acc * tl.load(scales + row, mask=within, other=0.0).to(tl.float32)[:, None] * own[None, :]
+        acc *= tl.load(scales + row, mask=within, other=0.0).to(tl.float32)[:, None]
+        return _rounded_product(acc, tl.broadcast_to(own[None, :], acc.shape))
 
 
 @triton.jit(do_not_specialize=["tokens"])

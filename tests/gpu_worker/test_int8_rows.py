@@ -50,6 +50,17 @@ def test_the_product_is_that_of_the_rounded_rows(
     assert run(x.bfloat16(), bias).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_that_are_no_numbers_stay_so_and_fail_alone(kind: str) -> None:
+    codes, weight = codes_of((40, 64), ROWS[kind]), Weight((whole(40),), whole(64), torch.float32, CPU)
+    run, x = product_of(codes, weight), torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    want = run(x, None)
+    x[1], x[2, 5] = float("nan"), float("nan")
+    got = run(x, None)
+    assert got[1:3].isnan().all()
+    assert torch.equal(got[::3], want[::3])
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static with a zero"])
 def test_experts_have_scales_of_their_own(kind: str) -> None:
     rows = ROWS[kind]

@@ -47,9 +47,14 @@ def test_main_kernels_compile_for_the_other_cards():
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """What ``kernel_products.py`` prints."""
+    return of_script("kernel_products.py", tmp_path_factory.mktemp("triton"))
+
+
+def of_script(name: str, cache: Path) -> dict:
+    """What a script of tests/support prints, with the compiler."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "OMP_NUM_THREADS": "1"}
-    script = ROOT / "tests" / "support" / "kernel_products.py"
+    env |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    script = ROOT / "tests" / "support" / name
     done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -63,6 +68,14 @@ def test_every_kernel_is_launched(seen):
 def test_no_32_bit_product_feeds_a_pointer(seen):
     assert not seen["wrong"]
     assert not seen["unused"], "these assumptions are of lines that are no longer there"
+
+
+def test_parts_are_rounded_before_they_are_added(tmp_path):
+    """As those are that different programs leave: with --batch-invariant bits are equal for few rows and for many."""
+    found = of_script("rounded_parts.py", tmp_path)
+    assert set(found) == {"int8", "int8 rows", "fp8 rows"}
+    for parts, rounded, together in found.values():
+        assert parts > 1 and rounded and not together
 
 
 BAD = """

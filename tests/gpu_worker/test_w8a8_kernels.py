@@ -85,6 +85,19 @@ def test_products_are_those_of_the_rounded_rows(name, activation, splits):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("wrong", [[float("nan")] * 290, [0.0, float("nan")]])
+def test_rows_that_are_no_numbers_stay_so_and_fail_alone(name, wrong):
+    kind, how = HOW[name]
+    codes = weight(kind, columns=290, **how)
+    tiles, x = SMALL._replace(block_k=128 if how.get("group") else 32), randn(3, 290)
+    want = product(x, HeldNarrow.of(codes), None, tiles)
+    x[1, : len(wrong)] = given(*wrong)
+    got = product(x, HeldNarrow.of(codes), None, tiles)
+    assert got[1].isnan().all()
+    assert torch.equal(got[::2], want[::2])
+
+
 AMPERE = Card("a", "cuda", 86, 82, 99 * KIB, 100 * KIB)
 HOPPER = Card("b", "cuda", 90, 132, 227 * KIB, 228 * KIB)
 

@@ -67,6 +67,7 @@ class Int8Run:
         if zeros is not None:
             sums -= zeros[..., :1] * self._sums
         y = sums * scales[..., :1] * self._scales
+        y += q.mul_(0).sum(1, keepdim=True)  # of a row with NaN, which int8 does not have, NaN
         return (y if bias is None else y + bias).to(x.dtype)
 
 
