@@ -137,7 +137,9 @@ class Keys:
     def numbers(self, key: str, count: int, kind: type) -> Any:
         """``count`` numbers of ``kind``, or None where there are none."""
         value = self.gguf.metadata.get(key)
-        if value is not None and (not isinstance(value, array) or len(value) != count or type(value[0]) is not kind):
+        if value is not None and (
+            not isinstance(value, array) or len(value) != count or type(next(iter(value), None)) is not kind
+        ):
             what = "float" if kind is float else "integer"
             raise self._fault(key, f"a list of {count} {what}s, one for each token", value)
         return value

@@ -83,7 +83,7 @@ def check_agreement(found: object, asked: str | None) -> None:
 
 def _beside(path: str, asked: str) -> dict[str, Any] | None:
     """The settings in a file of the folder. Raises ConfigError."""
-    if asked == "gguf":  # a file says this of itself
+    if asked == "gguf" and Path(path).is_file():  # it says this of itself
         return None
     ends = _FILES.get(asked, ())
     files = sorted(file for file in Path(path).glob("*.json") if file.name.endswith(ends)) if ends else []

@@ -137,6 +137,7 @@ def test_which_modules_are_skipped_without_files() -> None:
             {**FOUR, "bnb_4bit_quant_type": "nf5"},
             "bnb_4bit_quant_type 'nf5' is not supported; it may be 'nf4'",
         ),
+        ({**FOUR, "bnb_4bit_quant_type": ["nf4"]}, r"bnb_4bit_quant_type \['nf4'\] is not supported"),
         ({**FOUR, "bnb_4bit_blocksize": 48}, "bnb_4bit_blocksize 48 is not supported"),
         ({**FOUR, "llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules must be a list of names"),
     ],

@@ -230,7 +230,7 @@ UP = "model.layers.1.mlp.up_proj"
         ),
         (
             lambda t: t[f"{UP}.weight_scale"].fill_(float("inf")),
-            r"model\.safetensors: model\.layers\.1\.mlp\..*: weight_scale holds NaN or infinity",
+            r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight_scale holds NaN or infinity",
         ),
         (lambda t: t.update({f"{UP}.weight_g_idx": torch.zeros(48, dtype=torch.int32)}), r"hold .*weight_g_idx, which"),
     ],
@@ -268,6 +268,7 @@ def test_weights_that_are_not_understood_are_refused(change: dict[str, Any], sai
         ({"format": "nvfp4-pack-quantized"}, "has the format nvfp4-pack-quantized; it must be one of pack-quantized"),
         ({"config_groups": []}, "config_groups must be a table"),
         ({"ignore": ["re:("]}, "ignore holds a regular expression that cannot be read"),
+        ({"ignore": ["re:(a+)+$"]}, "holds a regular expression that cannot be read .repeated groups"),
         ({"ignore": "lm_head"}, "ignore must be a list of names"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config is not supported"),

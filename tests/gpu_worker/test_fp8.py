@@ -171,7 +171,11 @@ UP = "model.layers.1.mlp.up_proj"
         ),
         (
             lambda t: t.update({f"{UP}.weight_scale": torch.tensor(float("nan"))}),
-            r"model\.safetensors: model\.layers\.1\.mlp\..*: weight_scale holds NaN or infinity",
+            r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight_scale holds NaN or infinity",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.k_proj.weight_scale": torch.tensor(float("inf"))}),
+            r"model\.safetensors: model\.layers\.0\.self_attn\.k_proj\.weight_scale holds NaN or infinity",
         ),
         (
             lambda t: t.update({f"{UP}.weight": torch.zeros(96, 48)}),

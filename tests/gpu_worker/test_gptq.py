@@ -319,6 +319,13 @@ def test_random_weights_need_no_file(row: str, tmp_path: Path) -> None:
         ({"is_marlin_format": True}, r"checkpoint_format marlin is not supported"),
         ({"dynamic": {"+:(": {}}}, r"dynamic has '\+:\(', which is no regular expression"),
         ({"dynamic": {".*": {"bits": 7}}}, r"bits=7 is not supported"),
+        (
+            {"dynamic": {"-:(([a-z0-9_.])+)+$!": {}}},
+            r"no regular expression \(repeated groups, names and flags are not",
+        ),
+        ({"dynamic": {".*.*.*.*.*.*!": {}}}, r"no regular expression \(it has too many repetitions and choices"),
+        ({"dynamic": {"(?x)(a+) +": {}}}, r"no regular expression \(repeated groups"),
+        ({"dynamic": {"(a|a)" * 30: {}}}, r"no regular expression \(it has too many"),
         ({"dynamic": ["x"]}, r"dynamic=\['x'\] is no object"),
         ({"dynamic": {".*": 4}}, r"dynamic says 4 of"),
     ],

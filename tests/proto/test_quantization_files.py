@@ -79,6 +79,7 @@ def test_a_config_that_is_overridden_is_none(tmp_path: Path) -> None:
         ("int4", {"config.json": {"quantization_config": GPTQ}}, "(gptq) does not match"),
         ("gptq", {"hf_quant_config.json": MODELOPT}, "(fp8) does not match"),
         ("awq", {}, "Cannot find the config file for awq: "), ("mxfp4", {}, "Cannot find the config file for mxfp4: "),
+        ("gguf", {}, "Cannot find the config file for gguf: "),
         ("modelopt", {}, "Cannot find the config file for fp8: "),
         ("awq", {"quant_config.json": {}, "quantize_config.json": {}},
          "Found multiple config files for awq: ['quant_config.json', 'quantize_config.json']"),

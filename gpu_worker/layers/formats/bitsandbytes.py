@@ -215,7 +215,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> Quantization:
         format, marks = Int8(), (".SCB",)
     else:
         kind, block = config.get("bnb_4bit_quant_type") or "fp4", config.get("bnb_4bit_blocksize") or 64
-        if kind not in _STATES:
+        if not isinstance(kind, str) or kind not in _STATES:
             raise ConfigError(f"config.json: bnb_4bit_quant_type {kind!r} is not supported; it may be 'nf4' or 'fp4'.")
         if type(block) is not int or block < 32 or block & (block - 1):
             raise ConfigError(f"config.json: bnb_4bit_blocksize {block!r} is not supported; it may be 32, 64, 128, ...")

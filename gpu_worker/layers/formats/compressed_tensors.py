@@ -26,8 +26,9 @@ from ...kernels.codes import COLUMN_UNIT, Activations, Codes, pack, plane_widths
 from .base import CHOOSING, Axis, Format, Stored, Tensors, Weight
 from .coded import Coded
 from .fp8 import FP8, KV_CACHE, bytes_of, where_fp8
+from .patterns import bounded
 from .registry import Found, Quantization, register
-from .scales import check, cut_groups, per_group, spread, stored_scales
+from .scales import INPUT_SCALE, check, cut_groups, per_group, spread, stored_scales
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block")
@@ -58,17 +59,17 @@ class Rows:
         """What files have of it."""
         if not self.static:
             return ()
-        scale = Stored("input_scale", Axis(0), None, torch.float32)
+        scale = INPUT_SCALE
         return (scale,) if self.symmetric else (scale, Stored("input_zero_point", Axis(0), None, torch.int32))
 
-    def of(self, tensors: Tensors) -> Activations | None:
+    def of(self, tensors: Tensors, weight: Weight) -> Activations | None:
         """With the file's numbers. Raises ConfigError where parts that are multiplied together have different ones."""
         if not self.kind:
             return None
         scale = zero = None
         if self.static:
             scales = tensors["input_scale"]
-            check(scales, "input_scale")
+            check(scales, INPUT_SCALE, weight)
             scale = scales.amax(-1, keepdim=True)
             if not self.symmetric:
                 zeros = tensors["input_zero_point"]
@@ -100,9 +101,9 @@ class Integers(Coded):
         return *found, *self.rows.tensors()
 
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
-        check(tensors["weight_scale"], "weight_scale")
+        check(tensors["weight_scale"], stored_scales(self.scales.strategy, self.scales.block, "weight_scale"), weight)
         scales, group = spread(tensors["weight_scale"], self.scales.strategy, self.scales.block, weight)
-        whole, rows = tensors["weight"], self.rows.of(tensors)
+        whole, rows = tensors["weight"], self.rows.of(tensors, weight)
         if self.scales.symmetric:
             return Codes(
                 bytes_of(whole), 8, weight.shape[1], group, per_group(scales), signed=True, activations=rows
@@ -139,14 +140,14 @@ class Packed(Coded):
         return *found, *self.rows.tensors()
 
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
-        check(tensors["weight_scale"], "weight_scale")
+        check(tensors["weight_scale"], stored_scales(self.scales.strategy, self.scales.block, "weight_scale"), weight)
         scales, group = spread(tensors["weight_scale"], self.scales.strategy, self.scales.block, weight)
         zeros: torch.Tensor | int = 1 << (self.bits - 1)
         if not self.scales.symmetric:
             zeros = self._zeros(tensors["weight_zero_point"], weight)
         return Codes(
             self._planes(tensors["weight_packed"], weight.shape[1]), self.bits, weight.shape[1], group,
-            per_group(scales), zeros, activations=self.rows.of(tensors),
+            per_group(scales), zeros, activations=self.rows.of(tensors, weight),
         )  # fmt: skip
 
     def _planes(self, words: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
@@ -223,7 +224,7 @@ def _matcher(table: Mapping[str, Any], key: str, where: str) -> Callable[[str], 
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"config.json: quantization_config's {where}{key} must be a list of names.")
     try:
-        expressions = [re.compile(name.removeprefix("re:")) for name in names if name.startswith("re:")]
+        expressions = [bounded(name.removeprefix("re:")) for name in names if name.startswith("re:")]
     except re.error as error:
         raise ConfigError(
             f"config.json: quantization_config's {where}{key} holds a regular expression that cannot be read ({error})."

@@ -25,11 +25,11 @@ import torch
 
 from ....proto.config import ConfigError
 from ...kernels.codes import Activations, Codes, has_nan, pack
-from .base import CHOOSING, Axis, Stored, TensorError, Tensors, Weight
+from .base import CHOOSING, Stored, TensorError, Tensors, Weight
 from .coded import Coded
 from .packed import part_of
 from .registry import Found, Quantization, register
-from .scales import check, per_group, spread, stored_scales
+from .scales import INPUT_SCALE, check, per_group, spread, stored_scales
 
 KV_CACHE = r".*\.(q|k|v|kv|prob|q_proj\.output|k_proj\.output|v_proj\.output)_(scale|zero_point)"
 """Tensors of a checkpoint that are for an FP8 KV cache."""
@@ -75,24 +75,24 @@ class FP8(Coded):
             Stored("weight", dtype=torch.float8_e4m3fn),
             stored_scales(self.strategy, self.block, self.scale),
         )
-        return (*found, Stored("input_scale", Axis(0), None, torch.float32)) if self.static else found
+        return (*found, INPUT_SCALE) if self.static else found
 
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
         found, scales = tensors["weight"], tensors[self.scale]
         check_numbers(found, weight)
-        check(scales, self.scale)
+        check(scales, stored_scales(self.strategy, self.block, self.scale), weight)
         scales, group = spread(scales, self.strategy, self.block, weight)
-        activations = Activations("fp8", self.group, self._input(tensors)) if self.narrow else None
+        activations = Activations("fp8", self.group, self._input(tensors, weight)) if self.narrow else None
         return Codes(
             bytes_of(found), 8, weight.shape[1], group, per_group(scales), table=e4m3(found.device),
             activations=activations, floats="e4m3",
         )  # fmt: skip
 
-    def _input(self, tensors: Tensors) -> torch.Tensor | None:
+    def _input(self, tensors: Tensors, weight: Weight) -> torch.Tensor | None:
         """Of fused tensors the largest: no value that one of them would keep is clamped."""
         if not self.static:
             return None
-        check(tensors["input_scale"], "input_scale")
+        check(tensors["input_scale"], INPUT_SCALE, weight)
         return tensors["input_scale"].amax(-1, keepdim=True)
 
 

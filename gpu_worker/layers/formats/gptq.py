@@ -20,6 +20,7 @@ from ...kernels.codes import COLUMN_UNIT, Codes, PerGroup
 from .base import CHOOSING, Axis, Stored, TensorError, Tensors, Weight
 from .coded import Coded
 from .packed import Grouping, check_scales, grouping, planes_of, unpacked, whole_number
+from .patterns import bounded
 from .registry import Found, Quantization, register
 
 _BITS = (2, 3, 4, 8)
@@ -193,7 +194,7 @@ def _rules(config: Mapping[str, Any], base: GPTQ) -> Rules:
     found: Rules = []
     for pattern, said in dynamic.items():
         try:
-            compiled = re.compile(pattern.removeprefix("-:").removeprefix("+:"))
+            compiled = bounded(pattern.removeprefix("-:").removeprefix("+:"))
         except re.error as error:
             raise ConfigError(
                 f"config.json: quantization_config's dynamic has {pattern!r}, which is no regular expression ({error})."

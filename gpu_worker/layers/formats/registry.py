@@ -80,7 +80,7 @@ def quantization(hf: Mapping[str, Any]) -> Quantization:
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"{__package__}.{module.name}")
     name = config.get("quant_method") if isinstance(config, dict) else config
-    if not isinstance(config, dict) or name not in _METHODS:
+    if not isinstance(config, dict) or not isinstance(name, str) or name not in _METHODS:
         raise ConfigError(
             f"config.json: Unknown quantization method: {name}. Must be one of {sorted(_METHODS)}, which are "
             "supported; use the model's float weights, or, where they are what the folder has, "

@@ -10,15 +10,24 @@ import math
 
 import torch
 
-from ....proto.config import ConfigError
 from ...kernels.codes import PerGroup
-from .base import Axis, Part, Stored, Weight
+from .base import Axis, Part, Stored, TensorError, Weight
+from .packed import part_of
+
+INPUT_SCALE = Stored("input_scale", Axis(0), None, torch.float32)
+"""The scale of the activations of each part's tensor."""
 
 
-def check(scales: torch.Tensor, name: str) -> None:
-    """Raises ConfigError where ``scales`` are not all finite."""
-    if not scales.isfinite().all():
-        raise ConfigError(f"{name} holds NaN or infinity, and no weight has such a scale; download the file again.")
+def check(scales: torch.Tensor, stored: Stored, weight: Weight) -> None:
+    """Raises TensorError where ``scales``, which were loaded as ``stored``, are not all finite."""
+    if scales.isfinite().all():
+        return
+    bad = ~scales.isfinite() if stored.columns is None else (~scales.isfinite()).any(-1)
+    parts = [stored.rows.cut(part, stored.name) for part in weight.parts]
+    raise TensorError(
+        stored.name, "holds NaN or infinity, and no weight has such a scale; download the file again.",
+        part_of(int(bad.flatten().nonzero()[0]), parts),
+    )  # fmt: skip
 
 
 def narrowest(scales: torch.Tensor) -> torch.Tensor:
