@@ -173,6 +173,7 @@ def json_of(**values: Any) -> Any:
         ("nf4", "weight.absmax", lambda t: t.to(torch.uint8), "absmax holds 256 values of uint8 where"),
         ("nf4", "weight.absmax", lambda t: t / 0, "absmax holds numbers that are not finite"),
         ("int8", "SCB", lambda t: t * float("nan"), "SCB holds numbers that are not finite"),
+        ("nf4", "weight.absmax", None, "weight.absmax is not there, and other tensors of bitsandbytes are"),
         ("nf4", "weight.quant_map", lambda t: t[:8].clone(), "quant_map holds 8 values"),
         ("nf4", STATE, None, "bitsandbytes__nf4 is not there"),
         ("nf4", STATE, lambda t: t[:9].clone(), "is no quant_state"),

@@ -211,6 +211,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> Quantization:
                           "load_in_8bit; one must be true.")  # fmt: skip
     skipped = _skips(config)
     format: Bits4 | Int8
+    marks: tuple[str, ...]
     if eight:
         format, marks = Int8(), (".SCB",)
     else:
@@ -219,5 +220,5 @@ def bitsandbytes(config: Mapping[str, Any]) -> Quantization:
             raise ConfigError(f"config.json: bnb_4bit_quant_type {kind!r} is not supported; it may be 'nf4' or 'fp4'.")
         if type(block) is not int or block < 32 or block & (block - 1):
             raise ConfigError(f"config.json: bnb_4bit_blocksize {block!r} is not supported; it may be 32, 64, 128, ...")
-        format, marks = Bits4(kind, block), (".weight.absmax",)
+        format, marks = Bits4(kind, block), tuple(f".{name}" for name in _NAMES[1:])
     return Quantization(lambda module: None if _is_skipped(module, skipped) else format, marks=marks, fit=_of_files)
