@@ -140,8 +140,12 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def check(self, wanted: torch.dtype) -> None:
-        """Raises ConfigError where its numbers mean something else in ``wanted``: quantized ones are no floats."""
-        floats, others = self.dtype in _FLOATS and wanted in _FLOATS, self.dtype in _INTEGERS and wanted in _INTEGERS
+        """Raises ConfigError where its numbers mean something else in ``wanted``: quantized ones are no floats.
+
+        Whole numbers may be wider than ``wanted``; ``cast`` sees whether each of them fits. Narrower ones are others:
+        words of codes do not lie in bytes.
+        """
+        floats, others = self.dtype in _FLOATS and wanted in _FLOATS, _wider(self.dtype, wanted)
         power = self.dtype == torch.float8_e8m0fnu and wanted == torch.float32  # a scale in one byte
         if not floats and not others and not power and self.dtype != wanted:
             raise ConfigError(
@@ -168,14 +172,31 @@ class Entry:
         Takes ``_PIECE`` bytes of memory, or one row where that is more. Raises ConfigError for a file that ends early.
         """
         if not self.shape:
-            out.copy_(self.rows(0, 1).view(()))
+            self.cast(out, self.rows(0, 1).view(()))
             return
         start, stop, _ = (rows or slice(None)).indices(self.shape[0])
         step = max(1, _PIECE // max(1, math.prod(self.shape[1:]) * self.dtype.itemsize))
         for at in range(start, stop, step):
             end = min(at + step, stop)
             piece = self.rows(at, end)
-            out[at - start : end - start].copy_(piece if columns is None else piece[:, columns])
+            self.cast(out[at - start : end - start], piece if columns is None else piece[:, columns])
+
+    def cast(self, out: torch.Tensor, piece: torch.Tensor) -> None:
+        """Copy ``piece``, some of the tensor's numbers, to ``out``. Raises ConfigError where whole ones do not fit."""
+        if _wider(piece.dtype, out.dtype) and piece.numel():
+            limits, (least, most) = torch.iinfo(out.dtype), (int(value) for value in piece.aminmax())
+            if least < limits.min or most > limits.max:
+                raise ConfigError(
+                    f"{self.file}: {self.name} is {str(piece.dtype)[6:]} and holds values from {least} to {most}, "
+                    f"where config.json's quantization makes it {str(out.dtype)[6:]}; check that config.json belongs "
+                    "to these weights."
+                )
+        out.copy_(piece)
+
+
+def _wider(dtype: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether both are whole numbers, ``dtype`` with more bytes."""
+    return dtype in _INTEGERS and wanted in _INTEGERS and dtype.itemsize > wanted.itemsize
 
 
 class Tensors:

@@ -151,7 +151,9 @@ def set_scales(model: Model, dtype: torch.dtype, measure: bool, found: Checkpoin
     model.cache_dtype = dtype
     if dtype not in FLOAT8 or not model.spec.kv_heads:
         if measure:
-            log.info("calculate_kv_scales changes nothing: this KV cache (%s) has no scales by layer", str(dtype)[6:])
+            log.warning(
+                "calculate_kv_scales changes nothing: this KV cache (%s) has no scales by layer", str(dtype)[6:]
+            )
         return
     layers = model.group.shard.layers(model.whole.num_layers)
     scales = measure_scales(model, max_model_len) if measure else found.of(layers)

@@ -281,6 +281,9 @@ def _fill_dummy(parts: Parts, seed: int, progress: bool) -> None:
         if tensor.is_sparse or not tensor.is_floating_point():
             parts.finish(parameter, tensor)
             continue
+        if parameter.stored is not None and parameter.stored.name == "input_scale":
+            parts.finish(parameter, tensor.fill_(1.0))  # what activations are divided by
+            continue
         flat = tensor.view(-1)
         done = 0
         while done < flat.numel():

@@ -304,20 +304,20 @@ def _read(into: torch.Tensor, rows: np.ndarray, parameter: Parameter, layout: La
     """Copy ``rows`` of the tensor, and the parameter's columns of them."""
     columns = None if parameter.columns is None else slice(parameter.columns.start, parameter.columns.stop)
     if len(entry.shape) == 1 and columns is not None:  # one head's weights, a row of ours
-        into.copy_(entry.read(columns))
+        entry.cast(into, entry.read(columns))
         return
     if layout.transposed and columns is not None:
         first, last = int(rows.min()), int(rows.max()) + 1
         found = entry.read(columns, slice(first, last)).t()
-        into.copy_(found if len(rows) == last - first and (np.diff(rows) == 1).all() else found[rows - first])
+        entry.cast(into, found if len(rows) == last - first and (np.diff(rows) == 1).all() else found[rows - first])
         return
     if layout.convert is not None:
-        into.copy_(layout.convert(entry.read(slice(int(rows[0]), int(rows[-1]) + 1), columns)))
+        entry.cast(into, layout.convert(entry.read(slice(int(rows[0]), int(rows[-1]) + 1), columns)))
         return
     starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)  # each run of neighbouring rows is one read
     if len(starts) > _MOST_READS:
         first = int(rows.min())
-        into.copy_(entry.read(slice(first, int(rows.max()) + 1), columns)[rows - first])
+        entry.cast(into, entry.read(slice(first, int(rows.max()) + 1), columns)[rows - first])
         return
     for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
         entry.copy_to(into[start:stop], slice(int(rows[start]), int(rows[stop - 1]) + 1), columns)
@@ -343,5 +343,5 @@ def _put_experts(parts: Parts, place: Place, local: Parameter, entry: Entry) -> 
             raise _wrong_shape(entry, tuple(piece.shape), shape)
         each_part = [piece] * len(indices) if local.repeated else piece.split([local.parts[i].total for i in indices])
         for index, found in zip(indices, each_part, strict=True):
-            parts.rows(local, index).copy_(found)
+            entry.cast(parts.rows(local, index), found)
             parts.filled(local, index)

@@ -191,6 +191,9 @@ def json_of(**values: Any) -> Any:
         ("nf4-double", "weight.nested_quant_map", None, "nested_quant_map is not there"),
         ("int8", "weight_format", lambda t: t + 1, "weight_format is 1, an order of one kind of GPU"),
         ("int8", "SCB", lambda t: t[1:].clone(), "SCB holds 127 values"),
+        ("nf4", "weight", lambda t: t.bool(), "weight is bool, which bitsandbytes keeps no bytes in"),
+        ("nf4", "weight", lambda t: t.view(torch.float8_e5m2), "weight is float8_e5m2, which bitsandbytes keeps no"),
+        ("int8", "weight", lambda t: t.view(torch.uint8), "weight is uint8, where its SCB makes it int8"),
         ("int8", "weight", lambda t: t[1:].clone(), r"shape \(127, 128\) where config.json makes it \(128, 128\)"),
     ],
 )

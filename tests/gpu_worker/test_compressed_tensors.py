@@ -12,6 +12,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file
 from thread_ranks import hidden, in_ranks, load
 from tiny_quantized import change_tensors, write
 
@@ -232,6 +233,14 @@ UP = "model.layers.1.mlp.up_proj"
             lambda t: t[f"{UP}.weight_scale"].fill_(float("inf")),
             r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight_scale holds NaN or infinity",
         ),
+        (
+            lambda t: t.update({f"{UP}.weight_packed": t[f"{UP}.weight_packed"].to(torch.uint8)}),
+            r"up_proj\.weight_packed is uint8, where config\.json's quantization makes it int32",
+        ),
+        (
+            lambda t: t.update({f"{UP}.weight_packed": t[f"{UP}.weight_packed"].long() + 2**32}),
+            r"up_proj\.weight_packed is int64 and holds values from \d+ to \d+, where .* makes it int32",
+        ),
         (lambda t: t.update({f"{UP}.weight_g_idx": torch.zeros(48, dtype=torch.int32)}), r"hold .*weight_g_idx, which"),
     ],
 )
@@ -241,6 +250,28 @@ def test_a_file_that_does_not_fit_is_refused(change: Any, said: str, tmp_path: P
     with pytest.raises(ConfigError, match=said) as error:
         load(quantized)
     assert "\n" not in str(error.value)
+
+
+def test_wider_whole_numbers_are_read_where_they_fit(tmp_path: Path) -> None:
+    quantized, _ = write(tmp_path, "llama", functools.partial(quantize, "w8a8"), config("w8a8"))
+    name = f"{UP}.weight"
+    found = load_file(quantized / "model.safetensors")[name]
+    change_tensors(quantized, lambda t: t.update({name: found.to(torch.int32)}))
+    load(quantized)
+    change_tensors(quantized, lambda t: t.update({name: found.to(torch.int32) + 1000}))
+    with pytest.raises(
+        ConfigError, match=r"up_proj\.weight is int32 and holds values from 8\d\d to 11\d\d, where .*int8"
+    ):
+        load(quantized)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_activations_are_divided_by_no_scale_of_0_or_less(scale: float, tmp_path: Path) -> None:
+    quantized, _ = write(tmp_path, "llama", functools.partial(quantize, "fp8"), config("fp8"))
+    change_tensors(quantized, lambda t: t.update({"model.layers.0.mlp.down_proj.input_scale": torch.tensor([scale])}))
+    with pytest.raises(ConfigError, match=r"down_proj\.input_scale must be above 0, as activations"):
+        load(quantized)
+    load(quantized, load_format="dummy")
 
 
 @pytest.mark.parametrize(

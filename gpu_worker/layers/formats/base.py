@@ -147,7 +147,8 @@ class Stored:
     """One tensor of a weight. ``name`` follows the module's in a checkpoint: "weight", "qweight", "scales".
 
     In memory it is [rows, columns], or [rows] where ``columns`` is None, with one dim more in front for experts.
-    ``dtype``: None is the model's; a tensor of the checkpoint is cast from another float, or from another integer.
+    ``dtype``: None is the model's; a tensor of the checkpoint is cast from another float, or from a wider integer
+    whose values fit.
     ``transposed``: the checkpoint has [columns, rows].
     ``convert``: of a tensor with all experts in it, applied to each expert's piece before its shape is checked.
     ``sources``: what it is made of, where no tensor of a checkpoint has its name.

@@ -36,6 +36,9 @@ _MOST_STATE = 1 << 16
 _INT8_UNIT = 7.874015718698502e-3
 """1 / 127, as bitsandbytes writes it."""
 _AGAIN = "download the file again"
+_STORAGE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16, torch.float32,
+            torch.float64)  # fmt: skip
+"""What the bytes of 4-bit weights may be kept as (bnb_4bit_quant_storage)."""
 
 
 def _need(found: Mapping[str, torch.Tensor], name: str, where: str) -> torch.Tensor:
@@ -129,7 +132,10 @@ class Bits4(Coded):
                 f"{where}.weight has rows of {columns} values in blocks of {block}, and those of a weight of 4 bits "
                 "are a multiple of 8; use its float weights."
             )
-        # The bytes may be kept as another dtype (bnb_4bit_quant_storage).
+        if packed.dtype not in _STORAGE:
+            raise ConfigError(
+                f"{where}.weight is {str(packed.dtype)[6:]}, which bitsandbytes keeps no bytes in; {_AGAIN}."
+            )
         bytes = _fit(packed.flatten().view(torch.uint8), "weight", rows * columns // 2, torch.uint8, where)
         codes = ((bytes << 4) | (bytes >> 4)).view(rows, columns // 2).view(torch.int32)
         absmax = _absmax(found, state, -(-rows * columns // block), where)
@@ -167,6 +173,8 @@ class Int8(Coded):
         if order is not None and (order.numel() != 1 or order.item() != 0):
             raise ConfigError(f"{where}.weight_format is {order.tolist()}, an order of one kind of GPU; save it again "
                               "with a newer bitsandbytes.")  # fmt: skip
+        if values.dtype != torch.int8:
+            raise ConfigError(f"{where}.weight is {str(values.dtype)[6:]}, where its SCB makes it int8; {_AGAIN}.")
         return {"int8": values, "SCB": _fit(scales, "SCB", shape[0], torch.float32, where)}
 
     def dequantize(self, tensors: Tensors, weight: Weight) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Rows:
         if not self.static:
             return ()
         scale = INPUT_SCALE
-        return (scale,) if self.symmetric else (scale, Stored("input_zero_point", Axis(0), None, torch.int32))
+        return (scale,) if self.symmetric else (scale, Stored("input_zero_point", Axis(0), None, torch.int8))
 
     def of(self, tensors: Tensors, weight: Weight) -> Activations | None:
         """With the file's numbers. Raises ConfigError where parts that are multiplied together have different ones."""
@@ -78,7 +78,7 @@ class Rows:
                         "input_scale and input_zero_point differ among modules that are multiplied at once, and rows "
                         "have one of each; quantize with symmetric or dynamic activations."
                     )
-                zero = zeros[..., :1]
+                zero = zeros[..., :1].to(torch.int32)
         kind = "int8" if self.kind == "int8" else "fp8"
         return Activations(kind, self.group, scale, zero, self.symmetric)  # type: ignore[arg-type]
 

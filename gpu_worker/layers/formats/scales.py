@@ -19,15 +19,17 @@ INPUT_SCALE = Stored("input_scale", Axis(0), None, torch.float32)
 
 
 def check(scales: torch.Tensor, stored: Stored, weight: Weight) -> None:
-    """Raises TensorError where ``scales``, which were loaded as ``stored``, are not all finite."""
-    if scales.isfinite().all():
+    """Raises TensorError where ``scales``, which were loaded as ``stored``, are not all finite, or, where activations
+    are divided by them, not all above 0."""
+    odd, said = ~scales.isfinite(), "holds NaN or infinity, and no weight has such a scale"
+    if stored == INPUT_SCALE and not odd.any():
+        odd, said = scales <= 0, "must be above 0, as activations are divided by it"
+    if not odd.any():
         return
-    bad = ~scales.isfinite() if stored.columns is None else (~scales.isfinite()).any(-1)
+    bad = odd if stored.columns is None else odd.any(-1)
     parts = [stored.rows.cut(part, stored.name) for part in weight.parts]
-    raise TensorError(
-        stored.name, "holds NaN or infinity, and no weight has such a scale; download the file again.",
-        part_of(int(bad.flatten().nonzero()[0]), parts),
-    )  # fmt: skip
+    first = part_of(int(bad.flatten().nonzero()[0]), parts)
+    raise TensorError(stored.name, f"{said}; download the file again.", first)
 
 
 def narrowest(scales: torch.Tensor) -> torch.Tensor:
