@@ -29,8 +29,23 @@ CHUNK_TOKENS = 256
 """Tokens for prompts that a default budget has room for beside a decode of every sequence."""
 
 
+_MOST_SAID = 2000
+
+
 class ConfigError(ValueError):
-    """A flag, a config file or a combination of them that cannot work. One line: value, limit, remedy."""
+    """A flag, a config file or a combination of them that cannot work. One line: value, limit, remedy.
+
+    What it tells of may be a stranger's file: characters that cannot be printed are escaped, and of a text of more than
+    ``_MOST_SAID`` characters the middle is left out.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) > _MOST_SAID:
+            text = f"{text[: _MOST_SAID // 2]} … {text[-_MOST_SAID // 2 :]}"
+        if text.isprintable():
+            return text
+        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _flag(

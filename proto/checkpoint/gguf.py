@@ -23,7 +23,11 @@ from ..config import ConfigError
 MOST_HEAD = 64 << 20
 """Bytes of a head; those of the largest vocabularies in use take 15 MB."""
 _MOST_KEYS = 1 << 14
-_MOST_TENSORS = 1 << 16
+_MOST_TENSORS = 20_000
+_MOST_TEXTS = 1 << 20
+"""Texts of all arrays together: the largest vocabularies in use have 262,144 tokens and twice as many merges."""
+_MOST_ARRAYS = 256
+"""Arrays within arrays, which files in use have none of."""
 _MOST_VALUES = 1 << 22
 """Values of all arrays together: a vocabulary of 262,144 tokens with its merges, scores and types has 1.3 million."""
 _MOST_TEXT = 4 << 20
@@ -151,7 +155,7 @@ class _Head:
     def __init__(self, file: Path, data: BinaryIO, size: int) -> None:
         self._file, self._data, self._size = file, data, size
         self._bytes, self._at = bytearray(), 0
-        self._values = 0
+        self._values = self._texts = self._arrays = 0
 
     def _fault(self, text: str) -> ConfigError:
         return ConfigError(f"{self._file}: {text}; download it again.")
@@ -185,13 +189,20 @@ class _Head:
         except UnicodeDecodeError as error:
             raise self._fault(f"{what} is not UTF-8 (byte {error.start} of {length})") from None
 
+    def _name(self, what: str) -> str:
+        """The name of a key or a tensor, which goes into messages and logs."""
+        name = self._text(what, _MOST_NAME)
+        if not name.isprintable():
+            raise self._fault(f"{what} has characters that cannot be printed: {name[:80]!r}")
+        return name
+
     # ------------------------------------------------------------ the parts
 
     def read(self) -> GGUF:
         tensors, keys = self._counts()
         metadata: dict[str, Any] = {}
         for index in range(keys):
-            name = self._text(f"key {index} of {keys}", _MOST_NAME)
+            name = self._name(f"key {index} of {keys}")
             if name in metadata:
                 raise self._fault(f"key {name!r} is there twice")
             metadata[name] = self._value(f"key {name!r}", self._number("I", f"key {name!r}"))
@@ -254,6 +265,11 @@ class _Head:
             if sys.byteorder == "big":
                 values.byteswap()
             return values
+        self._texts += count if kind == _TEXT else 0
+        self._arrays += count if kind == _ARRAY else 0
+        if self._texts > _MOST_TEXTS or self._arrays > _MOST_ARRAYS:
+            which, most = ("texts", _MOST_TEXTS) if self._texts > _MOST_TEXTS else ("arrays", _MOST_ARRAYS)
+            raise self._fault(f"{what} has {count} values, which makes more than {most} {which} in all arrays")
         least = 8 if kind == _TEXT else 12
         if self._at + count * least > self._size:
             raise self._fault(f"{what} says to have {count} values, more than the file has room for")
@@ -261,7 +277,7 @@ class _Head:
 
     def _tensor(self, index: int, count: int, alignment: int) -> GGUFTensor:
         """The next tensor; its ``start`` is counted from the beginning of the data."""
-        name = self._text(f"the name of tensor {index} of {count}", _MOST_NAME)
+        name = self._name(f"the name of tensor {index} of {count}")
         what = f"tensor {name!r}"
         dims = self._number("I", what)
         if not 1 <= dims <= _MOST_DIMS:
