@@ -10,10 +10,12 @@ import argparse
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def quantize(args: argparse.Namespace) -> int:
     if args.iters and not tuned:
         raise CommandError("--iters needs a text: add --calibration FILE.", EXIT_CONFIG)
     before = None if args.no_perplexity else _measured(source, held)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+    with _ended_cleanly(), tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         _run(args, source, Path(scratch) / "made", tuned)
         made = next((file.parent for file in sorted(Path(scratch).rglob("config.json"))), None)
         if made is None:
@@ -74,6 +76,20 @@ def quantize(args: argparse.Namespace) -> int:
         after = _measured(str(out), held)
         print(f"perplexity: {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f}%)", flush=True)
     return 0
+
+
+@contextmanager
+def _ended_cleanly() -> Iterator[None]:
+    """SIGTERM ends this process as an exception does, so that no scratch folder stays and the other process ends."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check(args: argparse.Namespace, source: str, out: Path) -> None:

@@ -111,3 +111,13 @@ def test_a_tool_that_is_not_there_or_fails(
     assert run(["quantize", "quire-demo", str(tmp_path / "out"), "--no-perplexity"]) != 0
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_stays_where_it_is_ended(tool: Path, tmp_path: Path) -> None:
+    (tool / "auto_round" / "__init__.py").write_text(
+        "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)"
+    )
+    with pytest.raises(SystemExit) as ended:
+        run(["quantize", "quire-demo", str(tmp_path / "out"), "--no-perplexity"])
+    assert ended.value.code == 143
+    assert [each.name for each in tmp_path.iterdir()] == ["packages"]
