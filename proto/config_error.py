@@ -1,0 +1,21 @@
+"""The error of a flag or a file that cannot work."""
+
+from __future__ import annotations
+
+_MOST_SAID = 2000
+
+
+class ConfigError(ValueError):
+    """A flag, a config file or a combination of them that cannot work. One line: value, limit, remedy.
+
+    What it tells of may be a stranger's file: characters that cannot be printed are escaped, and of a text of more than
+    ``_MOST_SAID`` characters the middle is left out.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) > _MOST_SAID:
+            text = f"{text[: _MOST_SAID // 2]} … {text[-_MOST_SAID // 2 :]}"
+        if text.isprintable():
+            return text
+        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
