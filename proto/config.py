@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from .config_error import ConfigError as ConfigError
+
 SERVICES = ("frontend", "detokenizer", "scheduler", "gpu_worker")
 EVERY = SERVICES
 
@@ -27,25 +29,6 @@ STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512
 CPU computes 512 tokens as fast, token for token, as 2,048 (docs/benchmarks.md)."""
 CHUNK_TOKENS = 256
 """Tokens for prompts that a default budget has room for beside a decode of every sequence."""
-
-
-_MOST_SAID = 2000
-
-
-class ConfigError(ValueError):
-    """A flag, a config file or a combination of them that cannot work. One line: value, limit, remedy.
-
-    What it tells of may be a stranger's file: characters that cannot be printed are escaped, and of a text of more than
-    ``_MOST_SAID`` characters the middle is left out.
-    """
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        if len(text) > _MOST_SAID:
-            text = f"{text[: _MOST_SAID // 2]} … {text[-_MOST_SAID // 2 :]}"
-        if text.isprintable():
-            return text
-        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _flag(
