@@ -172,6 +172,11 @@ class Codes:
         return self.planes[0].shape[-2]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the weight, or of one expert's."""
+        return self.rows, self.columns
+
+    @property
     def nbytes(self) -> int:
         """Of all its tensors."""
         total = 0
@@ -218,6 +223,11 @@ class Codes:
     def _piece(self, start: int, stop: int) -> Codes:
         """Rows ``start`` to ``stop``."""
         return self.each(lambda tensor: tensor[start:stop] if len(tensor) > 1 else tensor)
+
+    def of_rows(self, rows: torch.Tensor) -> Codes:
+        """The codes of ``rows`` [T], of a weight without experts."""
+        found = self.each(lambda tensor: tensor.index_select(0, rows) if len(tensor) > 1 else tensor)
+        return replace(found, planes=tuple(plane.index_select(0, rows) for plane in self.planes))
 
     def _values(self) -> torch.Tensor:
         codes = self.codes()

@@ -12,6 +12,7 @@ from ..batch import Chooser, StepBatch
 from ..kv_cache import KVCache
 from ..layers import dispatch
 from ..layers.attention import StepContext
+from ..layers.embedding import embedding
 from ..layers.norm import NoNorm
 from ..layers.rope import query_scales, rope_tables
 from ..parallel.parallel import Group
@@ -28,7 +29,7 @@ class Decoder(Model):
         super().__init__(spec, weights.device, weights.dtype, group)
         self.products = weights.choosers()
         shard = group.shard
-        self.embed = weights.tensors.get("embed.weight")
+        self.embed = weights.table("embed.weight")
         self.positions = weights.tensors.get("positions.weight")
         self.project_in = weights.linears.get("project_in")
         self.project_out = weights.linears.get("project_out")
@@ -76,11 +77,11 @@ class Decoder(Model):
     def _enter(self, batch: StepBatch) -> torch.Tensor:
         assert self.embed is not None  # the first stage has it
         if len(self.vocabulary) == self.whole.vocab_size:
-            x = F.embedding(batch.token_ids, self.embed)
+            x = embedding(batch.token_ids, self.embed)
         else:
             ids = batch.token_ids - self.vocabulary.start
             others = (ids < 0) | (ids >= len(self.vocabulary))
-            x = F.embedding(ids.masked_fill(others, 0), self.embed).masked_fill_(others[:, None], 0.0)
+            x = embedding(ids.masked_fill(others, 0), self.embed).masked_fill_(others[:, None], 0.0)
             x = self.group.all_reduce(x)
         if self.whole.embed_scale != 1.0:
             x = x * self.embed_scale

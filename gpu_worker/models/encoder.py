@@ -17,6 +17,7 @@ from ...proto.checkpoint.pooler_config import ENCODERS, position_offset
 from ...proto.config import ConfigError
 from ..batch import StepBatch
 from ..kv_cache import KVCache
+from ..layers.embedding import embedding
 from ..layers.mlp import MLP
 from ..spec import DecoderSpec, WeightNames
 from ..transfer import to_device
@@ -113,7 +114,7 @@ class Encoder(Model):
         super().__init__(spec, weights.device, weights.dtype)
         self.products = weights.choosers()
         self.spec = replace(spec, kv_heads=())  # no layer has a cache
-        self.table, self.places = weights.tensors["embed.weight"], weights.tensors["positions.weight"]
+        self.table, self.places = weights.table("embed.weight"), weights.tensors["positions.weight"]
         self.types = weights.tensors.get("types.weight")
         self.enter_norm = weights.norm("embed_norm")
         self.stack = [_Layer(spec, weights, f"layers.{index}.") for index in range(spec.num_layers)]
@@ -122,7 +123,8 @@ class Encoder(Model):
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: KVCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of the last layer, [T, hidden] or [S, hidden] of ``batch.outputs``; ``kv`` is not touched."""
-        x = F.embedding(batch.token_ids, self.table)
+        assert self.table is not None  # a model of one process has it
+        x = embedding(batch.token_ids, self.table)
         if self.types is not None:
             last = len(self.types) - 1
             x = x + (self.types[0] if batch.types is None else F.embedding(batch.types.clamp(max=last), self.types))

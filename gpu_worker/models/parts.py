@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from ..layers.embedding import CodedTable
 from ..layers.formats.at_load import NOTHING, AtLoad
-from ..layers.formats.base import Format
+from ..layers.formats.base import Format, Weight
+from ..layers.formats.coded import Coded, Given, table_of
 from ..layers.formats.dense import PLAIN, dense
 from ..layers.formats.summary import Summary
 from ..layers.linear import ExpertLinear, Linear, weight_of
@@ -41,6 +43,7 @@ class Parts:
         self.summary = Summary()
         self._linears: dict[str, Linear] = {}
         self._experts: dict[str, ExpertLinear] = {}
+        self._tables: dict[str, CodedTable] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._open: dict[str, torch.Tensor] = {}
         self._sparse: dict[str, dict[int, torch.Tensor]] = {}  # pieces of each parameter, by part
@@ -112,11 +115,7 @@ class Parts:
         special = self.formats.get(parameter.name) or self._at_load.format_of(parameter.name)
         format = special or dense(weight)
         if parameter.kind == "table":
-            if self.spec.tied and special is not None and parameter.name == "embed.weight":
-                head = self._linears["lm_head"] = Linear(format, tensors, weight)  # narrow, as the file has it
-                self.summary.add("lm_head", weight, tensors, True, head.product)
-            self._tensors[parameter.name] = format.dequantize(tensors, weight)
-            self.summary.add_table(name, weight, special is not None)
+            self._make_table(parameter.name, format, tensors, weight)
             return
         made: Linear | ExpertLinear
         if weight.experts is None:
@@ -126,6 +125,24 @@ class Parts:
             made = self._experts[name] = ExpertLinear(format, apart, weight)
         if weight.experts != 0:
             self.summary.add(name, weight, tensors, special is not None, made.product)
+
+    def _make_table(self, parameter: str, format: Format, tensors: dict[str, torch.Tensor], weight: Weight) -> None:
+        """Keep a table of embeddings, as codes where it has such: the same ones that outputs tied to it multiply."""
+        name, table = parameter.removesuffix(".weight"), None
+        if isinstance(format, Coded):
+            codes, head = format.codes(tensors, weight), None
+            sizes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
+            tensors.clear()  # of the largest weight two copies are enough
+            if self.spec.tied and name == "embed":
+                head = self._linears["lm_head"] = Linear(Given(codes), {}, weight)
+                self.summary.add("lm_head", weight, sizes, True, head.product)
+            table = table_of(codes, weight, None if head is None else head.product)
+            if isinstance(table, CodedTable):
+                self._tables[parameter] = table
+                self.summary.add_table(name, weight, sizes, table if head is None else None)
+                return
+        self._tensors[parameter] = format.dequantize(tensors, weight) if table is None else table
+        self.summary.add_table(name, weight)
 
     def _trim(self) -> None:
         self._untrimmed = 0
@@ -151,7 +168,9 @@ class Parts:
             elif owner in self._experts:
                 experts = self._experts[owner]
                 experts.bias = _by_expert(self._tensors.pop(name), len(experts))
-        return Weights(self.spec, self._linears, self._experts, self._tensors, self.dtype, self.device)
+        return Weights(
+            self.spec, self._linears, self._experts, self._tables, self._tensors, self.dtype, self.device
+        )  # fmt: skip
 
 
 def _by_expert(tensor: torch.Tensor, experts: int) -> torch.Tensor:

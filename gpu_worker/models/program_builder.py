@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure
+from ctypes import Structure, addressof
 
 import torch
 
@@ -11,6 +11,7 @@ from ..kernels.cpu.attention import layer_of
 from ..kernels.cpu.linear import ACTIVATED, ADD, GATED, STORE
 from ..kv_cache import KVCache
 from ..layers.attention import Attention
+from ..layers.embedding import Table
 from ..layers.mlp import MLP, MoEBlock
 from ..layers.norm import LayerNorm, NoNorm, Norm, ResidualFromNorm, RMSNorm
 from .blocks import Block, Parallel, PostNorm, PreNorm, Sandwich
@@ -79,8 +80,7 @@ class Builder(Writer):
         x = self.stream
         if model.project_in is not None:
             x = self.area("embedded", model.embed.shape[1])
-        table = self._table(model.embed)
-        self.add(native.Embed(*table, model.embed_scale, x.buffer), x)
+        self.add(native.Embed(*self._rows_of(model.embed), model.embed_scale, x.buffer), x)
         if model.project_in is not None:
             self.product(x, model.project_in, self.stream)
         if model.positions is not None:
@@ -89,6 +89,15 @@ class Builder(Writer):
             operation = native.Position(*table, whole.position_offset, scratch.buffer, self.stream.buffer)
             self.add(operation, self.stream)
         self._norm(model.embed_norm, self.stream, self.stream)
+
+    def _rows_of(self, table: Table) -> tuple[int | None, int | None, int, int, int]:
+        """What an Embed says of a table: its address or that of its codes, and as ``_table``."""
+        if isinstance(table, torch.Tensor):
+            address, *others = self._table(table)
+            return address, None, *others
+        assert table.packed is not None  # beside the native kernels codes are packed
+        self.keep.append(table)
+        return None, addressof(table.packed.struct), 0, TYPES[table.dtype], table.shape[1]
 
     def _table(self, table: torch.Tensor) -> tuple[int, int, int, int]:
         """Address, bytes from row to row, type and width of a table of embeddings."""

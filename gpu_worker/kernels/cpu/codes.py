@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from ctypes import POINTER, addressof, byref, c_int64, c_void_p, sizeof
+from ctypes import POINTER, addressof, byref, c_int32, c_int64, c_void_p, sizeof
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,20 @@ class PackedCodes(PackedWeight):
     def nbytes(self) -> int:
         """Of the panels and all that belongs to them, without the bias."""
         return self._data.nbytes + sum(tensor.nbytes for tensor in self._keep)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        return self.struct.outputs, self.struct.inputs
+
+    def values_of(self, outputs: torch.Tensor) -> torch.Tensor:
+        """float32 [T, inputs]: ``outputs`` [T] of the weight, which is not gated. Raises IndexError."""
+        ids = outputs.long().contiguous()
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.struct.outputs:
+            raise IndexError(f"a row is looked up beyond the {self.struct.outputs} that the weight has")
+        out = torch.empty(len(ids), self.struct.inputs)
+        _native().c.q_code_rows(team(), byref(self.struct), ids.data_ptr(), len(ids), out.data_ptr())
+        return out
 
     def _keep_it(self, tensor: torch.Tensor) -> int:
         kept = tensor.contiguous()
@@ -199,4 +213,6 @@ def _native() -> Library:
     found.c.q_pack_codes.argtypes = (c_void_p, POINTER(Planes), POINTER(Weight))
     found.c.q_pack_codes.restype = None
     found.c.q_word_planes.argtypes = (c_void_p, POINTER(Words))
+    found.c.q_code_rows.argtypes = (c_void_p, POINTER(Weight), c_void_p, c_int32, c_void_p)
+    found.c.q_code_rows.restype = None
     return found

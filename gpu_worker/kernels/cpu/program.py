@@ -99,11 +99,11 @@ class Experts(Structure):
 
 
 class Embed(Structure):
-    """out = scale * the token's row of a table."""
+    """out = scale * the token's row of a table, or of a weight of ``codes``."""
 
     _fields_ = [
-        ("table", c_void_p), ("table_stride", c_int64), ("type", c_int32), ("size", c_int32), ("scale", c_float),
-        ("out", Buffer),
+        ("table", c_void_p), ("codes", c_void_p), ("table_stride", c_int64), ("type", c_int32), ("size", c_int32),
+        ("scale", c_float), ("out", Buffer),
     ]  # fmt: skip
 
 

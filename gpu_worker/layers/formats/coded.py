@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from ...kernels.codes import Codes
-from ...kernels.cpu.codes import can_pack, pack_codes
+from ...kernels.cpu.codes import PackedCodes, can_pack, pack_codes
 from ...kernels.cpu.library import library
+from ..embedding import CodedTable, Table
 from . import int8_rows
 from .base import ExpertProducts, Run, Tensors, Weight
 from .cuda_coded import CudaCodedExperts, cuda_product
@@ -59,6 +60,26 @@ def experts_of(codes: Codes, weight: Weight) -> ExpertProducts:
     if weight.device.type == "cuda":
         return CudaCodedExperts(codes)
     return dense(weight).experts({"weight": codes.values(weight.dtype)}, weight)
+
+
+class Given(Coded):
+    """A weight whose codes are there already."""
+
+    def __init__(self, codes: Codes) -> None:
+        self._given = codes
+
+    def codes(self, tensors: Tensors, weight: Weight) -> Codes:
+        return self._given
+
+
+def table_of(codes: Codes, weight: Weight, product: Run | None = None) -> Table:
+    """``codes`` as a table of embeddings. ``product``: the one with the same codes, if there is one."""
+    if _native(codes, weight):
+        shared = product.packed if isinstance(product, NativeRun) else None
+        return CodedTable(shared if isinstance(shared, PackedCodes) else pack_codes(codes), weight.dtype)
+    if weight.device.type == "cpu" and library() is not None:  # a step's program reads floats, or what is packed
+        return codes.values(weight.dtype)
+    return CodedTable(codes, weight.dtype)
 
 
 def _native(codes: Codes, weight: Weight) -> bool:

@@ -12,6 +12,7 @@ import torch
 from ...kernels.cpu.codes import PackedCodes
 from ...kernels.cpu.library import CODES, I4, I8, library
 from ...kernels.cpu.linear import PackedWeight
+from ..embedding import CodedTable
 from .base import ExpertProducts, Run, Tensors, Weight
 from .cuda_coded import CudaCoded, CudaCodedExperts, CudaNarrow
 from .int8_rows import Int8Experts, Int8Run
@@ -52,9 +53,16 @@ class Summary:
         self.whole += size
         self.held += size if kernel == _FLOAT else bytes_of(tensors, product)
 
-    def add_table(self, name: str, weight: Weight, quantized: bool) -> None:
-        """Take note of rows that are looked up, the embedding's."""
-        self.outer[name] = _name(weight.dtype) + (", made at load" if quantized else "")
+    def add_table(
+        self, name: str, weight: Weight, tensors: Tensors | None = None, table: CodedTable | None = None
+    ) -> None:
+        """Take note of rows that are looked up, the embedding's. ``tensors``: of one that is kept as codes. ``table``:
+        that, unless its codes belong to a product too.
+        """
+        self.outer[name] = _name(weight.dtype) if tensors is None else kind_of(weight, tensors)
+        if table is not None:
+            self.whole += weight.numel * weight.dtype.itemsize
+            self.held += table.nbytes
 
     def lines(self, method: str) -> list[str]:
         """For the log; none where no weight is quantized."""
@@ -69,10 +77,12 @@ class Summary:
         ]
 
 
-def kind_of(weight: Weight, tensors: Tensors, product: Product) -> str:
+def kind_of(weight: Weight, tensors: Tensors, product: Product | None = None) -> str:
     """The codes of a weight, and what shares a scale: "4 bits in groups of 128"."""
     count, rows = weight.numel * (weight.experts or 1), weight.shape[0] * (weight.experts or 1)
-    if len(tensors) == 1 and next(iter(tensors.values())).dtype == weight.dtype:  # made narrower since it was read
+    if (
+        product and len(tensors) == 1 and next(iter(tensors.values())).dtype == weight.dtype
+    ):  # made narrower since it was read
         return f"{_bits(product) or round(bytes_of(tensors, product) * 8 / count)} bits"
     dense = {name: tensor for name, tensor in tensors.items() if not tensor.is_sparse}
     scales = [tensor for name, tensor in dense.items() if any(each in name for each in _SCALES)]

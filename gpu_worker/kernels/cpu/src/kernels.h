@@ -208,6 +208,8 @@ typedef struct {
   void (*gate)(int32_t kind, const float *gate, const float *up, float *out, int32_t size);
   /* out = scale * row of a table of ``type``. */
   void (*embed)(int32_t type, const void *row, float scale, float *out, int32_t size);
+  /* out = factor * output ``row`` of a weight of codes that is not gated, its values rounded to ``type``. */
+  void (*code_row)(const q_weight *weight, int32_t row, int32_t type, float factor, float *out);
   /* out += scale * x. */
   void (*add)(const float *x, float scale, float *out, int32_t size);
   /* x = cap * tanh(x / cap). */

@@ -57,3 +57,24 @@ Q_EXPORT void q_prepare(q_team *team, const q_weight *weight, int32_t rows, cons
   prepare_task task = {weight, rows, x, x_stride, *out, 0};
   q_team_run(team, run_prepare, &task);
 }
+
+typedef struct {
+  const q_weight *weight;
+  const int64_t *ids;
+  int32_t rows;
+  float *out;
+  _Atomic int32_t next;
+} code_rows_task;
+
+static void run_code_rows(void *argument, int id, int threads) {
+  code_rows_task *task = argument;
+  for (int32_t row; (row = q_take(&task->next, 1)) < task->rows;)
+    q_kernel->code_row(task->weight, (int32_t)task->ids[row], Q_F32, 1.0f,
+                       task->out + (int64_t)row * task->weight->inputs);
+}
+
+/* out float32 [rows, inputs]: outputs ``ids`` of a weight of codes that is not gated. */
+Q_EXPORT void q_code_rows(q_team *team, const q_weight *weight, const int64_t *ids, int32_t rows, float *out) {
+  code_rows_task task = {weight, ids, rows, out, 0};
+  q_team_run(team, run_code_rows, &task);
+}

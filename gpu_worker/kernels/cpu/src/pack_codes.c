@@ -61,7 +61,8 @@ static inline __attribute__((always_inline)) void unit_words(const int bits, con
 static inline __attribute__((always_inline)) void pack_units(const q_planes *from, const q_weight *to, int32_t panel,
                                                              const int bits) {
   const int32_t units = to->padded_inputs / Q_UNIT;
-  const int as_they_are = from->widths[0] == bits && from->flip == 0 && 32 % bits == 0;
+  const int as_they_are = from->widths[0] == bits && 32 % bits == 0;
+  const uint32_t flip = (uint32_t)from->flip * 0x01010101u; /* of codes of 8 bits alone */
   uint32_t *out = (uint32_t *)to->data + (int64_t)panel * units * bits * Q_PANEL;
   for (int32_t unit = 0; unit < units; unit++, out += bits * Q_PANEL)
     for (int32_t column = 0; column < Q_PANEL; column++) {
@@ -71,7 +72,7 @@ static inline __attribute__((always_inline)) void pack_units(const q_planes *fro
         for (int word = 0; word < bits; word++) out[word * Q_PANEL + column] = 0;
       } else if (as_they_are) {
         const uint32_t *words = from->planes[0] + row * from->strides[0] + (int64_t)unit * bits;
-        for (int word = 0; word < bits; word++) out[word * Q_PANEL + column] = words[word];
+        for (int word = 0; word < bits; word++) out[word * Q_PANEL + column] = words[word] ^ flip;
       } else {
         unit_codes(from, row, unit, bits, codes);
         unit_words(bits, codes, out + column);

@@ -124,8 +124,11 @@ static void find_wanted_tiles(q_program *program) {
 static inline char *row_of(const q_buffer *matrix, int64_t row) { return matrix->data + row * matrix->stride; }
 
 static void embed_row(const q_program *program, const q_embed_op *op, int32_t row) {
-  const char *from = op->table + program->ids[row] * op->table_stride;
-  q_kernel->embed(op->type, from, op->scale, (float *)row_of(&op->out, row), op->size);
+  float *out = (float *)row_of(&op->out, row);
+  if (op->codes != NULL)
+    q_kernel->code_row(op->codes, program->ids[row], op->type, op->scale, out);
+  else
+    q_kernel->embed(op->type, op->table + program->ids[row] * op->table_stride, op->scale, out, op->size);
 }
 
 static void position_row(const q_program *program, const q_position_op *op, int32_t row) {

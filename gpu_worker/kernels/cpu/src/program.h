@@ -80,9 +80,10 @@ typedef struct {
   int32_t number;
 } q_call_op;
 
-/* out = scale * the token's row of a table. */
+/* out = scale * the token's row of a table, or of a weight of codes, with its values rounded to ``type``. */
 typedef struct {
   const char *table;
+  const q_weight *codes; /* or NULL */
   int64_t table_stride;
   int32_t type, size;
   float scale;

@@ -18,6 +18,7 @@ void Q_NAME(rotate)(float *x, int32_t heads, int32_t head_dim, const float *cos,
 void Q_NAME(activate)(int32_t kind, const float *x, float *out, int32_t size);
 void Q_NAME(gate)(int32_t kind, const float *gate, const float *up, float *out, int32_t size);
 void Q_NAME(embed)(int32_t type, const void *row, float scale, float *out, int32_t size);
+void Q_NAME(code_row)(const q_weight *weight, int32_t row, int32_t type, float factor, float *out);
 void Q_NAME(add)(const float *x, float scale, float *out, int32_t size);
 void Q_NAME(softcap)(float *x, float cap, int32_t size);
 void Q_NAME(route)(const struct q_router *router, const float *logits, int32_t *ids, float *weights);
@@ -39,6 +40,7 @@ const q_kernels Q_NAME(q_kernels) = {
     .activate = Q_NAME(activate),
     .gate = Q_NAME(gate),
     .embed = Q_NAME(embed),
+    .code_row = Q_NAME(code_row),
     .add = Q_NAME(add),
     .softcap = Q_NAME(softcap),
     .route = Q_NAME(route),
