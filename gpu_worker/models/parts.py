@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..layers.embedding import CodedTable
+from ..layers.embedding import CodedTable, Table
 from ..layers.formats.at_load import NOTHING, AtLoad
 from ..layers.formats.base import Format, Weight
 from ..layers.formats.coded import Coded, Given, table_of
@@ -128,19 +128,22 @@ class Parts:
 
     def _make_table(self, parameter: str, format: Format, tensors: dict[str, torch.Tensor], weight: Weight) -> None:
         """Keep a table of embeddings, as codes where it has such: the same ones that outputs tied to it multiply."""
-        name, table = parameter.removesuffix(".weight"), None
+        name = parameter.removesuffix(".weight")
+        table: Table | None = None
+        sizes: dict[str, torch.Tensor] = {}
+        head: Linear | None = None
         if isinstance(format, Coded):
-            codes, head = format.codes(tensors, weight), None
+            codes = format.codes(tensors, weight)
             sizes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
             tensors.clear()  # of the largest weight two copies are enough
             if self.spec.tied and name == "embed":
                 head = self._linears["lm_head"] = Linear(Given(codes), {}, weight)
                 self.summary.add("lm_head", weight, sizes, True, head.product)
             table = table_of(codes, weight, None if head is None else head.product)
-            if isinstance(table, CodedTable):
-                self._tables[parameter] = table
-                self.summary.add_table(name, weight, sizes, table if head is None else None)
-                return
+        if isinstance(table, CodedTable):
+            self._tables[parameter] = table
+            self.summary.add_table(name, weight, sizes, table if head is None else None)
+            return
         self._tensors[parameter] = format.dequantize(tensors, weight) if table is None else table
         self.summary.add_table(name, weight)
 

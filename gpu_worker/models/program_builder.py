@@ -93,8 +93,8 @@ class Builder(Writer):
     def _rows_of(self, table: Table) -> tuple[int | None, int | None, int, int, int]:
         """What an Embed says of a table: its address or that of its codes, and as ``_table``."""
         if isinstance(table, torch.Tensor):
-            address, *others = self._table(table)
-            return address, None, *others
+            address, stride, kind, width = self._table(table)
+            return address, None, stride, kind, width
         assert table.packed is not None  # beside the native kernels codes are packed
         self.keep.append(table)
         return None, addressof(table.packed.struct), 0, TYPES[table.dtype], table.shape[1]

@@ -6,6 +6,8 @@ device: quire's native kernels on a CPU, Triton's on a GPU, and where neither ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...kernels.codes import Codes
@@ -13,7 +15,7 @@ from ...kernels.cpu.codes import PackedCodes, can_pack, pack_codes
 from ...kernels.cpu.library import library
 from ..embedding import CodedTable, Table
 from . import int8_rows
-from .base import ExpertProducts, Run, Tensors, Weight
+from .base import ExpertProducts, Run, Stored, Tensors, Weight
 from .cuda_coded import CudaCodedExperts, cuda_product
 from .dense import Dequantized, dense
 from .native import NativeExperts, NativeRun
@@ -67,6 +69,9 @@ class Given(Coded):
 
     def __init__(self, codes: Codes) -> None:
         self._given = codes
+
+    def tensors(self, weight: Weight) -> Sequence[Stored]:
+        return ()
 
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
         return self._given
