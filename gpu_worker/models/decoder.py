@@ -12,7 +12,7 @@ from ..batch import Chooser, StepBatch
 from ..kv_cache import KVCache
 from ..layers import dispatch
 from ..layers.attention import StepContext
-from ..layers.embedding import embedding
+from ..layers.formats.table import embedding
 from ..layers.norm import NoNorm
 from ..layers.rope import query_scales, rope_tables
 from ..parallel.parallel import Group

@@ -17,7 +17,7 @@ from ...proto.checkpoint.pooler_config import ENCODERS, position_offset
 from ...proto.config import ConfigError
 from ..batch import StepBatch
 from ..kv_cache import KVCache
-from ..layers.embedding import embedding
+from ..layers.formats.table import embedding
 from ..layers.mlp import MLP
 from ..spec import DecoderSpec, WeightNames
 from ..transfer import to_device

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from ..layers.embedding import CodedTable, Table
 from ..layers.formats.at_load import NOTHING, AtLoad
 from ..layers.formats.base import Format, Weight
 from ..layers.formats.coded import Coded, Given, table_of
 from ..layers.formats.dense import PLAIN, dense
 from ..layers.formats.summary import Summary
+from ..layers.formats.table import CodedTable, Table
 from ..layers.linear import ExpertLinear, Linear, weight_of
 from ..spec import DecoderSpec, Shard
 from .files import trim

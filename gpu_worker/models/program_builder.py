@@ -11,7 +11,7 @@ from ..kernels.cpu.attention import layer_of
 from ..kernels.cpu.linear import ACTIVATED, ADD, GATED, STORE
 from ..kv_cache import KVCache
 from ..layers.attention import Attention
-from ..layers.embedding import Table
+from ..layers.formats.table import Table
 from ..layers.mlp import MLP, MoEBlock
 from ..layers.norm import LayerNorm, NoNorm, Norm, ResidualFromNorm, RMSNorm
 from .blocks import Block, Parallel, PostNorm, PreNorm, Sandwich

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..batch import Chooser
-from ..layers.embedding import CodedTable, Table
+from ..layers.formats.table import CodedTable, Table
 from ..layers.linear import ExpertLinear, Linear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..spec import DecoderSpec

@@ -11,7 +11,7 @@ from cpu_kernels import VARIANTS, using
 
 from quire.gpu_worker.kernels.codes import Codes, PerGroup, pack
 from quire.gpu_worker.kernels.cpu.codes import pack_codes
-from quire.gpu_worker.layers.embedding import CodedTable
+from quire.gpu_worker.layers.formats.table import CodedTable
 
 ROWS, COLUMNS = 70, 352
 

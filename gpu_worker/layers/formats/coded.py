@@ -13,12 +13,12 @@ import torch
 from ...kernels.codes import Codes
 from ...kernels.cpu.codes import PackedCodes, can_pack, pack_codes
 from ...kernels.cpu.library import library
-from ..embedding import CodedTable, Table
 from . import int8_rows
 from .base import ExpertProducts, Run, Stored, Tensors, Weight
 from .cuda_coded import CudaCodedExperts, cuda_product
 from .dense import Dequantized, dense
 from .native import NativeExperts, NativeRun
+from .table import CodedTable, Table
 
 
 class Coded(Dequantized):

@@ -12,11 +12,11 @@ import torch
 from ...kernels.cpu.codes import PackedCodes
 from ...kernels.cpu.library import CODES, I4, I8, library
 from ...kernels.cpu.linear import PackedWeight
-from ..embedding import CodedTable
 from .base import ExpertProducts, Run, Tensors, Weight
 from .cuda_coded import CudaCoded, CudaCodedExperts, CudaNarrow
 from .int8_rows import Int8Experts, Int8Run
 from .native import NativeExperts, NativeRun
+from .table import CodedTable
 
 Product = Run | ExpertProducts
 _FLOAT = "none of codes, float weights made at load"

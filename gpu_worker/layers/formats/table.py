@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..kernels.codes import Codes
-from ..kernels.cpu.codes import PackedCodes
+from ...kernels.codes import Codes
+from ...kernels.cpu.codes import PackedCodes
 
 
 class CodedTable:
