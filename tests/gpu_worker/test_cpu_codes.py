@@ -66,6 +66,19 @@ def shared_table(bits: int) -> Codes:
     return codes_of(bits, group=64, zeros=0, table=table, scales=PerGroup(torch.rand(100, 5)))
 
 
+def steps(bits: int = 4) -> Codes:
+    """As MXFP4, of which all entries are multiples of a half."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scales = PerGroup(torch.rand(100, 10))
+    return codes_of(bits, group=32, zeros=0, table=torch.cat([table, -table]), scales=scales)
+
+
+def many_steps(bits: int = 4) -> Codes:
+    """As IQ4_NL: whole numbers of which the largest is more than 127 above the smallest."""
+    table = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+    return codes_of(bits, group=32, zeros=0, table=table, scales=PerGroup((torch.rand(100, 10) * 0.01).half()))
+
+
 def own_tables(bits: int) -> Codes:
     return codes_of(bits, group=320, zeros=0, table=torch.randn(100, 1 << bits), scales=PerGroup(torch.ones(1, 1)))
 
@@ -104,7 +117,7 @@ KINDS = [
     for make, widths in (
         (codes_of, range(2, 9)), (per_output_zeros, range(2, 9)), (two_levels, range(2, 9)), (signed_levels, (3, 6)),
         (shared_table, range(2, 9)), (own_tables, range(2, 9)), (ordered, range(2, 9)), (one_scale, range(2, 9)),
-        (short_group, (3, 4, 8)), (e4m3, (8,)), (int8, (8,)),
+        (short_group, (3, 4, 8)), (e4m3, (8,)), (int8, (8,)), (steps, (4,)), (many_steps, (4,)),
     )
     for bits in widths
 ]  # fmt: skip

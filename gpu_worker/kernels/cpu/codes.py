@@ -5,6 +5,7 @@ stay float32.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from ctypes import POINTER, addressof, byref, c_int32, c_int64, c_void_p, sizeof
 
@@ -20,7 +21,7 @@ from .structs import Numbers, Planes, Weight, Words
 
 UNIT, RUN = 32, 16
 """kernels.h's Q_UNIT and Q_RUN."""
-NUMBER, SMALL_TABLE, TABLE, OWN_TABLE, E4M3 = range(5)
+NUMBER, SMALL_TABLE, TABLE, OWN_TABLE, E4M3, STEPS = range(6)
 """How a code becomes a number: kernels.h's Q_NUMBER and those after it."""
 _TYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 
@@ -55,11 +56,12 @@ class PackedCodes(PackedWeight):
         group = padded if _one_group(codes) else codes.group
         groups = -(-padded // group)
         self._places = _places(self.struct)
-        self.codes = CodesStruct(codes.bits, self._kind(codes), group, groups)
+        self.codes = CodesStruct(codes.bits, NUMBER, group, groups, step=1.0)
         self.struct.codes, self.struct.groups = addressof(self.codes), groups
         flip = 128 if codes.signed else 0
+        self.codes.kind = self._kind(codes)
         if isinstance(codes.zeros, int):
-            self.codes.zero = codes.zeros + flip
+            self.codes.zero += codes.zeros + flip
         else:
             zeros = codes.zeros if codes.zeros.shape[-1] > 1 else codes.zeros.expand(-1, groups)
             self.codes.zeros = self._keep_panels(zeros.expand(codes.rows, -1), groups)
@@ -73,8 +75,9 @@ class PackedCodes(PackedWeight):
 
     @property
     def layout(self) -> object:
-        bits = self.codes.bits if self.codes.kind == NUMBER else 0
-        return CODES, self.struct.padded_inputs, self.codes.group, bits, self.codes.order
+        codes = self.codes
+        factors = (codes.kind, codes.bits, codes.step) if codes.kind in (NUMBER, STEPS, E4M3) else None
+        return CODES, self.struct.padded_inputs, codes.group, factors, codes.order
 
     @property
     def nbytes(self) -> int:
@@ -116,6 +119,11 @@ class PackedCodes(PackedWeight):
         if codes.bits > 4:
             self._table = self._keep_it(table.float())
             return E4M3 if _is_e4m3(codes) else TABLE
+        if codes.bits == 4 and (step := _step(table.float())):
+            counts = table.double() / step
+            self.codes.step, self.codes.zero = step, -counts.min().item() * step
+            self._table = self._keep_it((counts - counts.min()).byte().repeat(4))
+            return STEPS
         self._table = self._keep_it(table.float().repeat(16 >> codes.bits))
         return SMALL_TABLE
 
@@ -187,6 +195,16 @@ def _places(weight: Weight) -> torch.Tensor:
     half, column = weight.outputs // 2, at % PANEL
     row = at // PANEL * (PANEL // 2) + column % (PANEL // 2)
     return torch.where(row < half, row + (column >= PANEL // 2) * half, weight.outputs)
+
+
+def _step(table: torch.Tensor) -> float | None:
+    """A power of two of which all entries are whole multiples, 255 of them apart at most; None where there is none."""
+    span = (table.max() - table.min()).item()
+    if not 0.0 < span < math.inf:
+        return None
+    step = 2.0 ** math.frexp(span / 255)[1]  # the smallest: multiples of larger ones are its multiples, too
+    counts = table.double() / step
+    return step if torch.equal(counts, counts.round()) else None
 
 
 def _is_e4m3(codes: Codes) -> bool:

@@ -29,7 +29,8 @@ class Codes(Structure):
 
     _fields_ = [
         ("bits", c_int32), ("kind", c_int32), ("group", c_int32), ("groups", c_int32), ("zero", c_float),
-        ("zeros", c_void_p), ("scales", Numbers), ("minima", Numbers), ("table", c_void_p), ("order", c_void_p),
+        ("step", c_float), ("zeros", c_void_p), ("scales", Numbers), ("minima", Numbers), ("table", c_void_p),
+        ("order", c_void_p),
     ]  # fmt: skip
 
 

@@ -21,6 +21,9 @@ static inline int q_number_shift(int bits, int place) {
   return shift + bits == 32 ? 0 : shift; /* the uppermost would be a sign: it is moved down instead */
 }
 
+/* The same of codes of 4 bits that became the bytes of two words, one of the even places and one of the odd ones. */
+static inline int q_steps_shift(int place) { return place % 8 < 6 ? place % 8 / 2 * 8 : 0; }
+
 /* A piece of a code that is not whole: ``count`` bits of ``word`` from ``from`` on are the code's from ``to`` on. */
 typedef struct {
   int word, from, to, count;

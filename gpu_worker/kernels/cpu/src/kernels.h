@@ -48,8 +48,9 @@ typedef struct {
 } q_numbers;
 
 /* How a code becomes a number: it is one; by a table that all outputs share, of up to 16 entries or of any size; by a
- * table of each output; or it is a float of 4 bits exponent and 3 bits mantissa. */
-enum { Q_NUMBER = 0, Q_SMALL_TABLE = 1, Q_TABLE = 2, Q_OWN_TABLE = 3, Q_E4M3 = 4, Q_CODE_KINDS = 5 };
+ * table of each output; it is a float of 4 bits exponent and 3 bits mantissa; or, of 4 bits, by a table of bytes without
+ * sign that all outputs share, which counts steps. */
+enum { Q_NUMBER = 0, Q_SMALL_TABLE = 1, Q_TABLE = 2, Q_OWN_TABLE = 3, Q_E4M3 = 4, Q_STEPS = 5, Q_CODE_KINDS = 6 };
 
 /* What a weight of codes has beside its panels. An input's value is (number - zero) * scale - minimum. */
 typedef struct {
@@ -58,9 +59,11 @@ typedef struct {
   int32_t group; /* inputs, a multiple of Q_RUN; the last group may be shorter */
   int32_t groups;
   float zero;             /* of all groups, where zeros is NULL */
+  float step;             /* of Q_STEPS, a power of two: 1 of a table's byte; else 1 */
   const uint8_t *zeros;   /* [panels][groups][Q_PANEL] or NULL */
   q_numbers scales, minima;
-  const float *table;     /* [16], [2^bits], or of each output [panels][2^bits][Q_PANEL] */
+  const void *table;      /* float32 [16], [2^bits], or of each output [panels][2^bits][Q_PANEL]; uint8 [4][16], four
+                             times the same */
   const int32_t *order;   /* [padded inputs]: which input each is, -1: none; or NULL */
 } q_codes;
 

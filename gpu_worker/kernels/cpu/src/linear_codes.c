@@ -35,20 +35,55 @@ typedef struct {
   int32_t sum_panel;
 } code_tile;
 
-/* What a group's products [rows][vectors] came to becomes part of the sums. No part of the loops that call it: it is
- * long, and rarely done. */
-static __attribute__((noinline)) void add_group_parts(int rows, int vectors, const code_tile *at, int32_t group,
-                                                      const vfloat *products) {
+/* What a group's products [rows][vectors] came to becomes part of the sums. */
+INLINE void add_parts(const int stored, const int minima, const int rows, const int vectors, const code_tile *at,
+                      int32_t group, const vfloat *products) {
   const q_codes *codes = at->weight->codes;
-  for (int vector = 0; vector < vectors; vector++) {
-    const int column = at->column + vector * LANES, within = column % Q_PANEL;
+  UNROLL for (int vector = 0; vector < vectors; vector++) {
+    const int32_t column = at->column + vector * LANES, within = column % Q_PANEL;
     float *sum = at->sums + column / Q_PANEL * at->sum_panel + within;
-    group_numbers by = group_numbers_at(codes, at->panel + column / Q_PANEL, group, within);
-    for (int row = 0; row < rows; row++, sum += Q_PANEL) {
+    group_numbers by = group_numbers_at(stored, minima, codes, at->panel + column / Q_PANEL, group, within);
+    UNROLL for (int row = 0; row < rows; row++, sum += Q_PANEL) {
       float values = at->row_sums[row * codes->groups + group];
-      vf_store(sum, add_group_part(codes, &by, products[row * vectors + vector], values, vf_load(sum)));
+      vf_store(sum, add_group_part(minima, &by, products[row * vectors + vector], values, vf_load(sum)));
     }
   }
+}
+
+/* The same of any numbers. No part of the loops that call it: it is long, and rarely done. */
+static __attribute__((noinline)) void add_group_parts(int rows, int vectors, const code_tile *at, int32_t group,
+                                                      const vfloat *products) {
+  if (at->weight->codes->minima.base != NULL)
+    add_parts(NUMBERS_ANY, 1, rows, vectors, at, group, products);
+  else
+    add_parts(NUMBERS_ANY, 0, rows, vectors, at, group, products);
+}
+
+/* The same of up to FEW_ROWS rows, for the numbers that weights with short groups have: a group of 16 inputs takes
+ * little longer than its end. */
+#define KNOWN_PARTS(name, stored, minima) \
+  static __attribute__((noinline)) void name(int rows, int vectors, const code_tile *at, int32_t group, \
+                                             const vfloat *products) { \
+    switch (rows) { \
+      case 1: add_parts(stored, minima, 1, ONE_VECTORS, at, group, products); break; \
+      case 2: add_parts(stored, minima, 2, FEW_VECTORS, at, group, products); break; \
+      case 3: add_parts(stored, minima, 3, FEW_VECTORS, at, group, products); break; \
+    } \
+  }
+KNOWN_PARTS(add_f16_parts, NUMBERS_F16, 0)
+KNOWN_PARTS(add_f16_bytes_minima_parts, NUMBERS_F16_BYTES, 1)
+KNOWN_PARTS(add_f16_signed_parts, NUMBERS_F16_SIGNED, 0)
+
+typedef void parts_function(int rows, int vectors, const code_tile *at, int32_t group, const vfloat *products);
+
+/* The function above for a weight's numbers. */
+static parts_function *parts_of_few(const q_codes *codes) {
+  const q_numbers *scales = &codes->scales, *minima = &codes->minima;
+  if (scales->base_type != Q_F16) return add_group_parts;
+  if (minima->base == NULL)
+    return scales->fine == NULL ? add_f16_parts : scales->fine_signed ? add_f16_signed_parts : add_group_parts;
+  const int bytes = scales->fine != NULL && !scales->fine_signed && minima->fine != NULL && !minima->fine_signed;
+  return bytes && minima->base_type == Q_F16 ? add_f16_bytes_minima_parts : add_group_parts;
 }
 
 /* The same, and the products begin anew. They are copied, so that they are registers all the while. */
@@ -63,10 +98,38 @@ INLINE void end_group(const int rows, const int vectors, const code_tile *at, in
 
 /* ---------------------------------------------------------------- few rows */
 
+/* Add the 8 inputs of word ``word`` of a unit of Q_STEPS to ``products``. */
+INLINE void add_steps(const int rows, const int vectors, const int word, const number_table *table,
+                      const uint32_t *words, int64_t panel_words, const float *x, int64_t row_stride,
+                      vfloat *products) {
+  vuint bytes[2][ONE_VECTORS]; /* in the first cache: there are fewer registers */
+  UNROLL for (int vector = 0; vector < vectors; vector++) {
+    const uint32_t *own = words + vector * LANES / Q_PANEL * panel_words + vector * LANES % Q_PANEL + word * Q_PANEL;
+    if (vector * LANES % LINE_WORDS == 0) __builtin_prefetch(own + FETCH_AHEAD, 0, 3);
+    bytes[0][vector] = step_bytes(0, table, vu_load(own));
+    bytes[1][vector] = step_bytes(1, table, vu_load(own));
+  }
+  UNROLL for (int place = 0; place < 8; place++) {
+    vfloat values[FEW_ROWS];
+    UNROLL for (int row = 0; row < rows; row++) values[row] = vf_set(x[row * row_stride + word * 8 + place]);
+    __asm__ volatile("" : "+m"(bytes));
+    UNROLL for (int vector = 0; vector < vectors; vector++) {
+      vfloat number = steps_at(place, bytes[place % 2][vector]);
+      UNROLL for (int row = 0; row < rows; row++)
+        products[row * vectors + vector] = vf_fma(values[row], number, products[row * vectors + vector]);
+    }
+  }
+}
+
 /* Add ``count`` inputs from ``place`` of a unit on to ``products`` [rows][vectors]. ``words`` are the unit's. */
 INLINE void add_places(const int kind, const int bits, const int rows, const int vectors, const int place,
                        const int count, const number_table *table, const uint32_t *words, int64_t panel_words,
                        const float *x, int64_t row_stride, vfloat *products) {
+  if (kind == Q_STEPS) {
+    UNROLL for (int word = place / 8; word < (place + count) / 8; word++)
+      add_steps(rows, vectors, word, table, words, panel_words, x, row_stride, products);
+    return;
+  }
   UNROLL_UNIT for (int next = place; next < place + count; next++) {
     vfloat values[FEW_ROWS];
     UNROLL for (int row = 0; row < rows; row++) values[row] = vf_set(x[row * row_stride + next]);
@@ -93,6 +156,7 @@ INLINE void add_codes(const int kind, const int bits, const int rows, const int 
   const uint32_t *words = (const uint32_t *)weight->data + at->panel * panel_words + at->column;
   const float *x = at->rows;
   const number_table table = table_of(kind, weight->codes, at->panel, at->column);
+  parts_function *const add_their_parts = parts_of_few(weight->codes);
   for (int32_t group = 0, input = 0; input < inputs; group++) {
     const int32_t stop = least(input + group_inputs, inputs);
     vfloat products[MOST_TILE], sums[MOST_TILE];
@@ -107,7 +171,7 @@ INLINE void add_codes(const int kind, const int bits, const int rows, const int 
       x += Q_UNIT;
     }
     UNROLL_TILE for (int each = 0; each < rows * vectors; each++) sums[each] = products[each];
-    add_group_parts(rows, vectors, at, group, sums);
+    add_their_parts(rows, vectors, at, group, sums);
   }
 }
 
@@ -230,6 +294,7 @@ FEW_AND_MAKE(Q_SMALL_TABLE, 2)
 FEW_AND_MAKE(Q_SMALL_TABLE, 3)
 FEW_AND_MAKE(Q_SMALL_TABLE, 4)
 FEW_AND_MAKE(Q_E4M3, 8)
+FEW_AND_MAKE(Q_STEPS, 4)
 ONE(Q_NUMBER, 2)
 ONE(Q_NUMBER, 3)
 ONE(Q_NUMBER, 6)
@@ -257,6 +322,7 @@ static const code_functions FUNCTIONS[Q_CODE_KINDS][9] = {
     [Q_OWN_TABLE] = {[2] = ONLY(Q_OWN_TABLE, 2), ONLY(Q_OWN_TABLE, 3), ONLY(Q_OWN_TABLE, 4), ONLY(Q_OWN_TABLE, 5),
                      ONLY(Q_OWN_TABLE, 6), ONLY(Q_OWN_TABLE, 7), ONLY(Q_OWN_TABLE, 8)},
     [Q_E4M3] = {[8] = BOTH(Q_E4M3, 8)},
+    [Q_STEPS] = {[4] = BOTH(Q_STEPS, 4)},
 };
 
 /* ---------------------------------------------------------------- products */
@@ -363,11 +429,14 @@ void Q_NAME(prepare_codes)(const q_weight *weight, const float *x, float *out, f
     for (int32_t at = start; at < stop; at += LANES) sum += vf_load(out + at);
     sums[group] = vf_sum(sum);
   }
-  if (codes->kind != Q_NUMBER) return;
+  if (codes->kind != Q_NUMBER && codes->kind != Q_STEPS && codes->kind != Q_E4M3) return;
   float factors[Q_UNIT];
   for (int place = 0; place < Q_UNIT; place++) {
-    int32_t power = (127 - q_number_shift(codes->bits, place)) << 23; /* 2^-shift */
+    int shift = codes->kind == Q_STEPS ? q_steps_shift(place) : q_number_shift(codes->bits, place);
+    int32_t power = (127 - shift) << 23; /* 2^-shift */
     memcpy(&factors[place], &power, sizeof power);
+    if (codes->kind == Q_STEPS) factors[place] *= codes->step;
+    if (codes->kind == Q_E4M3) factors[place] = E4M3_ROW_FACTOR;
   }
   for (int32_t at = 0; at < padded; at += LANES) vf_store(out + at, vf_load(out + at) * vf_load(factors + at % Q_UNIT));
 }
