@@ -28,6 +28,12 @@ static void unit_of(int bits, const uint32_t *words, uint32_t out[Q_UNIT]) {
   }
 }
 
+/* What entry ``at`` of ``table`` stands for; a number stands for itself. */
+INLINE float number_of(const q_codes *codes, const float *table, uint32_t at) {
+  if (codes->kind == Q_NUMBER) return (float)at;
+  return codes->kind == Q_STEPS ? codes->step * ((const uint8_t *)codes->table)[at] : table[at];
+}
+
 void Q_NAME(code_row)(const q_weight *weight, int32_t row, int32_t type, float factor, float *out) {
   const q_codes *codes = weight->codes;
   const int32_t panel = row / Q_PANEL, column = row % Q_PANEL, first = column / LANES * LANES, lane = column - first;
@@ -45,14 +51,15 @@ void Q_NAME(code_row)(const q_weight *weight, int32_t row, int32_t type, float f
     }
     if (input % Q_RUN == 0 && input / codes->group != group) {
       group = input / codes->group;
-      const group_numbers by = group_numbers_at(codes, panel, group, first);
-      scale = by.scale[lane], zero = by.zero[lane];
-      if (codes->minima.base != NULL) minimum = by.minimum[lane];
+      scale = numbers_at(NUMBERS_ANY, &codes->scales, panel, group, first)[lane];
+      zero = codes->zero;
+      if (codes->zeros != NULL) zero = codes->zeros[((int64_t)panel * codes->groups + group) * Q_PANEL + column];
+      if (codes->minima.base != NULL) minimum = numbers_at(NUMBERS_ANY, &codes->minima, panel, group, first)[lane];
     }
     const int32_t place = codes->order == NULL ? input : codes->order[input];
     if (place < 0 || place >= weight->inputs) continue;
     const uint32_t code = found[input % Q_UNIT];
-    float value = ((codes->kind == Q_NUMBER ? (float)code : table[code * apart]) - zero) * scale;
+    float value = (number_of(codes, table, code * apart) - zero) * scale;
     if (codes->minima.base != NULL) value -= minimum;
     out[place] = factor * (type == Q_BF16 ? from_bf16(to_bf16(value)) : value);
   }
