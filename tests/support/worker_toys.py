@@ -35,6 +35,7 @@ class ToyModel:
             intermediate_size=32,
             vocab_size=VOCAB,
         )
+        self.cache_dtype = torch.float32
         self.embed = torch.randn(VOCAB, HIDDEN, generator=gen)
         self.place = torch.randn(4096, HIDDEN, generator=gen)
         self.head = torch.randn(HIDDEN, VOCAB, generator=gen) * 0.2
