@@ -25,7 +25,7 @@ from ..batch import StepShape
 from .activation import LIMIT, function, gated_activation_torch
 from .card import Card, card_of
 from .codes import Codes, PerGroup
-from .linear import APART_ROWS, JOIN_BLOCK, Tiles
+from .linear import APART_ROWS, Tiles, join
 
 STEPS = (16, 32, 256)
 """Up to so many rows take one tile each; what is beyond the last is multiplied by the library."""
@@ -244,7 +244,7 @@ def product(
     """
     if activation not in ("", "swiglu_oai"):
         function(activation)
-    from . import coded_jit, linear_jit
+    from . import coded_jit
 
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -265,10 +265,7 @@ def product(
         PRECISION=card_of(x.device).precision(x.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if apart:
-        linear_jit.join_kernel[(tokens, -(-width // JOIN_BLOCK))](
-            partial, shift, out, tokens, width, LIMIT,
-            ACTIVATION=activation, HAS_BIAS=bias is not None, SPLITS=splits, BLOCK=JOIN_BLOCK, num_warps=4,
-        )  # fmt: skip
+        join(partial, bias, out, activation)
     return out
 
 

@@ -217,6 +217,29 @@ def _sum_part(
     return acc, up
 
 
+@triton.jit
+def _leave(
+    total, total_up, bias, out, partial, token, row, filled, within, first_part, tokens, width, rows, limit,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Bring sums [BLOCK_N, BLOCK_M] to where they go: a part's (APART) for ``join_kernel``, all parts' as outputs."""
+    GATED: tl.constexpr = ACTIVATION != ""
+    mask = within[:, None] & filled[None, :]
+    if APART:
+        at = partial + (token + first_part * tokens)[None, :] * rows + row[:, None]
+        tl.store(at, total, mask=mask)
+        if GATED:
+            tl.store(at + width, total_up, mask=mask)
+    else:
+        if HAS_BIAS:
+            total += tl.load(bias + row, mask=within, other=0.0).to(tl.float32)[:, None]
+            if GATED:
+                total_up += tl.load(bias + width + row, mask=within, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            total = _join(total, total_up, limit, ACTIVATION)
+        tl.store(out + token[None, :] * width + row[:, None], total.to(out.dtype.element_ty), mask=mask)
+
+
 # The number of tokens changes from step to step: to specialise on it would compile anew in the middle of serving.
 @triton.jit(do_not_specialize=["tokens"])
 def coded_kernel(
@@ -256,20 +279,10 @@ def coded_kernel(
         total += acc
         if GATED:
             total_up += up
-    mask = within[:, None] & filled[None, :]
-    if APART:
-        at = partial + (token + first_part * tokens)[None, :] * rows + row[:, None]
-        tl.store(at, total, mask=mask)
-        if GATED:
-            tl.store(at + width, total_up, mask=mask)
-    else:
-        if HAS_BIAS:
-            total += tl.load(bias + row, mask=within, other=0.0).to(tl.float32)[:, None]
-            if GATED:
-                total_up += tl.load(bias + width + row, mask=within, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            total = _join(total, total_up, limit, ACTIVATION)
-        tl.store(out + token[None, :] * width + row[:, None], total.to(out.dtype.element_ty), mask=mask)
+    _leave(
+        total, total_up, bias, out, partial, token, row, filled, within, first_part, tokens, width, rows, limit,
+        ACTIVATION, HAS_BIAS, APART,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -30,7 +30,7 @@ STEPS = (1, 4, 16)
 FEW_ROWS = STEPS[-1]
 APART_ROWS = 256
 """Up to so many rows different programs sum the parts. With more there are programs enough, and each sums all parts."""
-JOIN_BLOCK = 1024
+_JOIN_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,20 @@ def product(
         PRECISION=card_of(x.device).precision(x.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if apart:
-        linear_jit.join_kernel[(tokens, -(-width // JOIN_BLOCK))](
-            partial, shift, out, tokens, width, LIMIT,
-            ACTIVATION=activation, HAS_BIAS=bias is not None, SPLITS=splits, BLOCK=JOIN_BLOCK, num_warps=4,
-        )  # fmt: skip
+        join(partial, bias, out, activation)
     return out
+
+
+def join(partial: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str) -> None:
+    """Add up ``partial`` [splits, T, rows] from the first part on, add ``bias``, and leave that in ``out`` [T, rows];
+    with an ``activation``, its joined halves in ``out`` [T, rows / 2]."""
+    from . import linear_jit
+
+    tokens, width = out.shape
+    linear_jit.join_kernel[(tokens, -(-width // _JOIN_BLOCK))](
+        partial, out if bias is None else bias, out, tokens, width, LIMIT,
+        ACTIVATION=activation, HAS_BIAS=bias is not None, SPLITS=len(partial), BLOCK=_JOIN_BLOCK, num_warps=4,
+    )  # fmt: skip
 
 
 def product_torch(

@@ -15,7 +15,7 @@ from .activation import LIMIT, function
 from .card import Card
 from .coded import STEPS, Held, fitting_splits
 from .codes import Activations, Codes
-from .linear import APART_ROWS, JOIN_BLOCK, Tiles
+from .linear import APART_ROWS, Tiles, join
 
 BLOCK = 128
 """Columns of a tile; groups that have scales of their own are as long."""
@@ -125,7 +125,7 @@ def product(
     """``coded.product`` with rows that are made narrow first: the same arguments, result and errors."""
     if activation not in ("", "swiglu_oai"):
         function(activation)
-    from . import linear_jit, w8a8_jit
+    from . import w8a8_jit
 
     held, tokens = weight.held, len(x)
     width = held.rows // 2 if activation else held.rows
@@ -147,10 +147,7 @@ def product(
         num_stages=tiles.stages,
     )  # fmt: skip
     if apart:
-        linear_jit.join_kernel[(tokens, -(-width // JOIN_BLOCK))](
-            partial, shift, out, tokens, width, LIMIT,
-            ACTIVATION=activation, HAS_BIAS=bias is not None, SPLITS=splits, BLOCK=JOIN_BLOCK, num_warps=4,
-        )  # fmt: skip
+        join(partial, bias, out, activation)
     return out
 
 

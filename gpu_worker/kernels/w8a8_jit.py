@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from .coded_jit import _leave
 from .linear_jit import _rounded_product, _tile
-from .moe_jit import _join
 
 
 @triton.jit
@@ -169,17 +169,7 @@ def rows_kernel(
         total += _scaled(acc, sums, scales, row, within, once, own, ZEROS, GROUPED)
         if GATED:
             total_up += _scaled(up, sums, scales, row + width, within, once, own, ZEROS, GROUPED)
-    mask = within[:, None] & filled[None, :]
-    if APART:
-        at = partial + (token + first_part * tokens)[None, :] * rows + row[:, None]
-        tl.store(at, total, mask=mask)
-        if GATED:
-            tl.store(at + width, total_up, mask=mask)
-    else:
-        if HAS_BIAS:
-            total += tl.load(bias + row, mask=within, other=0.0).to(tl.float32)[:, None]
-            if GATED:
-                total_up += tl.load(bias + width + row, mask=within, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            total = _join(total, total_up, limit, ACTIVATION)
-        tl.store(out + token[None, :] * width + row[:, None], total.to(out.dtype.element_ty), mask=mask)
+    _leave(
+        total, total_up, bias, out, partial, token, row, filled, within, first_part, tokens, width, rows, limit,
+        ACTIVATION, HAS_BIAS, APART,
+    )  # fmt: skip
