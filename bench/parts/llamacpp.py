@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Which model, types and prompts, and where llama.cpp is."""
     parser.add_argument("--model", default="half-b-qwen2", help="a Qwen2 folder")
     parser.add_argument("--types", nargs="+", choices=GGUF_TYPES, default=list(GGUF_TYPES))
-    parser.add_argument("--python", type=Path, required=True, help="an interpreter with llama-cpp-python")
+    parser.add_argument("--python", type=Path, help="an interpreter with llama-cpp-python")
     parser.add_argument("--dtype", default="bfloat16", help="of quire's activations")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
@@ -42,6 +42,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(report: Report, args: argparse.Namespace) -> None:
     """A sample for each side, type and turn."""
+    if args.python is None:
+        raise BenchError("llamacpp needs an interpreter with llama-cpp-python; name it with --python.")
     model = find_model(args.model)
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         for name in args.types:

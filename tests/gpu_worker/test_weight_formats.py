@@ -319,6 +319,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change: Any, said: str, tmp_p
         load(quantized)
 
 
+def test_a_method_is_registered_once() -> None:
+    assert register("toy_rows8")(rows8) is rows8
+    with pytest.raises(ValueError, match=r"toy_rows8 is registered already, by .*test_weight_formats"):
+        register("toy_rows8")(column8)
+
+
 def test_a_method_that_nobody_registered_is_named(tmp_path: Path) -> None:
     quantized, _ = checkpoints("toy_rows8", "llama", tmp_path, quant_method="new")
     with pytest.raises(

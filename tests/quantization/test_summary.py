@@ -34,7 +34,7 @@ def toy(tmp_path: Path) -> Path:
 @pytest.mark.skipif(library() is None, reason="no native CPU kernels here")
 def test_codes_that_are_multiplied_as_they_are(toy: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = said(toy, caplog)
-    assert first == "quantization toy_codes: 8 bits, a scale a row; 8 of 9 weights; lm_head: float32"
+    assert first == "quantization toy_rows: 8 bits, a scale a row; 8 of 9 weights; lm_head: float32"
     floats, codes = 2 * 4 * (4 * 128 * 128 + 3 * 128 * 256), 2 * (4 * 128 * 128 + 3 * 128 * 256)
     assert second.endswith(" less than as floats; kernel: native, of codes")
     saved = float(second.split(", ")[1].split(" MiB")[0])

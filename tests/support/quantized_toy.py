@@ -26,7 +26,7 @@ class Toy(Coded):
         return Codes(pack(tensors["codes"], 8), 8, columns, columns, PerGroup(tensors["scales"]), signed=True)
 
 
-@register("toy_codes")
+@register("toy_rows")
 def toy(config: Mapping[str, Any]) -> Quantization:
     kept = config["kept"]
     return Quantization(lambda module: None if set(kept) & set(module.split(".")) else Toy())
@@ -38,7 +38,7 @@ def quantize(module: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def write(source: Path, out: Path) -> None:
-    quantized.rewritten(source, out, quantize, {"quant_method": "toy_codes", "kept": quantized.KEPT})
+    quantized.rewritten(source, out, quantize, {"quant_method": "toy_rows", "kept": quantized.KEPT})
 
 
 def dequantized(folder: Path) -> dict[str, torch.Tensor]:

@@ -63,10 +63,11 @@ _METHODS: dict[str, Method] = {}
 
 
 def register(quant_method: str) -> Callable[[Method], Method]:
-    """Decorate the ``Method`` of checkpoints of ``quant_method``."""
+    """Decorate the ``Method`` of checkpoints of ``quant_method``. Raises ValueError where another has that name."""
 
     def add(method: Method) -> Method:
-        _METHODS[quant_method] = method
+        if _METHODS.setdefault(quant_method, method) is not method:
+            raise ValueError(f"{quant_method} is registered already, by {_METHODS[quant_method].__module__}")
         return method
 
     return add
