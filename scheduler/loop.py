@@ -22,64 +22,26 @@ from .recorder import Recorder, TurnClock, open_ring
 log = logging.getLogger(__name__)
 
 
-class Loop:
-    """Both sockets and the scheduler between them. Raises ConfigError where a socket cannot be bound."""
+class Turns:
+    """One turn after the other over both sockets, with the scheduler between them. It waits for nothing."""
 
-    def __init__(self, config: EngineArgs, epoch: int, blame: Blame):
-        assert config.scheduler is not None
-        keys = load_keys(config.keys)
-        if keys is not None and keys.server != keys.public and config.scheduler.startswith("tcp://"):
-            raise ConfigError(
-                f"{config.keys} is the key of another process, and nobody would find the scheduler by it; give it the "
-                "file scheduler.key of the same folder."
-            )
-        self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
-        self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
-        ring, clock = open_ring(config), TurnClock()
-        self.core = Scheduler(config, time.monotonic if ring is None else clock)
-        self.membership = Membership(self.core, epoch, blame)
-        self.inputs, self.recorder = Inputs(self.membership), None
-        if ring is not None:
-            self.inputs = self.recorder = Recorder(self.membership, ring, clock, config.flight_recorder_tokens)
-        self._wake, self._waker = socket.socketpair()
-        self._monitors = descriptor(self.workers.monitor()), descriptor(self.front.monitor())
-        self._poll = select.poll()
-        sockets = descriptor(self.workers.socket), descriptor(self.front.socket)
-        for readable in (*sockets, *self._monitors, self._wake.fileno()):
-            self._poll.register(readable, select.POLLIN)
-        self._stopping = False
+    def __init__(self, front: Router, workers: Router, inputs: Inputs):
+        self.front, self.workers, self.inputs, self.membership = front, workers, inputs, inputs.membership
 
-    def run(self) -> None:
-        """Until ``stop``."""
-        settled = True
-        while not self._stopping:
-            heartbeat()
-            waits = not settled or self.workers.waits() or self.front.waits()
-            readable = dict(self._poll.poll(0 if waits else int(self.membership.timeout() * 1000) + 1))
-            self.inputs.notice()
-            self._ingest(readable)
-            self.inputs.notice()  # it may have been stopped while it read
-            self.inputs.tick()
-            self.inputs.plans()
-            settled = self._send()
+    def waits(self) -> bool:
+        """Messages wait that ZeroMQ may not tell of again."""
+        return self.workers.waits() or self.front.waits()
 
-    def stop(self, *_: object) -> None:
-        """End ``run`` soon; safe in a signal handler."""
-        if not self._stopping:
-            self._stopping = True
-            self._waker.send(b"x")
+    def turn(self, workers_told: bool, front_told: bool) -> bool:
+        """``told``: that socket's monitor has news of connections. False where somebody is owed something in turn."""
+        self.inputs.notice()
+        self._ingest(workers_told, front_told)
+        self.inputs.notice()  # it may have been stopped while it read
+        self.inputs.tick()
+        self.inputs.plans()
+        return self._send()
 
-    def close(self) -> None:
-        """Close the sockets; messages not yet sent are given up."""
-        if self.recorder is not None:
-            self.recorder.close()
-        self._stopping = True  # a signal that comes now finds nobody to wake
-        self.front.close()
-        self.workers.close()
-        self._wake.close()
-        self._waker.close()
-
-    def _ingest(self, readable: dict[int, int]) -> None:
+    def _ingest(self, workers_told: bool, front_told: bool) -> None:
         """Take what has come. Results first: whoever waits for a token has waited longest."""
         inputs, membership = self.inputs, self.membership
         for wire, handle in ((self.workers, inputs.worker), (self.front, inputs.front)):
@@ -90,11 +52,11 @@ class Loop:
                     handle(*received)
         if (bad_frames := self.front.bad_frames + self.workers.bad_frames) != membership.wire_bad_frames:
             inputs.bad_frames(bad_frames)
-        if self._monitors[0] in readable and _connection_lost(self.workers):
+        if workers_told and _connection_lost(self.workers):
             for peer in list(membership.registry.workers):
                 if not self.workers.send(peer, Heartbeat()):
                     inputs.worker_gone(peer, "is gone: its connection broke")
-        if self._monitors[1] in readable and _connection_lost(self.front):
+        if front_told and _connection_lost(self.front):
             for peer in list(membership.front):
                 if not self.front.send(peer, Heartbeat()):
                     inputs.front_gone(peer)
@@ -111,6 +73,61 @@ class Loop:
                 inputs.undelivered(peer, message)
                 settled = False
         return settled
+
+
+class Loop:
+    """Waits until a socket has something or time has passed, and then has a turn. Raises ConfigError where a socket
+    cannot be bound."""
+
+    def __init__(self, config: EngineArgs, epoch: int, blame: Blame):
+        assert config.scheduler is not None
+        keys = load_keys(config.keys)
+        if keys is not None and keys.server != keys.public and config.scheduler.startswith("tcp://"):
+            raise ConfigError(
+                f"{config.keys} is the key of another process, and nobody would find the scheduler by it; give it the "
+                "file scheduler.key of the same folder."
+            )
+        self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
+        self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
+        ring, clock = open_ring(config), TurnClock()
+        self.core = Scheduler(config, time.monotonic if ring is None else clock)
+        self.membership = Membership(self.core, epoch, blame)
+        inputs, self.recorder = Inputs(self.membership), None
+        if ring is not None:
+            inputs = self.recorder = Recorder(self.membership, ring, clock, config.flight_recorder_tokens)
+        self.turns = Turns(self.front, self.workers, inputs)
+        self._wake, self._waker = socket.socketpair()
+        self._monitors = descriptor(self.workers.monitor()), descriptor(self.front.monitor())
+        self._poll = select.poll()
+        sockets = descriptor(self.workers.socket), descriptor(self.front.socket)
+        for readable in (*sockets, *self._monitors, self._wake.fileno()):
+            self._poll.register(readable, select.POLLIN)
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until ``stop``."""
+        settled = True
+        while not self._stopping:
+            heartbeat()
+            waits = not settled or self.turns.waits()
+            readable = dict(self._poll.poll(0 if waits else int(self.membership.timeout() * 1000) + 1))
+            settled = self.turns.turn(self._monitors[0] in readable, self._monitors[1] in readable)
+
+    def stop(self, *_: object) -> None:
+        """End ``run`` soon; safe in a signal handler."""
+        if not self._stopping:
+            self._stopping = True
+            self._waker.send(b"x")
+
+    def close(self) -> None:
+        """Close the sockets; messages not yet sent are given up."""
+        if self.recorder is not None:
+            self.recorder.close()
+        self._stopping = True  # a signal that comes now finds nobody to wake
+        self.front.close()
+        self.workers.close()
+        self._wake.close()
+        self._waker.close()
 
 
 def _connection_lost(wire: Router) -> bool:

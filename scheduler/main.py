@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         lock = take_address(config)
         collect_from_now()
-        serve(config, next_epoch(lock), Blame(lock))
+        serve(config, next_epoch(lock, time.time_ns() // 1_000_000), Blame(lock))
         ignore_signals()
     except ConfigError as error:
         die("scheduler", error)
@@ -66,10 +66,10 @@ def take_address(config: EngineArgs) -> int | None:
     return lock
 
 
-def next_epoch(lock: int | None) -> int:
-    """The time in ms, or just above the last epoch kept in the lock file, where the clock has gone back since then:
-    peers ignore lower epochs."""
-    epoch = time.time_ns() // 1_000_000
+def next_epoch(lock: int | None, now_ms: int) -> int:
+    """What the clock says, in ms since 1970, or just above the last epoch kept in the lock file, where the clock has
+    gone back since then: peers ignore lower epochs."""
+    epoch = now_ms
     if lock is not None:
         kept = os.pread(lock, 32, 0).rstrip(b" \n\0")  # behind it stands what blame.py keeps
         if kept.isdigit() and int(kept) < MAX_EPOCH:

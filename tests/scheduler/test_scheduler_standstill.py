@@ -24,7 +24,7 @@ def test_a_stop_while_it_reads(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> N
     now, turns, left = 1000.0, iter([0.0, 300.0] + [1.5] * 11), []
     loop.core.clock = lambda: now
 
-    def read(readable: dict[int, int]) -> None:
+    def read(*told: bool) -> None:
         """Each turn hears one worker's heartbeat, and then takes its time."""
         nonlocal now
         loop.membership.registry.on_worker("heard", Heartbeat(0))
@@ -39,8 +39,8 @@ def test_a_stop_while_it_reads(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> N
         # With a replica it is judged by its heartbeats.
         worker.replica = Replica(worker.lease.replica, worker.lease, name, 4, 64, 16, 128, 100)
         loop.core.replicas[worker.replica.number] = worker.replica
-    monkeypatch.setattr(loop, "_ingest", read)
-    monkeypatch.setattr(loop, "_send", lambda: False)  # to nobody, and with the next turn at once
+    monkeypatch.setattr(loop.turns, "_ingest", read)
+    monkeypatch.setattr(loop.turns, "_send", lambda: False)  # to nobody, and with the next turn at once
     loop.run()
     assert left[2] == left[11] == {"heard", "hung"}  # 300 s, and then 13.5 s
     assert left[13] == {"heard"}  # 16.5 s
