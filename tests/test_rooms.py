@@ -46,7 +46,15 @@ FLOORS = {
         "gpu_worker",
     ],
     "detokenizer": ["detokenizer"],
-    "client": ["client.results client.logprobs client.best", "client", "client.supervisor", "client.offline"],
+    "client": [
+        "client.results client.logprobs client.best",
+        "client.supervisor.decision",  # the supervisor without processes
+        "client.supervisor.place",
+        "client.supervisor.watch",
+        "client",
+        "client.supervisor",
+        "client.offline",
+    ],
     "frontend": ["frontend"],
     "cli": ["cli"],
 }

@@ -4,10 +4,8 @@ Everything is a plain subprocess in a session of its own, so a Ctrl-C at the ter
 ends the rest in order. Each child watches a pipe that breaks when the parent is gone, however it went; the folder of
 socket files goes after the last of them (``rundir.py``).
 
-What becomes of a child that ends is decided in ``decision.py``; a child's states are in ``child.py``. Of the workers
-that hold one copy of the model together none can go on without the rest: they are started again together. The peers of
-a process that stands still go around it; where it has served and sends no heartbeat for SILENCE_S it is killed, and so
-started again.
+Who is started, killed and started again is decided in ``watch.py``, which knows neither a process nor a clock; a
+process is in ``child.py``.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from collections.abc import Callable
 from ...proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
 from ...proto.checkpoint.pooler_config import pooler_of
 from ...proto.config import EngineArgs, check_split
-from ...proto.process import EXIT_CONFIG, LOCAL_WORKERS, PARENT_FD
-from ...proto.standstill import Standstill
-from .child import Child, State, has_room, record_exit, say, without_errors
+from ...proto.process import LOCAL_WORKERS, PARENT_FD
+from .child import Child, say, without_errors
 from .commands import command_of, cpu_count, devices_of, free_port, import_path
-from .decision import GiveUp, Leave, decide
+from .place import Place, State
 from .rundir import make_run_dir, remove_after
+from .watch import LaunchError, Watch
 
 log = logging.getLogger(__name__)
 
@@ -48,22 +46,8 @@ GRACE_S = {"frontend": 5.0, "gpu_worker": 5.0, "detokenizer": 5.0, "scheduler": 
 ``shutdown_timeout`` in which it finishes what is open."""
 HURRY_S = 2.0
 """How long each has after a second signal."""
-REPLICA_S = 3.0
-"""How long the rest of a replica has to end by itself when one of its processes has died."""
-SILENCE_S = 60.0
-"""A serving process that sends no heartbeat for so long is killed and started again; its requests go on elsewhere."""
 SETTLE_S = 0.2
 """While the server starts, one failure may end several processes, and the one that says why is wanted."""
-STOOD_STILL_S = 5.0
-"""So many seconds between two looks mean that this process was stopped, and perhaps the machine with it."""
-
-
-class LaunchError(RuntimeError):
-    """A process cannot be started or kept running. One line; ``code`` is its exit code."""
-
-    def __init__(self, message: str, code: int = 1):
-        super().__init__(message)
-        self.code = code
 
 
 class Supervisor:
@@ -95,11 +79,11 @@ class Supervisor:
             served_model_name=served, api_key=None, max_num_batched_tokens=budget,
         )  # fmt: skip
         self._api_key = args.api_key  # travels in the environment: a command line can be read by every user
-        self._children: list[Child] = []
+        self._watch: Watch[Child] = Watch(self._spawn, time.monotonic, cpu_count())
+        self._places = self._watch.places
         self._selector = selectors.DefaultSelector()
         self._alive_fd = self._read_end = self._lock_fd = self._held_fd = -1
         self._remover: subprocess.Popen[bytes] | None = None
-        self._standstill = Standstill(STOOD_STILL_S, time.monotonic())
         self.hurry = threading.Event()  # set: end without patience
         self._lock = threading.RLock()
         self._closed = self._was_ready = False
@@ -114,7 +98,7 @@ class Supervisor:
     @property
     def pids(self) -> dict[int, str]:
         """Process ids and services of the children that run now."""
-        return {c.process.pid: c.service for c in self._children if c.process and c.process.returncode is None}
+        return {place.process.pid: place.service for place in self._places if place.process and place.running}
 
     def __enter__(self) -> Supervisor:
         return self
@@ -133,7 +117,7 @@ class Supervisor:
             if self.args.scheduler is None:
                 self.args.scheduler = "ipc://" + self.make_run_dir()
             self._read_end, self._alive_fd = os.pipe()
-            self._children = self._plan()
+            self._places += self._plan()
             self.check(starting=True)
             threading.Thread(target=self._pump, name="quire-stderr", daemon=True).start()
         except BaseException:
@@ -147,7 +131,7 @@ class Supervisor:
             self._remover, self._held_fd = remove_after(self.run_dir)
         return self.run_dir
 
-    def _plan(self) -> list[Child]:
+    def _plan(self) -> list[Place[Child]]:
         args = self.args
         environment = dict(os.environ, **{PARENT_FD: str(self._read_end)})
         if sys.stderr is not None and sys.stderr.isatty():
@@ -159,7 +143,7 @@ class Supervisor:
             "detokenizer": args.detokenizer_count,
         }  # fmt: skip
         devices = devices_of(counts["gpu_worker"], args.device)
-        children = []
+        places: list[Place[Child]] = []
         for service, count in counts.items():
             command = command_of(service, args)
             for number in range(count):
@@ -174,27 +158,29 @@ class Supervisor:
                     own["QUIRE_API_KEY"] = self._api_key
                 if service == "gpu_worker" and self._ranks > 1:
                     replica, rank = divmod(number, self._ranks)
-                    place = [f"--rank={rank}", f"--master-addr=ipc://{self.make_run_dir()}/replica{replica}"]
-                    children.append(Child(service, command + place, own, replica))
+                    part = [f"--rank={rank}", f"--master-addr=ipc://{self.make_run_dir()}/replica{replica}"]
+                    places.append(Place(service, command + part, own, replica))
                 else:
-                    children.append(Child(service, command, own))
-        return children
+                    places.append(Place(service, command, own))
+        return places
 
     @property
     def _ranks(self) -> int:
         """Workers of one copy of the model."""
         return self.args.tensor_parallel_size * self.args.pipeline_parallel_size
 
-    def _spawn(self, child: Child) -> None:
-        if child.stream is not None:
+    def _spawn(self, place: Place[Child]) -> Child:
+        if (before := place.process) is not None:
             with contextlib.suppress(KeyError, ValueError):  # not read to its end: someone else holds it open
-                self._selector.unregister(child.stream)
+                self._selector.unregister(before.stream)
+            before.close_ready()
         held = [self._held_fd] if self._held_fd >= 0 else []
         try:
-            stream = child.start(self._read_end, *held)
+            child = Child(place.command, place.environment, self._read_end, *held)
         except OSError as error:
-            raise LaunchError(f"quire.{child.service} cannot be started: {error}.") from error
-        self._selector.register(stream, selectors.EVENT_READ, (child, child.drained))
+            raise LaunchError(f"quire.{place.service} cannot be started: {error}.") from error
+        self._selector.register(child.stream, selectors.EVENT_READ, child)
+        return child
 
     def wait_ready(self, timeout: float | None = None, is_ready: Callable[[], bool] | None = None) -> None:
         """Return once a request would run: ``is_ready`` says so, or by default /health or an Engine of its own.
@@ -222,14 +208,14 @@ class Supervisor:
     def _check_start(self) -> None:
         """One round of ``wait_ready``. Raises LaunchError where a child has failed; being killed is no failure."""
         with self._lock:
-            if any(child.fallen() for child in self._children):
+            if any(self._watch.fallen(place) for place in self._places):
                 time.sleep(SETTLE_S)
             self.check(starting=not self._was_ready)
 
     def _healthy(self) -> bool:
         """Whether /health says so. It is not asked before one of each service has begun to serve."""
-        begun = {child.service for child in self._children if child.state in (State.SERVING, State.LEFT)}
-        if any(child.service not in begun for child in self._children):
+        begun = {place.service for place in self._places if place.state in (State.SERVING, State.LEFT)}
+        if any(place.service not in begun for place in self._places):
             return False
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.args.host, self.args.host)
         try:  # by hand: to import http.client takes longer than all the rest
@@ -250,62 +236,7 @@ class Supervisor:
         """One round of ``supervise``. ``starting``: the server has not been ready yet."""
         with self._lock:
             if not self._closed:
-                self._look_after(self._children, starting)
-
-    def _look_after(self, children: list[Child], starting: bool = False) -> None:
-        if self._standstill.notice(time.monotonic()):
-            for child in self._children:
-                child.forgive(self._standstill)
-        for child in children:
-            self._check_silence(child)
-        self._handle_exits(children, starting)
-        for child in children:
-            first = child.state is State.NEW and not self._closed and has_room(self._children, cpu_count())
-            if first or child.is_due():
-                self._spawn(child)
-
-    def _check_silence(self, child: Child) -> None:
-        if child.silence() > SILENCE_S and not child.dead() and child.process is not None:
-            log.error(
-                "quire.%s (pid %d) has shown no sign of life for %g s; killing it.",
-                child.service, child.process.pid, SILENCE_S,
-            )  # fmt: skip
-            child.kill()
-            child.listen_anew()  # so that it is said again only if the process survives that
-
-    def _handle_exits(self, children: list[Child], starting: bool) -> None:
-        """Restart what has ended, leave it, or raise LaunchError with the line of the one that says most."""
-        given_up: list[tuple[Child, GiveUp]] = []
-        for fallen in children:
-            if not fallen.fallen() or not self._all_ended(together := self._together(fallen)):
-                continue
-            for each in together:
-                each.drained.wait(1.0)
-            child = record_exit(together, starting)
-            decision = decide(child.service, child.history)
-            if isinstance(decision, GiveUp):
-                given_up.append((child, decision))
-            elif isinstance(decision, Leave):
-                self._leave(together)
-            else:
-                others = f", with the {len(together) - 1} that work with it," if len(together) > 1 else ""
-                log.warning("%s Starting another%s in %.2f s.", child.how_it_ended(), others, decision.pause)
-                for each in together:
-                    each.restart_at(time.monotonic() + decision.pause)
-        if given_up:
-            child, decision = max(given_up, key=lambda one: (one[0].code == EXIT_CONFIG, one[0].error is not None))
-            often = f"quire.{child.service} {decision.why}: " if decision.why else ""
-            raise LaunchError(often + child.how_it_ended(), child.code)
-
-    def _leave(self, together: list[Child]) -> None:
-        for each in together:
-            each.leave()
-        rest = sum(each.service == "gpu_worker" and each.state is not State.LEFT for each in self._children)
-        log.warning("a gpu_worker has left on purpose and is not started again; %d of this server's stay.", rest)
-
-    def _together(self, child: Child) -> list[Child]:
-        """The child, or all those of its replica."""
-        return [each for each in self._children if each is child or each.replica == child.replica is not None]
+                self._watch.look(starting=starting)
 
     def set_tokenizer(self, folder: str) -> None:
         """Replace the detokenizers by ones with the tokenizer in ``folder``; the old ones have ended on return.
@@ -315,23 +246,11 @@ class Supervisor:
         with self._lock:
             self.args.tokenizer = folder
             self._end(["detokenizer"])
-            for child in self._children:
-                if child.service == "detokenizer" and not self._closed:
-                    child.drained.wait(1.0)
-                    child.command, child.history = command_of("detokenizer", self.args), []
-                    self._spawn(child)
-
-    def _all_ended(self, together: list[Child]) -> bool:
-        """Whether all processes of a replica have ended after one of them did; those that take long are killed."""
-        now, alive = time.monotonic(), [child for child in together if not child.dead()]
-        if not alive:
-            return True
-        for child in together:
-            child.alone_since = child.alone_since or now
-        for child in alive:
-            if now - (child.alone_since or now) > REPLICA_S:
-                child.kill()
-        return False
+            for place in self._places:
+                if place.service == "detokenizer" and place.process is not None and not self._closed:
+                    place.process.drained.wait(1.0)
+                    place.command, place.history = command_of("detokenizer", self.args), []
+                    self._watch.start(place)
 
     def _pump(self) -> None:
         """Pass on what the children print, byte for byte, but for the lines in which they say why they end."""
@@ -341,7 +260,7 @@ class Supervisor:
             except (OSError, ValueError, RuntimeError):
                 return
             for key, _ in ready:
-                child, drained = key.data
+                child = key.data
                 try:
                     data = os.read(key.fd, 65536)
                 except BlockingIOError:
@@ -353,7 +272,7 @@ class Supervisor:
                         self._selector.unregister(key.fileobj)
                     say(child.carry)
                     child.carry = b""
-                    drained.set()
+                    child.drained.set()
             if self._closed and not self._selector.get_map():
                 return
 
@@ -372,11 +291,9 @@ class Supervisor:
             self._end(["scheduler"])
             _close_fd(self._alive_fd)
             _close_fd(self._read_end)
-            for child in self._children:
-                child.drained.wait(1.0)
-                if child.stream is not None:
-                    child.stream.close()
-                child.close_ready()
+            for place in self._places:
+                if place.process is not None:
+                    place.process.close()
             if self._remover is not None:
                 self._remover.kill()
                 self._remover.wait()
@@ -390,24 +307,24 @@ class Supervisor:
 
         ``others_live``: what dies of the rest meanwhile is started again, for those that end still need it.
         """
-        children = [child for service in services for child in self._children if child.service == service]
-        others = [child for child in self._children if others_live and child not in children]
-        _terminate(children)
+        ending = [place for service in services for place in self._places if place.service == service]
+        others = [place for place in self._places if others_live and place not in ending]
+        self._terminate(ending)
         began, hurried, killed = time.monotonic(), False, set[int]()
-        while left := [child for child in children if not child.dead()]:
+        while left := [place for place in ending if not self._watch.dead(place)]:
             try:
                 if self.hurry.is_set():
                     if not hurried:
                         began, hurried, others = time.monotonic(), True, []
-                    _terminate(left)  # again and again: two signals close together may arrive as one
-                for child in left:
-                    grace = HURRY_S if hurried else self._grace(child.service)
-                    if child.process is None or child.process.pid in killed or time.monotonic() - began <= grace:
+                    self._terminate(left)  # again and again: two signals close together may arrive as one
+                for place in left:
+                    grace = HURRY_S if hurried else self._grace(place.service)
+                    if place.process is None or place.process.pid in killed or time.monotonic() - began <= grace:
                         continue
-                    log.warning("quire.%s did not end within %g s; killing it.", child.service, grace)
-                    killed.add(child.process.pid)
-                    child.kill()
-                self._look_after(others)
+                    log.warning("quire.%s did not end within %g s; killing it.", place.service, grace)
+                    killed.add(place.process.pid)
+                    self._watch.kill(place)
+                self._watch.look(others)
                 time.sleep(0.05 if hurried else 0.01)
             except LaunchError as error:
                 log.error("%s", error)
@@ -415,17 +332,16 @@ class Supervisor:
             except KeyboardInterrupt:  # a second Ctrl-C: no more patience
                 self.hurry.set()
 
+    def _terminate(self, places: list[Place[Child]]) -> None:
+        for place in places:
+            if not self._watch.dead(place) and place.process is not None:
+                place.process.terminate()
+
     def _grace(self, service: str) -> float:
         return GRACE_S[service] + (self.args.shutdown_timeout if service == "frontend" else 0.0)
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def _terminate(children: list[Child]) -> None:
-    for child in children:
-        if not child.dead() and child.process is not None:
-            child.process.terminate()
 
 
 def _close_fd(fd: int) -> None:

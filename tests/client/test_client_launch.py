@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from quire.client.supervisor import commands, decision, launch, rundir
-from quire.client.supervisor.child import Child, State, without_errors
-from quire.client.supervisor.launch import LaunchError, Supervisor
+from quire.client.supervisor.child import Child, without_errors
+from quire.client.supervisor.launch import Supervisor
+from quire.client.supervisor.place import Place, State
+from quire.client.supervisor.watch import LaunchError
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.process import EXIT_CONFIG, PARENT_FD
 
@@ -36,7 +38,7 @@ def make_stack(monkeypatch):
     def make(**programs):
         def plan(self):
             environment = dict(os.environ, **{PARENT_FD: str(self._read_end)})
-            return [Child(service, program(code), environment) for service, code in programs.items()]
+            return [Place(service, program(code), environment) for service, code in programs.items()]
 
         monkeypatch.setattr(Supervisor, "_plan", plan)
         stack = Supervisor(EngineArgs())
@@ -114,7 +116,7 @@ def test_a_killed_child_is_started_again(make_stack):
 def test_a_new_tokenizer_replaces_the_detokenizers_alone(make_stack, monkeypatch):
     monkeypatch.setattr(launch, "command_of", lambda service, args: program(SLEEP) + args.argv_for(service))
     stack = make_stack(scheduler=SLEEP, detokenizer=SLEEP, gpu_worker=SLEEP)
-    (child,) = [child for child in stack._children if child.service == "detokenizer"]
+    (place,) = [place for place in stack._places if place.service == "detokenizer"]
     before = {service: pid for pid, service in stack.pids.items()}
     stop = threading.Event()
     watcher = threading.Thread(target=stack.supervise, args=(stop,))
@@ -123,7 +125,7 @@ def test_a_new_tokenizer_replaces_the_detokenizers_alone(make_stack, monkeypatch
     after = {service: pid for pid, service in stack.pids.items()}
     assert gone(before["detokenizer"]) and after["detokenizer"] != before["detokenizer"]
     assert (after["scheduler"], after["gpu_worker"]) == (before["scheduler"], before["gpu_worker"])
-    assert "--tokenizer=/some/folder" in child.command and child.history == []
+    assert "--tokenizer=/some/folder" in place.command and place.history == []
     stop.set()
     watcher.join()
 
@@ -154,11 +156,11 @@ def test_what_can_never_work_is_not_restarted(make_stack):
 def test_a_worker_that_left_on_purpose_is_not_started_again(make_stack, caplog):
     drains = "import signal, time\nsignal.signal(15, lambda *_: exit(0))\nwhile True: time.sleep(0.05)"
     stack = make_stack(scheduler=SLEEP, gpu_worker=drains)  # a long sleep could begin after the signal
-    (worker,) = [child for child in stack._children if child.service == "gpu_worker"]
+    (worker,) = [place for place in stack._places if place.service == "gpu_worker"]
     before = worker.process.pid
     wait_for(lambda: signal.SIGTERM in _signals(before, "SigCgt"))
     worker.process.terminate()
-    wait_for(worker.dead)
+    wait_for(lambda: stack._watch.dead(worker))
     for _ in range(3):
         stack.check()
     assert worker.state is State.LEFT and worker.process.pid == before and list(stack.pids.values()) == ["scheduler"]
@@ -201,13 +203,13 @@ def _signals(pid, kind):
 def test_children_end_when_the_parent_is_killed():
     code = f"""if True:
         import os, sys, time
-        from quire.client.supervisor.child import Child
         from quire.client.supervisor.launch import Supervisor
+        from quire.client.supervisor.place import Place
         from quire.proto.config import EngineArgs
         from quire.proto.process import PARENT_FD
         child = "from quire.proto.process import watch_parent as w; w(); import time; time.sleep(600)"
         Supervisor._plan = lambda self: [
-            Child("scheduler", [sys.executable, "-c", child], dict(os.environ, **{{PARENT_FD: str(self._read_end)}}))]
+            Place("scheduler", [sys.executable, "-c", child], dict(os.environ, **{{PARENT_FD: str(self._read_end)}}))]
         stack = Supervisor(EngineArgs())
         stack.start()
         copy = os.fork()  # a forked copy must not keep the pipe open, nor end the children itself
@@ -286,19 +288,19 @@ def test_commands(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     args = EngineArgs(data_parallel_size=2, detokenizer_count=2, api_key="secret", port=1, scheduler="ipc:///x")
     stack = Supervisor(args, http=True)
-    children = stack._plan()
-    services = [child.service for child in children]
+    places = stack._plan()
+    services = [place.service for place in places]
     assert services == ["gpu_worker", "gpu_worker", "scheduler", "frontend", "detokenizer", "detokenizer"]
-    for child in children:
-        assert child.command[:4] == [sys.executable, "-P", "-m", f"quire.{child.service}"]
-        assert "--scheduler=ipc:///x" in child.command and "secret" not in " ".join(child.command)
-    assert children[3].environment["QUIRE_API_KEY"] == "secret"
-    assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in children[:2]] == ["0", "1"]
-    assert any(word.endswith("/demo_model") for word in children[0].command)
-    assert "--served-model-name=quire-demo" in children[3].command
-    assert children[0].environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    for place in places:
+        assert place.command[:4] == [sys.executable, "-P", "-m", f"quire.{place.service}"]
+        assert "--scheduler=ipc:///x" in place.command and "secret" not in " ".join(place.command)
+    assert places[3].environment["QUIRE_API_KEY"] == "secret"
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places[:2]] == ["0", "1"]
+    assert any(word.endswith("/demo_model") for word in places[0].command)
+    assert "--served-model-name=quire-demo" in places[3].command
+    assert places[0].environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
     named = Supervisor(EngineArgs(logits_processor=["a:f", "b:g"], skip_tokenizer_init=True, max_logprobs=5))
-    command = {child.service: child for child in named._plan()}
+    command = {place.service: place for place in named._plan()}
     assert {"--logits-processor=a:f", "--logits-processor=b:g"} <= set(command["gpu_worker"].command)
     assert set(map(os.path.abspath, sys.path)) == set(command["gpu_worker"].environment["PYTHONPATH"].split(":"))
     assert {"--skip-tokenizer-init", "--max-logprobs=5"} <= set(command["detokenizer"].command)
@@ -309,10 +311,13 @@ def test_commands(tmp_path, monkeypatch):
 
 
 def test_error_lines_are_held_back_and_the_rest_passes_as_it_is():
-    child = Child("gpu_worker", [], {})
+    child = Child(program(""), {}, 0)
     bar = "Loading: 50%|█████     |\r".encode()
     assert without_errors(child, bar + b"quire.gpu_wor") == bar
     assert without_errors(child, b"ker: error: one\nplain") == b"plain"
     assert child.error == "one"
     assert without_errors(child, b" text\nquire.scheduler: error: two\nquire.\n") == b" text\nquire.\n"
     assert child.error == "two"
+    wait_for(lambda: child.ended() is not None)
+    child.drained.set()
+    child.close()

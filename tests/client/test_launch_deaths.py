@@ -11,9 +11,11 @@ import time
 import pytest
 from stack import wait_until
 
-from quire.client.supervisor import commands, decision, launch
-from quire.client.supervisor.child import OPEN_FILES, START_S, Child, State
-from quire.client.supervisor.launch import LaunchError, Supervisor
+from quire.client.supervisor import commands, decision, launch, watch
+from quire.client.supervisor.child import OPEN_FILES, Child
+from quire.client.supervisor.launch import Supervisor
+from quire.client.supervisor.place import START_S, Place, State
+from quire.client.supervisor.watch import LaunchError
 from quire.proto.config import EngineArgs
 from quire.proto.process import EXIT_CONFIG, PARENT_FD
 
@@ -31,7 +33,7 @@ def make_stack(monkeypatch):
     def make(*programs):
         def plan(self):
             environment = dict(os.environ, **{PARENT_FD: str(self._read_end)})
-            return [Child(service, [sys.executable, "-c", code], environment, *replica)
+            return [Place(service, [sys.executable, "-c", code], environment, *replica)
                     for service, code, *replica in programs]  # fmt: skip
 
         monkeypatch.setattr(Supervisor, "_plan", plan)
@@ -75,9 +77,9 @@ def test_no_more_load_at_once_than_there_are_cores(make_stack, monkeypatch, tmp_
 def test_what_was_not_started_yet_is_not_waited_for_at_the_end(make_stack, monkeypatch):
     monkeypatch.setattr(launch, "cpu_count", lambda: 1)
     stack = make_stack(("scheduler", SLEEP), ("frontend", SLEEP))
-    scheduler, frontend = stack._children
+    scheduler, frontend = stack._places
     stack.close()
-    assert scheduler.dead() and frontend.state is State.NEW and frontend.drained.is_set()
+    assert scheduler.state is State.ENDED and frontend.state is State.NEW and frontend.process is None
 
 
 def test_the_rest_of_a_replica_that_was_killed_is_no_reason_either(make_stack):
@@ -119,8 +121,8 @@ def test_one_that_is_killed_while_it_loads_may_have_been_killed_often_after_it_s
     stack = make_stack(("gpu_worker", code))
     stack._was_ready = True
     wait_until(lambda: stack.check() or starts() == 10, "it was started after each of nine deaths", 60)
-    (child,) = stack._children
-    assert [exit.served for exit in child.history] == [True] * 7 + [False] * 2
+    (place,) = stack._places
+    assert [exit.served for exit in place.history] == [True] * 7 + [False] * 2
 
 
 def test_what_is_killed_before_the_server_was_ready_ends_the_start_however_long_it_served(make_stack, monkeypatch):
@@ -133,8 +135,8 @@ def test_what_is_killed_before_the_server_was_ready_ends_the_start_however_long_
 
 def test_who_was_killed_by_nobody_here_was_probably_out_of_memory(make_stack, caplog):
     stack = make_stack(("scheduler", SLEEP), ("gpu_worker", SLEEP))
-    scheduler, worker = stack._children
-    scheduler.kill()
+    scheduler, worker = stack._places
+    stack._watch.kill(scheduler)
     os.kill(worker.process.pid, signal.SIGKILL)
     wait_until(lambda: stack.check() or caplog.text.count("Starting another") == 2, "both are started again")
     assert "quire.scheduler was killed by signal 9; what it said" in caplog.text
@@ -154,21 +156,21 @@ def test_what_is_printed_is_passed_on_after_its_reader_stood_still(make_stack, m
     stack = make_stack(
         ("frontend", f"import os; os.write(1, b'a word'); {SLEEP}"), ("scheduler", SLEEP), ("detokenizer", SLEEP)
     )
-    talks, *others = stack._children
+    talks, *others = stack._places
     wait_until(lambda: len(calls) == 1, "a word is being passed on", 60)
-    for child in others:
-        child.kill()
-    wait_until(lambda: all(child.dead() for child in others), "both have ended", 60)
+    for place in others:
+        stack._watch.kill(place)
+    wait_until(lambda: all(stack._watch.dead(place) for place in others), "both have ended", 60)
     gates[0].set()
     wait_until(lambda: len(calls) == 2, "the end of one is being passed on", 60)
-    wait_until(lambda: stack.check() or all(child.state is State.LOADING for child in others), "both are replaced", 60)
+    wait_until(lambda: stack.check() or all(place.state is State.LOADING for place in others), "both are replaced", 60)
     gates[1].set()
-    talks.kill()
+    stack._watch.kill(talks)
     wait_until(lambda: stack.check() or calls.count(b"a word") == 2, "another word is passed on", 60)
 
 
 def test_of_a_replica_the_one_that_failed_is_named_and_not_the_rest_that_was_killed_for_it(make_stack, monkeypatch):
-    monkeypatch.setattr(launch, "REPLICA_S", 0.1)
+    monkeypatch.setattr(watch, "REPLICA_S", 0.1)
     stack = make_stack(("gpu_worker", SLEEP, 0), ("gpu_worker", "import sys; sys.exit(3)", 0))
     with pytest.raises(LaunchError, match=r"quire\.gpu_worker ended with code 3"):
         stack.wait_ready(60, lambda: False)
@@ -200,11 +202,11 @@ def test_what_has_served_may_fail_as_if_it_could_never_work(make_stack, tmp_path
     """
     refused = f"import os, sys; sys.exit({EXIT_CONFIG}) if os.path.exists({str(mark)!r}) else None\n"
     stack = make_stack(("gpu_worker", code))
-    (child,) = stack._children
-    wait_until(child.fallen, "it dies, having served")
-    child.command[-1] = refused  # what comes after it
+    (place,) = stack._places
+    wait_until(lambda: stack._watch.fallen(place), "it dies, having served")
+    place.command[-1] = refused  # what comes after it
     stack.check()
-    assert child.history[-1].served and child.state is State.WAITING
+    assert place.history[-1].served and place.state is State.WAITING
     with pytest.raises(LaunchError, match="ended 5 times ") as caught:
         stack.supervise(threading.Event())
     assert caught.value.code == EXIT_CONFIG
@@ -212,20 +214,20 @@ def test_what_has_served_may_fail_as_if_it_could_never_work(make_stack, tmp_path
 
 def turn(stack, seconds):
     """So much more passes since its children were last heard, while the supervisor looks as often as it should."""
-    for child in stack._children:
-        child._heard -= seconds
-    stack._standstill._turn = math.inf
+    for place in stack._places:
+        place.heard -= seconds
+    stack._watch._standstill._turn = math.inf
     stack.check()
 
 
 def test_what_has_served_and_then_stands_still_is_killed_and_started_again(make_stack, caplog):
     stack = make_stack(("detokenizer", SERVES + SLEEP), ("gpu_worker", SLEEP))
-    (child, loads) = stack._children
-    silent, other = child.process.pid, loads.process.pid
-    wait_until(lambda: child.silence() and child.served, "it serves")
-    turn(stack, launch.SILENCE_S / 2)
-    assert not child.dead() and "no sign of life" not in caplog.text
-    turn(stack, launch.SILENCE_S)
+    (place, loads) = stack._places
+    silent, other = place.process.pid, loads.process.pid
+    wait_until(lambda: stack._watch.silence(place) and place.served, "it serves")
+    turn(stack, watch.SILENCE_S / 2)
+    assert not stack._watch.dead(place) and "no sign of life" not in caplog.text
+    turn(stack, watch.SILENCE_S)
     assert f"quire.detokenizer (pid {silent}) has shown no sign of life for 60 s; killing it." in caplog.text
     wait_until(lambda: stack.check() or (silent not in stack.pids and len(stack.pids) == 2), "another is in its place")
     assert pid_of(stack, "gpu_worker") == other  # what loads is waited for
@@ -242,17 +244,17 @@ def test_a_heartbeat_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_i
         time.sleep(600)
     """
     stack = make_stack(("frontend", code))
-    (child,) = stack._children
-    wait_until(lambda: child.silence() and child.served, "it serves")
-    child._heard -= 1000
-    stack._standstill._turn -= 1000
+    (place,) = stack._places
+    wait_until(lambda: stack._watch.silence(place) and place.served, "it serves")
+    place.heard -= 1000
+    stack._watch._standstill._turn -= 1000
     stack.check()
-    assert child.silence() < 1000
-    child._heard = before = time.monotonic() - 1000
+    assert stack._watch.silence(place) < 1000
+    place.heard = before = time.monotonic() - 1000
     (tmp_path / "mark").touch()
-    wait_until(lambda: child.silence() is not None and child._heard > before, "it is heard again")
+    wait_until(lambda: stack._watch.silence(place) is not None and place.heard > before, "it is heard again")
     stack.check()
-    assert not child.dead() and "no sign of life" not in caplog.text
+    assert not stack._watch.dead(place) and "no sign of life" not in caplog.text
     assert [record.name for record in caplog.records] == ["quire.proto.standstill"]
 
 
@@ -271,7 +273,7 @@ def test_children_may_hold_more_connections_than_a_shell_allows(make_stack):
 def test_a_scheduler_has_less_time_to_begin(make_stack, caplog):
     stack = make_stack(("scheduler", SLEEP))
     (pid,) = stack.pids
-    turn(stack, launch.SILENCE_S)
+    turn(stack, watch.SILENCE_S)
     assert not caplog.text
     turn(stack, START_S)
     assert f"quire.scheduler (pid {pid}) has shown no sign of life" in caplog.text
@@ -285,17 +287,14 @@ def test_each_service_says_that_it_serves(service, monkeypatch):
     folder = supervisor.make_run_dir()
     supervisor.args.scheduler = f"ipc://{folder}"
     read_end, alive = os.pipe()
-    child = Child(
-        service, commands.command_of(service, supervisor.args), dict(os.environ, **{PARENT_FD: str(read_end)})
-    )
+    environment = dict(os.environ, **{PARENT_FD: str(read_end)})
+    child = Child(commands.command_of(service, supervisor.args), environment, read_end)
     try:
-        child.start(read_end)
-        wait_until(lambda: child.silence() and child.served, "it says that it serves", 60)
-        assert child.state is State.SERVING
+        wait_until(child.heard, "it says that it serves", 60)
     finally:
         os.close(alive)
         os.close(read_end)
-        wait_until(child.dead, "it ends with its parent")
-        child.close_ready()
-        child.stream.close()
+        wait_until(lambda: child.ended() is not None, "it ends with its parent")
+        child.drained.set()  # nobody reads what it prints
+        child.close()
         supervisor.close()

@@ -1,4 +1,4 @@
-"""The supervisor's decisions, and a child's states, as tables."""
+"""The supervisor's decisions, and a place's states, as tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import signal
 
 import pytest
 
-from quire.client.supervisor.child import TRANSITIONS, Child, State
 from quire.client.supervisor.decision import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
@@ -19,6 +18,7 @@ from quire.client.supervisor.decision import (
     Restart,
     decide,
 )
+from quire.client.supervisor.place import TRANSITIONS, Place, State
 from quire.proto.process import EXIT_CONFIG
 
 KILLED, CRASHED = -signal.SIGKILL, 1
@@ -88,18 +88,18 @@ def test_no_other_service_leaves_on_purpose() -> None:
     assert decide("detokenizer", [Exit(0, 1.0, served=False)] * UNSERVED_EXITS) == GiveUp(f"ended 5 times {SOON}")
 
 
-def test_a_child_changes_its_state_only_as_the_table_says() -> None:
+def test_a_place_changes_its_state_only_as_the_table_says() -> None:
     for before in State:
         for after in State:
-            child = Child("gpu_worker", [], {})
-            child.state = before
+            place = Place("gpu_worker")
+            place.state = before
             if (before, after) in TRANSITIONS:
-                child._become(after)
-                assert child.state is after
+                place.become(after)
+                assert place.state is after
             else:
                 with pytest.raises(RuntimeError, match=f"is {before.value} and cannot become {after.value}"):
-                    child._become(after)
-                assert child.state is before
+                    place.become(after)
+                assert place.state is before
 
 
 def test_every_state_but_the_last_has_a_way_out_and_every_one_is_reached() -> None:

@@ -122,7 +122,7 @@ def test_a_killed_process_takes_its_replica_along_and_no_stream_notices(tmp_path
             return [output.outputs[0].token_ids for output in outputs]
 
         def pids(replica):
-            return [child.process.pid for child in stack._children if child.replica == replica]
+            return [place.process.pid for place in stack._places if place.replica == replica]
 
         def lose(victim, rank):
             before, killed, got = (pids(victim), pids(1 - victim)), threading.Event(), []
@@ -149,9 +149,9 @@ def test_a_killed_process_takes_its_replica_along_and_no_stream_notices(tmp_path
         expected = generate()
         lose(victim=0, rank=1)
         lose(victim=1, rank=0)
-        wait_until(lambda: all(child._heard < math.inf for child in stack._children), "every process serves again", 90)
-        heard = {child: child._heard for child in stack._children}
-        wait_until(lambda: all(child._heard > before for child, before in heard.items()), "and goes on pulsing")
+        wait_until(lambda: all(place.heard < math.inf for place in stack._places), "every process serves again", 90)
+        heard = {place: place.heard for place in stack._places}
+        wait_until(lambda: all(place.heard > before for place, before in heard.items()), "and goes on pulsing")
         everyone = [*pids(0), *pids(1)]
     assert not any(psutil.pid_exists(pid) for pid in everyone)
 

@@ -144,15 +144,15 @@ def supervised(stack: Supervisor) -> Iterator[None]:
 
 async def stand_still_for_good(stack: Supervisor, service: str) -> None:
     """Stop a process, and have its supervisor believe that it has long been silent, until another is in its place."""
-    child = next(child for child in stack._children if child.service == service)
+    place = next(place for place in stack._places if place.service == service)
     old = process_of(stack, service)
     old.suspend()
 
     def is_replaced() -> bool:
         with stack._lock:
-            if child.process is None or child.process.pid != old.pid:
+            if place.process is None or place.process.pid != old.pid:
                 return True
-            child._heard = -math.inf  # again and again: what it had said before it was stopped may be read only now
+            place.heard = -math.inf  # again and again: what it had said before it was stopped may be read only now
         return False
 
     await until(is_replaced)
@@ -180,11 +180,11 @@ def test_a_frontend_that_stands_still_for_good_is_replaced(stack: Supervisor) ->
 
 
 def test_what_serves_shows_again_and_again_that_it_lives(stack: Supervisor) -> None:
-    for child in stack._children:
-        asyncio.run(until(lambda child=child: child.silence() and child.served))
-    before = {child: child._heard for child in stack._children}
+    for place in stack._places:
+        asyncio.run(until(lambda place=place: stack._watch.silence(place) and place.served))
+    before = {place: place.heard for place in stack._places}
 
     def all_heard() -> bool:
-        return all(child.silence() < math.inf and child._heard > heard for child, heard in before.items())
+        return all(stack._watch.silence(place) < math.inf and place.heard > heard for place, heard in before.items())
 
     asyncio.run(until(all_heard))
