@@ -88,5 +88,7 @@ def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 def _at_least_one(name: str, value: Any, hint: str = "") -> None:
     if type(value) is not int:
         raise ParamError(f"{name} must be an integer, got {value!r}.", name)
-    if not 1 <= value <= MAX_INT:
+    if value < 1:
         raise ParamError(f"{name} must be at least 1, got {value}{hint}.", name)
+    if value > MAX_INT:
+        raise ParamError(f"{name} must be at most {MAX_INT}, got {value}.", name)

@@ -5,8 +5,9 @@ import numpy as np
 import params_table
 import pytest
 
+from quire.proto import params as params_module
 from quire.proto.codec import encode
-from quire.proto.params import ParamError, SamplingParams
+from quire.proto.params import ParamError, RequestOutputKind, SamplingParams
 from quire.proto.structured import GuidedDecodingParams, StructuredOutputsParams
 
 
@@ -117,3 +118,111 @@ def test_clone_shares_no_lists():
     copy.stop.append("b")
     copy.logit_bias[5] = 1.0
     assert params.stop == ["a"] and params.logit_bias == {1: 2.0}
+
+
+BIG, VOCABULARY = 2**31 - 1, 2**18
+AT_THE_LIMIT = [
+    ("max_tokens", BIG, {}), ("min_tokens", BIG, {"max_tokens": None}), ("logprobs", -1, {}), ("logprobs", BIG, {}),
+    ("prompt_logprobs", -1, {}), ("prompt_logprobs", BIG, {}), ("truncate_prompt_tokens", BIG, {}),
+    ("stop_token_ids", [BIG], {}), ("allowed_token_ids", [BIG], {}), ("logit_bias", {BIG: 1.0}, {}),
+    ("bad_words", ["x"] * 1024, {}), ("logits_processors", ["a:b"] * 64, {}),
+    ("allowed_token_ids", list(range(VOCABULARY)), {}), ("logit_bias", dict.fromkeys(range(VOCABULARY), 1.0), {}),
+    ("temperature", 0.01, {}), ("temperature", 1e-6, {}), ("seed", 2**64 - 1, {}), ("min_tokens", 16, {}),
+    ("n", 1, {"temperature": 0}),
+]  # fmt: skip
+BEYOND = [
+    ("max_tokens", 2**31, {}, "at most 2147483647"), ("min_tokens", 2**31, {"max_tokens": None}, "at most 2147483647"),
+    ("logprobs", -2, {}, "at least -1, got -2. (-1 is the whole vocabulary)"), ("logprobs", 2**31, {}, "at most"),
+    ("prompt_logprobs", -2, {}, "(-1 is the whole vocabulary)"), ("prompt_logprobs", 2**31, {}, "at most"),
+    ("truncate_prompt_tokens", 0, {}, "at least 1, got 0. (-1 keeps what the model's context holds)"),
+    ("truncate_prompt_tokens", 2**31, {}, "at most"), ("truncate_prompt_tokens", -1.0, {}, "an integer"),
+    ("logit_bias", dict.fromkeys(range(VOCABULARY + 1), 1), {}, "at most 262144 token ids, got 262145."),
+    ("logit_bias", {True: 1}, {}, "no token id"), ("logit_bias", {1.0: 1}, {}, "no token id"),
+    ("logit_bias", {"²": 1}, {}, "no token id"), ("best_of", 2.0, {"n": 2}, "an integer"),
+    ("n", 16385, {}, "n must be at most 16384, got 16385."), ("n", 0, {}, "n must be at least 1, got 0."),
+]  # fmt: skip
+
+
+def short(value):
+    return f"{value!r:.30}"
+
+
+@pytest.mark.parametrize(("name", "value", "others"), AT_THE_LIMIT, ids=short)
+def test_what_is_at_the_limit_is_taken_as_it_is(name, value, others):
+    assert getattr(SamplingParams(**{name: value}, **others), name) == value
+
+
+@pytest.mark.parametrize(("name", "value", "others", "said"), BEYOND, ids=short)
+def test_what_is_beyond_the_limit_is_refused_by_the_field_s_name(name, value, others, said):
+    with pytest.raises(ParamError) as caught:
+        SamplingParams(**{name: value}, **others)
+    assert said in str(caught.value) and caught.value.param == name
+
+
+def test_a_beam_search_is_told_which_field_does_not_fit():
+    with pytest.raises(ParamError) as caught:
+        SamplingParams(use_beam_search=True, best_of=2, temperature=0.5)
+    assert caught.value.param == "temperature"
+
+
+def test_ids_are_taken_once_each_in_the_order_given():
+    params = SamplingParams(stop_token_ids=[7, 5, 7, 6], allowed_token_ids=[9, 1, 9])
+    assert (params.stop_token_ids, params.allowed_token_ids) == ([7, 5, 6], [9, 1])
+
+
+def test_an_empty_bias_is_none():
+    assert SamplingParams(logit_bias={}).logit_bias is None
+
+
+def test_no_processors_are_none():
+    assert SamplingParams(logits_processors=[]).logits_processors is None
+
+
+def test_a_bias_within_the_range_is_kept():
+    assert SamplingParams(logit_bias={1: -100, 2: 100, 3: 0.5}).logit_bias == {1: -100.0, 2: 100.0, 3: 0.5}
+
+
+def test_false_asks_for_no_logprobs():
+    params = SamplingParams(logprobs=False, prompt_logprobs=True)
+    assert (params.logprobs, params.prompt_logprobs) == (None, 1)
+
+
+def test_a_low_temperature_is_raised_with_one_warning(caplog):
+    params_module._warn_once.cache_clear()
+    for _ in range(2):
+        assert SamplingParams(temperature=0.00999).temperature == 0.01
+    assert [record.getMessage() for record in caplog.records] == [
+        "a temperature below 0.01 overflows the logits; 0.01 is used instead"
+    ]
+
+
+def test_a_greedy_request_keeps_its_temperature_and_warns_nobody(caplog):
+    params_module._warn_once.cache_clear()
+    assert SamplingParams(temperature=0.9e-5).temperature == 0.9e-5 and not caplog.records
+
+
+def test_what_is_drawn_keeps_its_cuts():
+    params = SamplingParams(top_p=0.5, top_k=5, min_p=0.2)
+    assert (params.top_p, params.top_k, params.min_p) == (0.5, 5, 0.2)
+
+
+def test_a_subclass_of_str_is_taken_as_the_string_it_is():
+    class Loud(str):
+        def __str__(self):
+            return "!"
+
+    taken = SamplingParams(stop=Loud("x"))
+    assert taken.stop == ["x"] and type(taken.stop[0]) is str
+
+
+def test_a_clone_is_equal_and_shares_structured_outputs():
+    params = SamplingParams(stop=["a"], structured_outputs=StructuredOutputsParams(regex="a"), seed=4)
+    assert params.clone() == params
+
+
+def test_one_beam_search_is_as_wide_as_best_of():
+    assert SamplingParams(use_beam_search=True, n=2, best_of=5, temperature=0).width == 5
+
+
+def test_the_kind_of_output_may_be_given_as_a_number():
+    assert SamplingParams(output_kind=1).output_kind is RequestOutputKind.DELTA
