@@ -1,0 +1,268 @@
+"""Faults put into the code by hand, one at a time: what the simulation must find.
+
+A fault is a line or two of one function, as they are and as they become. The function gets new code, so everybody who
+has it, has the fault; when the fault is taken out the function is as it was. Where the lines are not in the product any
+more, ``put_in`` raises LookupError: the fault is to be written anew.
+"""
+
+from __future__ import annotations
+import __future__
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+
+class Edit(NamedTuple):
+    """``was`` becomes ``becomes`` in a function of the product, named ``package.module:Class.function``."""
+
+    function: str
+    was: str
+    becomes: str
+
+
+class Fault:
+    """One fault: its edits, and what it is in words."""
+
+    def __init__(self, words: str, *edits: tuple[str, str, str]):
+        self.words, self.edits = words, [Edit(*edit) for edit in edits]
+
+    @contextmanager
+    def put_in(self) -> Iterator[None]:
+        """Have the fault in the code meanwhile."""
+        with ExitStack() as stack:
+            for edit in self.edits:
+                stack.enter_context(_edited(edit))
+            yield
+
+
+@contextmanager
+def _edited(edit: Edit) -> Iterator[None]:
+    function = _find(edit.function)
+    before = function.__code__
+    function.__code__ = _code(function, edit)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def _find(name: str) -> FunctionType:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(f"quire.{module}")
+    for step in path.split("."):
+        found = inspect.getattr_static(found, step)
+    if isinstance(found, property):
+        found = found.fget
+    found = getattr(found, "__func__", found)
+    if not isinstance(found, FunctionType):
+        raise LookupError(f"{name} is no function")
+    return found
+
+
+def _code(function: FunctionType, edit: Edit) -> CodeType:
+    """The function's code with the edit in it. It is compiled within another function that has a ``__class__``, as the
+    compiler gives one to methods that say ``super()``."""
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(edit.was) != 1:
+        raise LookupError(f"{edit.was!r} is {source.count(edit.was)} times in {edit.function}, not once")
+    source = source.replace(edit.was, edit.becomes)
+    outer = "def outer(__class__):\n" + textwrap.indent(source, "    ")
+    flags = __future__.annotations.compiler_flag
+    code = compile(outer, function.__code__.co_filename, "exec", flags, dont_inherit=True)
+    found = _named(function.__name__, code)
+    if found is None or found.co_freevars != function.__code__.co_freevars:
+        raise LookupError(f"{edit.function} cannot be compiled alone")
+    return found
+
+
+def _named(name: str, code: CodeType) -> CodeType | None:
+    """The code of the outermost function of that name within ``code``."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    own: Callable[[CodeType], bool] = lambda each: each.co_name == name  # noqa: E731
+    return next(filter(own, inner), None) or next((f for each in inner if (f := _named(name, each))), None)
+
+
+BROKEN: dict[str, Fault] = {
+    # -- what the scheduler knows of workers
+    "a lease not checked": Fault(
+        "what a worker says of an earlier lease is taken for the present one's",
+        ("scheduler.worker_registry:WorkerRegistry.on_worker", "elif message.lease != worker.lease:", "elif False:"),
+    ),
+    "a result committed twice": Fault(
+        "a StepResult is committed whatever step it is of",
+        (
+            "scheduler.commit:_check",
+            "if not replica.in_flight or result.step != replica.in_flight[0].number:",
+            "if not replica.in_flight:",
+        ),
+    ),
+    "silence ignored": Fault(
+        "a worker that sends no heartbeat keeps its lease",
+        ("scheduler.worker_registry:WorkerRegistry._check", "if now - worker.heartbeat_at > silent:", "if False:"),
+    ),
+    "a hung step waited for": Fault(
+        "a step may take for ever",
+        ("scheduler.worker_registry:WorkerRegistry._check", "elif replica.waited(now) > hung:", "elif False:"),
+    ),
+    "a loss not counted": Fault(
+        "a request that ends workers is never given up",
+        ("scheduler.request:Sequence.note_loss", "self.losses.lost(self.computed)", "pass"),
+    ),
+    "quarantine ignored": Fault(
+        "a request that ended two workers goes on running beside others",
+        ("proto.losses:Losses.in_quarantine", "return self.count >= self.limit - 1 and", "return False and"),
+    ),
+    "no request forgiven": Fault(
+        "a worker's end is held against requests also where the scheduler had stood still",
+        ("scheduler.worker_registry:WorkerRegistry.gone", "blame = blame and self.core.clock()", "self.core.clock()"),
+    ),
+    "a drain forgets": Fault(
+        "what still runs on a worker that drains is dropped when its time is up",
+        ("scheduler.worker_registry:WorkerRegistry._let_go", "self.core.requeue(seq)", "self.core.drop(seq.request)"),
+    ),
+    # -- blocks, rows and counters
+    "a block freed early": Fault(
+        "a block that two sequences hold is freed by the first that lets go",
+        (
+            "scheduler.block_pool:BlockPool._free",
+            "refs[block] = held - 1",
+            "refs[block] = 0\n            free.append(block)",
+        ),
+    ),
+    "a cached block not held": Fault(
+        "blocks found in the prefix cache may be given to somebody else meanwhile",
+        ("scheduler.replica:Replica.start", "self.pool.share(block)", "pass"),
+    ),
+    "a row leaked": Fault(
+        "the worker is not told of rows that are given up",
+        ("scheduler.replica:Replica.drop_rows", "self.drops += rows", "pass"),
+    ),
+    "a row not given back": Fault(
+        "the row of a sequence that was preempted or ended is never used again",
+        ("scheduler.replica:Replica.release", "self.free_rows += rows", "pass"),
+    ),
+    "a late result kept": Fault(
+        "the generation is not raised, so what was in flight counts for a sequence that was put back",
+        ("scheduler.request:Sequence._leave", "self.generation += 1", "pass"),
+    ),
+    "a token forgotten": Fault(
+        "a sequence put back in line forgets its last token",
+        ("scheduler.request:Sequence.requeue", "self.keep_drawn(self.total)", "self.keep_drawn(self.total - 1)"),
+    ),
+    "a shared block written": Fault(
+        "a block that siblings share is written without a copy",
+        ("scheduler.draft:Draft.own_block", "pool.refs[held] == 1", "pool.refs[held] >= 1"),
+    ),
+    "no room looked for": Fault(
+        "nobody is preempted where a shared block is to be copied and none is free",
+        ("scheduler.planner:_make_room", "(held is None or pool.refs[held] > 1)", "held is None"),
+    ),
+    "a salt forgotten": Fault(
+        "cache salts are left out of the root of hashes",
+        ("proto.hashing:root_of", "if cache_salt else ROOT", "if not cache_salt else ROOT"),
+    ),
+    # -- who waits
+    "fairness ignored": Fault(
+        "the key with the most running sequences goes next",
+        (
+            "scheduler.queue:WaitingQueue.in_turn",
+            "heads.append((first.key[0], counts[account],",
+            "heads.append((first.key[0], -counts[account],",
+        ),
+    ),
+    "priority ignored": Fault(
+        "requests wait in the order in which they came, whatever their priority",
+        ("scheduler.intake:take_in", 'books.config.scheduling_policy == "priority"', "False"),
+    ),
+    "an account not closed": Fault(
+        "requests that have ended count against their key's limit",
+        ("scheduler.accounts:Accounts.leave", "account.open -= 1", "pass"),
+    ),
+    "Retry-After without tokens": Fault(
+        "a request refused for the tokens that wait is told to come back as if it were for one place",
+        (
+            "scheduler.queue:WaitingQueue.retry_after",
+            "if self.max_tokens is not None and self.fresh_requests:",
+            "if False:",
+        ),
+    ),
+    # -- the front side
+    "an attempt not raised": Fault(
+        "a request is sent again as the attempt that was lost",
+        ("client.request:OpenRequest.lost", "self.attempt += 1", "pass"),
+    ),
+    "a lower attempt taken": Fault(
+        "a Submit replaces what is there, whichever attempt it is",
+        ("scheduler.intake:take_in", "if message.attempt <= earlier.attempt:", "if False:"),
+    ),
+    "an abort of an earlier attempt": Fault(
+        "an Abort ends the present attempt, whichever it was meant for",
+        ("scheduler.core:Scheduler.abort", " and attempt >= request.attempt", ""),
+    ),
+    "Unknown never sent": Fault(
+        "a detokenizer that asks is not told what the scheduler lacks",
+        ("scheduler.core:Scheduler.open", "if gone:", "if False:"),
+    ),
+    "a beam search unanswered": Fault(
+        "a beam search whose question was lost with a connection waits for the answer",
+        ("scheduler.books:Books._drop_unanswered", "and seq.asked", "and False"),
+    ),
+    "a lost owner kept": Fault(
+        "the requests of a detokenizer that did not come back are kept",
+        ("scheduler.books:Books.forget_owner", "self.drop(request)", "pass"),
+    ),
+    "a scheduler's killer unknown": Fault(
+        "the request that ended the scheduler is not written down",
+        ("scheduler.membership:Membership._submit", "self.blame.begin(message.uid)", "pass"),
+    ),
+    "the old identity": Fault(
+        "a client's connection to a detokenizer is made again under the identity of the one that was lost",
+        ("client.core:EngineCore._connect", "self._link_count += 1", "self._link_count = 1"),
+    ),
+    "text sent again": Fault(
+        "a request that is sent again does not say how much text its client has",
+        ("client.generation:OpenGeneration.again", "text_sent=child.chars", "text_sent=0"),
+    ),
+    "tokens forgotten over a resume": Fault(
+        "a request that is sent again says nothing of the tokens that its client has",
+        ("client.generation:OpenGeneration.again", "ids=i32(child.tokens)", "ids=b''"),
+    ),
+    "a stop string forgotten": Fault(
+        "a child that is resumed looks for no stop string",
+        (
+            "detokenizer.tokenize:Preparer._open",
+            "sequence = TextSequence(stream(), stops,",
+            "sequence = TextSequence(stream(), None,",
+        ),
+    ),
+    "half a stop string forgotten": Fault(
+        "a child that is resumed looks for stop strings in what comes from then on only",
+        (
+            "detokenizer.tokenize:Preparer._open",
+            "if news.finish == Finish.NONE:",
+            "if news.finish == Finish.NONE:\n            sequence._watch = stops and type(sequence._watch)(stops)",
+        ),
+    ),
+    "a silent detokenizer kept": Fault(
+        "a client waits for a detokenizer that sends nothing",
+        ("client.core:EngineCore.heartbeat", "if link.ready and now - link.heard > SILENCE_S:", "if False:"),
+    ),
+    "a new scheduler overlooked": Fault(
+        "a client does not send again what was with the scheduler before",
+        ("client.core:EngineCore._on_peers", "restarted = 0 < self._epoch < peers.epoch", "restarted = False"),
+    ),
+    "the supervisor leaves": Fault(
+        "a process that was killed is not started again",
+        (
+            "client.supervisor.decision:decide",
+            "return Restart(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (quick - 1)) if quick else 0.0)",
+            "return Leave()",
+        ),
+    ),
+}
+"""By name."""
