@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ class Host:
     def __init__(self, timeline: Timeline, kind: str, name: str):
         self.timeline, self.kind, self.name = timeline, kind, name
         self.alive, self.stopped = True, False
+        self.serving = False  # it has said so to its supervisor: only what others send can end it from here on
+        self.code = 0  # once it has ended: its exit code, or minus the signal that ended it
         self.wall_offset = 0.0  # of this machine's clock of the day, which can be set
         self.ended: list[Callable[[], None]] = []
         self._held: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
@@ -58,10 +61,10 @@ class Host:
             action, arguments = self._held.popleft()
             action(*arguments)
 
-    def end(self) -> None:
+    def end(self, code: int = -signal.SIGKILL) -> None:
         """It is gone, killed or of its own will."""
         if self.alive:
-            self.alive = False
+            self.alive, self.code = False, code
             self._held.clear()
             for told in self.ended:
                 told()
