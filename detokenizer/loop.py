@@ -1,74 +1,30 @@
-"""The detokenizer's event loop: Engines on one side, the scheduler on the other, nothing slow in between.
-
-A request lives here from its Tokenize to the end of its last child: encoded in a thread, its grammar (if it has one)
-checked (`gate.py`), submitted, its tokens turned into text (`step.py`). Four things end it early: its Engine aborts
-it, its Engine is lost, the scheduler fails it, or the scheduler does not know it (Unknown, which its Engine is told).
-
-An Engine is lost when its connection breaks, or when it reads nothing: one that sends no heartbeat for a while is let
-go, so what it leaves unread is bounded by what is generated for it in that time. A silent scheduler is waited for.
-"""
+"""The detokenizer's event loop around its core: Engines on one side, the scheduler on the other, threads beside it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from ..proto.codec import BadFrame, from_i32, i32, i64
 from ..proto.config import ConfigError
-from ..proto.errors import Refused
-from ..proto.messages import (
-    PROTOCOL,
-    Abort,
-    Accepted,
-    BeamStopped,
-    BeamTokens,
-    Bye,
-    Failed,
-    FromSchedulerFront,
-    Heartbeat,
-    Hello,
-    Peers,
-    Pooled,
-    PromptLogprobs,
-    Reconcile,
-    Stats,
-    Submit,
-    ToDetokenizer,
-    TokenBatch,
-    Tokenize,
-    Unknown,
-)
+from ..proto.messages import PROTOCOL, FromSchedulerFront, Hello, ToDetokenizer
 from ..proto.process import heartbeat, resident_bytes
-from ..proto.standstill import Standstill
 from ..proto.wire.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
-from ..proto.work import Generate
-from .beams import LostBeams
-from .columns import Outbox, check_tokenize, pairs_of
+from .core import HEARTBEAT_S, SCHEDULER, DetokenizerCore
 from .gate import Checker, Gate
-from .logprobs import check_logprobs
 from .pool import Pool
-from .request import Request
-from .step import Step
-from .tokenize import Prepared, Preparer
+from .tokenize import Preparer
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
-OPEN_S = 2.0
-HEALTH_CHECK = "health-"
-"""How the identities of deploy/healthcheck.py begin, which connects and leaves every few seconds."""
-SILENCE_S = 20.0
-"""An Engine not heard for so long, though it sends a Heartbeat each second, is hung; on its return it submits again."""
-STOOD_STILL_S = 3.0
-"""So many seconds between two heartbeats mean that this process stood still: Engines get the time it missed."""
-MAX_QUEUED = 8192
-MAX_QUEUED_BYTES = 256 * 2**20
 THREADS = 2
+
+T = TypeVar("T")
 
 
 class Detokenizer:
@@ -88,50 +44,37 @@ class Detokenizer:
 
         Raises ConfigError where ``bind`` cannot be bound.
         """
-        self.preparer = preparer
-        self.incarnation = incarnation
-        self.requests: dict[int, Request] = {}
-        self.engines: dict[str, float] = {}  # when each was last heard
-        self._standstill = Standstill(STOOD_STILL_S, time.monotonic())
-        self.bad_frames = 0  # well-formed messages with columns that make no sense; sockets count the rest
-        self.epoch = -1
-        self.block_size = 0
-        self.max_model_len = preparer.model.max_model_len
-        self.queued = self.queued_bytes = 0
-        self._seconds_each = 0.001  # recent time between finished preparations while some wait
-        self._last_done = 0.0
-        self._early: deque[tuple[Request, Tokenize]] = deque()
         self._stop = asyncio.Event()
         self._reason: str | None = None
-        self._online = False
-        self._pool = Pool(THREADS)
-        self._gate = Gate(checker)
+        pool, self._gate = Pool(THREADS), Gate(checker)
         self.router: Router[Any] = Router(ToDetokenizer, bind, keys)
         self.dealer: Dealer[Any] = Dealer(FromSchedulerFront, front_endpoint(address), incarnation, keys)
         self.endpoint = self.router.advertised(advertise)
-        self.router.attach(self._from_engine, self._router_event)
-        self.dealer.attach(self._from_scheduler, self._dealer_event)
+        self.core = DetokenizerCore(
+            preparer,
+            Hello("detokenizer", incarnation, PROTOCOL, os.getpid(), self.endpoint),
+            time.monotonic,
+            lambda job, done: pool.submit(job, self._then(done)),
+            lambda spec, done, patient: self._gate.check(spec, self._then(done), patient),
+        )
+        self.router.attach(self._received, self._router_event)
+        self.dealer.attach(partial(self._received, SCHEDULER), self._dealer_event)
 
     async def run(self) -> str | None:
         """Serve until ``stop``; the scheduler's reason where it sent us away."""
         log.info("listening on %s", self.endpoint)
-        tasks = [asyncio.create_task(self._every(HEARTBEAT_S, self._heartbeat)),
-                 asyncio.create_task(self._every(OPEN_S, self._open))]  # fmt: skip
+        ticker = asyncio.create_task(self._tick())
         await self._stop.wait()
-        for task in tasks:
-            task.cancel()
+        ticker.cancel()
         self._gate.close()
-        for engine in self.engines:
-            self.router.send(engine, Bye())
-        self.dealer.send(Bye())
+        self.core.close()
+        self._flush()
         await asyncio.sleep(0.05)  # sockets are closed without lingering
         self.router.close()
         self.dealer.close()
         if self.router.endpoint.startswith("ipc://"):
-            try:
+            with contextlib.suppress(OSError):  # ZeroMQ removed it already
                 os.unlink(self.router.endpoint.removeprefix("ipc://"))
-            except OSError:
-                pass  # ZeroMQ removed it already
         return self._reason
 
     def stop(self, reason: str | None = None) -> None:
@@ -139,308 +82,59 @@ class Detokenizer:
         self._reason = reason
         self._stop.set()
 
-    # ------------------------------------------------------------ keeping in touch
+    # ------------------------------------------------------------ between the core and the sockets
 
-    async def _every(self, seconds: float, act: Any) -> None:
-        while True:
-            await asyncio.sleep(seconds)
-            try:
-                act()
-            except Exception:
-                log.exception("a periodic task failed; it will be tried again")
+    def _flush(self) -> None:
+        """Send what the core wants sent, but nothing more to an Engine that it has let go meanwhile."""
+        core = self.core
+        while todo := core.take():
+            for peer, message in todo:
+                if peer == SCHEDULER:
+                    self.dealer.send(message)
+                elif peer in core.engines and not self.router.send(peer, message):
+                    core.undelivered(peer)
 
-    def _hello(self) -> None:
-        self.dealer.send(Hello("detokenizer", self.incarnation, PROTOCOL, os.getpid(), self.endpoint))
+    def _received(self, peer: str, message: Any) -> None:
+        try:
+            self.core.received(peer, message)
+            self._flush()
+        except Exception:
+            who, kind = peer or "the scheduler", type(message).__name__
+            log.exception("a message from %s failed and was dropped: %s", who, kind)
+        if self.core.refused is not None:
+            self.stop(self.core.refused)
 
-    def _heartbeat(self) -> None:
-        heartbeat()
-        bad = self.router.bad_frames + self.dealer.bad_frames + self.bad_frames
-        if self._online:  # a socket keeps what it cannot send; old heartbeats are of no use to anyone
-            self.dealer.send(Heartbeat(memory=resident_bytes(), bad_frames=bad))
-        now = time.monotonic()
-        if self._standstill.notice(now):
-            self.engines = {engine: self._standstill.since(heard) for engine, heard in self.engines.items()}
-        for engine in [engine for engine, heard in self.engines.items() if now - heard > SILENCE_S]:
-            self._lose_engine(engine, f"has been silent for {SILENCE_S:g} s")
-        self._find_lost_engines()
+    def _then(self, done: Callable[[T], None]) -> Callable[[T], None]:
+        """``done``, and what follows from it is sent."""
 
-    def _open(self) -> None:
-        if self._online:
-            known = [r for r in self.requests.values() if r.submitted]
-            self.dealer.send(Reconcile(i64([r.uid for r in known]), i32([r.attempt for r in known])))
+        def told(result: T) -> None:
+            done(result)
+            self._flush()
 
-    def _find_lost_engines(self) -> None:
-        for engine in [e for e in self.engines if not self.router.send(e, Heartbeat())]:
-            self._lose_engine(engine)
-
-    def _lose_engine(self, engine: str, why: str = "is gone") -> None:
-        self.engines.pop(engine, None)
-        lost = [r for r in self.requests.values() if r.peer == engine]
-        for request in lost:
-            self._drop(request)
-        level = logging.DEBUG if engine.startswith(HEALTH_CHECK) else logging.INFO
-        log.log(level, "%s %s; dropped %d of its requests", engine, why, len(lost))
+        return told
 
     def _router_event(self, event: str) -> None:
-        if event == DISCONNECTED:  # some peer went, and only sending to each tells which
-            self._find_lost_engines()
+        if event == DISCONNECTED:
+            self.core.connection_broke()
+            self._flush()
 
     def _dealer_event(self, event: str) -> None:
-        self._online = event == CONNECTED
         if event == CONNECTED:
-            self._hello()
-            self._open()
+            self.core.connected()
         else:
             log.warning("lost the scheduler at %s; waiting for it", self.dealer.endpoint)
+            self.core.disconnected()
+        self._flush()
 
-    def _send(self, engine: str, message: Any) -> None:
-        if not self.router.send(engine, message) and engine in self.engines:
-            self._lose_engine(engine)
-
-    def _drop(self, request: Request) -> None:
-        """Forget a request, and have the scheduler forget it."""
-        if self.requests.get(request.uid) is request:
-            del self.requests[request.uid]
-        if request.submitted:
-            self.dealer.send(Abort(request.uid, request.attempt))
-
-    def _bad(self, peer: str, error: object) -> None:
-        self.bad_frames += 1
-        if self.bad_frames <= 20 or self.bad_frames % 1000 == 0:
-            log.warning("dropped a message from %s with bad columns (%d so far): %s", peer, self.bad_frames, error)
-
-    # ------------------------------------------------------------ from Engines
-
-    def _from_engine(self, peer: str, message: Any) -> None:
-        try:
-            if isinstance(message, Bye):
-                self._lose_engine(peer)
-                return
-            self.engines[peer] = time.monotonic()
-            if isinstance(message, Tokenize):
-                self._tokenize(peer, message)
-            elif isinstance(message, Abort):
-                request = self.requests.get(message.uid)
-                if request is not None and request.peer == peer and request.attempt <= message.attempt:
-                    self._drop(request)
-            elif isinstance(message, Reconcile):
-                self._compare(peer, message)
-        except BadFrame as error:
-            self._bad(peer, error)
-        except Exception:
-            log.exception("a message from %s failed and was dropped: %s", peer, type(message).__name__)
-
-    def _compare(self, peer: str, message: Reconcile) -> None:
-        """Answer Unknown for what we lack; drop what the Engine no longer lists."""
-        listed = dict(pairs_of(message.uids, message.attempts))
-        for request in [r for r in self.requests.values() if r.peer == peer and r.attempt > listed.get(r.uid, -1)]:
-            self._drop(request)
-        gone = []
-        for uid, attempt in listed.items():
-            found = self.requests.get(uid)
-            if found is None or found.attempt < attempt:
-                gone.append((uid, attempt))
-        if gone:
-            self._send(peer, Unknown(i64([u for u, _ in gone]), i32([a for _, a in gone])))
-
-    def _tokenize(self, peer: str, message: Tokenize) -> None:
-        check_tokenize(message)
-        old = self.requests.get(message.uid)
-        if old is not None:
-            if old.attempt >= message.attempt:
-                return
-            self._drop(old)
-        size = _size(message)
-        full = self.queued >= MAX_QUEUED or self.queued_bytes + size > MAX_QUEUED_BYTES
-        if full and message.attempt < 1:  # a resubmission (Engine counts from 0) is never refused for load
-            wait = max(1.0, round(self.queued * self._seconds_each, 1))
-            text = f"{self.queued} prompts ({self.queued_bytes} bytes) wait to be encoded; try again in {wait:g} s."
-            self._send(peer, Failed(message.uid, message.attempt, 429, text, retry_after=wait))
-            return
-        request = Request(message.uid, message.attempt, peer, size)
-        self.requests[message.uid] = request
-        self.queued += 1
-        self.queued_bytes += size
-        if self.block_size:
-            self._prepare(request, message)
-        else:
-            self._early.append((request, message))
-
-    # ------------------------------------------------------------ prompts
-
-    def _prepare(self, request: Request, message: Tokenize) -> None:
-        block_size, limit = self.block_size, self.max_model_len
-
-        def job() -> Prepared | None:
-            if self.requests.get(request.uid) is not request:
-                return None  # aborted while it waited
-            return self.preparer.prepare(message, block_size, limit)
-
-        self._pool.submit(job, lambda result: self._prepared(request, message, result))
-
-    def _prepared(self, request: Request, message: Tokenize, result: Prepared | Exception | None) -> None:
-        self.queued -= 1
-        self.queued_bytes -= request.size
-        now = time.monotonic()
-        if self.queued:
-            self._seconds_each += 0.1 * (min(now - self._last_done, 10.0) - self._seconds_each)
-        self._last_done = now
-        if self.requests.get(request.uid) is not request:
-            return  # aborted, replaced, or its Engine is gone
-        if not isinstance(result, Prepared):
-            self._refuse(request, result)
-        elif not isinstance(result.work, Generate) or (spec := result.work.params.structured_outputs) is None:
-            self._submit(request, message, result)
-        else:
-            self._gate.check(spec, lambda error: self._checked(request, message, result, error), message.attempt > 0)
-
-    def _checked(self, request: Request, message: Tokenize, prepared: Prepared, error: Exception | None) -> None:
-        """A request's grammar has passed, or not; other requests went on meanwhile."""
-        if self.requests.get(request.uid) is not request:
-            return  # aborted, replaced, or its Engine is gone
-        if error is not None:
-            self._refuse(request, error)
-        else:
-            self._submit(request, message, prepared)
-
-    def _refuse(self, request: Request, result: Exception | None) -> None:
-        self.requests.pop(request.uid)
-        uid, attempt = request.uid, request.attempt
-        if isinstance(result, Refused):
-            wait = 1.0 if result.status == 429 else None
-            self._send(request.peer, Failed(uid, attempt, result.status, result.message, result.param, wait))
-        else:
-            log.error("a request failed while its prompt was prepared", exc_info=result)
-            text = f"the prompt could not be prepared ({type(result).__name__}); the server's log says more."
-            self._send(request.peer, Failed(uid, attempt, 500, text))
-
-    def _submit(self, request: Request, message: Tokenize, prepared: Prepared) -> None:
-        uid, attempt, work = request.uid, request.attempt, prepared.work
-        self._send(request.peer, Accepted(uid, attempt, prepared.ids, prepared.prompt, work))
-        if self.requests.get(uid) is not request:
-            return  # its Engine is gone
-        if prepared.replayed:
-            outbox = Outbox()
-            for index, offset, news in prepared.replayed:
-                outbox.add(uid, attempt, index, offset, [], news)
-            self._send(request.peer, outbox.batch())
-        if isinstance(work, Generate):
-            request.open(work, prepared.sequences, prepared.beams)
-            if not request.sequences:  # all children had ended before; only the news of it was lost
-                self.requests.pop(uid, None)
-                return
-        request.submitted = True
-        hashes = prepared.hashes if prepared.block_size == self.block_size else b""  # the scheduler was restarted
-        self.dealer.send(
-            Submit(
-                uid=uid, attempt=attempt, ids=prepared.ids, hashes=hashes, work=work, arrival=message.arrival,
-                children=prepared.children, key=message.key, priority=message.priority, losses=message.losses,
-                prompt_logprobs_from=message.prompt_logprobs_from, root=prepared.root,
-            )
-        )  # fmt: skip
-
-    # ------------------------------------------------------------ from the scheduler
-
-    def _from_scheduler(self, message: Any) -> None:
-        try:
-            if isinstance(message, TokenBatch):
-                self._tokens(message)
-            elif isinstance(message, BeamTokens):
-                self._beams(message)
-            elif isinstance(message, PromptLogprobs):
-                self._prompt_logprobs(message)
-            elif isinstance(message, Peers):
-                self._peers(message)
-            elif isinstance(message, Failed | Pooled):  # either ends the process
-                request = self.requests.get(message.uid)
-                if request is not None and request.attempt == message.attempt:
-                    del self.requests[message.uid]
-                    self._send(request.peer, message)
-            elif isinstance(message, Unknown):
-                self._gone(message)
-            elif isinstance(message, Bye):
-                if message.reason:
-                    self.stop(message.reason)
-            elif isinstance(message, Stats):
-                pass  # answers GetStats, which we never send
-        except BadFrame as error:
-            self._bad("the scheduler", error)
-        except Exception:
-            log.exception("a message from the scheduler failed and was dropped: %s", type(message).__name__)
-
-    def _peers(self, message: Peers) -> None:
-        if message.epoch < self.epoch or message.block_size < 1:
-            return
-        restarted = message.epoch > self.epoch >= 0
-        self.epoch, self.block_size = message.epoch, message.block_size
-        own = self.preparer.model.max_model_len
-        self.max_model_len = min(own, message.max_model_len) if message.max_model_len > 0 else own
-        if restarted:  # a new scheduler knows nothing of this process, nor of what was sent to the one before
-            self._hello()
-            self._open()
-        while self._early:
-            self._prepare(*self._early.popleft())
-
-    def _gone(self, message: Unknown) -> None:
-        lost: dict[str, list[Request]] = {}
-        for uid, attempt in pairs_of(message.uids, message.attempts):
-            request = self.requests.get(uid)
-            if request is not None and request.submitted and request.attempt == attempt:
-                del self.requests[uid]
-                lost.setdefault(request.peer, []).append(request)
-        for peer, requests in lost.items():
-            self._send(peer, Unknown(i64([r.uid for r in requests]), i32([r.attempt for r in requests])))
-
-    def _tokens(self, message: TokenBatch) -> None:
-        """One step's tokens: decode each child's, and send each Engine its share in one frame."""
-        step = Step(self.requests, self.preparer.texts)
-        step.take(message)
-        for stopped in step.stopped:
-            self.dealer.send(stopped)
-        for peer, outbox in step.outboxes.items():
-            self._send(peer, outbox.batch())
-        for request in step.lost:
-            self._lose(request)
-
-    def _beams(self, message: BeamTokens) -> None:
-        """Tell the scheduler which candidates of a beam search a stop string ends."""
-        request = self.requests.get(message.uid)
-        if request is None or request.attempt != message.attempt or request.beams is None:
-            return  # aborted, or of another attempt
-        parents, tokens = from_i32(message.parents), from_i32(message.tokens)
-        try:
-            stopped = request.beams.advance(message.step, parents, tokens)
-        except LostBeams as error:
-            log.error("request %d is a beam search out of step: %s", request.uid, error)
-            self._lose(request)
-            return
-        self.dealer.send(BeamStopped(request.uid, request.attempt, message.step, i32(stopped)))
-
-    def _prompt_logprobs(self, message: PromptLogprobs) -> None:
-        """Give the prompt's logprobs their texts, and pass them on."""
-        request = self.requests.get(message.uid)
-        if request is None or request.attempt != message.attempt:
-            return
-        check_logprobs(message.logprobs, len(message.logprobs.ranks) // 4)
-        if self.preparer.texts is not None and not request.silent:
-            self.preparer.texts.fill(message.logprobs)
-        self._send(request.peer, message)
-
-    def _lose(self, request: Request) -> None:
-        """What the scheduler sends does not follow from what is here; the request's Engine starts it again."""
-        self._drop(request)
-        self._send(request.peer, Unknown(i64([request.uid]), i32([request.attempt])))
-
-
-def _size(message: Tokenize) -> int:
-    """Roughly the bytes a waiting prompt holds."""
-    size = len(message.prompt or "") + len(message.ids or b"")
-    if not isinstance(message.work, Generate):
-        size += len(message.work.pair or "")
-    size += sum(len(resume.ids) for resume in message.resume)
-    for chat in message.messages or ():
-        size += sum(len(value) if isinstance(value, (str, list)) else 64 for value in chat.values())
-    return size + 512
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            heartbeat()
+            try:
+                self.core.heartbeat(resident_bytes(), self.router.bad_frames + self.dealer.bad_frames)
+                self._flush()
+            except Exception:
+                log.exception("a heartbeat failed; the next comes in %g s", HEARTBEAT_S)
 
 
 def check_bind(bind: str) -> None:

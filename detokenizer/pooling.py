@@ -11,10 +11,10 @@ from typing import NamedTuple
 from ..proto.checkpoint.model_config import ModelConfig
 from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.checks import check_ids
+from ..proto.codec import MAX_FRAME
 from ..proto.errors import Refused
 from ..proto.params import ParamError
 from ..proto.pooling import PoolingParams
-from ..proto.wire.sockets import MAX_FRAME
 from .tokenizer import TextTokenizer
 
 ROOM = MAX_FRAME // 8 * 3

@@ -33,7 +33,8 @@ class Step:
         records = logprobs_of(message, [row[4] for row in rows])
         if message.started_uids or message.started_cached:
             self._note_started(message)
-        peer, box, end = "", Outbox(), 0
+        box: Outbox  # of ``peer``
+        peer, end = "", 0
         for at, (uid, attempt, index, offset, count, finish, stop_id) in enumerate(rows):
             start, end = end, end + count
             request = self._requests.get(uid)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..proto.codec import i32
+from ..proto.codec import MAX_FRAME, i32
 from ..proto.messages import Lease, Logprobs, PromptChunk, SlotFailed, StepResult
-from ..proto.wire.sockets import MAX_FRAME
 from .kernels import marks
 from .sampling.logprobs import LogprobGroup
 from .sampling.sample_batch import Failure

@@ -18,6 +18,8 @@ if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("quire's wire format is little-endian and this machine is not")
 
 T = TypeVar("T")
+MAX_FRAME = 256 * 2**20
+"""Bytes of one message, at most."""
 FEW = 16
 """Integers in a column that is packed by way of ``array``, at most."""
 

@@ -81,8 +81,10 @@ def test_services_load_only_what_they_use():
     allowed = {
         "quire": set(),
         "quire.scheduler.loop": {"numpy", "zmq"},
+        "quire.detokenizer.core": {"tokenizers"},
         "quire.detokenizer.loop": {"tokenizers", "jinja2", "asyncio", "zmq"},
         "quire.frontend.app": {"aiohttp", "uvloop", "prometheus_client", "asyncio", "zmq"},
+        "quire.client.core": set(),
         "quire.client.engine": {"asyncio", "zmq"},
         "quire.client.supervisor.launch": set(),
         "quire.cli.main": set(),

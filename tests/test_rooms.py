@@ -45,7 +45,15 @@ FLOORS = {
         "gpu_worker.parallel",
         "gpu_worker",
     ],
-    "detokenizer": ["detokenizer"],
+    "detokenizer": [
+        "detokenizer.tokenizer detokenizer.detokenize detokenizer.stops detokenizer.logprobs "  # text
+        "detokenizer.template detokenizer.template_limits detokenizer.sandbox",
+        "detokenizer.bad_words detokenizer.beams detokenizer.checks detokenizer.pooling detokenizer.sequence "
+        "detokenizer.columns detokenizer.request",  # requests
+        "detokenizer.step detokenizer.tokenize",
+        "detokenizer.core",
+        "detokenizer",
+    ],
     "client": [
         "client.results client.logprobs client.best",
         "client.supervisor.decision",  # the supervisor without processes

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from ..codec import BadFrame, encode
+from ..codec import MAX_FRAME, BadFrame, encode
 from ..config import ConfigError
 from .addresses import (
     MAX_FOLDER,
@@ -37,7 +37,7 @@ from .addresses import (
 )
 from .keys import Keys, connect_with, load_keys, serve_with
 from .unread import ANSWER, ASK, RESET, Unread
-from .wire import CONNECTED, DISCONNECTED, DRAIN_LIMIT, EVENTS, MAX_FRAME, NOBLOCK, SNDMORE, Wire
+from .wire import CONNECTED, DISCONNECTED, DRAIN_LIMIT, EVENTS, NOBLOCK, SNDMORE, Wire
 
 __all__ = [
     "CONNECTED",

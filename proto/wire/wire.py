@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import zmq
 
-from ..codec import Decoder
+from ..codec import MAX_FRAME, Decoder
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_FRAME = 256 * 2**20
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 3_000

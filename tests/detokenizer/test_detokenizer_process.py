@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import signal
@@ -12,22 +11,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
-from quire.detokenizer import loop
-from quire.detokenizer.tokenize import Preparer
+from quire.detokenizer.core import HEARTBEAT_S
 from quire.detokenizer.tokenizer import load_tokenizer
 from quire.proto import messages as m
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.codec import f32, from_i8, from_i32, from_i64, i8, i32, i64
-from quire.proto.errors import Refused
 from quire.proto.hashing import ROOT, root_of
 from quire.proto.params import SamplingParams
-from quire.proto.structured import StructuredOutputsParams
 from quire.proto.wire.sockets import Dealer, Router, front_endpoint
 from quire.proto.work import Generate
 
@@ -93,7 +88,7 @@ class Stack:
 
     def beat(self) -> None:
         """Engines that wait long are not silent."""
-        if time.monotonic() > self.beaten + loop.HEARTBEAT_S:
+        if time.monotonic() > self.beaten + HEARTBEAT_S:
             self.beaten = time.monotonic()
             for engine in self.engines:
                 if not engine.socket.closed:
@@ -394,69 +389,6 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
         stack.close()
 
 
-class Form:
-    """A checker: "bad" is refused, others pass when ``go`` is set."""
-
-    def __init__(self) -> None:
-        self.go = asyncio.Event()
-
-    async def check(self, spec: StructuredOutputsParams) -> None:
-        if spec.regex == "bad":
-            raise Refused("no such form", "structured_outputs")
-        await self.go.wait()
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_grammar_is_checked_before_anything_is_submitted(tmp_path: Path) -> None:
-    form: list[Form] = []
-    preparer = Preparer(TOKENIZER, load_model_config(MODEL, 128))
-
-    def structured(uid: int, regex: str) -> m.Tokenize:
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
-        return m.Tokenize(uid=uid, attempt=0, work=Generate(params, 0), arrival=0.0, prompt="Hello")
-
-    async def main() -> None:
-        process = loop.Detokenizer(
-            preparer,
-            f"ipc://{tmp_path}/s",
-            "d-0",
-            f"ipc://{tmp_path}/d",
-            checker=lambda: form.append(Form()) or form[0],
-        )
-        to_engine: list[Any] = []
-        to_scheduler: list[Any] = []
-        process.router.send = lambda peer, message: to_engine.append(message) or True
-        process.dealer.send = lambda message: to_scheduler.append(message) or True
-        process._from_scheduler(m.Peers(1, [], 16, True, 0))
-
-        async def until(done: Callable[[], bool]) -> None:
-            while not done():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
-        for uid, regex in ((1, "slow"), (2, "bad"), (3, "slow")):
-            process._from_engine("e", structured(uid, regex))
-        process._from_engine("e", m.Tokenize(4, 0, Generate(SamplingParams(), 0), 0.0, prompt="Hello"))
-        await until(lambda: len(to_engine) == 2 and process.queued == 0)
-        failed = next(message for message in to_engine if isinstance(message, m.Failed))
-        assert (failed.uid, failed.status, failed.param) == (2, 400, "structured_outputs")
-        assert [message.uid for message in to_scheduler if isinstance(message, m.Submit)] == [4]  # it waits for none
-        assert set(process.requests) == {1, 3, 4}
-        process._from_engine("e", m.Abort(3, 0))
-        form[0].go.set()
-        await until(lambda: len(to_engine) == 3)
-        await asyncio.sleep(0.02)
-        assert [message.uid for message in to_engine if isinstance(message, m.Accepted)] == [4, 1]
-        assert [message.uid for message in to_scheduler if isinstance(message, m.Submit)] == [4, 1]
-        assert not any(isinstance(message, m.Abort) for message in to_scheduler)  # 3 was never submitted
-        process.router.close()
-        process.dealer.close()
-
-    asyncio.run(asyncio.wait_for(main(), WAIT_S))
-    assert len(form) == 1
-
-
 def test_it_ends_cleanly(stack: Stack) -> None:
     assert os.path.exists(stack.endpoint.removeprefix("ipc://"))
     stack.process.send_signal(signal.SIGTERM)
@@ -490,74 +422,6 @@ def test_requests_before_the_first_peers_wait() -> None:
             assert stack.scheduler(m.Submit).uid == 2
         finally:
             stack.close()
-
-
-def test_a_full_queue_refuses_new_requests_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "MAX_QUEUED", 2)
-    monkeypatch.setattr(loop, "MAX_QUEUED_BYTES", 10_000)
-    preparer = Preparer(TOKENIZER, load_model_config(MODEL))
-    sent: list[Any] = []
-
-    async def drive() -> None:
-        process = loop.Detokenizer(preparer, f"ipc://{tmp_path}", "detokenizer-x", f"ipc://{tmp_path}/d")
-        monkeypatch.setattr(process, "_send", lambda peer, message: sent.append(message))
-
-        def ask(uid: int, attempt: int, prompt: str) -> None:
-            message = m.Tokenize(
-                uid=uid, attempt=attempt, work=Generate(SamplingParams(), 0), arrival=0.0, prompt=prompt
-            )
-            process._from_engine("frontend-0", message)
-
-        ask(1, 0, "x" * 20_000)  # too many bytes
-        ask(2, 0, "a")
-        ask(3, 0, "b")
-        ask(4, 0, "c")  # too many prompts
-        ask(5, 1, "d")  # a resubmission
-        assert [(f.uid, f.status, f.retry_after >= 1) for f in sent] == [(1, 429, True), (4, 429, True)]
-        assert (process.queued, sorted(process.requests)) == (3, [2, 3, 5])
-        process._from_scheduler(m.Peers(1, [], 16, True, 0))
-        while process.queued:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert process.queued_bytes == 0 and sum(isinstance(x, m.Accepted) for x in sent) == 3
-        process.stop()
-        await process.run()
-
-    asyncio.run(drive())
-
-
-def test_a_silent_engine_is_let_go_and_time_that_stood_still_is_not_held_against_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    preparer = Preparer(TOKENIZER, load_model_config(MODEL))
-    clock = [100.0]
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    async def drive() -> None:
-        process = loop.Detokenizer(preparer, f"ipc://{tmp_path}", "detokenizer-x", f"ipc://{tmp_path}/d")
-        monkeypatch.setattr(process.router, "send", lambda peer, message: True)
-
-        def beats(seconds: int, *alive: str) -> None:
-            for _ in range(seconds):
-                clock[0] += loop.HEARTBEAT_S
-                for engine in alive:
-                    process._from_engine(engine, m.Heartbeat())
-                process._heartbeat()
-
-        for uid, engine in enumerate(("frontend-0", "frontend-1")):
-            message = m.Tokenize(uid=uid, attempt=0, work=Generate(SamplingParams(), 0), arrival=0.0, prompt="a")
-            process._from_engine(engine, message)
-        beats(15, "frontend-0")
-        clock[0] += 100  # this process was stopped
-        beats(6, "frontend-0")  # the first of them ends the standstill
-        assert sorted(process.requests) == [0, 1]
-        beats(1, "frontend-0")  # silent for more than 20 s, the standstill aside
-        assert sorted(process.requests) == [0] and list(process.engines) == ["frontend-0"]
-        process._from_engine("frontend-1", m.Heartbeat())  # it is back: what it lists it is told to submit again
-        assert sorted(process.engines) == ["frontend-0", "frontend-1"]
-        process.stop()
-        await process.run()
-
-    asyncio.run(drive())
 
 
 @pytest.mark.slow
