@@ -5,7 +5,7 @@ A failure is a line "rule | request: what was expected, what came".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ from quire.client.pooled import OpenPooling
 from quire.client.results import ChildOutput, StreamEvent, TokenLogprobs
 from quire.proto.messages import Finish
 
-from .oracle import Answer, Output, answer_to
+from .asks import Ask
+from .errors import wrong_end
+from .oracle import Answer, Output, answer_to, prompt_ids
 
 if TYPE_CHECKING:
     from .consumer import Consumer
@@ -199,11 +201,81 @@ def _end_in_words(consumer: Consumer) -> str:
 
 
 def check_end(world: Any) -> list[str]:
-    """Each request ended, and each error was one that the rules allow."""
+    """Each request ended, rightly; cached tokens were there to be found; nothing is left."""
     lines: list[str] = []
     for consumer in world.consumers:
+        name = consumer.ask.name
         if not consumer.over:
-            lines.append(
-                f"never ended | {consumer.ask.name}: expected an end, got none since {consumer.progressed:.3f}"
-            )
-    return lines
+            lines.append(f"never ended | {name}: expected an end, got none since {consumer.progressed:.3f}")
+        elif (wrong := wrong_end(consumer, world)) is not None:
+            lines.append(f"wrong end | {name}: {wrong}")
+        if (wrong := _wrong_cached(consumer, world)) is not None:
+            lines.append(f"cached tokens | {name}: {wrong}")
+    return lines + leftovers(world)
+
+
+def _wrong_cached(consumer: Consumer, world: Any) -> str | None:
+    """Tokens found in the prefix cache are whole blocks that a request of the same salt had computed."""
+    request, shape = consumer.request, world.plan.shape
+    got = request.cached_tokens if request is not None else 0
+    if not got:
+        return None
+    if not shape.prefix_caching or shape.whole or _avoids_cache(consumer.ask):
+        return f"expected none, got {got}"
+    ids = prompt_ids(consumer.ask, shape)
+    if got % shape.block_size and got != len(ids):
+        return f"expected whole blocks of {shape.block_size}, got {got}"
+    for other in world.consumers:
+        if other is consumer and request is not None and request.attempt == 0:
+            continue
+        if other.ask.salt != consumer.ask.salt or other.begun > consumer.ended:
+            continue
+        if any(_common(ids, tokens) >= got for tokens in _computed(other, shape)):
+            return None
+    return f"expected none, since no request of salt {consumer.ask.salt!r} had these tokens, got {got}"
+
+
+def _avoids_cache(ask: Ask) -> bool:
+    if ask.pooling is None:
+        return bool(ask.params.skip_reading_prefix_cache)
+    return bool(ask.pooling.skip_reading_prefix_cache)
+
+
+def _computed(other: Consumer, shape: Any) -> Iterator[list[int]]:
+    """Sequences of tokens whose keys and values it may have computed."""
+    ids = prompt_ids(other.ask, shape)
+    yield ids
+    if isinstance(other.request, OpenGeneration):
+        for child in other.request.children:
+            yield [*ids, *child.tokens]
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def leftovers(world: Any) -> list[str]:
+    """What processes still hold when every request has ended: requests, rows, blocks, places in line, accounts."""
+    found: list[tuple[str, Any]] = []
+    scheduler = world.scheduler
+    if scheduler is not None and scheduler.host.alive:
+        core = scheduler.membership.core
+        stats = core.stats()
+        found += [("scheduler: requests", list(core.requests)), ("scheduler: running", stats.running),
+                  ("scheduler: waiting", stats.waiting), ("scheduler: blocks", stats.blocks_used),
+                  ("scheduler: line", len(core.queue)), ("scheduler: new in line", core.queue.fresh_requests),
+                  ("scheduler: accounts", core.accounts._accounts), ("scheduler: deadlines", core._deadlines),
+                  ("scheduler: unplaced", core._unplaced)]  # fmt: skip
+        for number, replica in core.replicas.items():
+            held = [replica.running, len(replica.in_flight), replica.pool.used]
+            found.append((f"scheduler: rows, steps, blocks of replica {number}", held if any(held) else 0))
+    for each in world.detokenizers:
+        if each is not None and each.host.alive:
+            found += [(f"{each.name}: requests", list(each.core.requests)), (f"{each.name}: queued", each.core.queued)]
+    for each in world.frontends:
+        if each is not None and each.host.alive:
+            core = each.core
+            held = [*core.open, *core._unaccepted, *(request.uid for request in core._placement.waiting)]
+            found += [(f"{each.name}: requests", held), (f"{each.name}: bytes", core._unaccepted_bytes)]
+            found += [(f"{each.name}: link {link.identity}", list(link.open)) for link in core.links.values()]
+    return [f"left over | {what}: expected none, got {got}" for what, got in found if got]

@@ -71,32 +71,41 @@ def answer_to(ask: Ask, seed: int, shape: Any) -> Answer:
 
 
 def prompt_of(ask: Ask, shape: Any) -> tuple[list[int], str | None]:
-    """The ids that are run, and the text that is shown with them; also of one that is refused for its length."""
-    pooling = ask.pooling
-    keep = ask.params.truncate_prompt_tokens if pooling is None else pooling.truncate_prompt_tokens
-    if keep == -1:
-        keep = shape.max_model_len if pooling is not None else shape.max_model_len - max(1, ask.params.min_tokens)
-    text: str | None = None
-    if ask.chat:
-        text, special = f"u.{ask.text}\na.", False
-    elif ask.text:
-        text, special = ask.text, ask.add_special_tokens
-    if text is None:
-        whole = list(ask.ids)
-    elif ask.pair is not None:
-        whole = [*toy.ids_of(text, True), toy.EOS, *toy.ids_of(ask.pair, False)]
-    else:
-        whole = list(toy.ids_of(text, special))
-    ids = whole
-    if keep is not None and len(whole) > keep:
-        begins = text is not None and special and keep > 1  # with a special token, which stays
-        if pooling is not None:
-            ids = whole[:keep]
-        else:
-            ids = [whole[0], *whole[1 - keep :]] if begins else whole[-keep:]
-    if ask.echo and pooling is None and (text is None or len(ids) < len(whole)):
+    """The ids that are run, and the text that is shown with them."""
+    whole, text, _ = _whole_prompt(ask)
+    ids = prompt_ids(ask, shape)
+    if ask.echo and ask.pooling is None and (text is None or len(ids) < len(whole)):
         text = toy.text_of(ids, ask.params.skip_special_tokens and text is not None)
     return ids, text
+
+
+def prompt_ids(ask: Ask, shape: Any) -> list[int]:
+    """The ids that are run; also of a request that is refused for them."""
+    whole, text, special = _whole_prompt(ask)
+    if ask.pooling is not None:
+        keep = ask.pooling.truncate_prompt_tokens
+        return whole[: shape.max_model_len if keep == -1 else keep]
+    keep = ask.params.truncate_prompt_tokens
+    if keep == -1:
+        keep = max(1, shape.max_model_len - max(1, ask.params.min_tokens))
+    if keep is None or len(whole) <= keep:
+        return whole
+    if text is not None and special and keep > 1:  # what was put before the text stays
+        return [whole[0], *whole[1 - keep :]]
+    return whole[-keep:]
+
+
+def _whole_prompt(ask: Ask) -> tuple[list[int], str | None, bool]:
+    """Before anything is cut off: ids, text, and whether special tokens are put around it."""
+    if ask.chat:
+        text = f"u.{ask.text}\na."
+        return list(toy.ids_of(text, False)), text, False
+    if not ask.text:
+        return list(ask.ids), None, False
+    special = ask.add_special_tokens
+    if ask.pair is not None:
+        return [*toy.ids_of(ask.text, True), toy.EOS, *toy.ids_of(ask.pair, False)], ask.text, special
+    return list(toy.ids_of(ask.text, special)), ask.text, special
 
 
 # ---------------------------------------------------------------- outputs
