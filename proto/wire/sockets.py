@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import zmq
@@ -68,11 +69,18 @@ REFUSED_S = 1.0
 class Router(Wire[T]):
     """A ROUTER that knows its peers by their incarnation and raises nothing."""
 
-    def __init__(self, union: Any, endpoint: str, keys: Keys | None = None, context: zmq.Context | None = None):
+    def __init__(
+        self,
+        union: Any,
+        endpoint: str,
+        keys: Keys | None = None,
+        context: zmq.Context | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """Bind ``endpoint``; ``self.endpoint`` is what was bound. Raises ConfigError where it cannot be."""
         encrypted = needs_curve(endpoint, keys)
         context = context or zmq.Context.instance()
-        super().__init__(zmq.ROUTER, union, context)
+        super().__init__(zmq.ROUTER, union, context, clock)
         self._keys = keys
         self._unread: dict[str, Unread] = {}
         self._refused = 0
@@ -128,7 +136,7 @@ class Router(Wire[T]):
 
     def send_frame(self, peer: str, frame: bytes) -> bool:
         """Send bytes already encoded. False where the peer is gone, or has left too much unread for too long."""
-        now = time.monotonic()
+        now = self._clock()
         unread = self._unread.get(peer)
         if unread is None:
             unread = self._unread[peer] = Unread(now)
@@ -185,7 +193,7 @@ class Router(Wire[T]):
                 log.warning("refused a connection to %s (%d so far): it is not quire's, or has wrong keys or none",
                             self.endpoint, self._refused)  # fmt: skip
         if EVENTS.get(event) == DISCONNECTED:  # forget what those owe who are no longer there
-            now = time.monotonic()
+            now = self._clock()
             for peer, unread in list(self._unread.items()):
                 self._put(peer, unread.ask(now))
 
@@ -194,7 +202,13 @@ class Dealer(Wire[T]):
     """A DEALER whose identity is its process's incarnation."""
 
     def __init__(
-        self, union: Any, endpoint: str, identity: str, keys: Keys | None = None, context: zmq.Context | None = None
+        self,
+        union: Any,
+        endpoint: str,
+        identity: str,
+        keys: Keys | None = None,
+        context: zmq.Context | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """Connect to ``endpoint`` (the peer may come later), which may have the peer's public key after a space.
 
@@ -203,8 +217,8 @@ class Dealer(Wire[T]):
         """
         self.endpoint, _, server = endpoint.partition(" ")
         self._encrypted = needs_curve(self.endpoint, keys)
-        super().__init__(zmq.DEALER, union, context)
-        self._unread = Unread(time.monotonic())
+        super().__init__(zmq.DEALER, union, context, clock)
+        self._unread = Unread(self._clock())
         try:
             self.socket.setsockopt(zmq.IDENTITY, identity.encode("ascii"))
             if self._encrypted and keys is not None:
@@ -239,7 +253,7 @@ class Dealer(Wire[T]):
 
     def send_frame(self, frame: bytes) -> bool:
         """Send bytes already encoded. False as for ``send``; ``next_event`` will say DISCONNECTED then."""
-        now = time.monotonic()
+        now = self._clock()
         if len(frame) > MAX_FRAME:
             log.error("a frame of %d bytes for %s was not sent: it is over %d", len(frame), self.endpoint, MAX_FRAME)
             return False
@@ -282,7 +296,7 @@ class Dealer(Wire[T]):
     def _reset(self) -> None:
         """Give up the connection and all that waits in it, and make another."""
         self._connect()
-        self._unread = Unread(time.monotonic())
+        self._unread = Unread(self._clock())
         self._put_frame(RESET, NOBLOCK)
         self._look_again()
         self._resets += 1

@@ -66,7 +66,10 @@ class Wire(Generic[T]):
     ``bad_frames`` counts what did not decode; such bytes are logged with their peer and dropped.
     """
 
-    def __init__(self, kind: int, union: Any, context: zmq.Context | None = None):
+    def __init__(
+        self, kind: int, union: Any, context: zmq.Context | None = None, clock: Callable[[], float] = time.monotonic
+    ):
+        self._clock = clock
         self.socket = (context or zmq.Context.instance()).socket(kind)
         self._get, self._put_frame = self.socket.recv, self.socket.send
         self._option: Callable[[int], Any] = self.socket.getsockopt
@@ -92,25 +95,31 @@ class Wire(Generic[T]):
 
     # -- asyncio
 
-    def attach(self, on_message: Callable[..., None], on_event: Callable[[str], None] | None = None) -> None:
-        """Call ``on_message`` for each message (a Router gives peer and message) in the running loop.
+    def attach(
+        self,
+        on_message: Callable[..., None],
+        on_event: Callable[[str], None] | None = None,
+        loop: AbstractEventLoop | None = None,
+    ) -> None:
+        """Call ``on_message`` for each message (a Router gives peer and message) in ``loop``, or the running one.
 
         ZeroMQ's descriptor signals edges, not levels, so the socket is drained, and looked at after a send as well.
         """
-        from asyncio import get_running_loop  # processes without such a loop start sooner without it
+        if loop is None:
+            from asyncio import get_running_loop  # processes without such a loop start sooner without it
 
-        self._loop = get_running_loop()
-        loop = self._loop
+            loop = get_running_loop()
+        self._loop, clock = loop, self._clock
 
         def pump() -> None:
             self._will_look, drained = True, False
             try:
-                until = time.monotonic() + TURN_S
+                until = clock() + TURN_S
                 while not (drained := not self.waits()):
                     item = self.recv()
                     if item is not None:
                         on_message(*item) if isinstance(item, tuple) else on_message(item)
-                    if time.monotonic() >= until:
+                    if clock() >= until:
                         break
             finally:
                 self._will_look = False
