@@ -49,14 +49,14 @@ class StopSet:
         queue = deque(self.edges[0].values())
         while queue:
             state = queue.popleft()
+            self.hits[state] = self.hits[state] or self.hits[fails[state]]
+            if not self.edges[state]:  # complete: only what its end begins can go on
+                self.depth[state] = self.depth[fails[state]]
             for char, child in self.edges[state].items():
                 fail = fails[state]
                 while fail and char not in self.edges[fail]:
                     fail = fails[fail]
                 fails[child] = self.edges[fail].get(char, 0)
-                self.hits[child] = self.hits[child] or self.hits[fails[child]]
-                if not self.edges[child]:  # complete: only what its end begins can go on
-                    self.depth[child] = self.depth[fails[child]]
                 queue.append(child)
         return fails
 
