@@ -1,5 +1,5 @@
 """``python -m bench PART``: measure a part and keep the result; ``python -m bench compare``: quire and a peer in turns;
-``python -m bench gpu``: everything on a GPU.
+``python -m bench gpu``: everything on a GPU; ``python -m bench mutants``: how many faults the tests see.
 
 Run it in a checkout of the repository. Results go to bench/results/PART.json, or where --out says.
 """
@@ -12,11 +12,11 @@ import importlib
 import sys
 from pathlib import Path
 
-from . import compare, gpu
+from . import compare, gpu, mutants
 from .parts import PARTS
 from .report import RESULTS, BenchError, Report
 
-OTHERS = {"compare": compare, "gpu": gpu}
+OTHERS = {"compare": compare, "gpu": gpu, "mutants": mutants}
 """Commands with reports of their own."""
 
 
@@ -44,6 +44,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         return compare.run(args, args.out or RESULTS / f"compare-{args.peer}.json", settings, argv)
     if args.part == "gpu":
         return gpu.run(args, argv)
+    if args.part == "mutants":
+        return mutants.run(args, args.out or RESULTS / "mutants.json", argv)
     out = args.out or RESULTS / f"{args.part}.json"
     report = Report(args.part, out, settings, argv)
     importlib.import_module(f".parts.{module_of(args.part)}", __package__).measure(report, args)
