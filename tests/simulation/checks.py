@@ -51,9 +51,8 @@ class Rules:
         assert isinstance(request, OpenGeneration)
         if self._say is not None:
             self._say(_in_words(consumer, event))
-        first = seen.answer is None
         answer = self.answer(consumer)
-        if first:
+        if seen.events == 1:
             self._prompt(consumer, answer)
         if consumer.held and not request.done:
             self.fail("shown early", consumer, f"expected nothing before its end, got {event}")
