@@ -27,7 +27,7 @@ from ...proto.params import SamplingParams
 from ...proto.work import Generate
 from ..core import Scheduler
 from ..replica import Replica
-from .fake_worker import PageStore
+from .page_store import PageStore
 
 BLOCK_SIZE = 16
 VOCAB = 32_000

@@ -6,7 +6,7 @@ from scheduler_rig import VOCAB, Rig
 
 from quire.proto.codec import BadFrame, from_i32, i32
 from quire.proto.messages import Failed, Lease, SlotPooled, StepResult
-from quire.scheduler.fake.fake_worker import PageStore
+from quire.scheduler.fake.page_store import PageStore
 from quire.scheduler.replica import Replica
 
 

@@ -24,7 +24,7 @@ from quire.proto.messages import (
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
-from quire.scheduler.fake.fake_worker import PageStore
+from quire.scheduler.fake.page_store import PageStore
 from quire.scheduler.replica import Replica
 
 VOCAB = 1000

@@ -31,7 +31,7 @@ from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_model import expected_beams, expected_logprobs, expected_tokens, join
-from quire.scheduler.fake.fake_worker import PageStore
+from quire.scheduler.fake.page_store import PageStore
 from quire.scheduler.replica import Replica
 
 VOCAB = 40

@@ -1,0 +1,233 @@
+"""Rows and pages of a worker without a model: a wrong block becomes a wrong token.
+
+Each token is written through the row's block table, and the token drawn for position p is a hash of the seed, p and
+everything read back through the table, and so are logprobs; so whatever the scheduler does wrong with blocks shows.
+``fake_model`` computes what must come out.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from ...proto.codec import from_i32, from_u64, i32
+from ...proto.messages import Admit, Logprobs, PromptChunk, SlotFailed, SlotPooled, StepPlan, StepResult
+from ...proto.params import SamplingParams
+from ...proto.work import Generate, Pool, child_seed
+from .fake_model import cell, distribution, draw, join, pooled, record
+
+UNWRITTEN = -1
+ORDINARY = 10
+"""Ids below are special tokens in many vocabularies: such a token has no text, or ends a sequence."""
+PROMPT_SLICE = 16
+"""Prompt logprobs in one piece, at most; a longer chunk's come in several."""
+
+
+class PlanError(ValueError):
+    """A plan that no worker can run."""
+
+
+class Row:
+    """One persistent row: what it was admitted with, and all tokens so far."""
+
+    def __init__(self, admit: Admit, tokens: list[int], seed: int):
+        self.admit, self.tokens, self.seed = admit, tokens, seed
+        self.table: list[int] = []
+        self.computed = -1  # positions written; -1 until the first chunk says what was found in the cache
+
+
+class PageStore:
+    """Rows and pages of one lease. ``pages=False`` keeps none and draws ids in turn, for benches. ``whole`` prompts
+    must come in one piece.
+
+    Slots of requests in ``failing`` (uids) draw nothing and are reported as failed.
+    """
+
+    def __init__(
+        self, num_rows: int, num_blocks: int, block_size: int, vocab_size: int, pages: bool = True, whole: bool = False
+    ):
+        self.num_rows, self.num_blocks, self.block_size = num_rows, num_blocks, block_size
+        self.vocab_size, self.whole = vocab_size, whole
+        self.rows: dict[int, Row] = {}
+        self.pages = [array("q", [UNWRITTEN] * block_size) for _ in range(num_blocks if pages else 0)]
+        self._in_turn = b"" if pages else _ids_in_turn(vocab_size, num_rows)
+        self.last_step = 0
+        self.failing: set[int] = set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Apply a plan in the documented order. Raises PlanError."""
+        if plan.step != self.last_step + 1:
+            raise PlanError(f"step {plan.step} after step {self.last_step}")
+        self.last_step = plan.step
+        if not self.pages:
+            first = 4 * (plan.step % self.vocab_size)
+            return StepResult(plan.lease, plan.step, self._in_turn[first : first + len(plan.sample_rows)])
+        for row in from_i32(plan.drops):
+            if self.rows.pop(row, None) is None:
+                raise PlanError(f"dropped row {row} is empty")
+        self._fork(from_i32(plan.fork_src), from_i32(plan.fork_dst), from_u64(plan.fork_seeds))
+        self._copy(from_i32(plan.copy_src), from_i32(plan.copy_dst))
+        for admit in plan.admits:
+            self._admit(admit)
+        self._set_tables(from_i32(plan.delta_rows), from_i32(plan.delta_slots), from_i32(plan.delta_blocks))
+        self._append(from_i32(plan.append_rows), from_i32(plan.append_tokens))
+        result = StepResult(plan.lease, plan.step, b"")
+        ends = self._compute(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts), result)
+        self._sample(ends, from_i32(plan.sample_src), from_i32(plan.sample_rows), result)
+        return result
+
+    def _row(self, row: int) -> Row:
+        if row not in self.rows:
+            raise PlanError(f"row {row} is empty")
+        return self.rows[row]
+
+    def _new_row(self, row: int) -> None:
+        if not 0 <= row < self.num_rows:
+            raise PlanError(f"row {row} of {self.num_rows}")
+        if row in self.rows:
+            raise PlanError(f"row {row} is taken")
+
+    def _fork(self, sources: list[int], targets: list[int], seeds: list[int]) -> None:
+        _same_length(sources, targets, seeds)
+        copies = []
+        for src, seed in zip(sources, seeds, strict=True):
+            old = self._row(src)
+            new = Row(old.admit, old.tokens[:], seed)
+            new.table, new.computed = old.table[:], old.computed
+            copies.append(new)
+        for dst, new in zip(targets, copies, strict=True):
+            self._new_row(dst)
+            self.rows[dst] = new
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        _same_length(sources, targets)
+        contents = [self._page(src)[:] for src in sources]
+        for dst, content in zip(targets, contents, strict=True):
+            self._page(dst)[:] = content
+
+    def _admit(self, admit: Admit) -> None:
+        self._new_row(admit.row)
+        tokens = from_i32(admit.ids)
+        if not 0 < admit.prompt_len <= len(tokens):
+            raise PlanError(f"prompt of {admit.prompt_len} in {len(tokens)} tokens")
+        seed = child_seed(admit.work.seed, admit.index) if isinstance(admit.work, Generate) else 0
+        self.rows[admit.row] = Row(admit, tokens, seed)
+
+    def _set_tables(self, rows: list[int], slots: list[int], blocks: list[int]) -> None:
+        _same_length(rows, slots, blocks)
+        for row, slot, block in zip(rows, slots, blocks, strict=True):
+            table = self._row(row).table
+            self._page(block)
+            if not 0 <= slot <= len(table):
+                raise PlanError(f"slot {slot} of a table of {len(table)}")
+            table[slot : slot + 1] = [block]
+
+    def _append(self, rows: list[int], tokens: list[int]) -> None:
+        _same_length(rows, tokens)
+        if len(set(rows)) != len(rows):
+            raise PlanError(f"tokens are appended to rows {rows}")
+        for number, token in zip(rows, tokens, strict=True):
+            row = self._row(number)
+            if row.computed != len(row.tokens) or not 0 <= token < self.vocab_size:
+                raise PlanError(f"token {token} for row {number}, {row.computed} of {len(row.tokens)} done")
+            row.tokens.append(token)
+
+    def _compute(
+        self, rows: list[int], starts: list[int], counts: list[int], result: StepResult
+    ) -> list[tuple[Row, int]]:
+        """Write every row's new tokens into its pages: (row, position after the last) of each compute row."""
+        _same_length(rows, starts, counts)
+        if not rows or len(set(rows)) != len(rows):
+            raise PlanError(f"compute rows {rows}")
+        ends = []
+        for number, start, count in zip(rows, starts, counts, strict=True):
+            row = self._row(number)
+            if count < 1 or (row.computed not in (-1, start)) or start + count > len(row.tokens):
+                raise PlanError(f"row {number}: {count} from {start}, {row.computed} of {len(row.tokens)} done")
+            if self.whole and (start, count) != (0, len(row.tokens)):
+                raise PlanError(f"row {number}: {count} from {start} of a prompt of {len(row.tokens)} that runs whole")
+            for position in range(start, start + count):
+                page = self._page(self._block(row, position))
+                page[position % self.block_size] = cell(position, row.tokens[position])
+            row.computed = start + count
+            ends.append((row, start + count))
+        for at, ((row, end), start) in enumerate(zip(ends, starts, strict=True)):
+            if row.admit.prompt_logprobs_from >= 0 and isinstance(row.admit.work, Generate):
+                first, k = max(row.admit.prompt_logprobs_from, start + 1), row.admit.work.params.prompt_logprobs
+                self._score_prompt(row, at, first, min(end + 1, row.admit.prompt_len), self._others(k), result)
+        return ends
+
+    def _score_prompt(self, row: Row, at: int, first: int, end: int, k: int, result: StepResult) -> None:
+        for start in range(first, end, PROMPT_SLICE):
+            found = []
+            for position in range(start, min(start + PROMPT_SLICE, end)):
+                values = distribution(self._context(row, position), self.vocab_size)
+                found.append(record(values, row.tokens[position], k))
+            result.prompts.append(PromptChunk(at, start, join(found)))
+
+    def _sample(self, ends: list[tuple[Row, int]], sources: list[int], targets: list[int], result: StepResult) -> None:
+        _same_length(sources, targets)
+        tokens, slots = [], []
+        for slot, (src, dst) in enumerate(zip(sources, targets, strict=True)):
+            if not 0 <= src < len(ends):
+                raise PlanError(f"sample from compute row {src} of {len(ends)}")
+            (source, end), target = ends[src], self._row(dst)
+            if len(target.tokens) != end:
+                raise PlanError(f"row {dst} has {len(target.tokens)} tokens and draws one for position {end}")
+            target.computed = end
+            if target.admit.uid in self.failing:
+                tokens.append(-1)
+                result.failed.append(SlotFailed(slot, 503, f"request {target.admit.uid} fails"))
+                continue
+            context = self._context(source, end)
+            work = target.admit.work
+            if isinstance(work, Pool):
+                tokens.append(0)
+                result.pooled.append(SlotPooled(slot, *pooled(context, work.params)))
+                continue
+            tokens.append(draw(target.seed, end, context, self.vocab_size))
+            if work.params.logprobs is not None or work.params.use_beam_search:
+                slots.append(slot)
+                tokens[-1], found = self._score(work.params, context, tokens[-1])
+                result.logprobs.append(found)
+        for dst, token in zip(targets, tokens, strict=True):
+            work = self.rows[dst].admit.work
+            if isinstance(work, Generate) and not work.params.use_beam_search:
+                self.rows[dst].tokens.append(token)
+        result.tokens, result.logprob_slots = i32(tokens), i32(slots)
+
+    def _score(self, params: SamplingParams, context: bytes, token: int) -> tuple[int, Logprobs]:
+        """The logprobs of a row's drawn token, or of a beam's most likely ones."""
+        values = distribution(context, self.vocab_size)
+        k = self._others(params.logprobs)
+        if params.use_beam_search:
+            k, token = self._others(max(2 * params.width, k)), values.index(max(values))
+        return token, record(values, token, k)
+
+    def _others(self, asked: int | None) -> int:
+        return self.vocab_size if asked == -1 else min(asked or 0, self.vocab_size)
+
+    def _context(self, row: Row, end: int) -> bytes:
+        """What the pages hold of a row's positions before ``end``."""
+        blocks = row.table[: -(-end // self.block_size)]
+        return b"".join(self._page(block).tobytes() for block in blocks)[: 8 * end]
+
+    def _block(self, row: Row, position: int) -> int:
+        slot = position // self.block_size
+        if slot >= len(row.table):
+            raise PlanError(f"position {position} is past a table of {len(row.table)} blocks")
+        return row.table[slot]
+
+    def _page(self, block: int) -> array:
+        if not 0 <= block < self.num_blocks:
+            raise PlanError(f"block {block} of {self.num_blocks}")
+        return self.pages[block]
+
+
+def _ids_in_turn(vocab_size: int, num_rows: int) -> bytes:
+    """Ids (int32) from which each step's are cut; none of the first few of a vocabulary."""
+    return i32([ORDINARY + at % (vocab_size - ORDINARY) for at in range(vocab_size + num_rows)])
+
+
+def _same_length(*columns: list[int]) -> None:
+    if len({len(column) for column in columns}) > 1:
+        raise PlanError(f"columns of {[len(column) for column in columns]}")
