@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from .sockets import DealerSocket, RouterSocket, Socket
 
 HEARTBEAT_S, TIMEOUT_S = HEARTBEAT_MS / 1000, HEARTBEAT_TIMEOUT_MS / 1000
-BUFFERS = 2**18
-"""Bytes that the kernels of both sides keep of one direction, about."""
 LATE_S = 1e-3
 """An application sees what ZeroMQ's thread did up to so much later."""
 
@@ -80,8 +78,8 @@ class Context:
 class End:
     """One side of a connection."""
 
-    __slots__ = ("_announced", "_since", "context", "identity", "into", "muted", "open", "out", "peer", "ready",
-                 "socket", "vanished")  # fmt: skip
+    __slots__ = ("_announced", "_jammed", "_since", "context", "identity", "into", "muted", "open", "out", "peer",
+                 "ready", "socket", "vanished")  # fmt: skip
 
     out: Flow
     into: Flow
@@ -91,7 +89,7 @@ class End:
         self.socket, self.context = socket, socket.context
         self.open, self.ready, self.vanished, self.muted = True, False, False, False
         self.identity = b""  # of the peer, for a ROUTER
-        self._announced, self._since = False, -1.0
+        self._announced, self._jammed, self._since = False, False, -1.0
         self.context.ends[self] = None
 
     def begin(self) -> None:
@@ -107,6 +105,11 @@ class End:
         if type(item) is bytes:
             if not self.muted:
                 self.socket.deliver(self, item)
+            elif not self._jammed:  # ZeroMQ stops to read from it, and so hears no heartbeats either
+                self._jammed = True
+                self._after(TIMEOUT_S + HEARTBEAT_S * self.into.drawn(), self.broken)
+        elif self._jammed:
+            pass
         elif item is FIN:
             self.broken()
         elif item is GREETING:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 GREETING, READY, FIN = "greeting", "ready", "fin"
 """What passes on a connection beside frames: ZMTP's handshake, and that the other side has closed."""
 
+BUFFERS = 2**18
+"""Bytes that the kernels of both sides keep of one direction, at least; up to sixteen times as much."""
+
 _MASK, _SCALE = chance.MASK, chance.SCALE
 
 
@@ -161,12 +164,31 @@ class Flow:
                 for _ in range(int(self.drawn() * (len(ahead) + 1))):
                     ahead.pop()
             kept.reverse()
+        if len(ahead) + len(self.kernel) > 64:
+            kept = self._overflow() + kept
         if fin:
             self._due = ahead[-1][0] if ahead else 0.0
             if ahead and self.drawn() < 0.5:
                 self._append(self._due, FIN)  # is read together with the last of the frames
             else:
                 self.push(FIN)
+        return kept
+
+    def _overflow(self) -> list[bytes]:
+        """Take out what never fitted into the kernels: the receiver stands still, or the link does."""
+        room = BUFFERS * 16 ** self.drawn()
+        fits = 0
+        kept: list[bytes] = []
+        frames = [*self.kernel, *(item for _, item in self._ahead)]
+        for frame in frames:
+            room -= len(frame)
+            fits += room >= 0
+        if fits < len(frames):
+            kept = [frame for frame in frames[fits:] if type(frame) is bytes]
+            while len(self._ahead) > max(0, fits - len(self.kernel)):
+                self._ahead.pop()
+            while len(self.kernel) > fits:
+                self.kernel.pop()
         return kept
 
     def forget(self) -> None:

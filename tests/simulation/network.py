@@ -34,6 +34,7 @@ class Network:
 
     def __init__(self, timeline: Timeline, seed: int):
         self.timeline, self.seed, self.weather = timeline, seed, Weather(seed)
+        self.tap: Callable[[bytes], None] | None = None  # told of each frame that a process sends, before it travels
         self.signals: dict[int, Signal] = {}
         self._numbers = 0
         self._links: dict[tuple[str, str], Link] = {}
@@ -98,6 +99,11 @@ class Network:
         """A descriptor's number."""
         self._numbers += 1
         return self._numbers
+
+    def sent(self, frame: bytes) -> None:
+        """A process sends this."""
+        if self.tap is not None:
+            self.tap(frame)
 
     def bind(self, socket: RouterSocket, endpoint: str) -> None:
         """Have it listen. Raises ZMQError where another does."""

@@ -155,6 +155,7 @@ class DealerSocket(Socket):
 
     def send(self, frame: bytes, flags: int) -> None:
         """Never blocks: there is no high-water mark."""
+        self.context.network.sent(frame)
         if self._session is not None:
             self._session.send(frame)
 
@@ -217,8 +218,9 @@ class RouterSocket(Socket):
             self._to = self._peers.get(frame)
             if self._to is None:
                 raise zmq.ZMQError(zmq.EHOSTUNREACH)
-        elif self._to is not None:
-            if self._to.open:
+        else:
+            self.context.network.sent(frame)
+            if self._to is not None and self._to.open:
                 self._to.out.push(frame)
             self._to = None
 
