@@ -90,7 +90,7 @@ class DetokenizerCore:
         self.max_model_len = preparer.model.max_model_len
         self.queued = self.queued_bytes = 0
         self._seconds_each = 0.001  # recent time between finished preparations while some wait
-        self._last_done = 0.0
+        self._last_done = 0.0  # or when the first of those that wait came
         self._early: deque[tuple[Request, Tokenize]] = deque()
         self._online = False
         self.refused: str | None = None
@@ -225,6 +225,8 @@ class DetokenizerCore:
             return
         request = Request(message.uid, message.attempt, peer, size)
         self.requests[message.uid] = request
+        if not self.queued:
+            self._last_done = self.clock()  # nothing was being prepared before
         self.queued += 1
         self.queued_bytes += size
         if self.block_size:

@@ -201,6 +201,25 @@ def test_a_full_queue_refuses_new_requests_only(monkeypatch: pytest.MonkeyPatch)
     assert rig.core.queued_bytes == 0 and len(rig.told("frontend-0", m.Accepted)) == 3
 
 
+def test_how_long_to_wait_is_what_preparations_took_and_no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "MAX_QUEUED", 20)
+    rig = Rig()
+    rig.now += 3600
+    for uid in range(20):
+        rig.ask(uid)
+    rig.now += 0.1
+    rig.prepare()
+    rig.ask(20)
+    rig.ask(21)
+    assert rig.told("frontend-0", m.Failed)[0].retry_after == 1.0  # 20 at 0.1 s, in time: not an hour's share
+    for uid in range(22, 62):
+        rig.now += 2.0
+        rig.prepare()
+        rig.ask(uid)
+    rig.ask(62)
+    assert 35 < rig.told("frontend-0", m.Failed)[0].retry_after <= 40
+
+
 def test_a_higher_attempt_replaces_one_that_is_being_prepared_checked_or_run() -> None:
     rig = Rig()
     form = StructuredOutputsParams(regex="a")
