@@ -91,7 +91,7 @@ class World:
         config = EngineArgs(
             block_size=BLOCK_SIZE, max_num_seqs=1024, max_num_batched_tokens=4096, max_num_queued_reqs=10**6
         )
-        self.core = Scheduler(config)
+        self.core = Scheduler(config, time.monotonic)
         self.replica = Replica(0, Lease(1, 0, 1), "worker", 1024, BLOCKS, BLOCK_SIZE, MAX_LEN, VOCAB)
         self.core.add_replica(self.replica)
         self.lengths, self.n, self.beams, self.uid = lengths, n, beams, 0

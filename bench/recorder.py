@@ -64,7 +64,7 @@ class World:
     def __init__(self, rows: int, path: str | None, tokens: bool, megabytes: float):
         self.rng, self.rows, self.output = random.Random(0), rows, 256
         config = EngineArgs(block_size=BLOCK, max_num_seqs=rows, max_num_batched_tokens=max(2048, rows))
-        clock = TurnClock() if path else None
+        clock = TurnClock(time.monotonic) if path else None
         core = Scheduler(config, clock or time.monotonic)
         members = Membership(core, 1)
         self.inputs = Inputs(members)

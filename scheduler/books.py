@@ -7,7 +7,6 @@ which take the books and change them by these methods alone; ``core.py`` is the 
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +32,7 @@ UNPLACED_S = 60.0
 class Books:
     """All requests, the queue, and the replicas that are ready. ``clock`` gives seconds that only rise."""
 
-    def __init__(self, config: EngineArgs, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, config: EngineArgs, clock: Callable[[], float]):
         self.config, self.clock = config.check(), clock
         self.requests: dict[int, Request] = {}
         self.queue = WaitingQueue(config.max_num_queued_reqs, config.max_num_queued_tokens)

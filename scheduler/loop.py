@@ -89,7 +89,7 @@ class Loop:
             )
         self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
         self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
-        ring, clock = open_ring(config), TurnClock()
+        ring, clock = open_ring(config), TurnClock(time.monotonic)
         self.core = Scheduler(config, time.monotonic if ring is None else clock)
         self.membership = Membership(self.core, epoch, blame)
         inputs, self.recorder = Inputs(self.membership), None

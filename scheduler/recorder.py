@@ -10,7 +10,6 @@ is, so those entries are made after it looked.
 from __future__ import annotations
 
 import logging
-import time
 import zlib
 from collections.abc import Callable
 from enum import IntEnum
@@ -53,9 +52,9 @@ class Kind(IntEnum):
 
 
 class TurnClock:
-    """Stands still until it is read anew."""
+    """``source``, which stands still until it is read anew."""
 
-    def __init__(self, source: Callable[[], float] = time.monotonic):
+    def __init__(self, source: Callable[[], float]):
         self._source = source
         self.now = source()
 

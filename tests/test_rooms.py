@@ -150,6 +150,46 @@ def test_imports_go_down(module: str) -> None:
         assert [name for name in within if floor_of(name) > floor_of(module)] == []
 
 
+OUTSIDE = {"asyncio", "datetime", "os", "random", "secrets", "select", "signal", "socket", "subprocess", "threading",
+           "time", "uuid", "zmq"}  # fmt: skip
+"""What reads a clock, draws by chance, or comes from another process."""
+
+DECIDES = ("client.core", "detokenizer.core", "scheduler.inputs")
+"""What is told what happens. A history of it can be run again, so its clocks are given to it, and its chance."""
+
+HARMLESS = {
+    "client.core": {"random"},  # the type of what it is given
+    "detokenizer.detokenize": {"random"},  # of one fixed seed
+    "detokenizer.sandbox": {"datetime"},  # for templates that ask for the date
+    "detokenizer.template_limits": {"threading", "time"},  # the processor's time that a rendering may take
+    "detokenizer.tokenizer": {"os"},  # a setting for `tokenizers`, made once
+    "proto.checkpoint.model_config": {"os"},  # reads a model's folder
+    "proto.config": {"os"},  # the default address
+    "scheduler.blame": {"os"},  # the lock file, where there is one
+}
+
+
+def outside(module: str) -> set[str]:
+    """What of ``OUTSIDE`` a module imports itself."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+    return found & OUTSIDE
+
+
+def test_what_decides_is_given_its_clock_and_what_it_draws_with() -> None:
+    seen: set[str] = set()
+    waiting = [*DECIDES]
+    while waiting:
+        if (name := waiting.pop()) not in seen:
+            seen.add(name)
+            waiting += IMPORTS[name]
+    assert {name: found for name in seen if (found := outside(name))} == HARMLESS
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_a_file_and_its_functions_can_be_read(module: str) -> None:
     text = MODULES[module].read_text("utf-8")

@@ -108,7 +108,7 @@ def plans(args: EngineArgs, length: int, vocab: int, sampling: SamplingParams, p
     """Assign, Configure, and the plans of ``args.max_num_seqs`` requests of ``prompt`` tokens (or some fewer) that all
     run until ``length`` tokens."""
     rows, blocks = args.max_num_seqs, args.num_gpu_blocks_override or 0
-    core = Scheduler(args)
+    core = Scheduler(args, time.monotonic)
     replica = Replica(0, LEASE, "worker", rows, blocks, BLOCK_SIZE, length, vocab, caching=False)
     core.add_replica(replica)
     frames = [

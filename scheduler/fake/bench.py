@@ -78,7 +78,7 @@ class _World:
         max_len = prompt_len + 2 * output_len
         blocks = num_seqs * (max_len // BLOCK_SIZE + 2)
         config = EngineArgs(block_size=BLOCK_SIZE, max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs))
-        self.core = Scheduler(config)
+        self.core = Scheduler(config, time.monotonic)
         lease = Lease(1, 0, 1)
         self.replica = Replica(0, lease, "worker", num_seqs, blocks, BLOCK_SIZE, max_len, VOCAB)
         self.core.add_replica(self.replica)

@@ -31,7 +31,7 @@ from quire.scheduler.membership import Membership
 
 @pytest.mark.parametrize(("uid", "attempt"), [(1, 2**31), (2**63, 0), (-(2**63) - 1 + 2**64, -(2**40))])
 def test_a_stranger_with_numbers_that_fit_no_column(uid: int, attempt: int) -> None:
-    membership = Membership(Scheduler(EngineArgs()), epoch=1)
+    membership = Membership(Scheduler(EngineArgs(), time.monotonic), epoch=1)
     membership.on_front("stranger", Submit(uid, attempt, b"", b"", Generate(SamplingParams(max_tokens=1), 0), 0.0))
     assert membership.core.outbox.take() == []
     assert membership.core.bad_messages == 1

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import struct
+import time
 from pathlib import Path
 
 import msgspec
@@ -309,11 +310,12 @@ def test_a_size_without_end() -> None:
 
 
 def test_a_ring_too_small_for_the_state(tmp_path: Path) -> None:
-    membership = Membership(Scheduler(EngineArgs()), 1)
+    clock = TurnClock(lambda: 0.0)
+    membership = Membership(Scheduler(EngineArgs(), clock), 1)
     ring = Ring(str(tmp_path / "r"), 1, False)
     ring.size = 100
     with pytest.raises(ConfigError, match="--flight-recorder-size is too small"):
-        Recorder(membership, ring, TurnClock(), False)
+        Recorder(membership, ring, clock, False)
 
 
 VOCAB = 2**30
@@ -324,8 +326,8 @@ class Secretive:
     """Requests whose tokens, text and keys are easy to find again. Every token is a number above 2^28."""
 
     def __init__(self, path: Path, tokens: bool):
-        self.core = Scheduler(EngineArgs(block_size=8, max_num_seqs=6, max_num_batched_tokens=40))
-        clock = self.core.clock = TurnClock()
+        clock = TurnClock(time.monotonic)
+        self.core = Scheduler(EngineArgs(block_size=8, max_num_seqs=6, max_num_batched_tokens=40), clock)
         self.inputs = Recorder(Membership(self.core, 1), Ring(str(path), 1, tokens), clock, tokens)
         self.worker = FakeWorker(40, 200, VOCAB)
         self.tokens: set[int] = set()

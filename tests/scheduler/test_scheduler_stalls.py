@@ -88,7 +88,7 @@ def test_only_those_who_wait_are_remembered_for_their_deadline() -> None:
 @pytest.mark.parametrize(("claimed", "used"), [(64, 64), (60_000_000, MAX_BLOCKS), (2**31, None)])
 def test_a_worker_with_room_for_more_blocks_than_are_of_use(claimed: int, used: int | None) -> None:
     """A tiny model on a large device; and no number that a message could not carry."""
-    core = Scheduler(EngineArgs())
+    core = Scheduler(EngineArgs(), lambda: 0.0)
     registry = WorkerRegistry(core, 1, lambda: None)
     registry.on_worker("w", Hello("gpu_worker", "w", PROTOCOL, 1))
     registry.to_workers.clear()
