@@ -177,7 +177,7 @@ class EngineCore:
         self._unaccepted_bytes -= self._unaccepted.pop(request.uid, 0)
         link = request.link
         self._placement.forget(request)
-        if link is not None and tell and not request.done:
+        if link is not None and tell:
             self._put(link.identity, m.Abort(uid=request.uid, attempt=request.attempt))
         request.end(self.clock(), error)
         if request.accepted is None:
@@ -379,8 +379,7 @@ class EngineCore:
             request = self.open.get(uid)
             if not isinstance(request, OpenGeneration) or request.attempt != attempt:
                 continue  # aborted, or an attempt given up
-            plain = count == 1 and not finish and row not in logprobs
-            if plain and request.take_one(index, offset, tokens[end - 1], text, now):
+            if count == 1 and not finish and request.take_one(index, offset, tokens[end - 1], text, now):
                 continue
             found = unpack(logprobs[row], count) if row in logprobs else []
             if not request.take(index, offset, tokens[end - count : end], text, finish, reason, length, now, found):

@@ -146,7 +146,7 @@ class OpenGeneration(OpenRequest):
     def take_one(self, index: int, offset: int, token: int, text: str, now: float) -> bool:
         """``take`` for nearly every entry there is: one token of a child that goes on, with nothing beside its text.
 
-        False, and nothing is done, where there is more to it.
+        False, and nothing is done, where there is more to it: also where logprobs are asked for.
         """
         metrics = self.metrics
         if not (self.bare and self.started) or metrics.first_token_time is None:

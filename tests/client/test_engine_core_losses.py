@@ -1,6 +1,7 @@
 """What Engine's core makes of answers, losses and time, one rule at a time, each at its very limit."""
 
 from itertools import chain
+from random import Random
 
 import pytest
 from engine_rig import EngineRig, logprobs_of, text_of
@@ -14,6 +15,7 @@ from quire.client.core import (
     SILENCE_S,
     STOOD_STILL_S,
     Connect,
+    EngineCore,
 )
 from quire.proto import messages as m
 from quire.proto.codec import f32, from_i32, from_i64, i8, i32, i64
@@ -88,6 +90,20 @@ def test_unknown_from_one_that_does_not_have_it_means_nothing():
     holder, other = who_has(rig)
     other.unknown(holder.next(m.Tokenize))
     assert not holder.has(m.Tokenize) and not other.has(m.Tokenize)
+
+
+@pytest.mark.parametrize(("uids", "attempts"), [([1, 2], [0]), ([1], []), ([], [0])])
+def test_unknown_names_pairs(rig, uids, attempts):
+    one(rig).send(m.Unknown(i64(uids), i32(attempts)))
+    assert rig.core.bad_frames == 1
+
+
+def test_the_log_says_how_many_requests_a_detokenizer_held(rig, caplog):
+    one(rig).cut()
+    assert "lost detokenizer" not in caplog.text
+    rig.submit()
+    one(rig).cut()
+    assert "lost detokenizer detokenizer-0; sending 1 requests again" in caplog.text
 
 
 def test_what_was_lost_before_it_was_accepted_is_forgotten_then(rig):
@@ -273,9 +289,10 @@ def test_logprobs_of_one_row_only(rig):
     assert [child.logprobs[0].ids for child in request.children] == [[7], [8]]
 
 
-def test_records_without_rows_are_a_bad_frame(rig):
+@pytest.mark.parametrize("columns", [{"logprobs": [logprobs_of([7])]}, {"logprob_rows": i32([0])}])
+def test_each_record_has_its_row(rig, columns):
     request, _ = accepted(rig)
-    batch(rig, [(request.uid, 0, 0, 0, [7], "a", 0)], logprobs=[logprobs_of([7])])
+    batch(rig, [(request.uid, 0, 0, 0, [7], "a", 0)], **columns)
     assert rig.core.bad_frames == 1
 
 
@@ -380,7 +397,16 @@ def test_a_standstill_before_the_first_heartbeat_is_none_of_ours(rig):
     assert not rig.core.ready
 
 
-def test_who_stood_still_holds_no_request_to_the_time(rig):
+def test_a_standstill_before_the_scheduler_was_ever_heard():
+    core = EngineCore(
+        m.Hello("frontend", "x", m.PROTOCOL, 1), iter([1.0, 500.0, 501.0]).__next__, lambda: 0.0, Random()
+    )
+    core.heartbeat(0, 0)
+    core.heartbeat(0, 0)
+    assert not core.ready and not core.take()
+
+
+def test_who_stood_still_holds_no_request_to_the_time():
     rig = EngineRig(2)
     rig.submit()
     slow, other = who_has(rig)
@@ -463,6 +489,20 @@ def test_an_accepted_request_may_take_its_time():
     holder.accept(holder.next(m.Tokenize))
     rig.wait(5 * ACCEPT_S)
     assert not holder.has(m.Tokenize) and not other.has(m.Tokenize) and not holder.has(m.Abort)
+
+
+def test_one_that_waits_for_a_detokenizer_has_none_to_be_moved_from():
+    rig = EngineRig(2)
+    poison = rig.submit()
+    for _ in range(2):
+        rig.submit(prompt="beside it")
+    for _ in range(2):
+        for each in rig.detokenizers:
+            if each.identity and poison.uid in rig.core.links[each.identity].open:
+                each.unknown(poison.again())
+    assert poison.link is None  # in quarantine
+    rig.wait(ACCEPT_S + 1)
+    assert not poison.done
 
 
 def test_with_one_detokenizer_there_is_none_to_move_to(rig):

@@ -190,6 +190,13 @@ def test_closing_says_goodbye_once_to_each():
     assert sum(isinstance(each, m.Bye) for each in rig.at_scheduler) == 1
 
 
+def test_a_core_that_is_closed_says_no_more_to_the_scheduler(rig):
+    rig.core.close(RequestError(503, "closed"))
+    rig.core.take()
+    rig.core.heartbeat(0, 0)
+    assert not rig.core.take()
+
+
 def test_an_abort_names_the_request_and_its_attempt(rig):
     request, sent = accepted(rig)
     one(rig).text(sent, 0, [1], "a")
@@ -376,8 +383,8 @@ def test_one_not_connected_yet_goes_with_the_scheduler_that_named_it():
     assert not rig.core.links
 
 
-def test_the_first_scheduler_is_no_restart(rig, caplog):
-    assert "restarted" not in caplog.text
+def test_the_first_scheduler_is_no_restart(caplog):
+    rig = EngineRig()
     rig.peers(epoch=1000)
     assert "restarted" not in caplog.text
     rig.peers(epoch=1001)
