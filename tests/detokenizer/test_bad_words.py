@@ -127,3 +127,74 @@ def test_what_is_refused() -> None:
 def test_a_slow_tokenizer_gives_its_own_spellings() -> None:
     words = BadWords(DEMO, None)
     assert words.forms(["Paris"], 2048) == [DEMO.encode("Paris", False), DEMO.encode(" Paris", False)]
+
+
+LETTERS = toy(["a", "aa", "aaa", "▁", "▁a", "b"], [])  # ids 0, 1, ... and <unk> 6
+
+
+def forms(word: str, vocab_size: int = 6) -> list[tuple[int, ...]]:
+    return list(map(tuple, of(LETTERS).forms([word], vocab_size)))
+
+
+def test_the_tokenizers_own_spelling_is_first_then_those_of_few_tokens() -> None:
+    assert forms("aaa") == [
+        (0, 0, 0), (2,), (0, 1), (1, 0),
+        (3, 0, 0, 0), (3, 2), (4, 1), (3, 0, 1), (3, 1, 0), (4, 0, 0),
+    ]  # fmt: skip
+
+
+def test_tokens_that_the_model_lacks_spell_nothing() -> None:
+    assert forms("aa", 4) == [(0, 0), (1,), (3, 0, 0), (3, 1)]  # without ▁a, the fifth
+
+
+def test_a_form_of_so_many_bytes_is_spelled_in_every_way_and_a_longer_one_is_not(monkeypatch) -> None:
+    monkeypatch.setattr(bad_words, "MAX_BYTES", 2)
+    assert forms("aa") == [(0, 0), (1,), (3, 0, 0)]  # with its blank it has three
+
+
+@pytest.mark.parametrize(("most", "count"), [(1, 1), (2, 2), (3, 3), (4, 3)])
+def test_so_many_other_spellings_of_a_form_at_most(monkeypatch, most: int, count: int) -> None:
+    monkeypatch.setattr(bad_words, "MAX_SPELLINGS", most)
+    own = {(0, 0, 0), (3, 0, 0, 0)}
+    mine = [form for form in forms("aaa") if LETTERS.decode(list(form), False) == "aaa"]
+    assert len([form for form in mine if form not in own]) == count
+
+
+@pytest.mark.parametrize(("listed", "found"), [(0, 2), (1, 2), (2, 4), (3, 4), (4, 6)])
+def test_all_words_share_the_limit_equally(monkeypatch, listed: int, found: int) -> None:
+    monkeypatch.setattr(bad_words, "MAX_LISTED", listed)
+    assert len(forms("aaa")) == found
+
+
+def test_forms_that_words_share_are_listed_once() -> None:
+    table = of(LETTERS)
+    assert table.forms(["aa", " aa", "aa"], 6) == table.forms(["aa"], 6)
+
+
+def test_a_word_that_cannot_be_encoded_is_refused() -> None:
+    tokenizer = toy(["q"], [])
+
+    def encode(text: str, special: bool) -> list[int]:
+        raise RuntimeError("x" * 500)
+
+    tokenizer.encode = encode
+    with pytest.raises(Refused, match="bad_words: 'q' cannot be encoded: xxx") as caught:
+        of(tokenizer).forms(["q"], 2)
+    assert (len(caught.value.message), caught.value.param) == (300, "bad_words")
+
+
+def test_the_highest_id_of_the_vocabulary_is_in_it() -> None:
+    assert of(toy(["q", "▁"], [])).forms(["q"], 2)
+
+
+def test_the_table_of_pieces_is_made_once() -> None:
+    asked: list[int] = []
+
+    def piece(token: int) -> str:
+        asked.append(token)
+        return "ab"[token % 2]
+
+    words = BadWords(LETTERS, piece)
+    for _ in range(2):
+        words.forms(["a"], 6)
+    assert sorted(asked) == list(range(7))
