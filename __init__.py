@@ -1,15 +1,14 @@
 """quire: a server for large language models made of small processes.
 
 Public names load lazily (PEP 562), so that importing one service never imports another's libraries:
-``from quire import LLM, SamplingParams``.
+``from quire import LLM, SamplingParams``. So this file imports nothing of ours, and pytest can load it whatever the
+folder that holds the checkout is called.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from .proto.version import __version__
 
 if TYPE_CHECKING:
     from .client.engine import Engine
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from .proto.params import RequestOutputKind, SamplingParams
     from .proto.pooling import PoolingParams
     from .proto.structured import GuidedDecodingParams, StructuredOutputsParams
+    from .proto.version import __version__
 
 _HOMES = {
     "Engine": ".client.engine",
@@ -61,6 +61,7 @@ _HOMES = {
     "PoolingRequestOutput": ".client.offline.outputs",
     "ScoringOutput": ".client.offline.outputs",
     "ScoringRequestOutput": ".client.offline.outputs",
+    "__version__": ".proto.version",
 }
 
 __all__ = [

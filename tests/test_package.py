@@ -1,6 +1,7 @@
 """The package as a whole: what the wheel holds, who imports what, and what must not be in the code."""
 
 import ast
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -96,3 +97,14 @@ def test_services_load_only_what_they_use():
         done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert set(done.stdout.split()) <= may, module
+
+
+def test_a_checkout_may_lie_in_a_folder_of_any_name(tmp_path):
+    """The root is a package to pytest too, and no module can be called ``quire-main``, as an archive unpacks."""
+    (tests := tmp_path / "quire-main" / "tests").mkdir(parents=True)
+    for name in ("__init__.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tests.parent)
+    (tests / "test_nothing.py").write_text("def test_nothing(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tests.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
