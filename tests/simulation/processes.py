@@ -1,0 +1,302 @@
+"""The services as simulated processes: the real objects, driven as their own loops drive them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from quire.client import core as client_core
+from quire.client.results import RequestError
+from quire.detokenizer import core as detokenizer_core
+from quire.proto import messages as m
+from quire.scheduler import blame, core, inputs, loop, main, membership, transcript
+
+from .chance import Draws
+from .host import Host
+
+if TYPE_CHECKING:
+    from .consumer import Consumer
+    from .world import World
+
+FRONT, WORKERS = "ipc:///sim/front", "ipc:///sim/workers"
+"""The scheduler's two addresses."""
+THREADS = 2
+"""A detokenizer's, that prepare prompts."""
+
+
+class Killed(Exception):
+    """Poison: the process ends here, in the middle of what it does."""
+
+
+class Process:
+    """What all of them have. ``place`` is where it runs ("w0"); the next process there has another ``name``."""
+
+    def __init__(self, world: World, host: Host, place: str):
+        self.world, self.host, self.place, self.name = world, host, place, host.name
+        self.asked_to_end = False
+        self._draw = Draws(world.plan.seed, host.name)
+
+    def later(self, least: float, most: float, action: Callable[..., Any], *arguments: Any) -> None:
+        """Have it happen in this process, after a delay between these that is its own."""
+        self.host.after(least + (most - least) * self._draw(), self.guard, action, *arguments)
+
+    def guard(self, action: Callable[..., Any], *arguments: Any) -> None:
+        """Do it; where poison kills the process, it is killed."""
+        try:
+            action(*arguments)
+        except Killed:
+            self.world.say(f"! {self.name} dies of poison")
+            self.world.blow("poison", self.place)
+            self.host.end(-9)
+
+    def serves(self) -> None:
+        """It says so to its supervisor."""
+        if not self.host.serving:
+            self.host.serving = True
+            self.world.served(self.place)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.host.end(0)
+
+
+class Scheduler(Process):
+    """``scheduler/loop.py`` with simulated sockets. What its lock file holds outlives it."""
+
+    def __init__(self, world: World, host: Host, place: str):
+        super().__init__(world, host, place)
+        epoch = main.next_epoch(world.lock, int(host.wall_clock() * 1000))
+        self.core = core.Scheduler(world.args, host.clock)
+        self._submit, self.core.submit = self.core.submit, self._submitted  # type: ignore[method-assign]
+        self.membership = membership.Membership(self.core, epoch, blame.Blame(world.lock))
+        written = world.lines is not None
+        self.inputs = transcript.Transcript(self.membership) if written else inputs.Inputs(self.membership)
+        front = world.network.listen(host, FRONT, m.ToSchedulerFront, wake=self._wake_front)
+        workers = world.network.listen(host, WORKERS, m.ToSchedulerWorkers, wake=self._wake_workers)
+        self.turns = loop.Turns(front, workers, self.inputs)
+        self._due = self._ticks = False
+        self.serves()
+        self._turn()
+
+    def _wake_front(self) -> None:
+        self._wake()
+
+    def _wake_workers(self) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._due:
+            self._due = True
+            self.later(0.00005, 0.0005, self._turn)
+
+    def _tick(self) -> None:
+        self._ticks = False
+        self._wake()
+
+    def _turn(self) -> None:
+        self._due = False
+        settled = self.turns.turn(True, True)
+        if isinstance(self.inputs, transcript.Transcript):
+            self.world.say(*(line for line in self.inputs.take() if line[:1] != "@"))
+        if not settled or self.turns.waits():
+            self._wake()
+        if not self._ticks:
+            self._ticks = True
+            self.host.after(self.membership.timeout() + 0.001, self._tick)
+        self.world.turned(self)
+
+    def _submitted(self, owner: str, message: m.Submit) -> None:
+        """Poison kills it while it takes the request in, and Blame has it written down."""
+        if self.world.poisoned.get(message.uid) == "scheduler":
+            raise Killed
+        self._submit(owner, message)
+
+
+class Detokenizer(Process):
+    """``detokenizer/loop.py``."""
+
+    def __init__(self, world: World, host: Host, place: str):
+        super().__init__(world, host, place)
+        self.endpoint = f"ipc:///sim/{host.name}"
+        hello = m.Hello("detokenizer", f"detokenizer-{host.name}", m.PROTOCOL, 1, self.endpoint)
+        self._jobs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+        self._busy = 0
+        self.core = detokenizer_core.DetokenizerCore(
+            _Poisoned(world),
+            hello,
+            host.clock,
+            self._prepare,
+            self._check,  # type: ignore[arg-type]
+        )
+        self._router = world.network.listen(host, self.endpoint, m.ToDetokenizer, self._received, self._router_event)
+        self._dealer = world.network.dial(
+            host, FRONT, m.FromSchedulerFront, hello.incarnation, self._from_scheduler, self._dealer_event
+        )
+        self.serves()
+        host.every(detokenizer_core.HEARTBEAT_S, self._heartbeat)
+
+    def _heartbeat(self) -> None:
+        self.core.heartbeat(0, self._router.bad_frames + self._dealer.bad_frames)
+        self._flush()
+
+    def _received(self, peer: str, message: Any) -> None:
+        self.core.received(peer, message)
+        self._flush()
+
+    def _from_scheduler(self, message: Any) -> None:
+        self.core.received(detokenizer_core.SCHEDULER, message)
+        self._flush()
+
+    def _router_event(self, event: str) -> None:
+        if event == "disconnected":
+            self.core.connection_broke()
+            self._flush()
+
+    def _dealer_event(self, event: str) -> None:
+        if event == "connected":
+            self.core.connected()
+        else:
+            self.core.disconnected()
+        self._flush()
+
+    def _prepare(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        self._jobs.append((job, done))
+        self._work()
+
+    def _work(self) -> None:
+        while self._jobs and self._busy < THREADS:
+            self._busy += 1
+            self.later(0.0002, 0.003, self._worked, *self._jobs.pop(0))
+
+    def _worked(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        self._busy -= 1
+        self._work()
+        try:
+            result = job()
+        except Killed:
+            raise
+        except Exception as error:  # noqa: BLE001 - as the product's pool of threads
+            result = error
+        done(result)
+        self._flush()
+
+    def _check(self, spec: Any, done: Callable[[Exception | None], None], patient: bool) -> None:
+        self.later(0.005, 0.2, self._checked, done)
+
+    def _checked(self, done: Callable[[Exception | None], None]) -> None:
+        done(None)
+        self._flush()
+
+    def _flush(self) -> None:
+        while todo := self.core.take():
+            gone = set()
+            for peer, message in todo:
+                if peer == detokenizer_core.SCHEDULER:
+                    self._dealer.send(message)
+                elif peer not in gone and not self._router.send(peer, message):
+                    gone.add(peer)
+                    self.core.undelivered(peer)
+        if self.core.refused is not None:
+            self.world.fail(f"refused | {self.name}: {self.core.refused}")
+            self.host.end(78)
+
+    def terminate(self) -> None:
+        self.asked_to_end = True
+        self.core.close()
+        self._flush()
+        self.host.after(0.05, self.host.end, 0)
+
+
+class _Poisoned:
+    """A Preparer, and one prompt kills who prepares it."""
+
+    def __init__(self, world: World):
+        self._world, self._preparer = world, world.preparer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._preparer, name)
+
+    def prepare(self, message: m.Tokenize, block_size: int, max_model_len: int) -> Any:
+        if self._world.poisoned.get(message.uid) == "detokenizer":
+            raise Killed
+        return self._preparer.prepare(message, block_size, max_model_len)
+
+
+class Frontend(Process):
+    """``client/engine.py``, and the clients of it."""
+
+    def __init__(self, world: World, host: Host, place: str):
+        super().__init__(world, host, place)
+        hello = m.Hello("frontend", f"frontend-{host.name}", m.PROTOCOL, 1)
+        rng = random.Random(f"{world.plan.seed} {host.name}")
+        self.core = client_core.EngineCore(hello, host.clock, host.wall_clock, rng)
+        self.consumers: list[Consumer] = []
+        self._wires: dict[str, Any] = {}
+        self._dial(client_core.SCHEDULER, FRONT, m.FromSchedulerFront, hello.incarnation)
+        host.ended.append(self._lost)
+        self.serves()
+        host.every(client_core.HEARTBEAT_S, self._heartbeat)
+
+    def begin(self, consumer: Consumer) -> None:
+        """A client comes."""
+        self.consumers.append(consumer)
+        consumer.start()
+        self.world.begun(consumer)
+        if consumer.ask.abort_at is not None:
+            self.host.after(consumer.ask.abort_at, self._abort, consumer)
+        self.flush()
+
+    def _abort(self, consumer: Consumer) -> None:
+        consumer.abort()
+        self.flush()
+
+    def _heartbeat(self) -> None:
+        self.core.heartbeat(0, sum(wire.bad_frames for wire in self._wires.values()))
+        self.flush()
+
+    def _received(self, peer: str, message: Any) -> None:
+        self.core.received(peer, message)
+        self.flush()
+
+    def _event(self, peer: str, event: str) -> None:
+        if event == "connected":
+            self.core.connected(peer)
+        else:
+            self.core.disconnected(peer)
+        self.flush()
+
+    def flush(self) -> None:
+        """Do what the core wants done, and let clients read."""
+        self._put()
+        for consumer in self.consumers:
+            consumer.collect()
+        self._put()
+        self.consumers = [consumer for consumer in self.consumers if not consumer.over]
+
+    def _put(self) -> None:
+        for peer, what in self.core.take():
+            if isinstance(what, client_core.Connect):
+                self._dial(peer, what.endpoint, m.FromDetokenizer, peer)
+            elif isinstance(what, client_core.Disconnect):
+                if (wire := self._wires.pop(peer, None)) is not None:
+                    wire.close()
+            elif (wire := self._wires.get(peer)) is not None:
+                wire.send(what)
+
+    def _dial(self, peer: str, endpoint: str, union: Any, identity: str) -> None:
+        self._wires[peer] = self.world.network.dial(
+            self.host, endpoint, union, identity,
+            lambda message: self._received(peer, message), lambda event: self._event(peer, event),
+        )  # fmt: skip
+
+    def _lost(self) -> None:
+        for consumer in self.consumers:
+            if not consumer.over:
+                consumer.lost()
+
+    def terminate(self) -> None:
+        self.asked_to_end = True
+        self.core.close(RequestError(503, "the engine has been closed."))
+        self.flush()
+        self.host.after(0.01, self.host.end, 0)
