@@ -87,7 +87,8 @@ class Supervisor:
     # ------------------------------------------------------------ looks, at whole multiples of WATCH_S
 
     def _look(self) -> None:
-        self._tick, self._due = max(self._tick, int(self.timeline.now / WATCH_S)), math.inf
+        # A multiple of WATCH_S divided by it may be a little less than it was.
+        self._tick, self._due = max(self._tick, int(self.timeline.now / WATCH_S + 1e-6)), math.inf
         if self.over:
             return
         self.ready = self.ready or (self._begun() and self._is_ready())

@@ -184,3 +184,10 @@ def test_few_looks_where_nothing_happens() -> None:
     before = server.timeline.happened
     server.until(102.0)
     assert server.timeline.happened - before <= 50
+
+
+def test_each_look_comes_later_than_the_one_before():
+    """Whatever a multiple of the time between two looks is as a float."""
+    server = Server(is_ready=lambda: False)
+    server.until(300.0)
+    assert server.timeline.happened < 2 * 300 / 0.2
