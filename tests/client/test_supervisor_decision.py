@@ -21,6 +21,7 @@ from quire.client.supervisor.decision import (
 from quire.client.supervisor.place import TRANSITIONS, Place, State
 from quire.proto.process import EXIT_CONFIG
 
+QUICK_S = 10.0
 KILLED, CRASHED = -signal.SIGKILL, 1
 LATER = 3600.0
 LOADS = Exit(KILLED, 3.0, served=False)
@@ -44,12 +45,14 @@ NEVER = "before it had begun to serve"
         ([SERVES] * 8, Restart(MAX_PAUSE_S)),
         ([LOADS, SERVES, LOADS_LONG], Restart(4 * FIRST_PAUSE_S)),
         ([SERVES, SERVES, SERVES_LONG, SERVES], Restart(FIRST_PAUSE_S)),
+        ([Exit(KILLED, QUICK_S, served=True)] * 40, Restart(0.0)),
         # Five in a row that had not served, at whatever pace.
         ([LOADS] * 4, Restart(8 * FIRST_PAUSE_S)),
         ([LOADS] * 5, GiveUp(f"ended 5 times {SOON}")),
         ([LOADS_LONG] * 4, Restart(8 * FIRST_PAUSE_S)),
         ([LOADS_LONG] * 5, GiveUp(f"ended 5 times {NEVER}")),
         ([LOADS, LOADS_LONG] * 2 + [LOADS], GiveUp(f"ended 5 times {NEVER}")),
+        ([LOADS] * 4 + [Exit(KILLED, QUICK_S, served=False)], GiveUp(f"ended 5 times {NEVER}")),
         ([SERVES_LONG] + [LOADS] * 5, GiveUp(f"ended 5 times {SOON}")),
         # Thirty in a row that ended soon; those that had not served are among them, and do not lower the limit.
         ([SERVES] * 29, Restart(MAX_PAUSE_S)),
@@ -66,6 +69,7 @@ NEVER = "before it had begun to serve"
         ([SERVES_LONG] + [REFUSED] * 5, GiveUp(f"ended 5 times {SOON}")),
         ([Exit(EXIT_CONFIG, 3.0, served=True)] * 4, Restart(8 * FIRST_PAUSE_S)),
         ([Exit(EXIT_CONFIG, 3.0, served=True)] * 5, GiveUp(f"ended 5 times {SOON}")),
+        ([Exit(EXIT_CONFIG, QUICK_S, served=True)] * 40, Restart(0.0)),
         # While the server starts, what fails ends the start, and what is killed is tried as often as what loads.
         ([Exit(CRASHED, 3.0, served=False, starting=True)], GiveUp()),
         ([Exit(CRASHED, 3.0, served=True, starting=True)], GiveUp()),

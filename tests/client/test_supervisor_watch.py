@@ -175,8 +175,9 @@ def test_what_it_said_before_it_ended_counts() -> None:
     house = House("frontend")
     house.look()
     house.toy(0).beats, house.toy(0).code, house.toy(0).words = True, 5, "quire.frontend: it was this."
-    house.look()
     (place,) = house.watch.places
+    assert house.watch.fallen(place) and place.served
+    house.look()
     assert place.history == [Exit(5, 0.0, served=True)] and place.error == "quire.frontend: it was this."
     assert place.how_it_ended() == "quire.frontend: it was this."
 
@@ -206,12 +207,12 @@ def test_a_place_keeps_the_last_exits() -> None:
 
 
 def test_a_worker_that_was_drained_stays_away(caplog: pytest.LogCaptureFixture) -> None:
-    house = serving("gpu_worker", "gpu_worker", "scheduler")
+    house = serving("gpu_worker", "gpu_worker", "scheduler", "gpu_worker")
     house.toy(1).code = 0
-    assert house.look() == ["serving", "left", "serving"]
-    assert caplog.messages == ["a gpu_worker has left on purpose and is not started again; 1 of this server's stay."]
+    assert house.look() == ["serving", "left", "serving", "serving"]
+    assert caplog.messages == ["a gpu_worker has left on purpose and is not started again; 2 of this server's stay."]
     house.toy(0).code = house.toy(2).code = 0
-    assert house.look() == ["left", "left", "loading"] and house.watch.dead(house.watch.places[1])
+    assert house.look() == ["left", "left", "loading", "serving"] and house.watch.dead(house.watch.places[1])
 
 
 def test_what_fails_while_the_server_starts_ends_it_and_what_is_killed_does_not() -> None:
@@ -346,6 +347,17 @@ def test_what_serves_and_is_silent_for_long_is_killed_and_started_again(caplog: 
     assert house.look(10 * SILENCE_S)[2] == "loading" and house.toy(2).killed == 0  # what loads owes nothing
 
 
+def test_of_what_ended_by_itself_after_a_long_silence_nobody_says_that_it_is_killed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    house = serving("frontend")
+    house.look(SILENCE_S)
+    house.toy(0).code = 1
+    house.look(0.5)
+    assert house.toy(0).killed == 0
+    assert caplog.messages == ["quire.frontend ended with code 1; what it said is above. Starting another in 0.00 s."]
+
+
 def test_a_heartbeat_ends_a_silence() -> None:
     house = serving("frontend")
     for _ in range(5):
@@ -415,6 +427,8 @@ def test_a_place_is_told_only_what_can_be() -> None:
     place: Place[Toy] = Place("frontend", ["command"], {"a": "b"}, 3)
     assert (place.command, place.environment, place.replica, place.due) == (["command"], {"a": "b"}, 3, math.inf)
     assert (place.state, place.process, place.code, place.heard) == (State.NEW, None, 1, math.inf)
+    assert (place.started, place.ended, place.served, place.killed) == (0.0, 0.0, False, False)
+    assert Place("frontend").environment == {}
     with pytest.raises(RuntimeError, match=r"^quire\.frontend is new and cannot become ended$"):
         place.end(0, 1.0)
     place.listen_anew(5.0)
