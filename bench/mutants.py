@@ -21,12 +21,12 @@ from .machine import commit
 from .mutations import Mutant, mutants_of
 from .report import BenchError
 
-SLOW = "not (sockets or flight or rooms or address or scheduler_keys)"
+SLOW = "not (histories or sockets or flight or rooms or address or scheduler_keys)"
 TESTS = {
     "client": ["tests/client", "-m", "not slow", "-k", "not (launch or client_engine)"],
     "detokenizer": ["tests/detokenizer", "-m", "not slow", "-k", "not (process or grammar_check or slow_tokenizers)"],
     "proto": ["tests/proto", "-m", "not slow", "-k", "not (keys or unread or wire)"],
-    "scheduler": ["tests/scheduler", "-m", "not slow", "-k", SLOW],
+    "scheduler": ["tests/scheduler", "-k", SLOW],
 }
 """Of each room the arguments for pytest that choose the tests, where the command line names none: those that are quick
 and start no process."""

@@ -118,7 +118,7 @@ class Books:
                 self.end(seq, finish, stop_id)
             elif parent is None or seq.outputs:
                 self.enqueue(seq)
-                parent = seq if parent is None and not seq.outputs else parent
+                parent = parent if seq.outputs else seq
             else:
                 parent.siblings.append(seq)
 

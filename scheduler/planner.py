@@ -116,13 +116,14 @@ def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, starts
 def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence, position: int) -> bool:
     """Give ``seq`` a block of its own to write ``position`` in. False where it has nothing to write, or had to go.
 
-    A partial block shared with siblings is copied by all but the last of them.
+    A partial block shared with siblings is copied by all but the last of them, in the first plan after they were
+    forked: there is room for that, because ``_fork`` and ``has_room`` leave one block for each row that runs.
     """
     if position >= seq.limit - 1:
         return False
     pool, columns, slot = replica.pool, replica.columns, position // replica.block_size
     held = columns.block_at(seq.row, slot)
-    while not pool.free_count and (held is None or pool.refs[held] > 1):
+    while held is None and not pool.free_count:
         victim = replica.last()
         books.preempt(victim)
         if victim is seq:

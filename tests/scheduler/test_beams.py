@@ -265,6 +265,24 @@ def test_a_search_may_hope_for_longer_where_the_model_has_more_room() -> None:
     assert longer
 
 
+@pytest.mark.parametrize("penalty", [-2.0, -0.5])
+def test_no_search_hopes_for_longer_where_longer_is_worse(penalty: float) -> None:
+    """Then "never" scores what could still be reached at the length it has now, however much room the model has."""
+    on = 0
+    for salt in range(8):
+        steps = []
+        for early_stopping, room in (("never", 104), ("never", 4000), (True, 104)):
+            rig = Search(max_model_len=room)
+            fields = {"early_stopping": early_stopping, "max_tokens": 40, "eos": (3, 7, 9), "length_penalty": penalty}
+            uid = rig.search(rig.prompt(60, salt), 4, **fields)
+            rig.run()
+            rig.check(uid, rig.prompt(60, salt), 4, **fields)
+            steps.append(rig.core.steps)
+        assert steps[0] == steps[1]
+        on += steps[0] > steps[2]
+    assert on
+
+
 # ---------------------------------------------------------------- rows and blocks
 
 

@@ -62,6 +62,33 @@ def test_a_keys_retry_is_the_time_its_requests_take() -> None:
     assert failures(rig)[0].retry_after == 7.0
 
 
+def test_a_keys_rate_is_measured_only_while_it_has_as_many_open_as_it_may() -> None:
+    rig = Rig(max_requests_per_key=2)
+    first, second = rig.submit(5, key="k"), rig.submit(5, key="k")
+    rig.now = 10.0
+    rig.core.abort(first, 0)  # one place became free in 10 s, and there is one
+    rig.now = 20.0
+    rig.submit(5, key="k")
+    rig.now = 24.0
+    rig.submit(5, key="k")
+    assert failures(rig)[0].retry_after == 14.0  # another is overdue by 4 s
+    rig.submit(5, key="k", attempt=1)  # never refused for load: now there are three
+    rig.core.abort(second, 0)  # and still as many as it may have
+    rig.now = 26.0
+    rig.submit(5, key="k")
+    assert failures(rig)[0].retry_after == 8.0  # two in 14 s, and 2 s since
+
+
+def test_a_key_that_has_nothing_open_is_forgotten() -> None:
+    rig = Rig(max_requests_per_key=2)
+    for key in ("a", "b", "b"):
+        rig.submit(5, key=key)
+    rig.core.abort(2, 0)
+    assert sorted(rig.core.accounts._accounts) == ["a", "b"]
+    rig.run()
+    assert not rig.core.accounts._accounts
+
+
 def test_keys_that_wait_share_what_runs() -> None:
     rig = Rig(max_num_seqs=4, max_num_batched_tokens=64)
     for number in range(8):
@@ -267,6 +294,26 @@ def test_nothing_measured_is_as_long_again() -> None:
     rate.freed(500.0)  # while nobody waits it says nothing of the rate
     assert rate.seconds(1, 999.0) == 6.0
     assert rate.seconds(100, 999.0) == 60.0
+
+
+def test_who_needs_the_places_of_several_is_told_to_wait_for_several() -> None:
+    """Where tokens are bounded, a long prompt must wait until as many have gone as its tokens take."""
+    rig = Rig(max_num_seqs=1, max_num_queued_tokens=100)
+    rig.submit(5, max_tokens=50)
+    rig.step()
+    for _ in range(3):
+        rig.submit(30)
+    rig.step()  # from now on somebody waits for a row
+    told = []
+    rig.now = 6.0
+    for length in (11, 40, 41, 70, 71, 100, 240):
+        rig.submit(length)
+        (failed,) = failures(rig)
+        told.append(failed.retry_after)
+    assert told == [6.0, 6.0, 12.0, 12.0, 18.0, 18.0, 18.0]
+    rig.submit(10)
+    assert failures(rig) == []  # just as many as there may be
+    rig.run()
 
 
 @pytest.mark.slow

@@ -395,6 +395,7 @@ def test_drain_ends_when_its_time_is_up(house: House) -> None:
     assert house.plans("w2")
     for plan in plans:  # what was in flight ends there, for nobody
         house.registry.on_worker("w1", StepResult(lease, plan.step, i32([5])))
+    assert house.core.bad_messages == 0 and "w1" in house.registry.workers
     (bye,) = worker.handle(drain)
     house.registry.on_worker("w1", bye)
     assert list(house.core.replicas) == [1]
@@ -459,7 +460,7 @@ def test_a_worker_may_leave_before_it_is_ready(house: House, phase: str) -> None
     house.registry.on_worker(
         "w1", Ready(assign.lease) if phase == "configuring" else Loaded(assign.lease, 64, 128, 1000)
     )
-    assert house.sent("w1", Configure) == house.sent("w1", Bye) == []
+    assert house.sent("w1", object) == [] and "w1" in house.registry.workers
     house.registry.on_worker("w1", Bye("drained"))
     assert (house.core.loading, house.core.replicas, house.registry.workers) == (set(), {}, {})
 
@@ -471,6 +472,16 @@ def test_a_bye_without_a_drain_may_be_a_requests_fault(house: House) -> None:
     house.plans("w1")
     house.registry.on_worker("w1", Bye("sys.exit was called"))
     assert [seq.losses.count for seq in house.core.queue] == [1]
+
+
+@pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.LEAVING, Phase.RECALLED])
+def test_a_worker_that_was_to_leave_reads_as_draining_and_its_bye_is_nobodys_fault(house: House, phase: Phase) -> None:
+    reach(house, phase)
+    house.hello("o1", "operator")
+    assert [worker.state for worker in manage(house, "list").workers] == ["draining"]
+    house.registry.on_worker("w1", Bye("drained"))
+    assert house.registry.lost == {} and manage(house, "list").workers == []
+    assert [seq.losses.count for seq in house.core.queue] == ([] if phase is Phase.RECALLED else [0])
 
 
 def manage(house: House, action: str, worker: str = "", timeout: float = -1.0, peer: str = "o1") -> Managed:
