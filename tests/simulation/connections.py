@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 HEARTBEAT_S, TIMEOUT_S = HEARTBEAT_MS / 1000, HEARTBEAT_TIMEOUT_MS / 1000
 LATE_S = 1e-3
 """An application sees what ZeroMQ's thread did up to so much later."""
+OUTSTANDING = 0.05
+"""How often a process is stopped while it waits for the answer to a heartbeat."""
 
 SUCCEEDED, LOST = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
 FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
@@ -31,7 +33,7 @@ class Context:
 
     def __init__(self, network: Network, host: Host):
         self.network, self.host = network, host
-        self.stands = False  # with the whole process
+        self.stands, self._since = False, 0.0  # with the whole process, since when
         self.over = False
         self.sockets: list[Socket] = []
         self.ends: dict[End, None] = {}
@@ -60,7 +62,7 @@ class Context:
                 socket.over(fin)
 
     def _stand(self) -> None:
-        self.stands = True
+        self.stands, self._since = True, self.network.timeline.now
         for end in self.ends:
             end.peer.suspect()
 
@@ -69,8 +71,11 @@ class Context:
         while self._held and not self.over:
             action, arguments = self._held.popleft()
             action(*arguments)
+        long = self.network.timeline.now - self._since > TIMEOUT_S
         for end in list(self.ends):
-            if end.out.passes():
+            if long and end.into.drawn() < OUTSTANDING:
+                end.broken()  # timers come before what the kernel has
+            elif end.out.passes():
                 end.out.resume_in(0.0)
             end.into.drain()
 

@@ -83,6 +83,7 @@ class Socket:
         self.options: dict[int, Any] = {}
         self.signal = Signal(context)
         self._monitor: Monitor | None = None
+        self._told_until = 0.0
 
     def setsockopt(self, option: int, value: Any) -> None:
         """Kept; what is honoured is read where it matters."""
@@ -102,10 +103,16 @@ class Socket:
         self._monitor = None
 
     def event(self, event: int, late: float = 0.0) -> None:
-        """Tell the monitor, so many seconds later."""
-        if late:
-            self.context.network.timeline.after(late, self.event, event)
-        elif self._monitor is not None and not self.context.over:
+        """Tell the monitor, so many seconds later, but not before what it is told already."""
+        timeline = self.context.network.timeline
+        self._told_until = max(self._told_until, timeline.now + late)
+        if self._told_until > timeline.now:
+            timeline.at(self._told_until, self._event, event)
+        else:
+            self._event(event)
+
+    def _event(self, event: int) -> None:
+        if self._monitor is not None and not self.context.over:
             self._monitor.put(event)
 
     def close(self, linger: int) -> None:
