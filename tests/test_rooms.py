@@ -154,17 +154,20 @@ OUTSIDE = {"asyncio", "datetime", "os", "random", "secrets", "select", "signal",
            "time", "uuid", "zmq"}  # fmt: skip
 """What reads a clock, draws by chance, or comes from another process."""
 
-DECIDES = ("client.core", "detokenizer.core", "scheduler.inputs")
+DECIDES = ("client.core", "client.supervisor.watch", "detokenizer.core", "scheduler.inputs")
 """What is told what happens. A history of it can be run again, so its clocks are given to it, and its chance."""
 
 HARMLESS = {
     "client.core": {"random"},  # the type of what it is given
+    "client.supervisor.decision": {"signal"},  # a signal's number
+    "client.supervisor.place": {"signal"},
     "detokenizer.detokenize": {"random"},  # of one fixed seed
     "detokenizer.sandbox": {"datetime"},  # for templates that ask for the date
     "detokenizer.template_limits": {"threading", "time"},  # the processor's time that a rendering may take
     "detokenizer.tokenizer": {"os"},  # a setting for `tokenizers`, made once
     "proto.checkpoint.model_config": {"os"},  # reads a model's folder
     "proto.config": {"os"},  # the default address
+    "proto.process": {"asyncio", "os", "signal", "socket", "threading", "time"},  # for an exit code in it
     "scheduler.blame": {"os"},  # the lock file, where there is one
 }
 
