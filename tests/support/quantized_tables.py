@@ -5,6 +5,7 @@ bitsandbytes' are by its package, MXFP4's values by transformers, SqueezeLLM's b
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,14 @@ def bitsandbytes(matrix: torch.Tensor, config: dict[str, Any], block: int = 64) 
         compress_statistics=config.get("bnb_4bit_use_double_quant", False),
     )  # fmt: skip
     saved = {"weight": codes, **{f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}}
-    return saved, bnb.dequantize_4bit(codes, state)
+    return saved, floats_of(codes, state)
+
+
+def floats_of(codes: torch.Tensor, state: bnb.QuantState) -> torch.Tensor:
+    """What 4-bit codes stand for, made as one row: with AVX-512 bitsandbytes 0.50 takes each row of a matrix to begin a
+    block of its own, though blocks go on from row to row."""
+    shape, state.shape = state.shape, torch.Size([math.prod(state.shape)])
+    return bnb.dequantize_4bit(codes, state).view(shape)
 
 
 def bitsandbytes_values(folder: Path) -> Tensors:
@@ -54,7 +62,7 @@ def bitsandbytes_values(folder: Path) -> Tensors:
             weight = name.split(".quant_state.")[0]
             parts = {key.removeprefix(f"{weight}."): value for key, value in tensors.items() if key.startswith(weight)}
             codes = parts.pop("weight" if "weight" in parts else weight)
-            found[weight] = bnb.dequantize_4bit(codes, bnb.QuantState.from_dict(parts, torch.device("cpu")))
+            found[weight] = floats_of(codes, bnb.QuantState.from_dict(parts, torch.device("cpu")))
     return found
 
 
