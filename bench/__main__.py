@@ -49,7 +49,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     out = args.out or RESULTS / f"{args.part}.json"
     report = Report(args.part, out, settings, argv)
     importlib.import_module(f".parts.{module_of(args.part)}", __package__).measure(report, args)
-    print(f"written to {out}")
+    if report.out is not None:
+        print(f"written to {out}")
     return 0
 
 

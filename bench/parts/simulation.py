@@ -83,8 +83,8 @@ def _slices(report: Report, args: argparse.Namespace) -> list[tuple[str, Sequenc
 
 def _many(report: Report, args: argparse.Namespace, slices: Sequence[tuple[str, Sequence[int]]]) -> None:
     """A sample for each slice; failing seeds are listed at the end, and are an error."""
-    from simulation.coverage import not_reached
     from simulation.run import run_many
+    from simulation.tables import not_reached
 
     failures = report.data.setdefault("failures", [])
     marks = Counter(report.data.get("coverage", {}))

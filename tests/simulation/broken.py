@@ -204,6 +204,30 @@ BROKEN: dict[str, Fault] = {
         "an Abort ends the present attempt, whichever it was meant for",
         ("scheduler.core:Scheduler.abort", " and attempt >= request.attempt", ""),
     ),
+    "an abort that overtakes": Fault(
+        "a request whose prompt is still being prepared is submitted although it was aborted",
+        (
+            "detokenizer.core:DetokenizerCore._drop",
+            "if self.requests.get(request.uid) is request:",
+            "if self.requests.get(request.uid) is request and request.submitted:",
+        ),
+    ),
+    "undelivered tokens kept": Fault(
+        "a request goes on although tokens of it did not reach its detokenizer",
+        (
+            "scheduler.membership:Membership.undelivered",
+            "if isinstance(message, TokenBatch | PromptLogprobs | BeamTokens):",
+            "if False:",
+        ),
+    ),
+    "a client that is gone": Fault(
+        "a detokenizer keeps the requests of a client that it cannot reach",
+        ("detokenizer.core:DetokenizerCore.undelivered", "self._lose_engine(engine)", "pass"),
+    ),
+    "a standstill held against others": Fault(
+        "a process that stood still holds the others to the time in which it could not hear them",
+        ("proto.standstill:Standstill.notice", "if now - before <= self._limit:", "if True:"),
+    ),
     "Unknown never sent": Fault(
         "a detokenizer that asks is not told what the scheduler lacks",
         ("scheduler.core:Scheduler.open", "if gone:", "if False:"),
@@ -219,6 +243,10 @@ BROKEN: dict[str, Fault] = {
     "a scheduler's killer unknown": Fault(
         "the request that ended the scheduler is not written down",
         ("scheduler.membership:Membership._submit", "self.blame.begin(message.uid)", "pass"),
+    ),
+    "an epoch of the past": Fault(
+        "a scheduler believes its clock, though the one before had a later epoch",
+        ("scheduler.main:next_epoch", "epoch = max(epoch, int(kept) + 1)", "pass"),
     ),
     "the old identity": Fault(
         "a client's connection to a detokenizer is made again under the identity of the one that was lost",
