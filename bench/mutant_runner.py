@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib.machinery
+import itertools
 import json
 import os
 import resource
@@ -36,10 +37,11 @@ Done = Callable[[Mutant, str, str], None]
 """Told of each mutant what became of it, and which test saw it first."""
 
 
-def run(tests: list[str], mutants: list[Mutant], jobs: int, longest: float, done: Done) -> int:
-    """Collect ``tests`` (arguments of pytest), and run them against all ``mutants``. Tests that take over ``longest``
-    seconds, that do not pass, or are skipped, are left out. Pytest's exit code."""
-    return _pytest(tests, _Runner(mutants, jobs, longest, done))
+def run(tests: list[str], mutants: list[Mutant], jobs: int, longest: float, budget: float, done: Done) -> int:
+    """Collect ``tests`` (arguments of pytest), and run them against all ``mutants``, each for ``budget`` seconds at
+    most. Tests that take over ``longest`` seconds, that do not pass, or are skipped, are left out. Pytest's exit
+    code."""
+    return _pytest(tests, _Runner(mutants, jobs, longest, budget, done))
 
 
 def _pytest(tests: list[str], plugin: object) -> int:
@@ -50,8 +52,9 @@ def _pytest(tests: list[str], plugin: object) -> int:
 class _Runner:
     """Takes the place of pytest's loop over the tests."""
 
-    def __init__(self, mutants: list[Mutant], jobs: int, longest: float, done: Done):
-        self.mutants, self.jobs, self.longest, self.done = mutants, jobs, longest, done
+    def __init__(self, mutants: list[Mutant], jobs: int, longest: float, budget: float, done: Done):
+        self.mutants, self.jobs, self.done = mutants, jobs, done
+        self.longest, self.budget = longest, budget
         self.files = {str(mutant.file) for mutant in mutants}
         self.kills: dict[tuple[Path, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
@@ -134,7 +137,9 @@ class _Runner:
             where = {(str(mutant.file), line) for line in mutant.lines}
             wanted = {at for at, lines in self.lines.items() if not where.isdisjoint(lines)}
         kills = self.kills[mutant.file, mutant.where]
-        return sorted(wanted, key=lambda at: (-kills[at], self.seconds[at]))
+        tests = sorted(wanted, key=lambda at: (-kills[at], self.seconds[at]))
+        sums = itertools.accumulate(self.seconds[at] for at in tests)
+        return [at for at, seconds in zip(tests, sums, strict=True) if seconds <= self.budget] or tests[:1]
 
     def _start(self, mutant: Mutant, tests: list[int]) -> tuple[int, tuple[Mutant, int]]:
         read, write = os.pipe()

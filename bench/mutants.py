@@ -40,6 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=1, help="take one mutant of so many, by a hash of its name")
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--longest", type=float, default=3.0, help="leave out tests that take over so many seconds")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for a mutant, the likeliest first")
     parser.add_argument("--verbose", action="store_true", help="say of each mutant which test saw it")
     parser.add_argument("--again", action="store_true", help="of --out, only those that were not killed")
 
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace, out: Path, argv: list[str]) -> int:
 
     total = sum(map(len, mutants.values()))
     code = run_all(args.tests or TESTS.get(room, [f"tests/{room}"]), [*itertools.chain(*mutants.values())], args.jobs,
-                   args.longest, done)  # fmt: skip
+                   args.longest, args.budget, done)  # fmt: skip
     if code or sum(fates.values()) != total:
         raise BenchError(f"the tests did not run: pytest ended with code {code}")
     for file, tried in mutants.items():

@@ -111,7 +111,7 @@ def test_stats_of_several_replicas() -> None:
     stats = rig.core.stats(7, 5, 3)
     assert (stats.token, stats.bad_frames, stats.compilations, stats.blocks) == (7, 5, 3, 30)
     assert (stats.running, stats.waiting, stats.steps, stats.blocks_used) == (2, 1, 2, 4)
-    told = [(r.replica, r.state, r.device, r.running, r.blocks, r.blocks_used, r.steps) for r in stats.replicas]
+    told = [(r.replica, r.state, r.device, r.running, r.blocks, r.blocks_used, r.last_step) for r in stats.replicas]
     counts = [len(rig.core.replicas[number].sequences()) for number in (0, 1)]
     assert told == [
         (0, "ready", "cpu", counts[0], 10, rig.core.replicas[0].pool.used, 2),

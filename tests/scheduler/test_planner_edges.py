@@ -1,0 +1,260 @@
+"""Who is in the next step, at the edge of each rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scheduler_rig import VOCAB, Rig
+
+from quire.proto.codec import from_i32
+from quire.proto.messages import StepPlan, Stopped
+from quire.scheduler.fake.fake_model import expected_tokens
+from quire.scheduler.planner import LOOKAHEAD, TOGETHER
+
+
+def rows(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """(row, start, tokens) of each that runs."""
+    assert plan is not None
+    return list(zip(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts), strict=True))
+
+
+def uids(rig: Rig, number: int = 0) -> list[int]:
+    return sorted(seq.uid for seq in rig.core.replicas[number].sequences())
+
+
+# ---------------------------------------------------------------- quarantine
+
+
+def suspect(rig: Rig, length: int, **params: Any) -> int:
+    """A request that two workers were lost with."""
+    return rig.submit(length, attempt=1, losses=2, **params)
+
+
+def test_of_two_suspects_the_second_begins_when_the_first_is_cleared() -> None:
+    rig = Rig()
+    first, second = suspect(rig, 60, max_tokens=3), suspect(rig, 10, max_tokens=3)
+    plain = rig.submit(10, max_tokens=3)
+    began = []
+    while rig.core.requests:
+        plan = rig.plan()
+        suspects = [seq.uid for seq in rig.replica.quarantined]
+        assert len(suspects) <= 1
+        if suspects:
+            assert {seq.uid for step in rig.replica.in_flight for seq in step.sequences()} <= {*suspects}
+        began += [admit.uid for admit in plan.admits] if plan is not None else []
+        if rig.plans[0]:
+            rig.work()
+    assert began == [first, second, plain]
+    for uid, length in ((first, 60), (second, 10), (plain, 10)):
+        assert rig.tokens[uid, 0] == expected_tokens(rig.prompt(length, uid), uid, 3, VOCAB)
+
+
+def test_a_suspect_begins_when_nothing_else_is_in_flight() -> None:
+    rig = Rig()
+    rig.submit(8, max_tokens=30)
+    rig.step()
+    rig.plan()
+    uid = suspect(rig, 40)
+    # What runs has gone before, but the line's first waits for the steps in flight, and nobody starts another.
+    assert rig.plan() is None
+    rig.work()
+    plan = rig.plan()
+    assert rows(plan) == [(1, 0, 32)] and uids(rig) == [1, uid]
+    plan = rig.plan()  # a second step of its own may follow
+    assert rows(plan) == [(1, 32, 8)]
+    rig.run()
+
+
+def test_a_suspect_for_which_there_is_no_room_holds_nobody_up() -> None:
+    rig = Rig(blocks=8, max_num_seqs=2)
+    first = rig.submit(40, max_tokens=20)
+    rig.step()
+    rig.step()
+    uid = suspect(rig, 40, max_tokens=3)
+    assert rows(rig.plan()) == [(0, 40, 1)]
+    assert rows(rig.plan()) == [(0, 41, 1)]
+    rig.run()
+    for one, count in ((first, 20), (uid, 3)):
+        assert rig.tokens[one, 0] == expected_tokens(rig.prompt(40, one), one, count, VOCAB)
+
+
+def test_a_worker_that_drains_takes_no_suspect_either() -> None:
+    rig = Rig()
+    rig.submit(8, max_tokens=30)
+    rig.step()
+    uid = suspect(rig, 8)
+    rig.replica.drain()
+    assert rows(rig.plan()) == [(0, 8, 1)] and rows(rig.plan()) == [(0, 9, 1)]
+    assert uid not in uids(rig)
+
+
+def test_somebody_behind_a_suspect_waits_for_it() -> None:
+    rig = Rig()
+    uid = suspect(rig, 8, max_tokens=30)
+    later = rig.submit(8)
+    rig.plan()
+    assert uids(rig) == [uid]
+    rig.work()  # it has got past where the others ended
+    rig.plan()
+    assert uids(rig) == [uid, later]
+    rig.run()
+
+
+# ---------------------------------------------------------------- draining
+
+
+def test_a_worker_that_drains_goes_on_with_what_it_has() -> None:
+    rig = Rig()
+    decodes, prompt = rig.submit(8, max_tokens=9), rig.submit(60)
+    rig.step()
+    rig.replica.drain()
+    rig.submit(8)
+    assert rows(rig.step()) == [(0, 8, 1), (1, 24, 31)]
+    assert rows(rig.step()) == [(0, 9, 1), (1, 55, 5)]
+    assert uids(rig) == [decodes, prompt]
+
+
+# ---------------------------------------------------------------- whole prompts
+
+
+@pytest.mark.parametrize(("length", "waits"), [(31, False), (32, True)])
+def test_decodes_wait_only_for_a_prompt_that_they_leave_no_room_for(length: int, waits: bool) -> None:
+    """A step has 32 tokens, and one decodes."""
+    rig = Rig(enable_chunked_prefill=False)
+    rig.submit(5, max_tokens=20)
+    rig.step()
+    rig.submit(length, max_tokens=20)
+    prompt = [(1, 0, length)]
+    assert rows(rig.step()) == (prompt if waits else [(0, 5, 1), *prompt])
+
+
+def test_decodes_do_not_wait_for_a_prompt_that_finds_no_room() -> None:
+    rig = Rig(blocks=5, enable_chunked_prefill=False)
+    rig.submit(16, max_tokens=20)
+    rig.step()
+    rig.submit(32, max_tokens=2)
+    assert rows(rig.step()) == [(0, 16, 1)]
+    rig.run()
+
+
+def test_a_preempted_sequence_that_outgrew_a_step_is_split_even_so() -> None:
+    rig = Rig(blocks=12, enable_chunked_prefill=False, enable_prefix_caching=False)
+    uid = rig.submit(30, max_tokens=40)
+    for _ in range(12):
+        rig.step()
+    rig.core.preempt(rig.replica.decoding[0])
+    assert rows(rig.step()) == [(0, 0, 32)]
+    assert rows(rig.step()) == [(0, 32, 10)]
+    rig.run()
+    assert rig.tokens[uid, 0] == expected_tokens(rig.prompt(30, uid), uid, 40, VOCAB)
+
+
+def test_what_the_cache_has_of_a_whole_prompt_takes_nothing_of_the_step() -> None:
+    rig = Rig(enable_chunked_prefill=False)
+    prompt = rig.prompt(32, 1)
+    rig.submit(prompt, max_tokens=1)
+    rig.run()
+    rig.submit(8, max_tokens=20)
+    rig.submit(prompt, max_tokens=1)  # 8 of its tokens are to run: 16 in this step, and one prompt more of 16
+    rig.submit(16, max_tokens=1)
+    rig.submit(1, max_tokens=1)
+    assert [tokens for _, _, tokens in rows(rig.step())] == [8, 8, 16]
+
+
+# ---------------------------------------------------------------- room
+
+
+def test_a_prompt_begins_only_with_a_block_to_spare_for_each_row() -> None:
+    rig = Rig(blocks=7)
+    rig.submit(8, max_tokens=30)
+    rig.submit(8, max_tokens=30)
+    rig.step()
+    waits = rig.submit(32, max_tokens=2)
+    assert rows(rig.plan()) == [(0, 8, 1), (1, 8, 1)] and waits not in uids(rig)  # 5 blocks are free: 4 and one of two
+    rig = Rig(blocks=8)
+    rig.submit(8, max_tokens=30)
+    rig.submit(8, max_tokens=30)
+    begins = rig.submit(32, max_tokens=2)
+    rig.plan()
+    assert begins in uids(rig)
+
+
+@pytest.mark.parametrize(("blocks", "forked"), [(3, 2), (4, 3), (5, 4)])
+def test_a_fork_leaves_a_block_for_each_row(blocks: int, forked: int) -> None:
+    """Two blocks hold the prompt; each row that copies the second needs one."""
+    rig = Rig(blocks=blocks)
+    uid = rig.submit(12, n=6, max_tokens=2)
+    rig.plan()
+    assert len(uids(rig)) == forked
+    rig.core.check_integrity()
+    rig.plan()
+    assert rig.core.preemptions == 0
+    rig.run()
+    assert all(len(rig.tokens[uid, index]) == 2 for index in range(6))
+
+
+def test_a_decode_that_finds_no_block_sends_who_came_last_back() -> None:
+    rig = Rig(blocks=5, max_num_seqs=2)
+    first, last = rig.submit(8, max_tokens=24), rig.submit(8, max_tokens=24)
+    plan = rig.step_until_preempted()
+    assert uids(rig) == [first] and len(rows(plan)) == 1
+    assert [seq.uid for seq in rig.core.queue] == [last]
+    rig.run()
+    assert [rig.tokens[uid, 0] for uid in (first, last)] == [
+        expected_tokens(rig.prompt(8, uid), uid, 24, VOCAB) for uid in (first, last)
+    ]
+
+
+# ---------------------------------------------------------------- children and siblings
+
+
+def test_children_that_begin_together_are_as_many_as_the_constant_says() -> None:
+    rig = Rig(blocks=256, max_num_seqs=32, max_num_batched_tokens=64)
+    uid, other = rig.submit(60, n=TOGETHER + 3, max_tokens=3), rig.submit(60, max_tokens=3)
+    rig.step()
+    assert uids(rig) == [uid] * TOGETHER + [other]
+    rig.run()
+
+
+def test_a_child_that_ends_while_it_waits_for_a_siblings_prefill_is_no_more() -> None:
+    rig = Rig()
+    uid = rig.submit(40, n=4, max_tokens=3)
+    rig.step()
+    rig.core.stopped(Stopped(uid, 0, 3, 0))
+    (parent,) = rig.replica.prefilling
+    assert [seq.index for seq in parent.siblings] == [1, 2]
+    rig.core.stopped(Stopped(uid, 1, 2, 0))  # of another attempt
+    assert [seq.index for seq in parent.siblings] == [1, 2]
+    rig.run()
+    assert sorted(rig.tokens) == [(uid, 0), (uid, 1), (uid, 2)]
+
+
+def test_children_whose_parent_ends_go_on_with_one_of_them_as_parent() -> None:
+    rig = Rig()
+    uid = rig.submit(40, n=4, max_tokens=3)
+    rig.step()
+    rig.core.stopped(Stopped(uid, 0, 0, 0))
+    assert [seq.index for seq in rig.core.queue] == [1]  # the others wait for its prefill
+    (heir,) = rig.core.queue
+    assert [seq.index for seq in heir.siblings] == [2, 3]
+    rig.run()
+    assert sorted(rig.tokens) == [(uid, 1), (uid, 2), (uid, 3)]
+
+
+# ---------------------------------------------------------------- several workers
+
+
+def test_so_many_in_line_are_left_to_others_in_one_plan() -> None:
+    rig = Rig(blocks=[64, 64], max_num_seqs=64, max_num_batched_tokens=64)
+    prompt = rig.prompt(64, 1)
+    rig.submit(prompt, max_tokens=100)
+    rig.step(0)
+    assert uids(rig, 0) == [1]
+    alike = [rig.submit([*prompt, 5], max_tokens=1) for _ in range(LOOKAHEAD)]  # better off there, for its cache
+    small = rig.submit(8, max_tokens=1)
+    assert rig.plan(1) is None  # it looked no further
+    rig.core.abort(alike[0], 0)
+    rig.plan(1)
+    assert uids(rig, 1) == [small]
+    rig.run()
