@@ -158,9 +158,13 @@ BROKEN: dict[str, Fault] = {
         "a block that siblings share is written without a copy",
         ("scheduler.draft:Draft.own_block", "pool.refs[held] == 1", "pool.refs[held] >= 1"),
     ),
-    "no room looked for": Fault(
-        "nobody is preempted where a shared block is to be copied and none is free",
-        ("scheduler.planner:_make_room", "(held is None or pool.refs[held] > 1)", "held is None"),
+    "no block to spare": Fault(
+        "a sequence begins where its tokens fit, and no block is left for the next of those that run",
+        (
+            "scheduler.placement:has_room",
+            "return pool.free_count - need >= replica.running + seq.spare_blocks(replica.block_size)",
+            "return pool.free_count >= need",
+        ),
     ),
     "a salt forgotten": Fault(
         "cache salts are left out of the root of hashes",
