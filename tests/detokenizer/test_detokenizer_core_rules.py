@@ -308,13 +308,26 @@ def test_the_wait_follows_from_how_long_prompts_took(monkeypatch: pytest.MonkeyP
         rig.now += 4.0
         rig.prepare()
         rig.ask(int(rig.now))
-    # One that ends while others wait moves the mean by a tenth of the way: 10 s at most of the first, then 4 s.
-    mean = 0.001 + 0.1 * (10.0 - 0.001)
+    # One that ends while others wait moves the mean by a tenth of the way to the 4 s that it took.
+    mean = 0.001 + 0.1 * (4.0 - 0.001)
     mean += 0.1 * (4.0 - mean)
     rig.told(ENGINE)
     rig.ask(99)
     (failed,) = rig.told(ENGINE)
     assert failed.retry_after == round(3 * mean, 1)
+
+
+def test_a_prompt_that_took_long_counts_for_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "MAX_QUEUED", 2)
+    rig = Rig()
+    rig.ask(1)
+    rig.ask(2)
+    rig.now += 60.0
+    rig.prepare()
+    rig.ask(3)
+    rig.ask(4)
+    (failed,) = rig.told(ENGINE, m.Failed)
+    assert failed.retry_after == round(2 * (0.001 + 0.1 * (10.0 - 0.001)), 1)
 
 
 def test_the_time_until_the_last_one_is_no_prompt_s(monkeypatch: pytest.MonkeyPatch) -> None:
