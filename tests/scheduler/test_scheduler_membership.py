@@ -7,9 +7,9 @@ import random
 from typing import Any
 
 import pytest
+from scheduler_house import House
 
 from quire.proto.codec import BadFrame, Decoder, encode, f32, from_i32, i32, i64
-from quire.proto.config import EngineArgs
 from quire.proto.messages import (
     PROTOCOL,
     Abort,
@@ -36,7 +36,6 @@ from quire.proto.messages import (
     Reconcile,
     Stats,
     StepFailed,
-    StepPlan,
     StepResult,
     Stopped,
     Submit,
@@ -48,57 +47,10 @@ from quire.proto.messages import (
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
 from quire.scheduler.blame import Blame
-from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_worker import FakeWorker
-from quire.scheduler.membership import LOST_FRONT_S, Membership
+from quire.scheduler.membership import LOST_FRONT_S
 from quire.scheduler.worker_phase import STARTING, TRANSITIONS, Event, Phase
 from quire.scheduler.worker_registry import LOADING_LIMIT_S, MAX_LOST
-
-
-class House:
-    """Membership with its two sockets replaced by lists."""
-
-    def __init__(self, **flags: Any) -> None:
-        self.now = 100.0
-        config = EngineArgs(**{"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 32, **flags})
-        self.core = Scheduler(config, clock=lambda: self.now)
-        self.members = Membership(self.core, epoch=42)
-        self.registry = self.members.registry
-
-    def hello(self, name: str, kind: str = "detokenizer", protocol: int = PROTOCOL) -> None:
-        hello = Hello(kind, name, protocol, 1, endpoint=f"ipc:///x/{name}")
-        (self.registry.on_worker if kind == "gpu_worker" else self.members.on_front)(name, hello)
-
-    def worker(self, name: str, blocks: int = 64) -> Lease:
-        """A worker that is ready; its lease."""
-        self.hello(name, "gpu_worker")
-        (assign,) = self.sent(name, Assign)
-        self.registry.on_worker(name, Loaded(assign.lease, blocks, 128, 1000))
-        (configure,) = self.sent(name, Configure)
-        assert configure.num_blocks == blocks
-        self.registry.on_worker(name, Ready(assign.lease))
-        return assign.lease
-
-    def submit(self, peer: str, uid: int, attempt: int = 1, max_tokens: int = 20) -> None:
-        params = SamplingParams(max_tokens=max_tokens)
-        self.members.on_front(peer, Submit(uid, attempt, i32([1, 2, 3]), b"", Generate(params, 1), float(uid)))
-
-    def sent(self, worker: str, kind: type) -> list[Any]:
-        """What a worker was sent since the last look; the rest is forgotten."""
-        messages, self.registry.to_workers = self.registry.to_workers, []
-        return [m for peer, m in messages if peer == worker and isinstance(m, kind)]
-
-    def told(self, peer: str, kind: type) -> list[Any]:
-        """The same for the front side."""
-        return [m for to, m in self.core.outbox.take() if to == peer and isinstance(m, kind)]
-
-    def plans(self, worker: str) -> list[StepPlan]:
-        self.registry.plans()
-        return self.sent(worker, StepPlan)
-
-    def later(self, seconds: float) -> None:
-        self.now += seconds
-        self.members.tick()
 
 
 @pytest.fixture
