@@ -159,7 +159,7 @@ class OpenGeneration(OpenRequest):
             child.parts.append(text)
             child.chars += len(text)
         metrics.last_token_time = now
-        if not (self.quiet or self.held):
+        if not self.quiet:  # a held one wants logprobs, and is not bare
             event = self.pending.get(index)
             if event is None:
                 self.pending[index] = StreamEvent(index, text, [token])

@@ -4,8 +4,11 @@ import pytest
 from open_requests import LENGTH, PROMPT, STOP, accept, events, lp, opened, take
 
 from quire.client.results import RequestError, TokenLogprobs
-from quire.proto.codec import from_i32
+from quire.proto import messages as m
+from quire.proto.codec import from_i32, i32
 from quire.proto.params import SamplingParams
+from quire.proto.pooling import PoolingParams
+from quire.proto.work import Generate, Pool
 
 # ---------------------------------------------------------------- what is sent again
 
@@ -131,6 +134,20 @@ def test_the_first_acceptance_counts():
     request.lost(True)
     accept(request, [9], 99)
     assert (request.accepted.prompt_ids, request.params.max_tokens, request.losses.count) == (PROMPT, 30, 1)
+
+
+def test_its_parameters_are_the_user_s_until_it_is_accepted():
+    params = SamplingParams(n=2, best_of=3, max_tokens=None)
+    request = opened(params, accepted=False)
+    assert request.params is params
+    accept(request)
+    assert (request.params.n, request.params.best_of, request.params.max_tokens) == (2, 3, 30)
+
+
+def test_an_acceptance_of_other_work_resolves_nothing():
+    request = opened(accepted=False)
+    request.accept(m.Accepted(1, 0, i32(PROMPT), "hi", Pool(PoolingParams())))
+    assert request.params is request.asked and isinstance(request.work, Generate)
 
 
 def test_an_acceptance_is_told():
