@@ -298,6 +298,10 @@ def test_tokens_wait_for_all_logprobs_of_the_prompt():
     assert take(request, 0, [1])
 
 
+def test_tokens_of_a_prompt_not_known_yet_are_a_loss_where_its_logprobs_are_wanted():
+    assert not take(opened(SamplingParams(prompt_logprobs=0), accepted=False), 0, [1])
+
+
 def test_an_end_without_tokens_waits_for_none():
     request = opened(SamplingParams(prompt_logprobs=0))
     assert take(request, 0, [], finish=STOP)

@@ -72,6 +72,13 @@ def test_a_held_one_whose_consumer_wants_the_end_alone_shows_no_events():
     assert request.done and not request.pending and len(request.children) == 1
 
 
+def test_a_held_one_that_ends_before_its_time_shows_no_events():
+    request = opened(SamplingParams(use_beam_search=True, n=2, temperature=0))
+    take(request, 0, [1], "a", STOP, logprobs=[lp(1)])
+    request.end(300.0)
+    assert not request.pending
+
+
 def test_a_beam_search_keeps_the_order_it_came_in():
     request = opened(SamplingParams(use_beam_search=True, n=2, temperature=0))
     take(request, 0, [1], "a", STOP, logprobs=[lp(1, -9.0)])
