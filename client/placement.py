@@ -80,7 +80,7 @@ class Placement:
         ``besides`` is taken only where there is no other.
         """
         line = self.resumed if request.accepted else self.new
-        link = self._link_for(request, besides) if request.accepted or not line else None
+        link = self._link_for(request, besides) if not line else None
         if link is not None:
             link.add(request)
         else:

@@ -144,6 +144,10 @@ def test_its_parameters_are_the_user_s_until_it_is_accepted():
     assert (request.params.n, request.params.best_of, request.params.max_tokens) == (2, 3, 30)
 
 
+def test_nothing_is_cached_of_what_has_not_started():
+    assert opened().cached_tokens == 0
+
+
 def test_an_acceptance_of_other_work_resolves_nothing():
     request = opened(accepted=False)
     request.accept(m.Accepted(1, 0, i32(PROMPT), "hi", Pool(PoolingParams())))

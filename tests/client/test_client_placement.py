@@ -56,7 +56,9 @@ def test_the_least_busy_that_is_ready(placement):
 def test_who_finds_none_waits_in_order(placement):
     for link in placement.links.values():
         link.ready = False
-    new, resumed = [request(uid) for uid in range(3)], request(3, accepted=True)
+    new, resumed, gone = [request(uid) for uid in range(3)], request(3, accepted=True), request(4, accepted=True)
+    assert placement.place(gone) is None
+    placement.forget(gone)
     assert [placement.place(each) for each in [*new, resumed]] == [None] * 4
     assert [each.uid for each in placement.waiting] == [3, 0, 1, 2]
     placement.forget(new[1])

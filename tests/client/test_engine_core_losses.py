@@ -406,6 +406,17 @@ def test_a_standstill_before_the_scheduler_was_ever_heard():
     assert not core.ready and not core.take()
 
 
+def test_a_standstill_before_a_detokenizer_was_ever_heard():
+    rig = EngineRig(0)
+    rig.core.received(SCHEDULER, m.Peers(1000, [m.Peer("detokenizer", "d", "d")], 16, True, 128))
+    rig.core.heartbeat(0, 0)
+    rig.now += 100
+    rig.core.heartbeat(0, 0)
+    ((identity, link),) = rig.core.links.items()
+    rig.core.connected(identity)
+    assert link.ready and link.heard == rig.now
+
+
 def test_who_stood_still_holds_no_request_to_the_time():
     rig = EngineRig(2)
     rig.submit()
