@@ -22,11 +22,14 @@ from .mutations import Mutant, mutants_of
 from .report import BenchError
 
 SLOW = "not (histories or sockets or flight or rooms or address or scheduler_keys)"
+OTHERS = {
+    "client": "test_client_launch or test_launch_deaths or test_client_engine",
+    "detokenizer": "test_detokenizer_process or test_grammar_check or slow_tokenizers",
+    "proto": "test_proto_keys or test_proto_unread or test_proto_wire",
+}
 TESTS = {
-    "client": ["tests/client", "-m", "not slow", "-k", "not (launch or client_engine)"],
-    "detokenizer": ["tests/detokenizer", "-m", "not slow", "-k", "not (process or grammar_check or slow_tokenizers)"],
-    "proto": ["tests/proto", "-m", "not slow", "-k", "not (keys or unread or wire)"],
     "scheduler": ["tests/scheduler", "-k", SLOW],
+    **{room: [f"tests/{room}", "-m", "not slow", "-k", f"not ({others})"] for room, others in OTHERS.items()},
 }
 """Of each room the arguments for pytest that choose the tests, where the command line names none: those that are quick
 and start no process."""
