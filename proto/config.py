@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import numbers
 import os
@@ -29,6 +30,8 @@ STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512
 CPU computes 512 tokens as fast, token for token, as 2,048 (docs/benchmarks.md)."""
 CHUNK_TOKENS = 256
 """Tokens for prompts that a default budget has room for beside a decode of every sequence."""
+
+_hints = functools.cache(typing.get_type_hints)  # which takes milliseconds
 
 
 def _flag(
@@ -304,7 +307,7 @@ class EngineArgs:
 
     def _check_numbers(self) -> None:
         """Refuse what is no number where one is due, which a program may give and the command line cannot."""
-        hints = typing.get_type_hints(EngineArgs)
+        hints = _hints(EngineArgs)
         for fld in dataclasses.fields(self):
             value, kinds = getattr(self, fld.name), set(typing.get_args(hints[fld.name])) or {hints[fld.name]}
             if value is None or (fld.name == "max_model_len" and value == "auto"):
@@ -388,7 +391,7 @@ class _Several(argparse.Action):
 
 def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip: tuple[str, ...] = ()) -> None:
     """Add the flags of one service, or of all of them, to a parser."""
-    hints = typing.get_type_hints(EngineArgs)
+    hints = _hints(EngineArgs)
     for fld in dataclasses.fields(EngineArgs):
         if fld.name in skip or (service and service not in fld.metadata["services"]):
             continue
