@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from quire.proto.wire.wire import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from quire.proto.wire.wire import HEARTBEAT_TIMEOUT_MS
 
-from .links import FIN, GREETING, READY, Flow
+from .links import FIN, GREETING, HEARTBEAT_S, READY, Flow
 
 if TYPE_CHECKING:
     from .host import Host
     from .network import Network
     from .sockets import DealerSocket, RouterSocket, Socket
 
-HEARTBEAT_S, TIMEOUT_S = HEARTBEAT_MS / 1000, HEARTBEAT_TIMEOUT_MS / 1000
+TIMEOUT_S = HEARTBEAT_TIMEOUT_MS / 1000
 LATE_S = 1e-3
 """An application sees what ZeroMQ's thread did up to so much later."""
 OUTSTANDING = 0.05

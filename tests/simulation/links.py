@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from quire.proto.wire.wire import HEARTBEAT_MS
+
 from . import chance
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ GREETING, READY, FIN = "greeting", "ready", "fin"
 
 BUFFERS = 2**18
 """Bytes that the kernels of both sides keep of one direction, at least; up to sixteen times as much."""
+
+HEARTBEAT_S = HEARTBEAT_MS / 1000
 
 _MASK, _SCALE = chance.MASK, chance.SCALE
 
@@ -64,6 +68,13 @@ class Link:
         if was_blocked:
             for flow in list(self.flows):
                 flow.resume_in((timeline.now - self.since) * flow.drawn() if was_cut else 0.0)
+
+    def refuse(self, timeline: Timeline) -> None:
+        """Break what comes from a machine that has been off since: it answers the next heartbeat by a reset."""
+        for flow in self.flows:
+            end = flow.receiver
+            if flow.sender.vanished and not (self.blocked or end.out.link.blocked):
+                timeline.after(HEARTBEAT_S * flow.drawn(), end.context.do, end.broken)
 
 
 class Flow:

@@ -109,8 +109,11 @@ class Network:
         """Have it listen. Raises ZMQError where another does."""
         if endpoint in self._listeners:
             raise zmq.ZMQError(zmq.EADDRINUSE)
-        self._listeners[endpoint] = socket
-        self._listened[endpoint] = socket.context.host.machine, False
+        machine = socket.context.host.machine
+        if self._listened.get(endpoint) == (machine, True):  # it was off; now it says that it knows of no connection
+            for link in [link for (here, _), link in self._links.items() if here == machine]:
+                link.refuse(self.timeline)
+        self._listeners[endpoint], self._listened[endpoint] = socket, (machine, False)
 
     def unbind(self, socket: RouterSocket, fin: bool) -> None:
         """Nobody listens there any more; without ``fin`` nobody says so either."""

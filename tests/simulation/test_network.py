@@ -175,7 +175,7 @@ def too_long_a_frame(c: Cluster) -> Any:
     r, d = c.router("a"), c.dealer("a")
     d.send(1)
     c.until(lambda: bool(r.got) and d.heard(UP))
-    sent = d.send(2, size=2**20) + r.send(5, 6, to="d", size=2**20)
+    sent = d.send(2, size=2**20) + r.send(5, to="d", size=2**20)
     c.until(lambda: d.heard(UP, 2))  # it was given up, and made another
     d.send(3)
     c.until(lambda: r.numbers[-1:] == [3])
@@ -193,6 +193,55 @@ def bytes_that_are_no_message(c: Cluster) -> Any:
     return r.got, r.bad_frames()
 
 
+def link_stalled_for_a_moment(c: Cluster) -> Any:
+    r = c.router("a")
+    d = c.dealer("a", via=True)
+    d.send(1)
+    c.until(lambda: bool(r.got) and d.heard(UP))
+    c.stall()
+    d.send(*range(2, 20))
+    r.send(5, 6, to="d")
+    c.pause(0.2)
+    held = list(r.numbers), list(d.numbers)
+    c.heal()
+    c.until(lambda: len(r.got) == 19 and len(d.got) == 2)
+    return held, r.numbers, d.numbers, r.events, d.events
+
+
+def link_stalled_for_long(c: Cluster) -> Any:
+    r = c.router("a")
+    d = c.dealer("a", via=True)
+    d.send(1)
+    c.until(lambda: bool(r.got) and d.heard(UP))
+    c.stall()
+    sent = d.send(2) + r.send(5, to="d")
+    c.until(lambda: d.heard(DOWN) and r.heard(DOWN))
+    c.pause(0.1)
+    sent += d.send(3) + r.send(6, to="d")
+    c.heal()
+    c.until(lambda: r.numbers[-1:] == [3])
+    sent += r.send(7, to="d")
+    c.until(lambda: d.numbers[-1:] == [7])
+    return sent, r.got, d.numbers
+
+
+def link_reset_amid_messages(c: Cluster) -> Any:
+    r = c.router("a")
+    d = c.dealer("a", via=True)
+    d.send(0)
+    c.until(lambda: bool(r.got) and d.heard(UP))
+    d.send(*range(1, 200))
+    r.send(*range(200), to="d")
+    c.reset()
+    c.until(lambda: d.heard(DOWN) and r.heard(DOWN))
+    d.send(999)
+    c.until(lambda: r.numbers[-1:] == [999])
+    r.send(999, to="d")
+    c.until(lambda: d.numbers[-1:] == [999])
+    back = d.numbers[:-1]
+    return in_order(r.numbers), back == list(range(len(back))), d.events
+
+
 SCRIPTS: list[Script] = [
     queued_before_anyone_listens,
     router_killed_and_another_begun,
@@ -207,6 +256,9 @@ SCRIPTS: list[Script] = [
     successor_of_a_name_while_the_router_hangs,
     too_long_a_frame,
     bytes_that_are_no_message,
+    link_stalled_for_a_moment,
+    link_stalled_for_long,
+    link_reset_amid_messages,
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -49,14 +50,36 @@ class Simulated:
         self.timeline = Timeline()
         self.network = Network(self.timeline, seed)
         self._count = itertools.count()
+        self.links: list[tuple[Host, Host]] = []
+        self._routers: dict[str, Host] = {}
 
     def router(self, name: str) -> SimulatedPeer:
         """A process that listens at the place ``name``."""
-        return SimulatedPeer(self, next(self._count), name, None)
+        peer = SimulatedPeer(self, next(self._count), name, None)
+        self._routers[name] = peer.host
+        return peer
 
-    def dealer(self, name: str, identity: str = "d") -> SimulatedPeer:
-        """A process that dials the place ``name``."""
-        return SimulatedPeer(self, next(self._count), name, identity)
+    def dealer(self, name: str, identity: str = "d", via: bool = False) -> SimulatedPeer:
+        """A process that dials the place ``name``, ``via`` what can be stalled and reset if a router listens there."""
+        peer = SimulatedPeer(self, next(self._count), name, identity)
+        if via:
+            self.links.append((peer.host, self._routers[name]))
+        return peer
+
+    def stall(self) -> None:
+        """Pass nothing on."""
+        for pair in self.links:
+            self.network.stall(*pair)
+
+    def heal(self) -> None:
+        """Pass on what came meanwhile, and what comes."""
+        for pair in self.links:
+            self.network.heal(*pair)
+
+    def reset(self) -> None:
+        """Break what there is."""
+        for pair in self.links:
+            self.network.reset(*pair)
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Wait for it."""
@@ -131,6 +154,7 @@ class Real:
     def __init__(self, folder: Path):
         self.folder, self._count, self._script = folder, itertools.count(), 0
         self.peers: list[RealPeer] = []
+        self._relays: list[Relay] = []
         self.parent = subprocess.Popen(
             [sys.executable, zeromq_child.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -140,8 +164,22 @@ class Real:
     def router(self, name: str) -> RealPeer:
         return RealPeer(self, "router", name, "-")
 
-    def dealer(self, name: str, identity: str = "d") -> RealPeer:
-        return RealPeer(self, "dealer", name, identity)
+    def dealer(self, name: str, identity: str = "d", via: bool = False) -> RealPeer:
+        if via:
+            self._relays.append(Relay(self.place(name)))
+        return RealPeer(self, "dealer", name + ".via" * via, identity)
+
+    def stall(self) -> None:
+        for relay in self._relays:
+            relay.stalled = True
+
+    def heal(self) -> None:
+        for relay in self._relays:
+            relay.stalled = False
+
+    def reset(self) -> None:
+        for relay in self._relays:
+            relay.reset()
 
     def fork(self, line: str) -> None:
         """Have a process begun."""
@@ -170,15 +208,22 @@ class Real:
             self._hear(left)
 
     def _hear(self, seconds: float) -> None:
-        peers = {peer.control: peer for peer in self.peers if not peer.over}
-        for control in select.select(list(peers), [], [], seconds)[0]:
-            peers[control].hear()
+        heard: dict[socket.socket, Callable[[], None]] = {
+            peer.control: peer.hear for peer in self.peers if not peer.over
+        }
+        for relay in self._relays:
+            heard.update(relay.readable())
+        for control in select.select(list(heard), [], [], seconds)[0]:
+            heard[control]()
 
     def forget(self) -> None:
         """End the processes of a script."""
         for peer in self.peers:
             peer.kill()
+        for relay in self._relays:
+            relay.close()
         self.peers.clear()
+        self._relays.clear()
         self._script += 1
 
     def close(self) -> None:
@@ -249,6 +294,52 @@ class RealPeer(Peer):
     def go_on(self) -> None:
         os.kill(self._pid, signal.SIGCONT)
         self._ask("go on")
+
+
+class Relay:
+    """Passes on what comes to ``place``.via, or holds it up."""
+
+    def __init__(self, place: str):
+        self.stalled, self._place = False, place
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(place + ".via")
+        self._door.listen()
+        self._ends: dict[socket.socket, socket.socket] = {}
+
+    def readable(self) -> dict[socket.socket, Callable[[], None]]:
+        """What to wait for, and what to do then."""
+        if self.stalled:
+            return {}
+        return {self._door: self._accept} | {end: functools.partial(self._pass, end) for end in self._ends}
+
+    def _accept(self) -> None:
+        here, _ = self._door.accept()
+        there = socket.socket(socket.AF_UNIX)
+        there.connect(self._place)
+        self._ends |= {here: there, there: here}
+
+    def _pass(self, end: socket.socket) -> None:
+        if end not in self._ends:
+            return  # closed in this round
+        try:
+            data = end.recv(2**16)
+            self._ends[end].sendall(data)
+        except OSError:
+            data = b""
+        if not data:
+            self._ends.pop(self._ends[end]).close()
+            self._ends.pop(end).close()
+
+    def reset(self) -> None:
+        """Break what there is."""
+        for end in self._ends:
+            end.close()
+        self._ends.clear()
+
+    def close(self) -> None:
+        """Pass on nothing more."""
+        self.reset()
+        self._door.close()
 
 
 Cluster = Simulated | Real
