@@ -1,8 +1,8 @@
 """Runs tests against mutants, each in a fork of a process that has collected the tests once.
 
 A mutant in a function takes its place there (``__code__``); one in what runs at import has everything imported anew.
-Only tests that run one of its lines are run, the quick ones and those that found others in the same function first,
-until one fails. So a mutant costs a fork and what its tests take, a second or less.
+Only tests that run one of its lines are run, the quick ones and those that found others nearby first, until one fails.
+So a mutant costs a fork and what its tests take, a second or less.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MEMORY = 4 << 30
 LEAST_S, FACTOR, WALL_S = 2.0, 8.0, 120
 """A mutant may take so long: FACTOR times what its tests take, in seconds of the processor; WALL_S if it sleeps."""
+
+LEAST_TEST_S = 0.002
+"""What pytest takes for any test."""
 
 KILLED, SURVIVED, TIMEOUT, UNTESTED = "killed", "survived", "timeout", "untested"
 Done = Callable[[Mutant, str, str], None]
@@ -136,8 +139,8 @@ class _Runner:
         else:
             where = {(str(mutant.file), line) for line in mutant.lines}
             wanted = {at for at, lines in self.lines.items() if not where.isdisjoint(lines)}
-        kills = self.kills[mutant.file, mutant.where]
-        tests = sorted(wanted, key=lambda at: (-kills[at], self.seconds[at]))
+        near, far = self.kills[mutant.file, mutant.where], self.kills[mutant.file, ""]
+        tests = sorted(wanted, key=lambda at: -(0.1 + far[at] + 10 * near[at]) / (LEAST_TEST_S + self.seconds[at]))
         sums = itertools.accumulate(self.seconds[at] for at in tests)
         return [at for at, seconds in zip(tests, sums, strict=True) if seconds <= self.budget] or tests[:1]
 
@@ -190,6 +193,7 @@ class _Runner:
             for at, item in enumerate(self.items):
                 if item.nodeid == failed:
                     self.kills[mutant.file, mutant.where][at] += 1
+                    self.kills[mutant.file, ""][at] += 1
             self.done(mutant, KILLED, failed)
         else:
             self.done(mutant, SURVIVED, "")

@@ -1,8 +1,8 @@
 """Small faults for ``python -m bench mutants``: a comparison turned round, a condition left out, a number one more.
 
-``mutants_of`` lists those of a file; ``Mutant.code`` compiles the file with one of them in it. What people read or the
-type checker does (messages, logging, annotations), and checks that only tests call (``check_integrity``), stays as it
-is.
+``mutants_of`` lists those of a file; ``Mutant.code`` compiles the file with one of them in it. Left alone is what
+people read or the type checker does (messages, logging, annotations), and checks of what is so anyway
+(``check_integrity``, ``strict`` of ``zip``).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _Walk:
     def _expression(
         self, holder: ast.AST, field: str, at: int | None, node: ast.AST, place: _Place
     ) -> Iterator[_Change]:
-        if isinstance(node, ast.JoinedStr):
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg == "strict"):
             return
         variants = [*_variants(node), *(() if place.function else _shorter(node))]
         for new in variants:

@@ -56,7 +56,7 @@ def plan_step(books: Books, replica: Replica) -> StepPlan | None:
 
 def _plan_alone(books: Books, replica: Replica, draft: Draft) -> None:
     """A step of one sequence in quarantine alone, so that if the worker dies again it is known why."""
-    seq = min(replica.quarantined, key=lambda s: s.key)
+    seq = replica.quarantined[0]
     if any(other is not seq for step in replica.in_flight for other in step.sequences()):
         return
     if seq.prefilling:
