@@ -190,3 +190,29 @@ def test_order_is_kept_whatever_happens_and_a_seed_says_all(seed: int) -> None:
         numbers = [abs(what) for _, name, what in log if name == who and isinstance(what, int)]
         assert len(set(numbers)) == len(numbers)
         assert who == "r" or numbers == sorted(numbers)
+
+
+def test_each_thing_that_timing_decides_happens_in_some_history() -> None:
+    seen = set()
+    for seed in range(200):
+        pair, sent = Pair(seed), []
+        pair.network.signals[pair.router.monitor().signal.number].reader = lambda p=pair, s=sent: (
+            s.append(p.router.send("d", Note(1))),
+            p.told("r", p.router.next_event()),
+        )
+        pair.dealer.send(Note(1))
+        pair.dealer.send(Note(2))
+        pair.run(0.0003)
+        pair.d.end()
+        pair.run(1.0)
+        told = pair.at("r")[1:]
+        seen |= {
+            ("reachable when told", sent[-1]),
+            ("told before the last message", told.index("disconnected") < len(told) - 1),
+        }
+        seen |= {("arrived", sum(isinstance(what, int) for what in told))}
+    assert seen == {
+        *(("reachable when told", b) for b in (True, False)),
+        *(("told before the last message", b) for b in (True, False)),
+        *(("arrived", n) for n in (0, 1, 2)),
+    }  # fmt: skip
