@@ -69,7 +69,7 @@ class Shape(msgspec.Struct):
 class Fault(msgspec.Struct):
     """One thing that goes wrong, or that somebody does to the cluster. ``faults.py`` has the kinds.
 
-    It strikes at ``when`` (seconds), or at the ``nth`` event of the kind ``after``, whatever comes meanwhile.
+    It strikes at ``when`` (seconds), or so long after the ``nth`` message of the kind ``after`` is sent.
     """
 
     name: str
@@ -84,21 +84,22 @@ class Fault(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """One history."""
+    """One history. ``early``: users and faults come while the server starts; else once it is ready."""
 
     seed: int
+    early: bool = False
     shape: Shape = msgspec.field(default_factory=Shape)
     asks: list[Ask] = []
     faults: list[Fault] = []
 
 
 EVENTS = {
-    "plan": 80, "result": 80, "submit": 12, "tokenize": 12, "accepted": 12, "text": 80, "hello": 8, "ready": 4,
-    "unknown": 2, "reconcile": 6, "abort": 2,
+    "plan": 6.0, "result": 6.0, "submit": 1.0, "tokenize": 1.0, "accepted": 1.0, "text": 5.0, "hello": 0.7,
+    "ready": 0.2, "unknown": 0.1, "reconcile": 0.3, "abort": 0.2,
 }  # fmt: skip
-"""Messages that a fault may wait for, by what they are, and about how many of each a history has."""
+"""Messages that a fault may wait for, by what they are, and about how many of each a request takes."""
 
-PROCESS = ("kill", "kill", "kill", "stop", "stop", "term")
+PROCESS = ("kill", "kill", "kill", "stop", "stop", "hang", "vanish", "term")
 LINK = ("cut", "cut", "one_way", "slow", "stall", "reset", "reset")
 WORKER = ("step_fails", "step_hangs", "step_late", "answers_twice", "shrinks", "slot_fails")
 OPERATOR = ("drain", "remove", "join", "clock")
@@ -111,7 +112,7 @@ def draw(seed: int) -> Plan:
     shape = draw_shape(rng)
     poison = frozenset(kind for kind in ("worker", "detokenizer", "scheduler") if rng.random() < 0.04)
     asks = draw_asks(rng, shape, rng.random() < 0.15, poison)
-    return Plan(seed, shape, asks, draw_faults(rng, shape, asks))
+    return Plan(seed, rng.random() < 0.15, shape, asks, draw_faults(rng, shape, asks))
 
 
 def draw_shape(rng: random.Random) -> Shape:
@@ -158,7 +159,7 @@ def draw_faults(rng: random.Random, shape: Shape, asks: list[Ask]) -> list[Fault
         letter = rng.choice("wwsdf")
         places = [place for place in places if place[0] == letter]
     last = max((ask.when for ask in asks), default=0.0)
-    by_event, begin = rng.random() < 0.5, rng.choice([0.0, 0.3])
+    by_event, begin = rng.random() < 0.5, rng.choice([0.0, 0.05])
     faults: list[Fault] = []
     for at in range(count):
         fault = Fault(f"fault{at}", rng.choice(kinds))
@@ -166,9 +167,10 @@ def draw_faults(rng: random.Random, shape: Shape, asks: list[Ask]) -> list[Fault
             fault.when, fault.after, fault.nth = faults[-1].when, faults[-1].after, faults[-1].nth
         elif by_event and rng.random() < 0.8:
             fault.after = rng.choice(sorted(EVENTS))
-            fault.nth = 1 + int(rng.random() ** 2 * EVENTS[fault.after])
+            fault.nth = 1 + int(rng.random() ** 2 * EVENTS[fault.after] * (2 + len(asks)))
+            fault.when = rng.choice([0.0, 0.0, 0.0003, 0.003])
         else:
-            fault.when = round(begin + rng.random() * (last + rng.choice([0.5, 1.5, 5.0])), 4)
+            fault.when = round(begin + rng.random() * (last + rng.choice([0.1, 0.3, 1.0, 4.0])), 4)
         _draw_rest(rng, fault, shape, places)
         faults.append(fault)
     return faults
@@ -186,8 +188,10 @@ def _draw_rest(rng: random.Random, fault: Fault, shape: Shape, places: list[str]
         fault.target, fault.value = "s", rng.choice([-3600.0, -5.0, -0.5, 3600.0])
     elif fault.kind in LINK:
         fault.target, fault.other = _draw_link(rng, shape)
-    if fault.kind in ("stop", "cut", "one_way", "stall"):
-        fault.seconds = rng.choice([0.05, 0.5, 1.5, 2.5, 4.0, 8.0, 13.0, 25.0, 70.0 if fault.kind == "stop" else 13.0])
+    if fault.kind in ("stop", "hang", "cut", "one_way", "stall"):
+        fault.seconds = rng.choice([0.05, 0.5, 1.5, 2.5, 4.0, 8.0, 13.0, 25.0])
+        if fault.kind in ("stop", "hang") and rng.random() < 0.1:
+            fault.seconds = 70.0  # its supervisor kills it
     elif fault.kind == "slow":
         fault.seconds, fault.value = rng.choice([0.5, 3.0, 10.0]), rng.choice([0.05, 0.3, 2.0])
     elif fault.kind == "step_late":

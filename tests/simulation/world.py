@@ -34,7 +34,7 @@ is NO_DETOKENIZER_RESUMED_S; a worker that hung may be waited for LOADED_LIMIT_S
 CLEAN_S = 60.0
 """By when nothing is left after the last has ended: a silent Engine is let go after 20 s, a lost connection found after
 12, and what it leads to is given up 5 s later."""
-LOOK_S = 0.25
+START_S, LOOK_S = 30.0, 0.25
 MOST_EVENTS = 2_000_000
 INTEGRITY_EVERY = 16
 """Turns of the scheduler between two looks at all of its books."""
@@ -232,17 +232,17 @@ class World:
         """Have it all ahead. Returns when the faults stop."""
         stop = 0.0
         for ask in self.plan.asks:
-            self.timeline.at(ask.when, self._ask, ask)
+            self.timeline.after(ask.when, self._ask, ask)
             stop = max(stop, ask.when)
         for fault in self.plan.faults:
             if fault.after:
                 self._waiting.setdefault(fault.after, {}).setdefault(fault.nth, []).append(fault)
             else:
-                self.timeline.at(fault.when, self._strike, fault)
+                self.timeline.after(fault.when, self._strike, fault)
                 stop = max(stop, fault.when + fault.seconds)
         if self._waiting:
             self.network.tap = self._tap
-        return stop + AFTER_S
+        return self.timeline.now + stop + AFTER_S
 
     def _tap(self, frame: bytes) -> None:
         """A message is being sent."""
@@ -282,9 +282,10 @@ class World:
         return self.outcome
 
     def _run(self) -> None:
-        stop = self._schedule()
         self.supervisor.start()
-        self._until(lambda: self._all_over(), stop)
+        if not self.plan.early:
+            self._until(lambda: self.supervisor.ready, START_S)
+        self._until(self._all_over, self._schedule())
         self._calm_down()
         patience = HUNG_PATIENCE_S if self._hung else PATIENCE_S
         if not self._until(self._look_calm, self.timeline.now + patience, LOOK_S):
