@@ -126,9 +126,6 @@ class BlockPool:
         by_hash, hash_of = self._by_hash, self._hash_of
         for block, block_hash in zip(blocks, hashes, strict=True):
             if by_hash.setdefault(block_hash, block) == block:
-                former = hash_of[block]
-                if former is not None and former != block_hash:
-                    del by_hash[former]
                 hash_of[block] = block_hash
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.scheduler.block_pool import BlockPool, PoolError
+from quire.scheduler.block_pool import MANY, BlockPool, PoolError, blocks_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,6 +103,66 @@ def test_caching_can_be_off() -> None:
     pool, (a,) = BlockPool(1, caching=False), hashes(1)
     pool.register(pool.allocate(), a)
     assert pool.find([a], 1) == []
+
+
+def test_so_many_at_once_as_there_are_and_not_one_more() -> None:
+    pool = BlockPool(3)
+    with pytest.raises(PoolError, match="4 are asked for and 3 left"):
+        pool.allocate_many(4)
+    assert pool.allocate_many(0) == [] and pool.free_count == 3
+    assert pool.allocate_many(3) == [0, 1, 2]
+    assert pool.count_free([0, 1]) == 0
+    pool.release(1)
+    assert pool.count_free([0, 1]) == 1 and pool.free_count == 1
+    pool.check_integrity([[0], [2]])
+
+
+@pytest.mark.parametrize("length", [3, MANY - 1, MANY, MANY + 1, 200])
+def test_a_table_is_given_back_tail_first_and_what_is_not_cached_is_used_before_the_rest(length: int) -> None:
+    """Blocks without a hash may stand among those with one, and others may hold some still."""
+    pool = BlockPool(length + 5)
+    waiting = list(range(length, length + 5))  # these were free all the time
+    table = pool.allocate_many(length)
+    cached = [block for block in table if block % 3 != 1]
+    pool.register_many(cached, [bytes([block]) * 16 for block in cached])
+    held = [block for block in table if block % 5 == 2]
+    for block in held:
+        pool.share(block)
+    pool.release_table(table)
+    pool.check_integrity([held])
+    free = [block for block in table if block not in held]
+    plain = [block for block in free if block not in cached]
+    assert pool.free_count == len(free) + 5
+    order = pool.allocate_many(len(free) + 5)
+    # Of those without a hash the first of the table is on top, as if it had been released last.
+    assert order == [*plain, *waiting, *reversed([block for block in free if block in cached])]
+
+
+@pytest.mark.parametrize("length", [2, 100])
+def test_a_table_that_holds_a_free_block_is_an_error(length: int) -> None:
+    pool = BlockPool(length)
+    table = pool.allocate_many(length)
+    pool.release(table[1])
+    with pytest.raises(PoolError, match=f"block {table[1]} is released twice"):
+        pool.release_table(table)
+
+
+def test_a_shared_block_of_the_cache_leaves_the_free_ones_once() -> None:
+    pool, (block_hash, *_) = BlockPool(3), hashes(2)
+    table = pool.allocate_many(3)
+    pool.register(table[1], block_hash)
+    pool.release_table(table)
+    pool.share(table[1])
+    pool.share(table[1])
+    assert (pool.free_count, pool.used, pool.refs[table[1]]) == (2, 1, 2)
+    pool.check_integrity([[table[1]], [table[1]]])
+    assert pool.find([block_hash, b"?"], 2) == pool.find([block_hash], 9) == [table[1]]
+    assert pool.find([block_hash], 0) == []
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (8, 1), (9, 2), (16, 2)])
+def test_blocks_for_so_many_tokens(tokens: int, blocks: int) -> None:
+    assert blocks_for(tokens, 8) == blocks
 
 
 @pytest.mark.parametrize("tables", [[], [[0], [0]], [[0, 0]], [[1]]])

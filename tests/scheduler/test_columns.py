@@ -12,7 +12,7 @@ from quire.proto.codec import BadFrame, from_i8, from_i32, from_i64, i32
 from quire.proto.messages import Finish, StepResult, Submit, TokenBatch
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
-from quire.scheduler.columns import Columns, Lookout, StopIds, as_u32
+from quire.scheduler.columns import FEW, Columns, Lookout, Positions, StopIds, as_u32
 from quire.scheduler.request import Sequence
 from quire.scheduler.snapshot import SnapshotError, dump, load
 
@@ -105,6 +105,68 @@ def test_stop_ids_are_those_of_somebody_who_is_there() -> None:
     assert stop_ids.among(tokens) == [1, 2]
     stop_ids.remove(frozenset({2}))
     assert stop_ids.among(tokens) == [2]
+
+
+@pytest.mark.parametrize("count", [FEW - 1, FEW, 200])
+def test_stop_ids_are_found_among_many_tokens_too(count: int) -> None:
+    stop_ids, tokens = StopIds(100), np.arange(count, dtype=np.int32) % 100
+    assert stop_ids.among(tokens) == []
+    stop_ids.add(frozenset({3, 50}))
+    assert stop_ids.among(tokens) == [at for at in range(count) if at % 100 in (3, 50)]
+    assert stop_ids.among(tokens[:3]) == [] and stop_ids.among(tokens[51:60]) == []
+    assert stop_ids.among(np.full(count, 7, np.int32)) == []
+    assert stop_ids == StopIds(100, [frozenset({3, 50})]) != StopIds(100)
+
+
+def test_positions_of_rows_that_go_on_together_are_those_of_each() -> None:
+    positions, rows, others = Positions(5), np.array([3, 1]), np.array([0, 1])
+    positions[3], positions[1] = 10, 20
+    assert positions.of(rows).tolist() == [10, 20]
+    positions.go_on(rows, np.array([11, 21], np.int32))
+    positions.go_on(rows, np.array([12, 22], np.int32))
+    assert positions.of(rows).tolist() == [12, 22] and positions.of(others).tolist() == [0, 22]
+    positions.go_on(rows, np.array([13, 23], np.int32))
+    positions.go_on(others, np.array([1, 24], np.int32))
+    assert [positions[row] for row in range(5)] == [1, 24, 0, 13, 0]
+    positions.go_on(rows, np.array([14, 25], np.int32))
+    positions[1] = 7  # by itself: the others stay where they were
+    assert positions.of(rows).tolist() == [14, 7] and positions[0] == 1
+
+
+def test_what_a_row_is_called_and_what_it_holds() -> None:
+    columns = Columns(3, 8, 4)
+    columns.name(1, 77, 5, 2, 9, 20)
+    assert (columns.uids[1], columns.attempts[1], columns.indexes[1], columns.sinks[1]) == (77, 5, 2, 9)
+    assert columns.before_output[1] == 19
+    columns.enter(1, 8, 16, 30, [4, 6])
+    assert (columns.computed[1], columns.scheduled[1], columns.end[1]) == (8, 16, 30)
+    assert columns.table(1) == [4, 6] and columns.horizon.at[1] == 0
+    assert [columns.block_at(1, slot) for slot in (0, 1, 2)] == [4, 6, None]
+    columns.put_block(1, 0, 5)
+    columns.put_block(1, 2, 7)
+    assert columns.table(1) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "end", "horizon"),
+    [(10, 30, 16), (15, 30, 16), (16, 30, 16), (17, 30, 17), (10, 12, 12), (13, 12, 13)],
+)
+def test_the_next_look_is_at_the_end_of_the_room_or_at_once(scheduled: int, end: int, horizon: int) -> None:
+    columns = Columns(2, 8, 4)
+    columns.enter(1, 8, scheduled, end, [4, 6])
+    columns.expect_end_of_room(1, scheduled)
+    assert columns.horizon.at[1] == horizon
+
+
+@pytest.mark.parametrize(("full", "end", "milestone"), [(0, 30, 8), (1, 30, 16), (-1, 30, 0), (1, 15, 15), (1, 16, 16)])
+def test_the_next_full_block_or_the_end(full: int, end: int, milestone: int) -> None:
+    columns = Columns(2, 8, 4)
+    columns.enter(1, 8, 8, end, [4])
+    columns.expect_full_block(1, full)
+    assert columns.milestone.at[1] == milestone
+    columns.expect_next_blocks(np.array([1]), np.array([16], np.int32))
+    assert columns.milestone.at[1] == min(24, end)
+    assert columns.at_end(np.array([1, 1, 1]), np.array([end - 1, end, end + 1], np.int32)).tolist() == [1, 2]
 
 
 def test_a_column_of_part_of_a_number_is_no_column() -> None:
