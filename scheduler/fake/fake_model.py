@@ -6,7 +6,6 @@ same context, few enough to tie now and then. The oracles compute what must come
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from array import array
@@ -17,6 +16,8 @@ from ...proto.codec import f32, i32
 from ...proto.messages import Finish, Logprobs
 from ...proto.params import SamplingParams
 from ...proto.pooling import PoolingParams
+
+_EXP = [math.exp(eighths / 8) for eighths in range(64)]
 
 
 def cell(position: int, token: int) -> int:
@@ -32,10 +33,10 @@ def draw(seed: int, position: int, context: bytes, vocab_size: int) -> int:
 
 def distribution(context: bytes, vocab_size: int) -> list[float]:
     """Log-probability (float32) of every token after ``context`` (int64 cells)."""
-    rng = random.Random(blake2b(context, digest_size=8).digest())
-    weights = [int(rng.random() * 64) / 8 for _ in range(vocab_size)]
-    total = math.log(sum(math.exp(weight) for weight in weights))
-    return array("f", [weight - total for weight in weights]).tolist()
+    drawn = random.Random(blake2b(context, digest_size=8).digest()).random
+    eighths = [int(drawn() * 64) for _ in range(vocab_size)]
+    total = math.log(sum(map(_EXP.__getitem__, eighths)))
+    return array("f", [weight / 8 - total for weight in eighths]).tolist()
 
 
 def pooled(context: bytes, params: PoolingParams) -> tuple[int, bytes]:
@@ -48,9 +49,8 @@ def pooled(context: bytes, params: PoolingParams) -> tuple[int, bytes]:
 
 def record(values: list[float], token: int, k: int) -> Logprobs:
     """The logprobs of one token: itself, then the k most likely (ties: lowest id first)."""
-    best = heapq.nsmallest(k, range(len(values)), key=lambda i: (-values[i], i))
-    ids = [token, *best]
-    rank = 1 + sum(value > values[token] for value in values)
+    ids = [token, *sorted(range(len(values)), key=values.__getitem__, reverse=True)[:k]]
+    rank = 1 + sum(map(values[token].__lt__, values))
     return Logprobs(i32(ids), f32([values[i] for i in ids]), i32([rank]))
 
 
