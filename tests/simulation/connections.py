@@ -110,7 +110,9 @@ class End:
         if type(item) is bytes:
             if not self.muted:
                 self.socket.deliver(self, item)
-            elif not self._jammed:  # ZeroMQ stops to read from it, and so hears no heartbeats either
+            elif not self._jammed:
+                # ZeroMQ stops to read from it, and so hears no heartbeats either. (libzmq 4.3.5 aborts the process
+                # where such a connection is reset before they time out: "Assertion failed: !_io_error". Left out here.)
                 self._jammed = True
                 self._after(TIMEOUT_S + HEARTBEAT_S * self.into.drawn(), self.broken)
         elif self._jammed:
