@@ -118,6 +118,8 @@ def test_stats_of_several_replicas() -> None:
         (1, "draining", "cpu", counts[1], 20, rig.core.replicas[1].pool.used, 2),
     ]
     assert rig.core.running_by_account() == {"": 2}
+    stats = rig.core.stats()
+    assert (stats.token, stats.bad_frames, stats.compilations) == (0, 0, 0)
 
 
 # ---------------------------------------------------------------- time
@@ -153,7 +155,7 @@ def large(rig: Rig) -> int:
 
 
 def test_who_only_a_larger_worker_could_hold_waits_a_minute_for_one() -> None:
-    rig = Rig(blocks=[4, 16])
+    rig = Rig(blocks=[4, 16, 3])
     uid, small = large(rig), rig.submit(8)
     rig.core.end_lease(rig.core.replicas[1], blame=False)
     rig.now = 100.0

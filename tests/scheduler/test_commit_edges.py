@@ -177,7 +177,7 @@ def piece(at: int, first: int, count: int) -> PromptChunk:
     [
         ([(0, 1, 7)], True), ([(0, 1, 3), (0, 4, 4)], True), ([(0, 1, 3)], True), ([], True),
         ([(0, 1, 8)], False), ([(0, 2, 2)], False), ([(0, 1, 3), (0, 3, 3)], False), ([(0, 1, 3), (0, 4, 5)], False),
-        ([(1, 1, 7)], False), ([(0, 0, 7)], False),
+        ([(1, 1, 7)], False), ([(0, 0, 7)], False), ([(1, 0, 1)], False), ([(1, 1, 1)], False),
     ],
 )  # fmt: skip
 def test_pieces_of_prompt_logprobs_join(pieces: list[tuple[int, int, int]], sound: bool) -> None:
