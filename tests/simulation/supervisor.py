@@ -70,11 +70,11 @@ class Supervisor:
         self._make, self._is_ready, self._gave_up, self._terminate = spawn, is_ready, gave_up, terminate
         self.ready = self.over = False
         self.started = 0
-        self._tick, self._due, self._next = -1, math.inf, Timer(0.0, self._look, ())
+        self._tick, self._due, self._next = 0, math.inf, Timer(0.0, self._look, ())
 
     def start(self) -> None:
         """Start what may start at once; the rest follows."""
-        self.host.do(self._look)
+        self.host.do(self._look, 0)
 
     def _spawn(self, place: Place[Child]) -> Child:
         self.started += 1
@@ -86,9 +86,10 @@ class Supervisor:
 
     # ------------------------------------------------------------ looks, at whole multiples of WATCH_S
 
-    def _look(self) -> None:
-        # A multiple of WATCH_S divided by it may be a little less than it was.
-        self._tick, self._due = max(self._tick, int(self.timeline.now / WATCH_S + 1e-6)), math.inf
+    def _look(self, tick: int) -> None:
+        """The look at ``tick``, or later where this process stood still then. The next is at another tick: a multiple
+        of WATCH_S, divided by it, may be a little less than it was."""
+        self._tick, self._due = tick, math.inf
         if self.over:
             return
         self.ready = self.ready or (self._begun() and self._is_ready())
@@ -121,7 +122,7 @@ class Supervisor:
             self._next.cancel()
             self._due = when
             tick = max(self._tick, math.floor(when / WATCH_S)) + 1
-            self._next = self.timeline.at(tick * WATCH_S, self.host.do, self._look)
+            self._next = self.timeline.at(tick * WATCH_S, self.host.do, self._look, tick)
 
     def _wake(self) -> None:
         """A process has ended."""
