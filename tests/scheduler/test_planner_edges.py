@@ -101,6 +101,14 @@ def test_somebody_behind_a_suspect_waits_for_it() -> None:
     rig.run()
 
 
+def test_beams_take_their_share_of_a_step() -> None:
+    rig = Rig(blocks=200, max_num_batched_tokens=10)
+    rig.submit(8, n=3, use_beam_search=True, temperature=0.0, max_tokens=9)
+    rig.step()
+    rig.submit(30, max_tokens=1)
+    assert [tokens for _, _, tokens in rows(rig.plan())] == [1, 1, 1, 7]
+
+
 # ---------------------------------------------------------------- draining
 
 
@@ -204,6 +212,25 @@ def test_a_decode_that_finds_no_block_sends_who_came_last_back() -> None:
     assert [rig.tokens[uid, 0] for uid in (first, last)] == [
         expected_tokens(rig.prompt(8, uid), uid, 24, VOCAB) for uid in (first, last)
     ]
+
+
+@pytest.mark.parametrize(("blocks", "stay"), [(16, 4), (15, 3), (14, 3), (13, 3)])
+def test_decodes_that_need_a_block_in_one_step_get_it_as_far_as_there_are_any(blocks: int, stay: int) -> None:
+    """Four of 8 tokens with 24 each to come: all of them need a fourth block at once."""
+    rig = Rig(blocks=blocks, enable_prefix_caching=False)
+    uids_all = [rig.submit(8, max_tokens=24) for _ in range(4)]
+    while len(rig.replica.pool.refs) - rig.replica.pool.free_count < 12:
+        rig.step()
+    while rig.replica.pool.used == 12 and not rig.core.preemptions:
+        plan = rig.plan()
+        rig.work()
+    assert len(rows(plan)) == len(uids(rig)) == stay and rig.core.preemptions == 4 - stay
+    # One block more in a row's table, at the place that it writes.
+    assert (len(from_i32(plan.delta_rows)), set(from_i32(plan.delta_slots))) == (stay, {3})
+    assert len(set(from_i32(plan.delta_blocks))) == stay
+    rig.run()
+    for uid in uids_all:
+        assert rig.tokens[uid, 0] == expected_tokens(rig.prompt(8, uid), uid, 24, VOCAB)
 
 
 # ---------------------------------------------------------------- children and siblings
