@@ -161,6 +161,14 @@ def test_tokens_are_counted_and_go_out_as_text() -> None:
     assert (child.count, child.done) == (3, False)
 
 
+def test_a_new_child_has_no_tokens_and_no_end() -> None:
+    assert (sequence().count, sequence().done) == (0, False)
+
+
+def test_the_first_token_may_complete_a_stop_string() -> None:
+    assert sequence(["b"]).advance(ids("b"), NONE, -1, False) == News("", 1, STOP, "b", 1)
+
+
 def test_an_end_has_its_length() -> None:
     child = sequence()
     child.advance(ids("ab"), NONE, -1, False)
@@ -171,6 +179,10 @@ def test_an_end_brings_what_was_held_back() -> None:
     assert sequence(held="!").advance(ids("a"), LENGTH, -1, False).text == "a!"
     assert sequence(held="!").advance(ids("a"), NONE, -1, False).text == "a"
     assert sequence(["zz"], held="!").advance(ids("az"), LENGTH, -1, False).text == "az!"
+
+
+def test_an_end_brings_what_might_have_become_a_stop_string() -> None:
+    assert sequence(["zz"]).advance(ids("az"), LENGTH, -1, False).text == "az"
 
 
 def test_no_tokens_at_the_end_bring_what_was_held_back() -> None:
