@@ -45,3 +45,9 @@ def test_a_count_that_came_by_message_stands_at_its_point():
     assert found.in_quarantine(7) and not found.in_quarantine(8)
     found.lost(7)
     assert found.exhausted
+
+
+def test_a_loss_without_a_point_is_at_point_0():
+    found = Losses()
+    found.lost()
+    assert found.furthest == 0 and found.count == 1

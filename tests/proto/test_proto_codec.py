@@ -7,7 +7,9 @@ import pytest
 
 from quire.proto import codec, hashing
 from quire.proto import messages as m
-from quire.proto.work import child_seed
+from quire.proto.params import SamplingParams
+from quire.proto.pooling import PoolingParams
+from quire.proto.work import Generate, Pool, child_seed
 
 KINDS = {
     "i8": (codec.i8, codec.from_i8, "b", -(2**7), 2**7 - 1),
@@ -42,6 +44,15 @@ def test_what_is_no_number_is_a_type_error(pack, count):
         pack([0] * (count - 1) + ["x"])
 
 
+@pytest.mark.parametrize("pack", [codec.i32, codec.i64])
+def test_only_a_long_list_is_packed_in_the_way_that_long_lists_are_quick(monkeypatch, pack):
+    seen = []
+    monkeypatch.setattr(codec, "_pack", lambda code, values: seen.append(len(values)) or b"")
+    for values in ([0] * codec.FEW, (0,) * 100, [0] * (codec.FEW + 1)):
+        pack(values)
+    assert seen == [codec.FEW + 1]
+
+
 def test_floats_have_single_precision():
     assert codec.f32([0.5, -1.25]) == struct.pack("<2f", 0.5, -1.25)
     assert codec.from_f32(codec.f32([0.1])) == [struct.unpack("<f", struct.pack("<f", 0.1))[0]]
@@ -59,6 +70,10 @@ def test_a_torn_column_says_how_long_it_is(unpack, size):
     with pytest.raises(codec.BadFrame) as caught:
         unpack(bytes(size + 1))
     assert str(caught.value) == f"a column of {size + 1} bytes is not a whole number of {size}-byte items"
+
+
+def test_both_ends_of_a_link_hold_a_frame_to_256_mib():
+    assert codec.MAX_FRAME == 268_435_456  # another number is another protocol
 
 
 def test_a_bad_frame_says_why_in_few_words():
@@ -108,7 +123,18 @@ def test_what_is_made_is_noted():
     assert hashes == made == [hashing.hash_block(hashing.ROOT, b"abcd"), hashing.hash_block(b"p" * 16, b"efgh")]
 
 
-# ---------------------------------------------------------------- seeds
+# ---------------------------------------------------------------- work
+
+
+def test_what_is_to_be_done_is_told_apart_by_its_first_item():
+    generate, pool = Generate(SamplingParams(), 7), Pool(PoolingParams())
+    assert [msgspec.msgpack.decode(codec.encode(work))[0] for work in (generate, pool)] == [0, 1]
+
+
+def test_what_the_detokenizer_adds_is_not_there_before():
+    generate, pool = Generate(SamplingParams(), 7), Pool(PoolingParams())
+    assert (generate.eos, generate.suppressed_ids, generate.bad_words) == ([], b"", [])
+    assert (pool.pair, pool.token_type_start) == (None, -1)
 
 
 @pytest.mark.parametrize(
