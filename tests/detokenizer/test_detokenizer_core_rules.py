@@ -9,7 +9,7 @@ import pytest
 from detokenizer_rig import HELLO, PREPARER, Rig, said
 
 from quire.detokenizer import core
-from quire.detokenizer.core import HEALTH_CHECK, SCHEDULER, SILENCE_S, STOOD_STILL_S
+from quire.detokenizer.core import HEALTH_CHECK, SCHEDULER, SILENCE_S, STOOD_STILL_S, DetokenizerCore
 from quire.proto import messages as m
 from quire.proto.codec import f32, from_i32, from_i64, i8, i32, i64
 from quire.proto.errors import Refused
@@ -45,6 +45,13 @@ def tokenize(uid: int = 1, attempt: int = 0, work: Any = None, **fields: Any) ->
 def test_it_says_hello_and_what_it_has_when_it_is_connected() -> None:
     rig = Rig(epoch=0)
     assert rig.told(SCHEDULER) == [HELLO, m.Reconcile(b"", b"")]
+
+
+def test_before_it_is_connected_it_says_nothing_to_the_scheduler() -> None:
+    fresh = DetokenizerCore(PREPARER, HELLO, lambda: 100.0, lambda job, done: None, lambda spec, done, patient: None)
+    for _ in range(2):
+        fresh.heartbeat(0, 0)
+    assert not fresh.take()
 
 
 def test_what_is_taken_is_gone() -> None:
