@@ -139,6 +139,7 @@ BEYOND = [
     ("logit_bias", dict.fromkeys(range(VOCABULARY + 1), 1), {}, "at most 262144 token ids, got 262145."),
     ("logit_bias", {True: 1}, {}, "no token id"), ("logit_bias", {1.0: 1}, {}, "no token id"),
     ("logit_bias", {"²": 1}, {}, "no token id"), ("best_of", 2.0, {"n": 2}, "an integer"),
+    ("logits_processors", 5, {}, "a list of names, got 5."),
     ("n", 16385, {}, "n must be at most 16384, got 16385."), ("n", 0, {}, "n must be at least 1, got 0."),
 ]  # fmt: skip
 
@@ -199,6 +200,11 @@ def test_a_low_temperature_is_raised_with_one_warning(caplog):
 def test_a_greedy_request_keeps_its_temperature_and_warns_nobody(caplog):
     params_module._warn_once.cache_clear()
     assert SamplingParams(temperature=0.9e-5).temperature == 0.9e-5 and not caplog.records
+
+
+def test_the_lowest_temperature_that_is_kept_warns_nobody(caplog):
+    params_module._warn_once.cache_clear()
+    assert SamplingParams(temperature=0.01).temperature == 0.01 and not caplog.records
 
 
 def test_what_is_drawn_keeps_its_cuts():
