@@ -153,6 +153,13 @@ def test_the_field_that_cannot_be_sent_is_named_and_why(fields, name, why):
     assert bad_field(tokenize(**fields)) == (name, why)
 
 
+def test_fields_that_do_not_go_together_are_named_by_what_they_are_of():
+    params = SamplingParams()
+    params.n, params.temperature = 2, 0.0
+    bad = bad_field(tokenize(work=Generate(params, 1)))
+    assert bad == ("SamplingParams", "n must be 1 when using greedy sampling (temperature 0), got n=2")
+
+
 def test_what_is_nested_too_deep_cannot_be_sent():
     deep = []
     for _ in range(100000):
