@@ -7,7 +7,7 @@ import pytest
 from open_requests import NONE, PROMPT, STOP, accept, events, lp, opened, pooling, take
 
 from quire.client.best import choose, from_wire, is_held, to_wire
-from quire.client.results import ChildOutput, RequestError, StreamEvent
+from quire.client.results import ChildOutput, RequestError, RequestMetrics, StreamEvent
 from quire.client.stream import RequestStream, Turn, answer_of
 from quire.proto.codec import f32
 from quire.proto.params import SamplingParams
@@ -139,6 +139,10 @@ def test_a_stream_shows_the_request():
     assert (stream.uid, stream.accepted, stream.params) == (1, request.accepted, request.params)
     assert (stream.metrics, stream.cached_tokens, stream.prompt_logprobs) == (request.metrics, 3, [None])
     assert stream.children is request.children and not stream.done
+
+
+def test_times_that_are_never_known_are_not_shown():
+    assert "scheduler_time" not in repr(RequestMetrics(1.0)) and "model" not in repr(RequestMetrics(1.0))
 
 
 def test_children_of_a_held_request_are_empty_before_its_end():
