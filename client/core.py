@@ -180,8 +180,6 @@ class EngineCore:
         if link is not None and tell:
             self._put(link.identity, m.Abort(uid=request.uid, attempt=request.attempt))
         request.end(self.clock(), error)
-        if request.accepted is None:
-            self._place_waiting()
 
     def _place(self, request: OpenRequest, besides: Link | None = None) -> None:
         """Send the present attempt to the request's detokenizer, or to another one; else let it wait."""
@@ -201,7 +199,6 @@ class EngineCore:
             request.link.remove(request)
         if request.lost(counts):
             self._place(request, besides)
-            self._place_waiting()  # a request in quarantine may wait until this one is gone
         else:
             message = f"the processes serving this request failed {request.losses.count} times at the same point of it."
             self.finish(request, RequestError(500, message), tell=True)
@@ -299,14 +296,13 @@ class EngineCore:
         """
         del self.links[link.identity]
         self._put(link.identity, Disconnect())
-        held, quarantined = list(link.open.values()), link.quarantined
+        held = [(request, link.blames(request)) for request in link.open.values()]
         if held:
             log.warning("lost detokenizer %s; sending %d requests again", link.incarnation, len(held))
-        for request in held:
+        for request, _ in held:
             link.remove(request)
-        for request in held:
-            at_risk = request.started or request.accepted is None
-            self._resubmit(request, counts=at_risk and quarantined in (None, request.uid))
+        for request, counts in held:
+            self._resubmit(request, counts)
         for peer in self.peers.peers if self.peers is not None else []:
             if peer.incarnation == link.incarnation and not left:
                 self._connect(peer, silent)
@@ -321,20 +317,21 @@ class EngineCore:
             self._on_unknown(link, message)
         elif isinstance(message, m.Bye):
             self._lose(link, left=True)
+        elif isinstance(message, m.Quarantined):
+            link.quarantined = message.uid or None
+            request = link.open.get(message.uid)
+            if request is not None and request.attempt == message.attempt:
+                self._put(link.identity, message)
         elif isinstance(message, m.Accepted | m.Failed | m.Pooled | m.PromptLogprobs):
             request = self.open.get(message.uid)
             if request is not None and request.attempt == message.attempt:
-                self._on_answer(request, link, message)
+                self._on_answer(request, message)
 
-    def _on_answer(
-        self, request: OpenRequest, link: Link, message: m.Accepted | m.Failed | m.Pooled | m.PromptLogprobs
-    ) -> None:
+    def _on_answer(self, request: OpenRequest, message: m.Accepted | m.Failed | m.Pooled | m.PromptLogprobs) -> None:
         """A message about one open request in its present attempt."""
         if isinstance(message, m.Accepted):
             self._unaccepted_bytes -= self._unaccepted.pop(message.uid, 0)
             request.accept(message)
-            link.release(request)
-            self._place_waiting()
         elif isinstance(message, m.Failed):
             self.finish(request, RequestError(message.status, message.message, message.param, message.retry_after))
         elif isinstance(message, m.Pooled):

@@ -21,38 +21,28 @@ class Link:
         self.ready = False
         self.heard = 0.0
         self.open: dict[int, OpenRequest] = {}
-        self.quarantined: int | None = None  # the one request there that is in quarantine
+        self.quarantined: int | None = None  # the request in quarantine that it prepares alone, of any Engine
 
     def add(self, request: OpenRequest) -> None:
         """``request`` is held by this detokenizer from now on."""
         self.open[request.uid] = request
         request.link = self
-        if request.in_quarantine:
-            self.quarantined = request.uid
 
     def remove(self, request: OpenRequest) -> None:
         """``request`` is held by this detokenizer no longer."""
         self.open.pop(request.uid, None)
         request.link = None
-        self.release(request)
 
-    def release(self, request: OpenRequest) -> None:
-        """End the quarantine of ``request``, if it is in one."""
-        if self.quarantined == request.uid:
-            self.quarantined = None
+    def blames(self, request: OpenRequest) -> bool:
+        """Whether the loss of this detokenizer counts against ``request``.
 
-    def takes(self, request: OpenRequest) -> bool:
-        """Whether ``request`` may go to this detokenizer now.
-
-        A detokenizer that dies may have died of any request that it had not accepted yet. One more such loss fails a
-        request in quarantine. So a detokenizer reads a request in quarantine alone: if it dies meanwhile, it died of
-        that request.
+        It may have died of any request that it had not accepted yet. One more such loss fails a request in quarantine,
+        so a detokenizer prepares one in quarantine alone, whichever Engine it comes from, and says so before: if it
+        dies then, it died of that one.
         """
-        if not self.ready:
-            return False
-        if request.in_quarantine:
-            return all(other.accepted for other in self.open.values())
-        return self.quarantined is None or request.accepted is not None
+        if request.in_quarantine or self.quarantined is not None:
+            return self.quarantined == request.uid
+        return request.started or request.accepted is None
 
 
 class Placement:
@@ -75,28 +65,22 @@ class Placement:
         return [*self.resumed.values(), *self.new.values()]
 
     def place(self, request: OpenRequest, besides: Link | None = None) -> Link | None:
-        """The least busy link that takes ``request`` now, which has it from then on; else None, and it waits.
+        """The least busy link that is ready, which has ``request`` from then on; else None, and it waits.
 
         ``besides`` is taken only where there is no other.
         """
-        line = self.resumed if request.accepted else self.new
-        link = self._link_for(request, besides) if not line else None
+        link = self._link_for(besides)
         if link is not None:
             link.add(request)
         else:
-            line[request.uid] = request
+            (self.resumed if request.accepted else self.new)[request.uid] = request
         return link
 
     def place_waiting(self) -> Iterator[tuple[OpenRequest, Link]]:
-        """Requests that need wait no longer, each with the link that has it now. No new request overtakes another, or
-        one in quarantine might wait for ever."""
+        """Requests that need wait no longer, each with the link that has it now."""
         for line in (self.resumed, self.new):
-            while line:
-                request = next(iter(line.values()))
-                link = self._link_for(request, None)
-                if link is None:
-                    break
-                del line[request.uid]
+            while line and (link := self._link_for(None)) is not None:
+                request = line.pop(next(iter(line)))
                 link.add(request)
                 yield request, link
 
@@ -107,8 +91,8 @@ class Placement:
         if request.link is not None:
             request.link.remove(request)
 
-    def _link_for(self, request: OpenRequest, besides: Link | None) -> Link | None:
-        links = [link for link in self.links.values() if link.takes(request)]
+    def _link_for(self, besides: Link | None) -> Link | None:
+        links = self.ready
         if len(links) > 1 and besides in links:
             links.remove(besides)
         return min(links, key=lambda link: len(link.open), default=None)

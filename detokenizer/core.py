@@ -21,6 +21,7 @@ from typing import Any
 
 from ..proto.codec import BadFrame, from_i32, i32, i64
 from ..proto.errors import Refused
+from ..proto.losses import MAX_LOSSES
 from ..proto.messages import (
     Abort,
     Accepted,
@@ -33,6 +34,7 @@ from ..proto.messages import (
     Peers,
     Pooled,
     PromptLogprobs,
+    Quarantined,
     Reconcile,
     Submit,
     TokenBatch,
@@ -91,7 +93,10 @@ class DetokenizerCore:
         self.queued = self.queued_bytes = 0
         self._seconds_each = 0.001  # recent time between finished preparations while some wait
         self._last_done = 0.0  # or when the first of those that wait came
-        self._early: deque[tuple[Request, Tokenize]] = deque()
+        self._line: deque[tuple[Request, Tokenize]] = deque()  # to be prepared
+        self._preparing = 0
+        self._alone: Request | None = None  # the one in quarantine that is prepared now, or next
+        self._asked: Tokenize | None = None  # its message, until its Engine has let it begin
         self._online = False
         self.refused: str | None = None
         """Why the scheduler will never talk to this process."""
@@ -104,10 +109,15 @@ class DetokenizerCore:
     def _put(self, peer: str, message: Any) -> None:
         self._todo.append((peer, message))
 
+    def _put_all(self, message: Any) -> None:
+        """To every Engine."""
+        for engine in self.engines:
+            self._put(engine, message)
+
     def close(self) -> None:
         """Take leave of everyone. Nothing that comes after means anything."""
-        for peer in (*self.engines, SCHEDULER):
-            self._put(peer, Bye())
+        self._put_all(Bye())
+        self._put(SCHEDULER, Bye())
 
     # ------------------------------------------------------------ keeping in touch
 
@@ -122,8 +132,7 @@ class DetokenizerCore:
 
     def connection_broke(self) -> None:
         """The connection of some Engine broke, and only sending to each tells whose."""
-        for engine in self.engines:
-            self._put(engine, Heartbeat())
+        self._put_all(Heartbeat())
 
     def undelivered(self, engine: str) -> None:
         """Something of ``take`` could not be sent to ``engine``, which is gone."""
@@ -166,6 +175,10 @@ class DetokenizerCore:
             del self.requests[request.uid]
         if request.submitted:
             self._put(SCHEDULER, Abort(request.uid, request.attempt))
+        if request is self._alone and self._asked is not None:  # it will not begin
+            self._asked = None
+            self._unqueue(request)
+            self._settle(request)
 
     def received(self, peer: str, message: Any) -> None:
         """``message`` came from ``peer``. Where its columns make no sense it is counted, logged and dropped."""
@@ -193,6 +206,8 @@ class DetokenizerCore:
             request = self.requests.get(message.uid)
             if request is not None and request.peer == peer and request.attempt <= message.attempt:
                 self._drop(request)
+        elif isinstance(message, Quarantined):
+            self._begin_alone(peer, message)
         elif isinstance(message, Reconcile):
             self._compare(peer, message)
 
@@ -229,12 +244,44 @@ class DetokenizerCore:
             self._last_done = self.clock()  # nothing was being prepared before
         self.queued += 1
         self.queued_bytes += size
-        if self.block_size:
-            self._prepare(request, message)
-        else:
-            self._early.append((request, message))
+        self._line.append((request, message))
+        self._start()
 
     # ------------------------------------------------------------ prompts
+
+    def _start(self) -> None:
+        """Prepare those that wait. One in quarantine waits until nothing is being prepared, and all wait for it."""
+        while self._line and self.block_size and self._alone is None:
+            request, message = self._line[0]
+            quarantined = message.losses >= MAX_LOSSES - 1 and self.requests.get(request.uid) is request
+            if quarantined and self._preparing:
+                break
+            self._line.popleft()
+            if quarantined:
+                self._alone, self._asked = request, message
+                self._put_all(Quarantined(request.uid, request.attempt))
+            else:
+                self._prepare(request, message)
+
+    def _begin_alone(self, peer: str, message: Quarantined) -> None:
+        """The Engine of the request in quarantine knows that this process may die of it now."""
+        request, asked = self.requests.get(message.uid), self._asked
+        if asked is None or request is None or request is not self._alone:
+            return
+        if request.peer == peer and request.attempt == message.attempt:
+            self._asked = None
+            self._prepare(request, asked)
+
+    def _settle(self, request: Request) -> None:
+        """A request has been prepared, or is gone."""
+        if request is self._alone:
+            self._alone = None
+            self._put_all(Quarantined(0, 0))
+        self._start()
+
+    def _unqueue(self, request: Request) -> None:
+        self.queued -= 1
+        self.queued_bytes -= request.size
 
     def _prepare(self, request: Request, message: Tokenize) -> None:
         block_size, limit = self.block_size, self.max_model_len
@@ -244,32 +291,37 @@ class DetokenizerCore:
                 return None  # aborted while it waited
             return self.preparer.prepare(message, block_size, limit)
 
+        self._preparing += 1
         self._run(job, lambda result: self._prepared(request, message, result))
 
     def _prepared(self, request: Request, message: Tokenize, result: Prepared | Exception | None) -> None:
-        self.queued -= 1
-        self.queued_bytes -= request.size
+        self._preparing -= 1
+        self._unqueue(request)
         now = self.clock()
         if self.queued:
             self._seconds_each += 0.1 * (min(now - self._last_done, 10.0) - self._seconds_each)
         self._last_done = now
         if self.requests.get(request.uid) is not request:
-            return  # aborted, replaced, or its Engine is gone
-        if not isinstance(result, Prepared):
+            pass  # aborted, replaced, or its Engine is gone
+        elif not isinstance(result, Prepared):
             self._refuse(request, result)
         elif not isinstance(result.work, Generate) or (spec := result.work.params.structured_outputs) is None:
             self._submit(request, message, result)
         else:
             self._check(spec, lambda error: self._checked(request, message, result, error), message.attempt > 0)
+            self._start()
+            return
+        self._settle(request)
 
     def _checked(self, request: Request, message: Tokenize, prepared: Prepared, error: Exception | None) -> None:
         """A request's grammar has passed, or not; other requests went on meanwhile."""
         if self.requests.get(request.uid) is not request:
-            return  # aborted, replaced, or its Engine is gone
-        if error is not None:
+            pass  # aborted, replaced, or its Engine is gone
+        elif error is not None:
             self._refuse(request, error)
         else:
             self._submit(request, message, prepared)
+        self._settle(request)
 
     def _refuse(self, request: Request, result: Exception | None) -> None:
         self.requests.pop(request.uid)
@@ -334,8 +386,7 @@ class DetokenizerCore:
         self.max_model_len = min(own, message.max_model_len) if message.max_model_len > 0 else own
         if restarted:  # a new scheduler knows nothing of this process, nor of what was sent to the one before
             self._introduce()
-        while self._early:
-            self._prepare(*self._early.popleft())
+        self._start()
 
     def _gone(self, message: Unknown) -> None:
         lost: dict[str, list[Request]] = {}

@@ -42,6 +42,7 @@ from .requests import (
     Finish,
     Pooled,
     PromptLogprobs,
+    Quarantined,
     Reconcile,
     Resume,
     Stopped,
@@ -56,20 +57,20 @@ __all__ = [
     "PROTOCOL", "Abort", "Accepted", "Admit", "Assign", "BeamStopped", "BeamTokens", "Bye", "Child", "Compiled",
     "Configure", "Drain", "Failed", "Finish", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers",
     "GetStats", "Heartbeat", "Hello", "Lease", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Peer", "Peers",
-    "Pooled", "PromptChunk", "PromptLogprobs", "Ready", "Reconcile", "ReplicaStats", "Resume", "SlotFailed",
-    "SlotPooled", "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped", "Submit", "TextBatch", "ToDetokenizer",
-    "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch", "Tokenize", "Unknown", "WorkerInfo",
+    "Pooled", "PromptChunk", "PromptLogprobs", "Quarantined", "Ready", "Reconcile", "ReplicaStats", "Resume",
+    "SlotFailed", "SlotPooled", "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped", "Submit", "TextBatch",
+    "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch", "Tokenize", "Unknown", "WorkerInfo",
 ]  # fmt: skip
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:
 
-ToDetokenizer = Tokenize | Abort | Reconcile | Heartbeat | Bye
+ToDetokenizer = Tokenize | Abort | Quarantined | Reconcile | Heartbeat | Bye
 """Engine -> detokenizer."""
 
-FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Pooled | Failed | Unknown | Heartbeat | Bye
+FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Pooled | Failed | Quarantined | Unknown | Heartbeat | Bye
 """detokenizer -> Engine."""
 
 ToSchedulerFront = Hello | Submit | Abort | Stopped | BeamStopped | Reconcile | GetStats | Manage | Heartbeat | Bye

@@ -213,6 +213,17 @@ class Failed(Message):
     retry_after: float | None = None
 
 
+class Quarantined(Message):
+    """detokenizer -> its frontends: this request was lost so often that it is prepared alone, and it is the next.
+
+    Its own frontend sends this back, and it is not begun before. From then on a death of the detokenizer is held
+    against this request and no other, until a uid of 0 says that it is over.
+    """
+
+    uid: int
+    attempt: int
+
+
 class Unknown(Message):
     """Answer to Reconcile: the receiver does not have these."""
 

@@ -1,4 +1,4 @@
-"""Placement: who goes where, who waits, and that a request in quarantine is read alone."""
+"""Placement: who goes where, who waits, and whom the loss of a detokenizer counts against."""
 
 import pytest
 
@@ -24,8 +24,6 @@ def request(uid, losses=0, accepted=False):
 
 def accept(each):
     each.accept(m.Accepted(each.uid, 0, i32([1]), "hi", WORK))
-    if each.link is not None:
-        each.link.release(each)
 
 
 @pytest.fixture
@@ -66,32 +64,22 @@ def test_who_finds_none_waits_in_order(placement):
     assert placed(placement) == [(3, "a"), (0, "a"), (2, "a")] and not placement.waiting
 
 
-def test_one_in_quarantine_is_alone(placement):
-    first, second = placement.place(request(1)), request(2, MAX_LOSSES - 1)
-    assert first.incarnation == "a" and placement.place(second).incarnation == "b"  # nothing is looked at there
-    assert placement.place(request(3)).incarnation == "a"  # not beside the one in quarantine
-    third, fourth = request(4, MAX_LOSSES - 1), request(5)
-    assert placement.place(third) is None and placement.place(fourth) is None  # and nobody overtakes
-    resumed = request(6, MAX_LOSSES - 1, accepted=True)
-    assert placement.place(resumed).incarnation == "b"  # what has been read once is not what kills its reader
-    accept(second)
-    assert placed(placement) == [(4, "b"), (5, "a")]
-    last = request(7, MAX_LOSSES - 1)
-    assert placement.place(last) is None
-    for each in list(first.open.values()):
-        assert not placed(placement)
-        accept(each)
-    assert placed(placement) == [(7, "a")]
-
-
-@pytest.mark.parametrize("end", ["forget", "lose"])
-def test_a_quarantine_that_ends_lets_the_next_one_in(placement, end):
-    del placement.links["b"]
-    poison, innocent = request(1, MAX_LOSSES - 1), request(2, MAX_LOSSES - 1)
-    placement.place(poison)
-    assert placement.place(innocent) is None
-    if end == "lose":
-        poison.link.remove(poison)
-    else:
-        placement.forget(poison)
-    assert placed(placement) == [(2, "a")] and innocent.link.quarantined == 2
+@pytest.mark.parametrize(
+    ("losses", "accepted", "started", "quarantined", "blamed"),
+    [
+        (0, False, False, None, True),  # it may have died of any that it had not accepted
+        (0, True, False, None, False),
+        (0, True, True, None, True),
+        (MAX_LOSSES - 1, False, False, None, False),  # in quarantine, and not begun
+        (MAX_LOSSES - 1, False, False, 1, True),
+        (MAX_LOSSES - 1, False, False, 2, False),
+        (0, False, False, 2, False),  # nothing was prepared but another
+        (0, True, True, 2, False),
+    ],
+)
+def test_whom_the_loss_of_a_detokenizer_counts_against(placement, losses, accepted, started, quarantined, blamed):
+    each = request(1, losses, accepted)
+    each.started = started
+    link = placement.place(each)
+    link.quarantined = quarantined
+    assert link.blames(each) == blamed

@@ -304,23 +304,33 @@ def test_one_that_is_never_accepted_fails_at_the_third_loss(rig):
 
 
 def test_the_last_chance_is_taken_alone(rig):
-    poison, innocent = rig.submit(prompt="unreadable there"), rig.submit(prompt="beside it")
-    words = one(rig)
+    poison, innocent, words = rig.submit(prompt="poison"), rig.submit(prompt="beside it"), one(rig)
     for attempt in range(2):
         sent = [words.next(m.Tokenize) for _ in range(2)]
-        assert [each.attempt for each in sent] == [attempt] * 2
-        words.unknown(*sent)
-    alone = words.next(m.Tokenize)
-    assert (alone.prompt, alone.losses) == ("unreadable there", 2) and not words.has(m.Tokenize)
-    new = rig.submit(prompt="comes later")
-    words.unknown(alone)
-    assert "3 times" in poison.error.message
-    for request, prompt in ((innocent, "beside it"), (new, "comes later")):
-        sent = words.next(m.Tokenize)
-        assert sent.prompt == prompt and not words.has(m.Tokenize)
-        words.accept(sent)
-        words.text(sent, 0, [1], "a", m.Finish.STOP)
-        assert text_of(request) == "a"
+        assert [(each.attempt, each.losses) for each in sent] == [(attempt, attempt)] * 2
+        words.cut()
+    alone, other = words.next(m.Tokenize), words.next(m.Tokenize)
+    words.send(m.Quarantined(alone.uid, alone.attempt))
+    assert words.next(m.Quarantined) == m.Quarantined(poison.uid, 2)
+    words.cut()
+    assert "3 times" in poison.error.message and not innocent.done
+    again = words.next(m.Tokenize)
+    assert (again.uid, again.losses, other.losses) == (innocent.uid, 2, 2)
+    words.accept(again)
+    words.text(again, 0, [1], "a", m.Finish.STOP)
+    assert text_of(innocent) == "a"
+
+
+def test_one_in_quarantine_that_had_not_begun_is_not_accused(rig):
+    poison, words = rig.submit(prompt="poison"), one(rig)
+    for _ in range(2):
+        words.unknown(words.next(m.Tokenize))
+    assert not words.has(m.Quarantined)
+    for attempt in range(2, 6):
+        assert (words.next(m.Tokenize).attempt, poison.losses.count) == (attempt, 2)
+        words.send(m.Quarantined(poison.uid + 1, 2))  # another is the next
+        words.cut()
+    assert not poison.done
 
 
 def test_of_a_detokenizer_that_dies_of_one_in_quarantine_no_other_is_accused(rig):
@@ -331,6 +341,7 @@ def test_of_a_detokenizer_that_dies_of_one_in_quarantine_no_other_is_accused(rig
     for _ in range(2):
         words.unknown(words.next(m.Tokenize))
     assert words.next(m.Tokenize).losses == 2
+    words.send(m.Quarantined(poison.uid, 2))
     words.cut()  # and made again at once
     assert words.next(m.Tokenize).losses == 0 and not running.done
     assert "3 times" in poison.error.message

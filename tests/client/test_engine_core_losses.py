@@ -502,20 +502,6 @@ def test_an_accepted_request_may_take_its_time():
     assert not holder.has(m.Tokenize) and not other.has(m.Tokenize) and not holder.has(m.Abort)
 
 
-def test_one_that_waits_for_a_detokenizer_has_none_to_be_moved_from():
-    rig = EngineRig(2)
-    poison = rig.submit()
-    for _ in range(2):
-        rig.submit(prompt="beside it")
-    for _ in range(2):
-        for each in rig.detokenizers:
-            if each.identity and poison.uid in rig.core.links[each.identity].open:
-                each.unknown(poison.again())
-    assert poison.link is None  # in quarantine
-    rig.wait(ACCEPT_S + 1)
-    assert not poison.done
-
-
 def test_with_one_detokenizer_there_is_none_to_move_to(rig):
     rig.submit()
     one(rig).next(m.Tokenize)

@@ -238,37 +238,22 @@ def test_the_end_is_at_the_clock_s_time(rig):
     assert request.metrics.finished_time == rig.now
 
 
-def test_one_in_quarantine_that_is_aborted_lets_others_in(rig):
-    poison = rig.submit()
-    for _ in range(2):
-        one(rig).unknown(one(rig).next(m.Tokenize))
-    one(rig).next(m.Tokenize)
-    innocent = rig.submit(prompt="beside it")
-    assert not one(rig).has(m.Tokenize)
-    rig.core.abort(poison.uid)
-    rig.carry()
-    assert one(rig).next(m.Tokenize).uid == innocent.uid
-
-
-def test_one_in_quarantine_that_is_accepted_lets_others_in(rig):
-    rig.submit()
-    for _ in range(2):
-        one(rig).unknown(one(rig).next(m.Tokenize))
-    last, innocent = one(rig).next(m.Tokenize), rig.submit(prompt="beside it")
-    one(rig).accept(last)
-    assert one(rig).next(m.Tokenize).uid == innocent.uid
-
-
-def test_one_in_quarantine_waits_for_the_others_to_be_accepted(rig):
-    first, second = rig.submit(), rig.submit()
-    for _ in range(2):
-        one(rig).unknown(one(rig).next(m.Tokenize))
-        # The other's first message is behind it.
-        if first.attempt == 1:
-            other = one(rig).next(m.Tokenize)
-    assert not one(rig).has(m.Tokenize)
-    one(rig).accept(other)
-    assert (one(rig).next(m.Tokenize).uid, second.attempt) == (first.uid, 0)
+def test_a_quarantine_of_any_engine_s_request_protects_all_others_until_it_is_over(rig):
+    innocent, words = rig.submit(prompt="beside it"), one(rig)
+    running = words.next(m.Tokenize)
+    words.accept(running)
+    words.text(running, 0, [1], "a")
+    words.send(m.Quarantined(99, 2))
+    words.cut()
+    assert not words.has(m.Quarantined)
+    again = words.next(m.Tokenize)
+    assert (again.attempt, again.losses) == (1, 0)
+    words.accept(again)
+    words.text(again, 1, [1], "a")
+    words.send(m.Quarantined(99, 2))
+    words.send(m.Quarantined(0, 0))
+    words.cut()
+    assert words.next(m.Tokenize).losses == 1 and not innocent.done
 
 
 # ---------------------------------------------------------------- connections

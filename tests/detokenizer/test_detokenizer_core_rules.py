@@ -13,6 +13,7 @@ from quire.detokenizer.core import HEALTH_CHECK, SCHEDULER, SILENCE_S, STOOD_STI
 from quire.proto import messages as m
 from quire.proto.codec import f32, from_i32, from_i64, i8, i32, i64
 from quire.proto.errors import Refused
+from quire.proto.losses import MAX_LOSSES
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
 from quire.proto.structured import StructuredOutputsParams
@@ -221,6 +222,91 @@ def test_what_is_aborted_while_it_waits_is_not_prepared() -> None:
     done(None)
     rig.flush()
     assert not rig.told(ENGINE) and (rig.core.queued, rig.core.queued_bytes) == (0, 0)
+
+
+# ---------------------------------------------------------------- quarantine
+
+
+def lost_twice(rig: Rig, uid: int, peer: str = ENGINE, **params: Any) -> None:
+    """A request comes that its Engine has lost twice."""
+    rig.engine(peer, tokenize(uid, 2, Generate(SamplingParams(**params), uid), losses=MAX_LOSSES - 1))
+
+
+def test_one_in_quarantine_is_prepared_alone_and_its_engine_lets_it_begin() -> None:
+    rig = Rig()
+    rig.ask(1)
+    lost_twice(rig, 2)
+    rig.ask(3, peer="frontend-1")
+    assert len(rig.jobs) == 1 and not rig.told(ENGINE)
+    rig.prepare()
+    assert said(rig.told(ENGINE)) == [("Accepted", 1, 0), ("Quarantined", 2, 2)] and not rig.jobs
+    assert said(rig.told("frontend-1")) == [("Quarantined", 2, 2)]  # what runs there is not at fault
+    rig.engine("frontend-1", m.Quarantined(2, 2))  # not its Engine
+    rig.engine(ENGINE, m.Quarantined(2, 1))
+    rig.engine(ENGINE, m.Quarantined(1, 0))
+    assert not rig.jobs
+    rig.engine(ENGINE, m.Quarantined(2, 2))
+    rig.engine(ENGINE, m.Quarantined(2, 2))
+    assert len(rig.jobs) == 1
+    rig.prepare()
+    assert said(rig.told(ENGINE)) == [("Accepted", 2, 2), ("Quarantined", 0, 0)] and len(rig.jobs) == 1
+    rig.prepare()
+    assert said(rig.told("frontend-1")) == [("Quarantined", 0, 0), ("Accepted", 3, 0)] and rig.core.queued == 0
+
+
+def test_those_of_two_engines_take_turns() -> None:
+    rig = Rig()
+    lost_twice(rig, 1)
+    lost_twice(rig, 2, "frontend-1")
+    assert said(rig.told(ENGINE)) == [("Quarantined", 1, 2)]
+    rig.engine(ENGINE, m.Quarantined(1, 2))
+    assert not rig.told("frontend-1")
+    rig.prepare(error=Refused("no", "prompt"))
+    assert said(rig.told("frontend-1")) == [("Quarantined", 0, 0), ("Quarantined", 2, 2)]
+
+
+@pytest.mark.parametrize("end", ["abort", "gone", "replaced"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_one_in_quarantine_that_goes_holds_up_nobody(end: str, begun: bool) -> None:
+    rig = Rig()
+    lost_twice(rig, 1)
+    rig.ask(2, peer="frontend-1")
+    if begun:
+        rig.engine(ENGINE, m.Quarantined(1, 2))
+    if end == "abort":
+        rig.engine(ENGINE, m.Abort(1, 2))
+    elif end == "gone":
+        rig.engine(ENGINE, m.Bye())
+    else:
+        rig.ask(1, attempt=3)
+    if begun:
+        assert len(rig.jobs) == 1
+        rig.prepare()
+    while rig.jobs:
+        rig.prepare()
+    assert said(rig.told("frontend-1"))[-2:] == [("Quarantined", 0, 0), ("Accepted", 2, 0)]
+    assert (rig.core.queued, rig.core.queued_bytes) == (0, 0)
+    rig.engine(ENGINE, m.Quarantined(1, 2))
+    assert not rig.jobs
+
+
+def test_one_in_quarantine_is_alone_until_its_grammar_is_checked() -> None:
+    rig = Rig()
+    lost_twice(rig, 1, structured_outputs=StructuredOutputsParams(choice=["a"]))
+    rig.ask(2)
+    rig.engine(ENGINE, m.Quarantined(1, 2))
+    rig.prepare()
+    assert not rig.jobs and len(rig.checks) == 1
+    rig.checked(0)
+    assert len(rig.jobs) == 1
+
+
+def test_another_s_grammar_holds_up_nobody() -> None:
+    rig = Rig()
+    rig.ask(1, structured_outputs=StructuredOutputsParams(choice=["a"]))
+    lost_twice(rig, 2)
+    rig.prepare()
+    assert said(rig.told(ENGINE)) == [("Quarantined", 2, 2)] and len(rig.checks) == 1
 
 
 # ---------------------------------------------------------------- what an Engine lists

@@ -156,7 +156,14 @@ def to_detokenizer(rng: random.Random) -> list[Any]:
         m.Tokenize(uid, 0, Pool(PoolingParams(), "upon a time"), time.time(), prompt="once"),
     ]
     return [
-        plain(message) for message in [*asks * 3, m.Abort(uid, 0), m.Reconcile(i64([uid]), i32([0])), m.Heartbeat()]
+        plain(message)
+        for message in [
+            *asks * 3,
+            m.Abort(uid, 0),
+            m.Quarantined(uid, 0),
+            m.Reconcile(i64([uid]), i32([0])),
+            m.Heartbeat(),
+        ]
     ]
 
 
@@ -173,7 +180,7 @@ def to_engine(uid: int) -> list[Any]:
     return [plain(x) for x in (
         text_batch(uid, 0, 0, [1, 2], "ab", m.Finish.NONE), text_batch(uid, 0, 2, [3], "c", m.Finish.STOP),
         m.Accepted(uid, 0, i32([5]), "x", Generate(params, 7)), m.Failed(uid, 0, 500, "no"),
-        m.Unknown(i64([uid]), i32([0])), m.Pooled(uid, 0, 0, bytes(8)),
+        m.Unknown(i64([uid]), i32([0])), m.Quarantined(uid, 0), m.Pooled(uid, 0, 0, bytes(8)),
         m.PromptLogprobs(uid, 0, 1, m.Logprobs(i32([5, 6]), i32([0, 0]), i32([1]), ["a", "b"])), m.Heartbeat(),
     )]  # fmt: skip
 

@@ -16,7 +16,7 @@ from quire.proto.config import EngineArgs
 from .asks import Ask, draw_asks
 
 
-class WorkerShape(msgspec.Struct):
+class WorkerShape(msgspec.Struct, omit_defaults=True):
     """One worker: its blocks, how long a step takes it (seconds) and how long its weights."""
 
     blocks: int = 64
@@ -25,7 +25,7 @@ class WorkerShape(msgspec.Struct):
     load: float = 0.1
 
 
-class Shape(msgspec.Struct):
+class Shape(msgspec.Struct, omit_defaults=True):
     """The cluster, with the scheduler's flags under their names."""
 
     frontends: int = 1
@@ -66,7 +66,7 @@ class Shape(msgspec.Struct):
         return ["s", *(f"{letter}{at}" for letter, count in counts.items() for at in range(count))]
 
 
-class Fault(msgspec.Struct):
+class Fault(msgspec.Struct, omit_defaults=True):
     """One thing that goes wrong, or that somebody does to the cluster. ``faults.py`` has the kinds.
 
     It strikes at ``when`` (seconds), or so long after the ``nth`` message of the kind ``after`` is sent.
@@ -83,7 +83,7 @@ class Fault(msgspec.Struct):
     value: float = 0.0
 
 
-class Plan(msgspec.Struct):
+class Plan(msgspec.Struct, omit_defaults=True):
     """One history. ``early``: users and faults come while the server starts; else once it is ready."""
 
     seed: int

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from simulation.kept import PLANS, load
 from simulation.plan import Plan, draw
 from simulation.world import World
 
@@ -27,3 +30,8 @@ def test_a_seed_is_one_history(seed: int) -> None:
     first, second = history(draw(seed)), history(draw(seed))
     assert first == second
     assert first[1]
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
+def test_what_failed_once(path: Path) -> None:
+    assert World(load(path).plan).run().failures == []
