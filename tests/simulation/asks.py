@@ -9,6 +9,7 @@ import msgspec
 
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
+from quire.proto.structured import StructuredOutputsParams
 
 from . import toy
 
@@ -177,6 +178,8 @@ class _Drawer:
             fields["truncate_prompt_tokens"] = rng.choice([-1, 1, 2, 9])
         if self._now_and_then():
             fields["bad_words"] = ["ab"]
+        if self._now_and_then():  # checked before it is let in; the fake worker draws what it likes
+            fields["structured_outputs"] = StructuredOutputsParams(regex="[ab]+")
         ask.seed = rng.getrandbits(64) if rng.random() < 0.5 else None
         if ask.seed is not None and rng.random() < 0.5:
             fields["seed"], ask.seed = ask.seed, None

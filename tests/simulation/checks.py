@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from quire.client.generation import OpenGeneration
 from quire.client.pooled import OpenPooling
 from quire.client.results import ChildOutput, StreamEvent, TokenLogprobs
+from quire.proto.losses import MAX_LOSSES
 from quire.proto.messages import Finish
 
 from .asks import Ask
 from .errors import wrong_end
+from .left import leftovers
 from .oracle import Answer, Output, answer_to, prompt_ids
 
 if TYPE_CHECKING:
@@ -200,7 +202,8 @@ def _end_in_words(consumer: Consumer) -> str:
 
 
 def check_end(world: Any) -> list[str]:
-    """Each request ended, rightly; cached tokens were there to be found; nothing is left."""
+    """Each request ended, rightly; cached tokens were there to be found; poison killed no more than it may;
+    nothing is left."""
     lines: list[str] = []
     for consumer in world.consumers:
         name = consumer.ask.name
@@ -210,7 +213,16 @@ def check_end(world: Any) -> list[str]:
             lines.append(f"wrong end | {name}: {wrong}")
         if (wrong := _wrong_cached(consumer, world)) is not None:
             lines.append(f"cached tokens | {name}: {wrong}")
-    return lines + leftovers(world)
+    return lines + _too_deadly(world) + leftovers(world)
+
+
+def _too_deadly(world: Any) -> list[str]:
+    """A request that kills what serves it takes three processes with it, where nothing else goes wrong."""
+    deaths = sum(blow[2] == "poison" for blow in world.blows)
+    most = MAX_LOSSES * len(world.poisoned)
+    if deaths <= most or any(blow[2] not in ("poison", "ends") for blow in world.blows):
+        return []
+    return [f"poison | {len(world.poisoned)} requests: expected at most {most} deaths, got {deaths}"]
 
 
 def _wrong_cached(consumer: Consumer, world: Any) -> str | None:
@@ -251,30 +263,3 @@ def _computed(other: Consumer, shape: Any) -> Iterator[list[int]]:
 
 def _common(a: list[int], b: list[int]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def leftovers(world: Any) -> list[str]:
-    """What processes still hold when every request has ended: requests, rows, blocks, places in line, accounts."""
-    found: list[tuple[str, Any]] = []
-    scheduler = world.scheduler
-    if scheduler is not None and scheduler.host.alive:
-        core = scheduler.membership.core
-        stats = core.stats()
-        found += [("scheduler: requests", list(core.requests)), ("scheduler: running", stats.running),
-                  ("scheduler: waiting", stats.waiting), ("scheduler: blocks", stats.blocks_used),
-                  ("scheduler: line", len(core.queue)), ("scheduler: new in line", core.queue.fresh_requests),
-                  ("scheduler: accounts", core.accounts._accounts), ("scheduler: deadlines", core._deadlines),
-                  ("scheduler: unplaced", core._unplaced)]  # fmt: skip
-        for number, replica in core.replicas.items():
-            held = [replica.running, len(replica.in_flight), replica.pool.used]
-            found.append((f"scheduler: rows, steps, blocks of replica {number}", held if any(held) else 0))
-    for each in world.detokenizers:
-        if each is not None and each.host.alive:
-            found += [(f"{each.name}: requests", list(each.core.requests)), (f"{each.name}: queued", each.core.queued)]
-    for each in world.frontends:
-        if each is not None and each.host.alive:
-            core = each.core
-            held = [*core.open, *core._unaccepted, *(request.uid for request in core._placement.waiting)]
-            found += [(f"{each.name}: requests", held), (f"{each.name}: bytes", core._unaccepted_bytes)]
-            found += [(f"{each.name}: link {link.identity}", list(link.open)) for link in core.links.values()]
-    return [f"left over | {what}: expected none, got {got}" for what, got in found if got]

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 NOTICED_S = 25.0
 """So long after a process or a link was lost, a peer may still find out: silence takes the longest, 20 s."""
-UNBOUNDED = 2048
+DEADLY = ("worker", "detokenizer", "scheduler")
+"""What of a request's is poison for."""
+LINKS = ("cut", "one_way", "slow", "stall", "reset")
+"""Faults of a link, which are noted for both of its ends."""
+ORDERLY = ("drain", "remove")
+"""A worker that leaves gives its requests back, and nobody is blamed."""
 
 
 # ---------------------------------------------------------------- what can never be served
@@ -93,6 +98,7 @@ def wrong_end(consumer: Consumer, world: Any) -> str | None:
     sizes = getattr(world, "sizes", None) or {worker.blocks for worker in shape.workers}
     never = impossible(ask, shape, max(sizes))
     if error is None:
+        never = never or (f"it kills each {ask.poison}" if ask.poison in DEADLY else None)
         return f"expected a refusal ({never}), got an answer" if never else None
     got = f"got {error.status} {error.message!r}"
     if error.status == 400:
@@ -125,7 +131,7 @@ def _overloaded(consumer: Consumer, world: Any) -> str | None:
 
 def _given_up(consumer: Consumer, world: Any) -> str | None:
     """500: three losses without progress. Deaths by poison count twice at most for those who were beside it."""
-    if consumer.ask.poison:
+    if consumer.ask.poison in DEADLY:
         return None
     count = possible_losses(consumer, world)
     return None if count >= MAX_LOSSES else f"an answer, since at most {count} losses can have counted to it"
@@ -137,8 +143,12 @@ def possible_losses(consumer: Consumer, world: Any) -> int:
     request = consumer.request
     if request is not None and consumer.ask.params.n == 1 and not consumer.held:
         last = max(last, request.metrics.last_token_time or last)
-    blows = [blow for blow in world.blows if blow[0] <= consumer.ended and blow[1] + NOTICED_S >= last]
-    poisoned = sum(blow[2] == "poison" for blow in blows)
+    blows = {
+        (at, kind, kind not in LINKS and target): kind
+        for at, until, kind, target in world.blows
+        if at <= consumer.ended and until + NOTICED_S >= last and kind not in ORDERLY
+    }.values()
+    poisoned = sum(kind == "poison" for kind in blows)
     return len(blows) - poisoned + min(poisoned, MAX_LOSSES - 1)
 
 

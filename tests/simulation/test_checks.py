@@ -78,7 +78,7 @@ class Play:
         """What the checks at the end of a history say."""
         world: dict[str, Any] = {
             "plan": SimpleNamespace(shape=self.shape), "consumers": [self.consumer], "blows": [], "poisoned": {},
-            "scheduler": None, "detokenizers": [], "frontends": [], "sizes": {20},
+            "sizes": {20}, "scheduler": None, "detokenizers": [], "frontends": [],
         }  # fmt: skip
         return [line.split(" | ")[0] for line in check_end(SimpleNamespace(**{**world, **others}))]
 
@@ -232,7 +232,9 @@ def test_a_request_that_never_ends_is_found() -> None:
     assert Play(ask()).end() == ["never ended"]
 
 
-WHOLE = (0.0, 2000.0)
+def struck(kinds: list[str]) -> list[list[Any]]:
+    """Faults whose effects last."""
+    return [[float(at), 2000.0, kind, "w0"] for at, kind in enumerate(kinds)]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_an_error_is_allowed_only_where_its_cause_was_there(
     play = Play(ask())
     play.rig.now += waits
     play.fail(*error)
-    assert play.end(blows=[(*WHOLE, "kill", "w0")] * blows) == ([] if allowed else ["wrong end"])
+    assert play.end(blows=struck(["kill"] * blows)) == ([] if allowed else ["wrong end"])
 
 
 def test_a_line_that_is_full_may_refuse_with_a_time() -> None:
@@ -285,7 +287,17 @@ def test_who_stands_beside_poison_pays_for_two_of_its_deaths_at_most() -> None:
     for kinds, allowed in ((["poison"] * 5, False), (["poison", "poison", "kill"], True)):
         play = Play(ask())
         play.fail(500, "failed 3 times")
-        assert play.end(blows=[(*WHOLE, kind, "w0") for kind in kinds]) == ([] if allowed else ["wrong end"])
+        assert ("wrong end" not in play.end(blows=struck(kinds))) is allowed
+
+
+def test_poison_must_not_be_answered_and_kills_three_at_most() -> None:
+    play = Play(ask(poison="worker"))
+    play.tell()
+    assert play.end() == ["wrong end"]
+    play = Play(ask(poison="worker"))
+    play.fail(500, "failed 3 times")
+    for deaths, rules in ((3, []), (4, ["poison"])):
+        assert play.end(blows=struck(["poison"] * deaths), poisoned={play.request.uid: "worker"}) == rules
 
 
 def test_cached_tokens_that_nobody_computed_are_found() -> None:
