@@ -34,6 +34,16 @@ class Losses:
         self.count = 1 if reached > self.furthest else self.count + 1
         self.furthest = max(self.furthest, reached)
 
+    def begin(self, reached: int) -> None:
+        """It begins again at point ``reached``, which others got to: that is no progress of its own."""
+        if self.count:
+            self.furthest = max(self.furthest, reached)
+
+    def leave(self, reached: int) -> None:
+        """It leaves point ``reached`` with no loss: where that is progress, the losses before are forgotten."""
+        if reached > self.furthest:
+            self.count = 0
+
     def in_quarantine(self, reached: int = 0) -> bool:
         """Whether the request must run alone, now that it is at point ``reached``."""
         return self.count >= self.limit - 1 and reached <= self.furthest

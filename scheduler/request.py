@@ -187,6 +187,7 @@ class Sequence:
         columns.name(row, self.uid, self.attempt, self.index, self.request.sink, self.prompt_len)
         columns.enter(row, computed, scheduled, self.end, blocks)
         self.state, self.replica, self.columns, self.row = State.RUNNING, replica, columns, row
+        self.losses.begin(computed)
         full = computed // columns.block_size
         self._chain(full)
         self._expect_full_block(full)
@@ -194,6 +195,7 @@ class Sequence:
     def requeue(self) -> None:
         """running -> waiting: the one way back, whether preempted, drained, or its worker is gone."""
         self.keep_drawn(self.total)
+        self.losses.leave(self.computed)
         self._leave()
         self.state = State.WAITING
 

@@ -51,3 +51,23 @@ def test_a_loss_without_a_point_is_at_point_0():
     found = Losses()
     found.lost()
     assert found.furthest == 0 and found.count == 1
+
+
+def test_a_point_that_others_got_to_is_no_progress():
+    found = Losses()
+    found.begin(9)
+    assert found == Losses()
+    found.lost(0)
+    found.begin(9)
+    found.lost(9)
+    assert found.in_quarantine(9) and not found.in_quarantine(10)
+    found.begin(4)
+    assert found.furthest == 9
+
+
+def test_progress_that_ends_with_no_loss_counts_too():
+    found = Losses(2, 7)
+    found.leave(7)
+    assert found.count == 2
+    found.leave(8)
+    assert found.count == 0

@@ -114,6 +114,16 @@ def test_shares_are_taken_in_turn_within_a_priority() -> None:
     rig.run()
 
 
+def test_children_that_begin_together_count_for_their_key_at_once() -> None:
+    rig = Rig(max_num_seqs=6, max_num_batched_tokens=64)
+    rig.submit(4, key="many", max_tokens=3, n=4)
+    rig.submit(4, key="many", max_tokens=3)
+    few = [rig.submit(4, key="few", max_tokens=3) for _ in range(2)]
+    rig.step()
+    assert sorted(running(rig)) == [1, 1, 1, 1, *few]
+    rig.run()
+
+
 @pytest.mark.parametrize("keys", ["", "aab"])
 def test_who_leaves_the_line_while_it_is_looked_through_confuses_nobody(keys: str) -> None:
     rig = Rig(max_num_queued_reqs=500)
@@ -449,3 +459,39 @@ def test_a_request_that_kills_workers_ends_at_its_third_and_harms_nobody(seed: i
     assert f"request {poison}" in failed.message and "3 times" in failed.message
     assert (poison, 0) not in rig.ends
     assert all((uid, 0) in rig.ends for uid in good)
+
+
+def test_what_others_have_computed_is_no_progress_of_a_request_that_kills_workers() -> None:
+    rig = Rig(max_num_seqs=1, block_size=8, max_num_batched_tokens=64)
+    prompt = rig.prompt(40, 1)
+    poison = rig.submit(prompt)
+    for cached in (0, 16, 32):
+        if cached:  # another of the same beginning comes first
+            rig.submit(prompt[: cached + 1], arrival=0.0, max_tokens=1)
+            rig.step()
+        rig.plan()
+        (seq,) = rig.replica.sequences()
+        assert (seq.uid, seq.computed, seq.quarantined) == (poison, cached, cached == 32)
+        rig.core.end_lease(rig.replica)
+        rig.add(0, 64)
+    failed = rig.failed()
+    assert (failed.uid, failed.status) == (poison, 500)
+
+
+def test_one_that_got_past_its_losses_and_is_preempted_begins_with_none() -> None:
+    rig = Rig(max_num_seqs=1, block_size=8, max_num_batched_tokens=64)
+    rig.submit(20, max_tokens=20)
+    for _ in range(2):
+        rig.plan()
+        rig.core.end_lease(rig.replica)
+        rig.add(0, 64)
+    for _ in range(4):
+        rig.step()
+    (seq,) = rig.replica.sequences()
+    rig.core.preempt(seq)
+    rig.plan()
+    assert seq.computed > 0
+    assert not seq.quarantined
+    rig.core.end_lease(rig.replica)
+    rig.add(0, 64)
+    rig.run()

@@ -217,12 +217,16 @@ def check_end(world: Any) -> list[str]:
 
 
 def _too_deadly(world: Any) -> list[str]:
-    """A request that kills what serves it takes three processes with it, where nothing else goes wrong."""
+    """A request that kills what serves it takes three processes with it, where nothing else goes wrong; of n children
+    each counts for itself. (What another one kills sends it again, and a scheduler counts the workers of each attempt.)
+    """
     deaths = sum(blow[2] == "poison" for blow in world.blows)
-    most = MAX_LOSSES * len(world.poisoned)
-    if deaths <= most or any(blow[2] not in ("poison", "ends") for blow in world.blows):
+    poison = [each.ask for each in world.consumers if each.uid in world.poisoned]
+    if len(poison) != 1 or any(blow[2] not in ("poison", "ends") for blow in world.blows):
         return []
-    return [f"poison | {len(world.poisoned)} requests: expected at most {most} deaths, got {deaths}"]
+    children = 1 if poison[0].params.use_beam_search else poison[0].params.width
+    most = MAX_LOSSES * (children if poison[0].poison == "worker" else 1)
+    return [] if deaths <= most else [f"poison | {poison[0].name}: expected at most {most} deaths, got {deaths}"]
 
 
 def _wrong_cached(consumer: Consumer, world: Any) -> str | None:

@@ -13,6 +13,7 @@ from quire.proto import messages as m
 from quire.scheduler import blame, core, inputs, loop, main, membership, transcript
 
 from .chance import Draws
+from .fairness import watch_line
 from .host import Host
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Scheduler(Process):
         super().__init__(world, host, place)
         epoch = main.next_epoch(world.lock, int(host.wall_clock() * 1000))
         self.core = core.Scheduler(world.args, host.clock)
+        watch_line(self.core, world.fail)
         self._submit, self.core.submit = self.core.submit, self._submitted  # type: ignore[method-assign]
         self.membership = membership.Membership(self.core, epoch, blame.Blame(world.lock))
         written = world.lines is not None

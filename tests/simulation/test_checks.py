@@ -291,10 +291,10 @@ def test_who_stands_beside_poison_pays_for_two_of_its_deaths_at_most() -> None:
 
 
 def test_poison_must_not_be_answered_and_kills_three_at_most() -> None:
-    play = Play(ask(poison="worker"))
+    play = Play(ask(poison="worker", params={"n": 1}))
     play.tell()
     assert play.end() == ["wrong end"]
-    play = Play(ask(poison="worker"))
+    play = Play(ask(poison="worker", params={"n": 1}))
     play.fail(500, "failed 3 times")
     for deaths, rules in ((3, []), (4, ["poison"])):
         assert play.end(blows=struck(["poison"] * deaths), poisoned={play.request.uid: "worker"}) == rules
