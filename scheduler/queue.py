@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
-from .request import Request, Sequence
+from .request import Request, Sequence, State
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 SPANS = 32
@@ -97,9 +97,11 @@ class WaitingQueue:
         heapify(heads)
         while heads:
             _, rows, _, account, seq, turns = heappop(heads)
+            siblings = seq.siblings  # who may start with it
             yield seq
+            rows += seq.width + sum(each.state is State.RUNNING for each in siblings)
             if (after := next(turns, None)) is not None:
-                heappush(heads, (after.key[0], rows + seq.width, after.key, account, after, turns))
+                heappush(heads, (after.key[0], rows, after.key, account, after, turns))
 
     def push(self, seq: Sequence) -> None:
         """Take its place in line."""
