@@ -25,7 +25,7 @@ ARITHMETIC: dict[type, type[ast.operator]] = {
     ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-LEFT_ALONE = {"check_integrity", "check_look_ahead", "__repr__"}
+LEFT_ALONE = {"check_integrity", "check_look_ahead", "_check_free_list", "__repr__"}
 TEXT = (ast.JoinedStr, ast.List, ast.Tuple)
 
 

@@ -86,7 +86,7 @@ class BeamGroup(Sequence):
         "width",
     )  # fmt: skip
 
-    def __init__(self, request: Request, key: tuple, losses: int = 0):
+    def __init__(self, request: Request, key: tuple, losses: int):
         self.width = request.params.width
         self.asked = 0  # questions to the detokenizer that it has not answered
         self.reached = 0  # blocks it held when it last had to give them back

@@ -67,7 +67,7 @@ class Request:
         "uid", "work",
     )  # fmt: skip
 
-    def __init__(self, owner: str, message: Submit, hashes: list[bytes], priority: int = 0):
+    def __init__(self, owner: str, message: Submit, hashes: list[bytes], priority: int):
         self.uid, self.attempt, self.owner = message.uid, message.attempt, owner
         self.prompt, self.prompt_len = message.ids, len(message.ids) // 4
         self.hashes, self.root = hashes, message.root
@@ -148,7 +148,7 @@ class Sequence:
 
     width = 1  # rows it runs in
 
-    def __init__(self, request: Request, index: int, outputs: array[int], key: tuple, losses: int = 0):
+    def __init__(self, request: Request, index: int, outputs: array[int], key: tuple, losses: int):
         self.request, self.index, self.key = request, index, key
         self.uid, self.attempt, self.owner, self.stops = request.uid, request.attempt, request.owner, request.stops
         self.prompt_len = request.prompt_len

@@ -94,6 +94,32 @@ def test_a_look_that_is_set_nearer_is_not_overlooked() -> None:
     assert [lookout.reached(rows, positions + step).tolist() for step in (1, 2)] == [[], [1]]
 
 
+def test_rows_that_others_went_on_with_are_compared_again() -> None:
+    lookout, few, more = Lookout(3), np.array([0, 1]), np.array([0, 1, 2])
+    for row, position in ((0, 10), (1, 20), (2, 0)):
+        lookout.set(row, position)
+    assert lookout.reached(few, np.array([5, 5], np.int32)).tolist() == []
+    for position in (6, 7, 8, 9):  # with one that always needs a look
+        assert lookout.reached(more, np.full(3, position, np.int32)).tolist() == [2]
+    assert lookout.reached(few, np.array([10, 10], np.int32)).tolist() == [0]
+
+
+def test_what_was_drawn_in_a_row_before_is_nothing_to_its_next_owner() -> None:
+    columns, rows = Columns(2, 8, 9), np.array([1])
+    columns.enter(1, 16, 16, 900, [])
+    columns.expect_full_block(1, 2)
+    columns.begin_drawn(1, 16, i32([70]))
+    for position in range(17, 22):
+        columns.decoded(rows, np.array([position], np.int32), np.array([700 + position], np.int32))
+    columns.leave(1)
+    columns.enter(1, 4, 4, 900, [])
+    columns.expect_full_block(1, 0)
+    columns.begin_drawn(1, 4, i32([1, 2, 3, 4, 5]))
+    for position in (5, 6, 7, 8):
+        due = columns.decoded(rows, np.array([position], np.int32), np.array([position + 1], np.int32))
+    assert due.tolist() == [0] and columns.fill_blocks(rows) == [i32(range(1, 9))]
+
+
 def test_stop_ids_are_those_of_somebody_who_is_there() -> None:
     stop_ids, tokens = StopIds(100), np.array([0, 2, 5, 7, 99], np.int32)
     assert stop_ids.among(tokens) == []

@@ -158,6 +158,13 @@ def test_children_that_had_ended_end_as_they_had() -> None:
     assert [(seq.index, seq.generation) for seq in rig.core.requests[1].live] == [(2, 0)]
 
 
+def test_before_any_worker_is_there_a_child_has_ended_where_it_may_have_no_more() -> None:
+    rig = Rig(blocks=[])
+    children = [Child(0, i32([1, 2, 3])), Child(1, i32([1, 2, 3, 4]))]
+    assert answer(rig, submission(attempt=1, children=children, params={"n": 2, "max_tokens": 4})) is None
+    assert [seq.index for seq in rig.core.requests[1].live] == [0]
+
+
 # ---------------------------------------------------------------- what the workers can hold
 
 
@@ -224,6 +231,17 @@ def test_requests_of_a_kind_that_no_worker_has_wait_while_one_is_on_its_way() ->
     failed = answer(rig, msgspec.structs.replace(message, uid=2))
     assert failed is not None
     assert failed.message.startswith("The workers here generate and do not pool: they were started with another")
+
+
+def test_a_prompt_to_pool_has_no_output_to_hold() -> None:
+    rig = Rig(blocks=[])
+    rig.core.add_replica(Replica(0, Lease(1, 0, 1), "w0", 8, 2, 8, 64, VOCAB, pools=True))
+    for length, sound in ((16, True), (17, False)):
+        message = submission(uid=length, ids=i32(range(length)))
+        message.work = Pool(PoolingParams(pooling="CLS"))
+        failed = answer(rig, message)
+        assert (failed is None) == sound
+    assert failed is not None and "17 prompt tokens and up to 0 output tokens need 3 KV blocks" in failed.message
 
 
 # ---------------------------------------------------------------- how many may wait
