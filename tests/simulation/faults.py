@@ -42,6 +42,8 @@ def strike(world: World, fault: Fault) -> None:
     """Have it happen now. One whose target is not there, or not alive, does nothing."""
     if fault.kind in _LINKS:
         _link(world, fault)
+    elif fault.target == "v":
+        _stop(world, fault, world.supervisor)
     elif fault.kind == "join":
         _join(world, fault)
     else:
@@ -65,9 +67,8 @@ def _vanish(world: World, fault: Fault, process: Any) -> None:
 
 
 def _term(world: World, fault: Fault, process: Any) -> None:
-    if fault.target[0] != "f":  # a server ends its frontends last, with patience
-        world.blow("term", fault.target)
-        process.host.do(process.terminate)
+    world.blow("term", fault.target)
+    process.host.do(process.terminate)
 
 
 def _stop(world: World, fault: Fault, process: Any) -> None:
@@ -84,8 +85,11 @@ def _go_on(world: World, host: Host, blow: list[Any]) -> None:
 
 
 def _clock(world: World, fault: Fault, process: Any) -> None:
-    world.wall_offset += fault.value
-    process.host.wall_offset = world.wall_offset
+    """The clock of its machine is set; the next scheduler there begins with what it says."""
+    world.wall_offsets[fault.target] = process.host.wall_offset + fault.value
+    process.host.wall_offset += fault.value
+    if fault.target == "s":
+        _kill(world, fault, process)
 
 
 # -- workers

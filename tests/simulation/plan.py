@@ -151,7 +151,7 @@ def draw_shape(rng: random.Random) -> Shape:
 def draw_faults(rng: random.Random, shape: Shape, asks: list[Ask]) -> list[Fault]:
     """What goes wrong. Each history has kinds of its own, and a number of its own, so that rare pairs are reached:
     many have one kind alone, and some nothing that goes wrong."""
-    count = rng.choice([0, 1, 1, 2, 2, 3, 4, 6])
+    count = rng.choice([0, 1, 1, 2, 2, 3, 4, 6, 12])
     families = rng.sample(FAMILIES, rng.choice([1, 1, 1, 2, 2, 3, 4]))
     kinds = sorted({rng.choice(rng.choice(families)) for _ in range(rng.choice([1, 2, 3]))})
     places = shape.places()
@@ -185,13 +185,15 @@ def _draw_rest(rng: random.Random, fault: Fault, shape: Shape, places: list[str]
     elif fault.kind == "join":
         fault.target = rng.choice(["w", "w", "d"]) + str(rng.choice([5, 6]))
     elif fault.kind == "clock":
-        fault.target, fault.value = "s", rng.choice([-3600.0, -5.0, -0.5, 3600.0])
+        fault.target, fault.value = rng.choice(["s", "s", "f0"]), rng.choice([-3600.0, -5.0, -0.5, 3600.0])
     elif fault.kind in LINK:
         fault.target, fault.other = _draw_link(rng, shape)
     if fault.kind in ("stop", "hang", "cut", "one_way", "stall"):
         fault.seconds = rng.choice([0.05, 0.5, 1.5, 2.5, 4.0, 8.0, 13.0, 25.0])
         if fault.kind in ("stop", "hang") and rng.random() < 0.1:
             fault.seconds = 70.0  # its supervisor kills it
+        if fault.kind == "stop" and rng.random() < 0.05:
+            fault.target = "v"  # the supervisor itself
     elif fault.kind == "slow":
         fault.seconds, fault.value = rng.choice([0.5, 3.0, 10.0]), rng.choice([0.05, 0.3, 2.0])
     elif fault.kind == "step_late":

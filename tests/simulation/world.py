@@ -76,7 +76,7 @@ class World:
         self.shapes = {f"w{at}": worker for at, worker in enumerate(shape.workers)}
         self.supervisor = self._supervisor(shape.places(), self._is_ready)
         self.supervisors = [self.supervisor]
-        self.wall_offset = 0.0  # of the scheduler's machine
+        self.wall_offsets: dict[str, float] = {}  # of machines whose clock was set
         self.poisoned: dict[int, str] = {}
         self.sizes: set[int] = set()
         self.consumers: list[Consumer] = []
@@ -187,7 +187,7 @@ class World:
 
     def _make(self, place: str, host: Host) -> None:
         kind: Callable[..., Process] = {"s": Scheduler, "d": Detokenizer, "f": Frontend, "w": Worker}[place[0]]
-        host.wall_offset = self.wall_offset if place == "s" else 0.0
+        host.wall_offset = self.wall_offsets.get(place, 0.0)
         extra = (self.shapes.setdefault(place, self.shapes["w0"]),) if place[0] == "w" else ()
         self.processes[place] = kind(self, host, place, *extra)
 
@@ -324,8 +324,8 @@ class World:
         self._hung = any(worker.hung for worker in self.workers if worker.host.alive)
         for a, b in sorted(self.links):
             self.network.heal(a, b)
-        for process in list(self.processes.values()):
-            process.host.go_on()
+        for stands in [*self.supervisors, *self.processes.values()]:
+            stands.host.go_on()
         if not any(self._stays(worker) for worker in self.workers):
             biggest = max(worker.blocks for worker in self.plan.shape.workers)
             self.shapes["w9"] = WorkerShape(biggest)
