@@ -109,7 +109,7 @@ def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, starts
             going.discard(seq)
     batch = going.batch()
     if beams:
-        batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs]))
+        batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs], np.bool_))
     return batch
 
 
