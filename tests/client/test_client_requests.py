@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+from open_requests import in_turns
 
 from quire.client.best import choose, from_wire, to_wire
 from quire.client.generation import OpenGeneration
@@ -249,7 +250,7 @@ def test_forward_gives_what_came_in_a_turn_at_once_and_pauses_where_it_is_told()
         assert await forwarding is True
         assert given[5:] == [[([], "i")]]
 
-    asyncio.run(consume())
+    in_turns(consume())
 
 
 def test_forward_raises_the_request_s_error_after_what_came_before_it_and_what_give_raises():
@@ -271,7 +272,7 @@ def test_forward_raises_the_request_s_error_after_what_came_before_it_and_what_g
         with pytest.raises(ZeroDivisionError):
             await forwarding
 
-    asyncio.run(consume())
+    in_turns(consume())
 
 
 def test_an_end_before_its_time_shows_no_events_and_n_children():

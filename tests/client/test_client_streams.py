@@ -4,7 +4,7 @@ import asyncio
 import math
 
 import pytest
-from open_requests import NONE, PROMPT, STOP, accept, events, lp, opened, pooling, take
+from open_requests import NONE, PROMPT, STOP, accept, events, in_turns, lp, opened, pooling, take
 
 from quire.client.best import choose, from_wire, is_held, to_wire
 from quire.client.results import ChildOutput, RequestError, RequestMetrics, StreamEvent
@@ -162,7 +162,7 @@ def test_iteration_gives_what_came_by_child_then_ends():
         take(request, 0, [2], "b", STOP, index=0)
         return [(event.index, event.text) async for event in stream]
 
-    assert asyncio.run(main()) == [(1, "a"), (0, "b")]
+    assert in_turns(main()) == [(1, "a"), (0, "b")]
 
 
 def test_iteration_waits_for_what_comes():
@@ -175,7 +175,7 @@ def test_iteration_waits_for_what_comes():
         take(request, 0, [1], "a")
         return await waiting
 
-    assert asyncio.run(main()).text == "a"
+    assert in_turns(main()).text == "a"
 
 
 def test_iteration_raises_the_request_s_error_after_what_came_before_it():
@@ -188,7 +188,7 @@ def test_iteration_raises_the_request_s_error_after_what_came_before_it():
         with pytest.raises(RequestError, match="no"):
             await anext(stream)
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 def test_a_stream_that_is_dropped_abandons_its_request():
@@ -210,7 +210,7 @@ def test_abort_and_aclose_abort():
     request = opened()
     stream, done = stream_of(request)
     stream.abort()
-    asyncio.run(stream.aclose())
+    in_turns(stream.aclose())
     assert done["aborted"] == [1, 1]
 
 
@@ -225,7 +225,7 @@ def test_waiting_for_the_prompt():
         request.end(300.0)
         assert (await stream.wait_accepted()).prompt_ids == PROMPT
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 @pytest.mark.parametrize(("error", "status"), [(RequestError(400, "no"), 400), (None, 499)])
@@ -240,7 +240,7 @@ def test_waiting_for_the_prompt_of_one_that_ends(error, status):
             await waiting
         return caught.value
 
-    found = asyncio.run(main())
+    found = in_turns(main())
     assert found.status == status and (error is not None or "aborted" in found.message)
 
 
@@ -257,7 +257,7 @@ def test_collect_waits_for_the_end_and_makes_no_events():
         take(request, 2, [3], "c", STOP)
         assert await waiting is request.children
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 def test_collect_raises_the_request_s_error():
@@ -268,7 +268,7 @@ def test_collect_raises_the_request_s_error():
         with pytest.raises(RequestError, match="no"):
             await stream.collect()
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 def test_forward_ends_with_what_came_last():
@@ -281,7 +281,7 @@ def test_forward_ends_with_what_came_last():
         assert await stream.forward(lambda events: given.append(len(events)) is None)
         assert given == [1]  # there is nothing more to give
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 def test_forward_that_is_cancelled_gives_nothing_more():
@@ -297,7 +297,7 @@ def test_forward_that_is_cancelled_gives_nothing_more():
         assert not given
         assert (await anext(stream)).text == "a"
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 def test_an_act_is_called_once_a_turn_in_the_order_of_adding():
@@ -314,7 +314,7 @@ def test_an_act_is_called_once_a_turn_in_the_order_of_adding():
         await asyncio.sleep(0)
         assert called == [2, 1, 1]
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 # ---------------------------------------------------------------- answers
@@ -330,7 +330,7 @@ def test_an_answer_is_what_was_pooled():
         request.end(300.0)
         assert (await answer) is request.pooled and not aborted
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 def test_an_answer_that_fails_raises():
@@ -341,7 +341,7 @@ def test_an_answer_that_fails_raises():
         with pytest.raises(RequestError, match="no"):
             await answer
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 def test_an_answer_of_one_that_is_aborted_is_cancelled():
@@ -352,7 +352,7 @@ def test_an_answer_of_one_that_is_aborted_is_cancelled():
         await asyncio.sleep(0)
         assert answer.cancelled() and not aborted
 
-    asyncio.run(main())
+    in_turns(main())
 
 
 def test_an_answer_that_is_given_up_aborts_its_request():
@@ -364,4 +364,4 @@ def test_an_answer_that_is_given_up_aborts_its_request():
         assert aborted == [1]
         request.end(300.0)  # and nothing more is put into it
 
-    asyncio.run(main())
+    in_turns(main())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from quire.client.best import to_wire
 from quire.client.generation import OpenGeneration
@@ -14,6 +16,7 @@ from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
 from quire.proto.work import Generate, Pool
 
+T = TypeVar("T")
 PROMPT = [5, 6, 7]
 NONE, STOP, LENGTH = m.Finish.NONE, m.Finish.STOP, m.Finish.LENGTH
 
@@ -60,3 +63,17 @@ def pooling(accepted: bool = True) -> OpenPooling:
     if accepted:
         request.accept(m.Accepted(1, 0, i32(PROMPT), "hi", request.work))
     return request
+
+
+def in_turns(main: Coroutine[Any, Any, T], most: int = 100) -> T:
+    """``asyncio.run`` where nothing comes from outside: what is not done after so many turns of the loop never is."""
+
+    async def bounded() -> T:
+        task = asyncio.ensure_future(main)
+        for _ in range(most):
+            if not task.done():
+                await asyncio.sleep(0)
+        assert task.done(), "it waits for ever"
+        return task.result()
+
+    return asyncio.run(bounded())
