@@ -73,9 +73,7 @@ class Step:
             if not tokens and finish == Finish.NONE:
                 return
         offset = sequence.count
-        include = request.include
-        if finish == Finish.STOP and not include and tokens:
-            include = request.shows_end(tokens[-1], stop_id)
+        include = bool(tokens) and request.shows_end(tokens[-1], stop_id)
         news = sequence.advance(tokens, finish, stop_id, include)
         if record is not None:
             record = cut(record, count, have, have + news.used)

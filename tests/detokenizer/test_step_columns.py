@@ -210,6 +210,18 @@ def test_a_plain_row_is_counted() -> None:
     assert mine.sequences[0].count == 2 and from_i32(out(step).offsets) == [0, 1]
 
 
+def test_a_row_of_two_tokens_is_taken_whole() -> None:
+    mine = request()
+    step = take([mine], batch((1, 0, 0, "ab", NONE, -1)))
+    assert (out(step).texts, from_i32(out(step).counts), mine.sequences[0].count) == (["ab"], [2], 2)
+
+
+def test_a_plain_row_may_begin_a_stop_string() -> None:
+    mine = request(stop="bc")
+    step = take([mine], batch((1, 0, 0, "a", NONE, -1), (1, 0, 1, "b", NONE, -1), (1, 0, 2, "d", NONE, -1)))
+    assert out(step).texts == ["a", "", "bd"]
+
+
 def test_a_row_of_another_attempt_is_dropped() -> None:
     mine = request()
     step = take([mine], batch((1, 0, 0, "a", NONE, -1), attempt=2))
