@@ -367,6 +367,11 @@ def test_a_step_that_is_lost_changes_nothing() -> None:
     assert group.advance(2, [1, 0], ids("bb")) == [1]
 
 
+def test_a_group_begins_with_its_first_step() -> None:
+    with pytest.raises(LostBeams, match="step 2 came after 0"):
+        beams().advance(2, [0], ids("a"))
+
+
 def test_the_first_step_may_come_at_any_time() -> None:
     group = beams()
     group.advance(1, [0], ids("a"))
