@@ -88,7 +88,6 @@ class BadWords:
                 for token in sorted(backend.get_vocab(with_added_tokens=True).values()):
                     piece = self._piece(token)
                     ids.setdefault(piece.encode() if isinstance(piece, str) else piece, []).append(token)
-                ids.pop(b"", None)
             self._ids = ids
         return self._ids
 
@@ -110,8 +109,6 @@ def _walk(steps: list[list[tuple[int, int]]], at: int, count: int, reach: list[s
     """Every spelling from ``at`` on in exactly ``count`` tokens."""
     if not count:
         yield ()
-        return
-    if at not in reach[count]:
         return
     for token, end in steps[at]:
         if end in reach[count - 1]:
