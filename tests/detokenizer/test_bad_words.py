@@ -183,6 +183,11 @@ def test_a_word_that_cannot_be_encoded_is_refused() -> None:
     assert (len(caught.value.message), caught.value.param) == (300, "bad_words")
 
 
+def test_the_highest_id_of_a_word_is_named() -> None:
+    with pytest.raises(Refused, match=r"'ab' has the token id 5, which is out of vocabulary \(0 to 4\)"):
+        of(LETTERS).forms(["ab"], 5)
+
+
 def test_the_highest_id_of_the_vocabulary_is_in_it() -> None:
     assert of(toy(["q", "▁"], [])).forms(["q"], 2)
 

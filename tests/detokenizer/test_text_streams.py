@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from detokenizer_toys import KINDS, STREAMS, TEXT, no_decoder, wrap
+from detokenizer_toys import KINDS, STREAMS, TEXT, no_decoder, wordpiece, wrap
 from tokenizers import decoders
 
 from quire.detokenizer import detokenize
@@ -52,6 +52,18 @@ def test_any_tokens_give_what_decoding_them_at_once_gives(name: str, skip: bool)
         whole = backend.decode(ids, skip_special_tokens=skip)
         assert "".join(parts) == whole
         assert all(whole.startswith("".join(parts[:n])) for n in range(len(parts)))
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_a_tokenizer_that_is_loaded_gets_its_own_kind_of_stream(name: str) -> None:
+    backend, kind = KINDS[name]
+    streams, draw = Streams(wrap(backend)), random.Random(0)
+    for skip in (True, False):
+        assert type(streams.open([], skip)) is kind
+        for _ in range(10):
+            ids = [draw.randrange(backend.get_vocab_size(with_added_tokens=True)) for _ in range(12)]
+            stream = streams.open([], skip)
+            assert "".join([*map(stream.push, ids), stream.finish()]) == backend.decode(ids, skip_special_tokens=skip)
 
 
 # ---------------------------------------------------------------- bytes
@@ -161,6 +173,12 @@ def test_a_run_too_long_at_the_beginning_loses_its_first_blank_where_the_decoder
     assert "".join(map(stream.push, ids)) == KINDS[name][0].decode(ids) == blank + "x" * MAX_RUN
 
 
+def test_after_a_run_too_long_at_the_beginning_a_token_keeps_its_blank() -> None:
+    stream = sp(())
+    parts = [stream.push(BYTE + 120) for _ in range(MAX_RUN)]
+    assert stream.push(SPACE_A) == " a" and "".join(parts) == "x" * MAX_RUN
+
+
 def test_a_copy_is_in_the_midst_of_a_run_too() -> None:
     for length in (2, MAX_RUN):
         stream = sp()
@@ -228,6 +246,19 @@ def test_a_window_does_not_grow() -> None:
     assert decode.most <= 13  # those of the last output, and as many before
 
 
+def test_a_window_keeps_the_last_tokens_that_went_out() -> None:
+    seen: list[list[int]] = []
+
+    def decode(ids: list[int]) -> str:
+        seen.append(ids)
+        return "x" * len(ids)
+
+    stream = WindowStream(decode, [])
+    for token in range(10):
+        stream.push(token)
+    assert seen[-2:] == [[3, 4, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8, 9]]
+
+
 def test_a_window_s_copy_goes_its_own_way() -> None:
     stream = WindowStream(Decode(), [97])
     stream.push(0)
@@ -260,6 +291,15 @@ def test_a_piece_is_a_look_up_where_the_decoder_is_known_only() -> None:
     slow.backend = None
     streams = Streams(slow)
     assert streams.quick_piece is None and type(streams.open([], True)) is WindowStream
+    assert streams.piece(10**6) == ""
+
+
+def test_added_tokens_that_are_shown_stand_apart_where_special_ones_are_not_shown() -> None:
+    backend = wordpiece()
+    backend.add_tokens(["<one>", "<two>"])
+    stream = Streams(wrap(backend)).open([], True, False)
+    ids = [backend.token_to_id(token) for token in ("t", "<one>", "<two>")]
+    assert "".join(map(stream.push, ids)) == backend.decode(ids) == "t <one> <two>"
 
 
 def test_a_decoder_that_disagrees_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -273,7 +313,7 @@ def test_a_decoder_that_disagrees_is_logged(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("piece", "data"),
     [(None, None), ("<0xE4>", b"\xe4"), ("<0xe4>", b"\xe4"), ("<0x41>", None), ("Ã", b"\xc3"), ("a", None),
-     ("日", None), ("", None), ("<0xE4>x", None)],
+     ("日", None), ("日a", None), ("a日", None), ("", None), ("<0xE4>x", None)],
 )  # fmt: skip
 def test_the_bytes_that_a_token_s_name_stands_for(piece: str | None, data: bytes | None) -> None:
     assert _bytes_of(piece) == data
