@@ -22,7 +22,7 @@ class OpenPooling(OpenRequest):
         import numpy as np  # which those who only generate do without
 
         values = np.frombuffer(data, np.float32)
-        if rows < 0 or not len(values) or self.accepted is None or (rows and rows != len(self.accepted.prompt_ids)):
+        if not len(values) or self.accepted is None or (rows and rows != len(self.accepted.prompt_ids)):
             raise ValueError(f"{rows} rows of {len(data)} bytes answer request {self.uid}")
         shaped = values.reshape(rows, -1) if rows else values
         self.pooled = Pooled(self.accepted.prompt_ids, shaped, self.cached_tokens)

@@ -4,7 +4,7 @@ import numpy
 import pytest
 from open_requests import PROMPT, pooling
 
-from quire.client.logprobs import unpack
+from quire.client.logprobs import by_row, unpack
 from quire.client.results import RequestError
 from quire.client.sendable import bad_field, pack_ids, priority_of, size_of, unsendable
 from quire.proto import messages as m
@@ -73,6 +73,17 @@ def test_a_record_of_several_tokens_has_equal_shares():
 def test_a_record_that_does_not_fit_is_a_bad_frame(record):
     with pytest.raises(BadFrame, match="logprobs of"):
         unpack(record)
+
+
+def test_records_are_found_by_their_rows():
+    first, second = m.Logprobs(i32([1]), f32([-1]), i32([1])), m.Logprobs(i32([2, 3]), f32([-1] * 2), i32([1] * 2))
+    columns = [b""] * 4, i32([1, 1, 2]), b"", [], b"", [], b""
+    batch = m.TextBatch(*columns[0], *columns[1:], logprob_rows=i32([0, 2]), logprobs=[first, second])
+    assert by_row(batch, [1, 1, 2]) == {0: first, 2: second}
+
+
+def test_an_error_reads_as_its_message():
+    assert str(RequestError(400, "no")) == "no"
 
 
 def test_a_record_must_be_of_as_many_tokens_as_its_row():

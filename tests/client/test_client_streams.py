@@ -1,6 +1,7 @@
 """What a consumer is shown of a request: events, streams, held requests, answers."""
 
 import asyncio
+import gc
 import math
 
 import pytest
@@ -296,6 +297,51 @@ def test_forward_that_is_cancelled_gives_nothing_more():
         await asyncio.sleep(0)
         assert not given
         assert (await anext(stream)).text == "a"
+
+    in_turns(main())
+
+
+def test_after_forward_iteration_is_told_of_what_comes():
+    async def main():
+        request = opened()
+        stream, _ = stream_of(request)
+        take(request, 0, [1], "a")
+        assert not await stream.forward(lambda events: False)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        take(request, 1, [2], "b")
+        return await waiting
+
+    assert in_turns(main()).text == "b"
+
+
+def test_forward_that_fails_and_is_cancelled_in_one_moment_logs_nothing():
+    seen = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: seen.append(context))
+        request = opened()
+        stream, _ = stream_of(request)
+        forwarding = asyncio.ensure_future(stream.forward(lambda events: 1 / 0))
+        await asyncio.sleep(0)
+        take(request, 0, [1], "a")  # the error comes in the next turn,
+        loop.call_soon(forwarding.cancel)  # and so does this
+        with pytest.raises(asyncio.CancelledError):
+            await forwarding
+        del forwarding
+        gc.collect()
+
+    in_turns(main())
+    assert not seen
+
+
+def test_forward_that_is_closed_in_the_midst_says_nothing():
+    async def main():
+        stream, _ = stream_of(opened())
+        forwarding = stream.forward(lambda events: True)
+        forwarding.send(None)
+        forwarding.close()
 
     in_turns(main())
 
