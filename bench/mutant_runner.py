@@ -133,14 +133,15 @@ class _Runner:
 
     def _tests(self, mutant: Mutant) -> list[int]:
         """Those that may see it, the likeliest first."""
-        if mutant.function is None:
-            wanted = {at for at, lines in self.lines.items() if any(file == str(mutant.file) for file, _ in lines)}
-            wanted = wanted or {*self.lines}  # all of it runs at import
+        if mutant.function is None:  # it runs at import: any test may see it, those that run the file's functions first
+            wanted = {*self.lines}
+            own = {at for at, lines in self.lines.items() if any(file == str(mutant.file) for file, _ in lines)}
         else:
             where = {(str(mutant.file), line) for line in mutant.lines}
-            wanted = {at for at, lines in self.lines.items() if not where.isdisjoint(lines)}
+            wanted = own = {at for at, lines in self.lines.items() if not where.isdisjoint(lines)}
         near, far = self.kills[mutant.file, mutant.where], self.kills[mutant.file, ""]
-        tests = sorted(wanted, key=lambda at: -(0.1 + far[at] + 10 * near[at]) / (LEAST_TEST_S + self.seconds[at]))
+        worth = {at: (0.1 + far[at] + 10 * near[at]) / (LEAST_TEST_S + self.seconds[at]) for at in wanted}
+        tests = sorted(wanted, key=lambda at: (at not in own, -worth[at]))
         sums = itertools.accumulate(self.seconds[at] for at in tests)
         return [at for at, seconds in zip(tests, sums, strict=True) if seconds <= self.budget] or tests[:1]
 

@@ -92,7 +92,7 @@ class Step:
 
     def _ended(self, request: Request, index: int, by_string: bool) -> None:
         sequence = request.sequences.pop(index)
-        if by_string and not request.beam_search:
+        if by_string:
             self.stopped.append(Stopped(request.uid, request.attempt, index, sequence.count))
         if not request.sequences:
             self._requests.pop(request.uid, None)

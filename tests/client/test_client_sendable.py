@@ -5,7 +5,7 @@ import pytest
 from open_requests import PROMPT, pooling
 
 from quire.client.logprobs import by_row, unpack
-from quire.client.results import RequestError
+from quire.client.results import Pooled, RequestError
 from quire.client.sendable import bad_field, pack_ids, priority_of, size_of, unsendable
 from quire.proto import messages as m
 from quire.proto.codec import BadFrame, f32, from_i32, i32
@@ -44,6 +44,10 @@ def test_vectors_have_a_row_for_the_prompt_or_one_for_each_token(rows, shape):
     pooled = request.pooled
     assert (pooled.data.shape, pooled.data.dtype) == (shape, numpy.float32)
     assert (pooled.data.ravel().tolist(), pooled.prompt_ids, pooled.num_cached_tokens) == (list(range(6)), PROMPT, 2)
+
+
+def test_nothing_is_cached_of_vectors_where_nobody_says_so():
+    assert Pooled([1], numpy.zeros(1, numpy.float32)).num_cached_tokens == 0
 
 
 def test_a_pooled_request_makes_no_progress():

@@ -379,6 +379,12 @@ def test_the_first_step_may_come_at_any_time() -> None:
     assert group.advance(1, [0, 0], ids("ab")) == [] and group.advance(2, [0, 1], ids("bb")) == [0]
 
 
+def test_a_group_that_begins_again_has_no_text() -> None:
+    group = beams()
+    group.advance(1, [0], ids("a"))
+    assert group.advance(1, [0], ids("b")) == []
+
+
 @pytest.mark.parametrize(("least", "stopped"), [(0, [0]), (1, [0]), (2, []), (3, [])])
 def test_a_beam_may_end_after_min_tokens(least: int, stopped: list[int]) -> None:
     group = beams(least=least)
