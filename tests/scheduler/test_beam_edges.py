@@ -226,9 +226,10 @@ def test_the_last_token_that_it_may_have_ends_every_candidate() -> None:
     assert rig.tokens == {(1, 0): [5], (1, 1): [6]}
 
 
-def test_where_nothing_may_come_the_search_ends_with_what_it_has_or_fails() -> None:
+@pytest.mark.parametrize("stop", [None, ["x"]])
+def test_where_nothing_may_come_the_search_ends_with_what_it_has_or_fails(stop: list[str] | None) -> None:
     rig = Rig()
-    search(rig, 8, max_tokens=9)
+    search(rig, 8, max_tokens=9, stop=stop)  # the detokenizer is not asked about nothing
     step(rig, [(1, -INF), (2, -INF), (3, -INF), (4, -INF)])
     (failed,) = told(rig, Failed)
     assert (failed.status, failed.message) == (400, "Masks and bad words left no token that a beam could go on with.")
