@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--longest", type=float, default=3.0, help="leave out tests that take over so many seconds")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for a mutant, the likeliest first")
     parser.add_argument("--verbose", action="store_true", help="say of each mutant which test saw it")
-    parser.add_argument("--again", action="store_true", help="of --out, only those that were not killed")
+    parser.add_argument("--again", action="store_true", help="of modules in --out, only what survived")
 
 
 def run(args: argparse.Namespace, out: Path, argv: list[str]) -> int:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, out: Path, argv: list[str]) -> int:
             for mutant in mutants_of(Path(quire.__path__[0]) / file)
             if args.only in mutant.name
             and zlib.crc32(mutant.name.encode()) % args.every == 0
-            and (mutant.name in known or not args.again)
+            and (mutant.name in known or file not in modules or not args.again)
         ]
     fates: Counter[str] = Counter()
     survivors: dict[str, list[dict[str, Any]]] = {file: [] for file in mutants}
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, out: Path, argv: list[str]) -> int:
     if code or sum(fates.values()) != total:
         raise BenchError(f"the tests did not run: pytest ended with code {code}")
     for file, tried in mutants.items():
-        count = modules[file]["mutants"] if args.again else len(tried)
+        count = modules[file]["mutants"] if args.again and file in modules else len(tried)
         left = sorted(survivors[file], key=lambda one: one["line"])
         score = round(100 * (1 - len(left) / max(1, count)), 1)
         print(f"{file}: {count} mutants, {count - len(left)} seen: {score} %")
