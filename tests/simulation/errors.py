@@ -168,6 +168,10 @@ def _unavailable(consumer: Consumer, world: Any) -> str | None:
     if "No worker is left" in message:
         never = impossible(consumer.ask, shape, min(world.sizes))
         return None if never and waited >= UNPLACED_S else "an answer, since a worker can hold it"
-    if world.poisoned.get(consumer.uid) == "slot" or "closed" in message:
+    if "closed" in message:
+        place = f"f{consumer.ask.frontend}"
+        ended = world.gave_up or any(each.kind == "term" and each.target == place for each in world.plan.faults)
+        return None if ended else f"an answer, since nobody ends {place}"
+    if world.poisoned.get(consumer.uid) == "slot":
         return None
     return "no such error"
