@@ -249,7 +249,7 @@ def _text(watch: Watch) -> None:
     def state(core: DetokenizerCore, request: Request) -> str:
         if request.submitted:
             return "submitted"
-        return "early" if any(request is early for early, _ in core._early) else "preparing"
+        return "early" if any(request is early for early, _ in core._line) else "preparing"
 
     def dropped(self: DetokenizerCore, request: Request) -> Mark:
         return ("text", state(self, request), watch.why("aborted"), "over")
