@@ -408,6 +408,7 @@ def test_an_answer_that_is_given_up_aborts_its_request():
         answer.cancel()
         await asyncio.sleep(0)
         assert aborted == [1]
-        request.end(300.0)  # and nothing more is put into it
+        request.take(0, f32([1]))
+        request.end(300.0)  # too late, and put nowhere
 
     in_turns(main())
