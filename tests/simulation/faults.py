@@ -96,10 +96,7 @@ def _clock(world: World, fault: Fault, process: Any) -> None:
 
 
 def _trouble(world: World, fault: Fault, process: Any) -> None:
-    if fault.kind == "step_hangs":
-        world.blow(fault.kind, fault.target)
-    elif fault.kind != "slot_fails":
-        world.blow(fault.kind, fault.target, max(fault.value, 0.1) if fault.kind != "answers_twice" else float("inf"))
+    """Of its next step, whenever that comes."""
     process.trouble.append((fault.kind, fault.value))
 
 

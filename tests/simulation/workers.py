@@ -89,7 +89,9 @@ class Worker(Process):
                 kind, late = self.trouble.popleft()
                 if kind == "step_hangs":
                     self.hung = True
+                    self.world.blow(kind, self.place)
                     return
+                self.world.blow(kind, self.place, late)
         elif isinstance(message, m.Assign | m.Configure):
             low, high = self.shape.load / 8, self.shape.load / 4
         self.later(low + late, high + late, self._run, self.identity, message)
@@ -112,6 +114,7 @@ class Worker(Process):
             return
         kind, _ = self.trouble.popleft()
         if kind == "step_fails":
+            self.world.blow(kind, self.place, 0.0)
             store.run = _fails  # type: ignore[method-assign]
         elif kind == "slot_fails":
             uids = [*(admit.uid for admit in plan.admits), *(row.admit.uid for row in store.rows.values())]
@@ -119,6 +122,7 @@ class Worker(Process):
                 store.failing.add(uids[0])
                 self.world.poisoned.setdefault(uids[0], "slot")
         elif kind == "answers_twice":
+            self.world.blow(kind, self.place)
             self._doubled = m.StepResult(plan.lease, plan.step, b"")
 
     # -- what goes out
