@@ -75,7 +75,7 @@ def _slices(report: Report, args: argparse.Namespace) -> list[tuple[str, Sequenc
         before = load_results(report.out)
         if before["commit"] != report.data["commit"]:
             raise BenchError(f"{report.out} is of commit {before['commit']}; --resume goes on with the same code only.")
-        for name in ("samples", "failures", "coverage", "not_reached", "date"):
+        for name in ("samples", "failures", "coverage", "not_reached", "in_no_table", "date"):
             report.data[name] = before[name]
     done = {sample["labels"].get("seeds") for sample in report.samples}
     return [(name, piece) for name, piece in slices if name not in done]
@@ -84,7 +84,7 @@ def _slices(report: Report, args: argparse.Namespace) -> list[tuple[str, Sequenc
 def _many(report: Report, args: argparse.Namespace, slices: Sequence[tuple[str, Sequence[int]]]) -> None:
     """A sample for each slice; failing seeds are listed at the end, and are an error."""
     from simulation.run import run_many
-    from simulation.tables import not_reached
+    from simulation.tables import not_reached, unknown
 
     failures = report.data.setdefault("failures", [])
     marks = Counter(report.data.get("coverage", {}))
@@ -113,6 +113,7 @@ def _many(report: Report, args: argparse.Namespace, slices: Sequence[tuple[str, 
                 values["histories_per_minute"] = counts["histories"] * 60 / (time.monotonic() - began)
                 report.data["coverage"] = dict(sorted(marks.items()))
                 report.data["not_reached"] = not_reached(marks)
+                report.data["in_no_table"] = unknown(marks)
     for mark, reason in report.data.get("not_reached", {}).items():
         print(f"not reached: {mark}" + (f" ({reason})" if reason else ""))
     report.save()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
 from bench import machine, plots, serving, stats, table  # noqa: E402
-from bench.__main__ import main, make_parser, summary  # noqa: E402
+from bench.__main__ import OTHERS, main, make_parser, summary  # noqa: E402
 from bench.parts import PARTS  # noqa: E402
 from bench.report import BenchError, Report, load, merge, rounded  # noqa: E402
 
@@ -271,7 +271,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
 def test_the_list_names_every_part(capsys):
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [*PARTS, "compare", "gpu"]
+    assert [line.split()[0] for line in lines] == [*PARTS, *OTHERS]
     assert all(len(line.split()) > 3 for line in lines)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from quire.client.core import EngineCore
 from quire.client.placement import Link
@@ -23,6 +24,7 @@ from quire.detokenizer.step import Step
 from quire.scheduler.beam_group import BeamGroup
 from quire.scheduler.books import Books
 from quire.scheduler.core import Scheduler
+from quire.scheduler.membership import Membership
 from quire.scheduler.request import Sequence
 from quire.scheduler.worker_phase import Event
 from quire.scheduler.worker_registry import Worker, WorkerRegistry
@@ -134,17 +136,18 @@ def _sequence(watch: Watch) -> None:
         "preempt": "preempted", "end_lease": "lease ended", "end": "finished", "answer": "answered", "fail": "failed",
         "forget_owner": "owner forgotten", "_drop_unanswered": "answer lost",
     })  # fmt: skip
+    watch.cause(WorkerRegistry, {"_let_go": "drained"})
+    watch.cause(Membership, {"undelivered": "undelivered"})
     watch.cause(
         Scheduler,
         {"abort": "aborted", "stopped": "stop string", "open": "not believed in", "submit": "replaced"},
     )
 
     def moves(event: str, after: str) -> Callable[..., Mark]:
-        return lambda seq, *_: (kind_of(seq), state_of(seq), event or watch.why("drained"), after)
+        return lambda seq, *_: (kind_of(seq), state_of(seq), event or watch.why("?"), after)
 
     watch.before(Sequence, "start", moves("given a row", "prefill"))
     watch.before(Sequence, "fork", moves("forked", "decode"))
-    watch.before(BeamGroup, "start", moves("given rows", "prefill"))
     watch.before(Sequence, "begin_decoding", moves("prompt scheduled", "decode"))
     watch.before(BeamGroup, "begin_decoding", moves("prompt scheduled", "decode"))
     watch.before(Sequence, "requeue", moves("", "waiting"))
@@ -165,14 +168,19 @@ def state_of(seq: Sequence) -> str:
 
 
 def _request(watch: Watch) -> None:
+    """What is marked is how a request goes from where it was marked last to where it is now."""
+    watch.cause(EngineCore, {"abort": "aborted"})
+    seen: WeakKeyDictionary[OpenRequest, str] = WeakKeyDictionary()
+
     def event(name: str) -> Callable[[Old], Old]:
         def make(old: Old) -> Old:
-            def happen(self: OpenRequest, *arguments: Any) -> Any:
-                if self.done:
-                    return old(self, *arguments)
-                before = where_is(self)
-                found = old(self, *arguments)
-                watch.marks["request", before, name + _how(name, self, arguments), where_is(self)] += 1
+            def happen(*arguments: Any) -> Any:
+                request = next(each for each in arguments if isinstance(each, OpenRequest))
+                done, found = request.done, old(*arguments)
+                if not done:
+                    now = where_is(request)
+                    watch.marks["request", seen.get(request, "new"), _how(watch, name, request, arguments), now] += 1
+                    seen[request] = now
                 return found
 
             return happen
@@ -181,24 +189,17 @@ def _request(watch: Watch) -> None:
 
     for method, name in (("accept", "accepted"), ("start", "started"), ("lost", "lost"), ("end", "ended")):
         watch.replace(OpenRequest, method, event(name))
-
-    def add(old: Old) -> Old:
-        def added(self: Link, request: OpenRequest) -> None:
-            before = where_is(request)
-            old(self, request)
-            watch.marks["request", before, "placed", where_is(request)] += 1
-
-        return added
-
-    watch.replace(Link, "add", add)
+    watch.replace(Link, "add", event("placed"))
 
 
-def _how(name: str, request: OpenRequest, arguments: tuple[Any, ...]) -> str:
+def _how(watch: Watch, name: str, request: OpenRequest, arguments: tuple[Any, ...]) -> str:
     if name == "lost":
-        return ", counted" if arguments[0] else ", not counted"
-    if name == "ended" and request.error is not None:
-        return f" with {request.error.status}"
-    return ""
+        return "lost, counted" if arguments[1] else "lost, not counted"
+    if name == "ended":
+        if request.error is not None:
+            return "refused" if request.error.status < 500 else "failed"
+        return watch.why("finished")
+    return name
 
 
 def where_is(request: OpenRequest) -> str:
@@ -243,13 +244,15 @@ def _state(link: Link) -> str:
 def _text(watch: Watch) -> None:
     watch.cause(DetokenizerCore, {
         "_compare": "not listed", "_lose_engine": "its Engine is lost", "_tokenize": "replaced", "_lose": "out of step",
-        "_peers": "early",
+        "_begin_alone": "let begin", "_settle": "", "_peers": "",
     })  # fmt: skip
 
     def state(core: DetokenizerCore, request: Request) -> str:
         if request.submitted:
             return "submitted"
-        return "early" if any(request is early for early, _ in core._line) else "preparing"
+        if any(request is other for other, _ in core._line):
+            return "waits"
+        return "asks to begin" if request is core._alone and core._asked is not None else "preparing"
 
     def dropped(self: DetokenizerCore, request: Request) -> Mark:
         return ("text", state(self, request), watch.why("aborted"), "over")
@@ -270,7 +273,8 @@ def _text(watch: Watch) -> None:
         return unknown
 
     def prepared(self: DetokenizerCore, request: Request, message: Any) -> Mark:
-        return ("text", "early" if watch.why("") == "early" else "new", "prepared", "preparing")
+        before = {"replaced": "new", "let begin": "asks to begin"}.get(watch.why(""), "waits")
+        return ("text", before, "prepared", "preparing")
 
     def ended(self: Step, request: Request, index: int, by_string: bool) -> Mark:
         after = "over" if len(request.sequences) == 1 else "submitted"
@@ -310,7 +314,7 @@ def _process(watch: Watch) -> None:
 def _fault(watch: Watch) -> None:
     def strike(old: Old) -> Old:
         def struck(self: World, fault: Fault) -> None:
-            for phase in phases_of(self, fault):
+            for phase in phases_of(self, fault) if fault.kind != "join" else ():
                 watch.marks["fault", fault.kind, phase] += 1
             old(self, fault)
 

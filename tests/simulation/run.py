@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -98,8 +99,20 @@ def run_plan(plan: Plan, limit_s: float = LIMIT_S, lines: list[str] | None = Non
         record.failures = [f"{_exception(error)} | {error}\n{where}"]
     if world is not None:
         record.virtual_s, record.events = world.timeline.now, world.timeline.happened
+        record.failures = _by_name(world, record.failures)
+        if lines is not None:
+            lines[:] = _by_name(world, lines)
     record.seconds = time.process_time() - began
     return record
+
+
+def _by_name(world: World, lines: list[str]) -> list[str]:
+    """Lines in which a request is called what it is asked by, and not by its uid."""
+    names = {str(consumer.uid): consumer.ask.name for consumer in world.consumers if consumer.uid}
+    if not names:
+        return lines
+    uids = re.compile("|".join(names))
+    return [uids.sub(lambda found: names[found[0]], line) for line in lines]
 
 
 def _exception(error: BaseException) -> str:

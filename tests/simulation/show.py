@@ -14,7 +14,8 @@ def transcript(plan: Plan, limit_s: float = LIMIT_S) -> tuple[list[str], Record]
     """The lines of a plan's history, and what became of it."""
     lines: list[str] = []
     record = run_plan(plan, limit_s, lines)
-    return [*plan_lines(plan), "", *lines, *(f"FAILED {failure}" for failure in record.failures)], record
+    unsaid = [f"!! {failure}" for failure in record.failures if f"!! {failure}" not in lines]
+    return [*plan_lines(plan), "", *lines, *unsaid], record
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -33,7 +34,7 @@ def said(value: Any) -> str:
     for field in msgspec.structs.fields(value):
         it = getattr(value, field.name)
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        if it == default:
+        if it == default or (default is None and it == []):
             continue
         if isinstance(it, msgspec.Struct):
             parts.append(f"{field.name} ({said(it) or 'plain'})")

@@ -58,6 +58,7 @@ def shrink(plan: Any, fails: Callable[[Any], bool], tries: int = 2000) -> Any:
         before = search.plan
         _leave_out(search)
         _make_plain(search)
+    _make_short(search)
     return search.plan
 
 
@@ -86,6 +87,14 @@ def _make_plain(search: Search) -> None:
             continue
         for smaller in nearer(value, plainest):
             if search.take(path, smaller):
+                break
+
+
+def _make_short(search: Search) -> None:
+    """Where the plainest value makes a long history, the least that will do."""
+    for path in [path for path, _ in walk(search.plan) if path[-1] == "max_tokens"]:
+        for least in (1, 2, 3, 5, 8, 13, 21):
+            if search.take(path, least):
                 break
 
 
