@@ -215,7 +215,7 @@ class BeamGroup(Sequence):
 
     def _finish(self, token: int, stopped: bool) -> tuple[Finish, int]:
         finish, stop_id = self.request.finish_of(token, self.step)
-        if finish is Finish.NONE and stopped:
+        if stopped:
             finish = Finish.STOP
         if finish is Finish.NONE and self.total + 1 >= self.limit:
             finish = Finish.LENGTH

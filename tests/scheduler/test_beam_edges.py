@@ -97,7 +97,8 @@ def test_how_many_log_probs_a_beam_is_given(logprobs: int | None, vocab: int, gi
     for count in (given - 1, given, given + 1):
         some = record([0, *range(count)], [-1.0] * (count + 1))
         if count == given:
-            assert read_scores(some, request, vocab).ids == [*range(min(given, 4))]
+            found = read_scores(some, request, vocab)
+            assert found.ids == [*range(min(given, 4))] and len(found.values) == len(found.ids)
         else:
             with pytest.raises(BadFrame):
                 read_scores(some, request, vocab)
