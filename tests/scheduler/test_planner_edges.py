@@ -79,6 +79,18 @@ def test_a_suspect_for_which_there_is_no_room_holds_nobody_up() -> None:
         assert rig.tokens[one, 0] == expected_tokens(rig.prompt(40, one), one, count, VOCAB)
 
 
+def test_a_suspect_that_leaves_holds_nobody_up() -> None:
+    rig = Rig()
+    uid, other = suspect(rig, 60), rig.submit(8, max_tokens=2)
+    rig.plan()
+    assert [seq.uid for seq in rig.replica.quarantined] == [uid]
+    rig.core.abort(uid, 1)
+    assert rig.replica.quarantined == []
+    rig.plan()
+    assert uids(rig) == [other]
+    rig.run()
+
+
 def test_a_worker_that_drains_takes_no_suspect_either() -> None:
     rig = Rig()
     rig.submit(8, max_tokens=30)
