@@ -112,6 +112,8 @@ def _overloaded(consumer: Consumer, world: Any) -> str | None:
     """429: the line is as long as it may be, or the key has as many requests open as it may."""
     shape, ask = world.plan.shape, consumer.ask
     assert consumer.error is not None
+    if consumer.request is not None and consumer.request.attempt:
+        return "no refusal for load of one that was sent again"
     if not MIN_RETRY_S <= (consumer.error.retry_after or 0.0) <= MAX_RETRY_S:
         return f"Retry-After of {MIN_RETRY_S:g} to {MAX_RETRY_S:g} s (got {consumer.error.retry_after})"
     lag = NOTICED_S if world.blows else 0.5
@@ -157,6 +159,7 @@ def _unavailable(consumer: Consumer, world: Any) -> str | None:
     shape, request, waited = world.plan.shape, consumer.request, consumer.ended - consumer.begun
     assert consumer.error is not None and request is not None
     message = consumer.error.message
+    waited = min(waited, consumer.ended - (request.metrics.last_token_time or consumer.begun))
     if "detokenizer" in message:
         limit = NO_DETOKENIZER_RESUMED_S if request.attempt else NO_DETOKENIZER_S
         return None if waited >= limit else f"a wait of {limit:g} s before that (it was {waited:.2f})"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.proto import messages as m
 
+from . import bounds
 from .host import Host
 from .plan import WORKER, Fault
 from .processes import FRONT
@@ -82,6 +83,8 @@ def _go_on(world: World, host: Host, blow: list[Any]) -> None:
     if host.alive and host.stopped:
         world.say(f"! {host.name} goes on")
         host.go_on()
+        for line in bounds.overlooked(world, blow[3], world.timeline.now - blow[0]) if host.serving else ():
+            world.fail(line)
 
 
 def _clock(world: World, fault: Fault, process: Any) -> None:

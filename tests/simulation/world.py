@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import chance, faults, toy
+from . import bounds, chance, faults, toy
 from .checks import Rules, check_end, leftovers
 from .consumer import Consumer
 from .host import Host
@@ -141,6 +141,8 @@ class World:
         self._turns += 1
         if self._turns % INTEGRITY_EVERY == 0:
             scheduler.core.check_integrity()
+            for line in bounds.over_limits(scheduler.core, self.plan.shape):
+                self.fail(line)
 
     def served(self, place: str) -> None:
         """A process has begun to serve."""
@@ -178,6 +180,9 @@ class World:
 
     def _spawn(self, place: str) -> Host:
         """A new process."""
+        before = self.processes.get(place)
+        if before is not None and place[0] == "w" and before.host.code == 0:
+            self.fail(f"started again | {place}: expected nobody where a worker has left, got another")
         self._names[place] += 1
         host = Host(self.timeline, SERVICES[place[0]], f"{place}.{self._names[place]}", machine=place)
         host.ended.append(lambda: self._ended(place, host))
@@ -195,6 +200,8 @@ class World:
         self.say(f"! {host.name} has ended ({host.code})")
         last = [blow for blow in self.blows if blow[3] == place and blow[2] in faults.DEATHS and blow[1] > 1e300]
         if host.code == 0 and place[0] == "w":
+            for line in bounds.late_to_leave(self, place):
+                self.fail(line)
             for blow in last:
                 blow[1] = self.timeline.now  # it has left, and nobody follows
         elif not last:
@@ -295,7 +302,7 @@ class World:
         self._until(lambda: not leftovers(self), self.timeline.now + CLEAN_S, LOOK_S)
         if self.scheduler is not None and self.scheduler.host.alive:
             self.scheduler.core.check_integrity()
-        for line in check_end(self):
+        for line in [*check_end(self), *bounds.without_cause(self)]:
             self.fail(line)
 
     def _until(self, reached: Callable[[], bool], until: float, every: float = 0.0) -> bool:
