@@ -303,8 +303,7 @@ def _open_pickle(file: Path) -> Tensors:
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in table.items()
     ):
         raise ConfigError(f"{file} is no table of tensors by name; save it again from model.state_dict().")
-    if odd := [name for name, tensor in table.items() if tensor.is_meta or tensor.layout != torch.strided]:
-        raise ConfigError(f"{file}: {some(odd)} hold no plain numbers (sparse or empty tensors); save them as dense.")
+    _check_plain(file, table)
 
     read: list[torch.Tensor] = []  # the last one, whose pages are in memory
 
@@ -324,6 +323,20 @@ def _open_pickle(file: Path) -> Tensors:
         table.clear()
 
     return Tensors(entries, close)
+
+
+def _check_plain(file: Path, table: dict[str, torch.Tensor]) -> None:
+    """Raises ConfigError for tensors that are no plain numbers, or more of them than their file holds."""
+    kinds = set(_DTYPES.values())
+    plain = {name for name, each in table.items() if each.layout == torch.strided and each.dtype in kinds}
+    if odd := [name for name, each in table.items() if name not in plain or each.is_meta]:
+        raise ConfigError(
+            f"{file}: {some(odd)} hold no plain numbers (sparse, empty, complex or torch's own quantized tensors); "
+            "save them as dense."
+        )
+    # The same few numbers over and over (a stride of 0) would become as many as the shape says.
+    if odd := [name for name, each in table.items() if each.nbytes > each.untyped_storage().nbytes()]:
+        raise ConfigError(f"{file}: {some(odd)} have more values than the file holds; save them with clone().")
 
 
 def _is_count(value: object) -> bool:

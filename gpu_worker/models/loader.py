@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from ...proto.checkpoint.gguf_config import in_keys
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.checkpoint.pooler_config import PoolerConfig
 from ...proto.checkpoint.quantization import online
@@ -149,18 +150,17 @@ def _family(config: ModelConfig, pooler: PoolerConfig | None) -> tuple[DecoderSp
 
 @contextmanager
 def _named(config: ModelConfig) -> Iterator[None]:
-    """Put the folder before what is said of a config.json; families see only its values."""
+    """Put the folder before what is said of a config.json, or name a GGUF file's keys; families see only values."""
     try:
         yield
     except ConfigError as error:
         text = str(error)
-        if config.path in text:
-            raise
-        if not text.startswith("config.json: "):
-            raise ConfigError(f"{config.path}: {text}") from error
-        if "support" not in text:
-            text = text.removesuffix(".") + "; correct it, or download it again."
-        raise ConfigError(f"{config.path}/{text}") from error
+        if config.path not in text:
+            of_config = text.startswith("config.json: ")
+            if of_config and "support" not in text:
+                text = text.removesuffix(".") + "; correct it, or download it again."
+            text = f"{config.path}{'/' if of_config else ': '}{text}"
+        raise ConfigError(in_keys(config.path, text, config.overrides)) from error
 
 
 def _called(name: str, names: WeightNames) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError
-from .gguf import GGUF, GGUFTensor, gguf_files, read_gguf
+from .gguf import GGUF, GGUFTensor, gguf_file, gguf_files, read_gguf
 
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of tensors that are no quantized ones."""
@@ -48,6 +48,26 @@ _MIXTRAL = {
 }  # fmt: skip
 _OWN_LAYER: dict[str, dict[str, str]] = {
     "gemma2": _FOUR_NORMS, "gemma3": _FOUR_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"}, "mixtral": _MIXTRAL,
+}  # fmt: skip
+_KEYS = {
+    "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length", "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "sliding_window": "attention.sliding_window", "rope_theta": "rope.freq_base",
+    "partial_rotary_factor": "rope.dimension_count", "factor": "rope.scaling.factor",
+    "attention_factor": "rope.scaling.attn_factor", "attn_logit_softcapping": "attn_logit_softcapping",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
+"""The key that a value of ``gguf_config`` is read from, without the architecture's name."""
+_FIELD = re.compile(rf"\b({'|'.join(_KEYS)})\b")
+_OTHER_WORDS = {
+    "/config.json": "", "correct it, or download it again": "convert the model anew, or download it again",
+    "where config.json makes it": "where the metadata makes it", "with this config.json": "with this metadata",
+    "check that config.json belongs to these weights": "download it again",
+    "download the folder again, or correct config.json": "download it again",
 }  # fmt: skip
 _UNNEEDED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
@@ -209,6 +229,24 @@ def gguf_config(file: Path) -> dict[str, Any]:
     if types := _types(keys, tensors):
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
     return config
+
+
+def in_keys(path: str, said: str, overridden: Mapping[str, Any] = {}) -> str:
+    """What is said of the config.json in ``path``, of a GGUF file in its own words: its keys stand for the fields,
+    but for those that the user has ``overridden``. Of a folder the same.
+    """
+    file = gguf_file(path)
+    if file is None:
+        return said
+    name = Keys(read_gguf(file)).architecture
+
+    def key(found: re.Match[str]) -> str:
+        return found[0] if found[0] in overridden else f"{name}.{_KEYS[found[0]]}"
+
+    pieces = said.split(path)  # whose folders may be called anything
+    for old, new in _OTHER_WORDS.items():
+        pieces = [piece.replace(old, new) for piece in pieces]
+    return path.join(_FIELD.sub(key, piece) for piece in pieces)
 
 
 def _architecture(keys: Keys) -> str:

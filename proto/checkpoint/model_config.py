@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ..config import ConfigError, EngineArgs
 from .gguf import gguf_file
-from .gguf_config import gguf_config
+from .gguf_config import gguf_config, in_keys
 from .quantization import quantization_of
 
 log = logging.getLogger(__name__)
@@ -180,13 +180,21 @@ def load_model_config(
 ) -> ModelConfig:
     """Read a model folder; ``overrides`` replace values of its config.json, ``quantization`` is the flag's. Raises
     ConfigError that names the file and the remedy."""
+    try:
+        return _load(path, max_model_len, overrides or {}, quantization)
+    except ConfigError as error:
+        if gguf_file(path) is None or "/config.json" not in (text := str(error)):
+            raise
+        raise ConfigError(in_keys(path, text, overrides or {})) from error
+
+
+def _load(path: str, max_model_len: int | None, overrides: dict[str, Any], quantization: str | None) -> ModelConfig:
     gguf = gguf_file(path)
     hf = read_json(file := Path(path) / "config.json") if gguf is None else gguf_config(gguf)
     if not hf and not file.is_file():
         raise ConfigError(
             f"{file} does not exist; a model is a Hugging Face folder with a config.json, or a GGUF file."
         )
-    overrides = overrides or {}
     text = hf.get("text_config")
     if isinstance(text, dict):
         if isinstance(inner := overrides.get("text_config"), dict):  # the text's values are the model's from here on

@@ -57,7 +57,7 @@ def test_values_are_those_of_the_gguf_package_to_the_bit(name: str) -> None:
 def test_parts_of_two_types_are_codes_of_one_form(one: str, other: str) -> None:
     tensors = {"weight.0": blocks(one), "weight.1": blocks(other, 1, 4)}
     format = Mixed((Blocks(one), Blocks(other)))
-    codes = format._codes(tensors)
+    codes = format._codes(tensors, weight(6, 4))
     assert codes is not None
     want = torch.cat([values(one, tensors["weight.0"]), values(other, tensors["weight.1"])])
     assert torch.equal(codes.values(), want)
@@ -182,3 +182,32 @@ def test_ranks_that_would_cut_blocks_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"layers\.0\.down\.weight: one process would hold 128 to 256"):
         load_model(load_model_config(str(file), LENGTH), torch.float32, CPU, group=Group(Shard(1, 2)))
+
+
+_U32, _F32 = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "said"),
+    [
+        ("block_count", 20_000, _U32, "qwen3.block_count 20000 is more than 10000, the most"),
+        ("attention.head_count_kv", 5, _U32, "qwen3.attention.head_count 6 is not a multiple of "
+         "qwen3.attention.head_count_kv 5; convert the model anew"),
+        ("rope.freq_base", -1.0, _F32, "qwen3.rope.freq_base must be a positive number, got -1.0; convert"),
+        ("attention.layer_norm_rms_epsilon", 0.0, _F32, "qwen3.attention.layer_norm_rms_epsilon must be a positive"),
+        ("embedding_length", 64, _U32, "has shape (320, 48) where the metadata makes it (320, 64); download it again."),
+        ("context_length", 20, _U32, "the derived max_model_len (20) of {file}; lower it"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_files_keys(key: str, value: float, kind: Any, said: str, tmp_path: Path) -> None:
+    source = family("qwen3", tmp_path / "hidden_size")  # a folder's name stays as it is
+    changed = {f"qwen3.{key}": gguf.GGUFValue(value, kind)}
+    file = gguf_files.export(
+        source, tmp_path / "hidden_size" / "model.gguf", change=lambda writer: writer.kv_data[0].update(changed)
+    )
+    with pytest.raises(ConfigError) as raised:
+        load_model(load_model_config(str(file), LENGTH), torch.float32, CPU)
+    text = str(raised.value)
+    assert said.format(file=file) in text
+    assert str(file) in text
+    assert "config.json" not in text

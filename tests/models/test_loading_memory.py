@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -162,3 +164,48 @@ def test_a_quantized_model_is_loaded_in_little_more_than_its_files(folders: Path
     grown = [peak for peak, _ in loaded(work)[1:]]
     shares = [(peak - layer) / size for peak, (size, layer) in zip(grown, sizes, strict=True)]
     assert all(0.8 < share <= MOST for share in shares), shares
+
+
+def write_gguf(file: Path, layers: int) -> tuple[float, float]:
+    """A GGUF file with matrices of Q8_0, Q4_0 and Q6_K. The bytes of the file, and those of a layer's in it."""
+    file.parent.mkdir(parents=True)
+    writer = gguf.GGUFWriter(file, "llama")
+    hidden, wide, vocab = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
+    for key, value in (
+        ("block_count", layers), ("embedding_length", hidden), ("feed_forward_length", wide), ("context_length", 512),
+        ("attention.head_count", CONFIG["num_attention_heads"]),
+    ):  # fmt: skip
+        writer.add_uint32(f"llama.{key}", value)
+    kinds = {"attn": gguf.GGMLQuantizationType.Q4_0, "ffn": gguf.GGMLQuantizationType.Q8_0}
+
+    def add(name: str, rows: int, columns: int, kind: gguf.GGMLQuantizationType) -> None:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        writer.add_tensor(name, np.zeros((rows, columns // block * size), np.uint8), raw_dtype=kind)
+
+    for name in ("token_embd.weight", "output.weight"):
+        add(name, vocab, hidden, gguf.GGMLQuantizationType.Q6_K)
+    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
+    for layer in range(layers):
+        for part in ("attn", "ffn"):
+            writer.add_tensor(f"blk.{layer}.{part}_norm.weight", np.ones(hidden, np.float32))
+        for part in ("q", "k", "v", "output"):
+            add(f"blk.{layer}.attn_{part}.weight", hidden, hidden, kinds["attn"])
+        for part in ("gate", "up"):
+            add(f"blk.{layer}.ffn_{part}.weight", wide, hidden, kinds["ffn"])
+        add(f"blk.{layer}.ffn_down.weight", hidden, wide, kinds["ffn"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    size = file.stat().st_size
+    return size, (size - 2 * vocab * hidden * 210 / 256) / layers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="tells peaks by Linux's /proc")
+@pytest.mark.skipif(library() is None, reason="without the native CPU kernels quantized weights become floats")
+def test_a_gguf_file_is_loaded_in_little_more_than_its_size(folders: Path) -> None:
+    files = [folders / "first" / "model.gguf", folders / "whole" / "model.gguf"]
+    (_, _), (size, layer) = write_gguf(files[0], 1), write_gguf(files[1], 12)
+    _, (peak, _) = loaded([(str(file), "auto", 1, "bfloat16") for file in files])
+    assert 0.8 < (peak - layer) / size <= MOST

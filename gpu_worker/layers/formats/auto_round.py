@@ -29,6 +29,10 @@ def auto_round(config: Mapping[str, Any]) -> Quantization:
     extra = config.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(said, Mapping) for said in extra.values()):
         raise ConfigError("config.json: quantization_config's extra_config is no object of modules.")
+    for name, said in extra.items():
+        if type(bits := said.get("bits", 0)) is not int:
+            raise ConfigError(f"config.json: quantization_config's extra_config has bits={bits!r} of {name!r}; it must "
+                              "be a whole number.")  # fmt: skip
     floats = [name for name, said in extra.items() if said.get("bits", 0) >= _FLOAT_BITS]
     if "awq" in layout:
         return awq({**config, "version": "gemm", "modules_to_not_convert": floats})

@@ -300,7 +300,7 @@ def _scales(weights: Mapping[str, Any], name: str) -> Scales:
         if (
             not isinstance(sizes, list)
             or len(sizes) != 2
-            or not all(str(size).isdigit() and int(size) for size in sizes)
+            or not all(str(size).isdecimal() and int(size) for size in sizes)
         ):
             raise _refused(name, f".block_structure is {block}; it must be two sizes above 0, of rows and of columns")
         return Scales("block", (int(sizes[0]), int(sizes[1])), symmetric)

@@ -16,9 +16,10 @@ import torch
 
 from ....proto.config import ConfigError
 from ...kernels.codes import Codes, PerGroup, pack, plane_widths
-from .base import Axis, ExpertProducts, Format, Run, Stored, Tensors, Weight
+from .base import Axis, ExpertProducts, Format, Run, Stored, TensorError, Tensors, Weight
 from .coded import Coded, experts_of, product_of
 from .dense import PLAIN, Dequantized, dense
+from .packed import part_of
 from .registry import Quantization, register
 
 _PIECE = 1 << 18
@@ -265,6 +266,18 @@ def _joined(types: Sequence[_Type], tensors: Sequence[torch.Tensor]) -> Codes:
     )  # fmt: skip
 
 
+def _check(codes: Codes, weight: Weight, apart: bool) -> None:
+    """Raises TensorError where a block's scale is no number. ``apart``: parts have tensors of their own."""
+    for numbers in (codes.scales, codes.mins):
+        if numbers is None or (finite := numbers.base.isfinite()).all():
+            continue
+        part = part_of(int((~finite).any(-1).flatten().nonzero()[0]), weight.parts)
+        held = [index for index, each in enumerate(weight.parts) if len(each)]
+        expert, part = divmod(part, len(held)) if apart else (part, 0)
+        said = "has a block whose scale is NaN or infinity; download the file again."
+        raise TensorError(f"weight.{held[part]}" if apart else "weight", said, expert)
+
+
 # ---------------------------------------------------------------- formats
 
 
@@ -279,7 +292,9 @@ class Blocks(Coded):
         return (Stored("weight", columns=Axis(type.block, type.nbytes), dtype=torch.uint8),)
 
     def codes(self, tensors: Tensors, weight: Weight) -> Codes:
-        return _joined([_TYPES[self.name]], [tensors["weight"]])
+        found = _joined([_TYPES[self.name]], [tensors["weight"]])
+        _check(found, weight, apart=False)
+        return found
 
 
 @dataclass(frozen=True)
@@ -299,24 +314,31 @@ class Mixed(Dequantized):
         return [replace(one, part=index) for index, (each, own) in apart for one in each.tensors(own)]
 
     def dequantize(self, tensors: Tensors, weight: Weight) -> torch.Tensor:
-        apart = enumerate(self._apart(weight))
-        return torch.cat([f.dequantize({"weight": tensors[f"weight.{n}"]}, own) for n, (f, own) in apart], -2)
+        made = []
+        for index, (format, own) in enumerate(self._apart(weight)):
+            try:
+                made.append(format.dequantize({"weight": tensors[f"weight.{index}"]}, own))
+            except TensorError as error:
+                raise TensorError(f"weight.{index}", error.said, error.part) from error
+        return torch.cat(made, -2)
 
-    def _codes(self, tensors: Tensors) -> Codes | None:
+    def _codes(self, tensors: Tensors, weight: Weight) -> Codes | None:
         """Codes of all parts, or None where no form holds them all."""
         types = [_TYPES[part.name] for part in self.parts if part is not None]
         if len(types) < len(self.parts) or len({type.table for type in types}) > 1:
             return None
-        return _joined(types, [tensors[f"weight.{index}"] for index in range(len(types))])
+        found = _joined(types, [tensors[f"weight.{index}"] for index in range(len(types))])
+        _check(found, weight, apart=True)
+        return found
 
     def linear(self, tensors: Tensors, weight: Weight) -> Run:
-        codes = self._codes(tensors)
+        codes = self._codes(tensors, weight)
         if codes is None:
             return dense(weight).linear({"weight": self.dequantize(tensors, weight)}, weight)
         return product_of(codes, weight)
 
     def experts(self, tensors: Tensors, weight: Weight) -> ExpertProducts:
-        codes = self._codes(tensors) if weight.experts else None  # a rank may have none of the few there are
+        codes = self._codes(tensors, weight) if weight.experts else None  # a rank may have none of the few there are
         if codes is None:
             return dense(weight).experts({"weight": self.dequantize(tensors, weight)}, weight)
         return experts_of(codes, weight)

@@ -181,7 +181,7 @@ class SqueezeLLM(Coded):
 def squeezellm(config: Mapping[str, Any]) -> Quantization:
     """Of a quant_config.json, which says wbits alone. What has no qweight is a float weight."""
     bits = config.get("wbits")
-    if bits not in (3, 4) or isinstance(bits, bool):
+    if type(bits) is not int or bits not in (3, 4):
         raise ConfigError(f"quant_config.json: wbits={bits!r} is not supported; SqueezeLLM has 3 or 4.")
     skip = (r"sparse_threshold\..*", r".*\.startrows")
     return Quantization(lambda module: SqueezeLLM(bits), skip, marks=(".qweight",), pickled=True)
