@@ -238,6 +238,16 @@ def test_the_end_is_at_the_clock_s_time(rig):
     assert request.metrics.finished_time == rig.now
 
 
+def test_a_quarantine_of_an_attempt_given_up_is_not_agreed_to(rig):
+    request = rig.submit()
+    sent = one(rig).next(m.Tokenize)
+    one(rig).unknown(sent)
+    one(rig).send(m.Quarantined(sent.uid, sent.attempt))
+    assert not one(rig).has(m.Quarantined)
+    one(rig).send(m.Quarantined(sent.uid, request.attempt))
+    assert one(rig).next(m.Quarantined) == m.Quarantined(sent.uid, 1)
+
+
 def test_a_quarantine_of_any_engine_s_request_protects_all_others_until_it_is_over(rig):
     innocent, words = rig.submit(prompt="beside it"), one(rig)
     running = words.next(m.Tokenize)
