@@ -329,10 +329,9 @@ def test_forward_that_fails_and_is_cancelled_in_one_moment_logs_nothing():
         loop.call_soon(forwarding.cancel)  # and so does this
         with pytest.raises(asyncio.CancelledError):
             await forwarding
-        del forwarding
-        gc.collect()
 
     in_turns(main())
+    gc.collect()
     assert not seen
 
 

@@ -682,6 +682,14 @@ def test_logprobs_of_a_prompt_have_no_texts_where_none_is_wanted() -> None:
     assert rig.told(ENGINE)[0].logprobs.texts == []
 
 
+def test_logprobs_of_a_prompt_have_no_texts_where_there_is_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    running(rig, prompt_logprobs=0)
+    monkeypatch.setattr(PREPARER, "texts", None)
+    rig.scheduler(m.PromptLogprobs(1, 0, 1, m.Logprobs(i32([40]), f32([-1.0]), i32([1]))))
+    assert rig.told(ENGINE)[0].logprobs.texts == []
+
+
 @pytest.mark.parametrize(("uid", "attempt"), [(2, 0), (1, 1)])
 def test_logprobs_of_a_prompt_of_nobody_mean_nothing(uid: int, attempt: int) -> None:
     rig = Rig()
