@@ -137,8 +137,6 @@ class RequestStream(AsyncIterator[StreamEvent]):
             return await ended
         finally:
             request.on_change = self._changed.set
-            if ended.done() and not ended.cancelled():
-                ended.exception()  # looked at, also where the task was cancelled in the same moment
 
     async def wait_accepted(self) -> Prompt:
         """The prompt as run, as soon as it is known. Raises RequestError where the request is refused."""
