@@ -346,7 +346,7 @@ class PieceStream:
         data = bytes(int(token[3:5], 16) for token in self._run)
         text, used = utf_8_decode(data, "replace", False)
         self._run, self._loose = self._run[used:], True
-        if self._first and text:
+        if self._first:
             self._first = False
             return text.removeprefix(" ") if self._pieces.first_of(["<0x20>", "a"]) == "a" else text
         return text
