@@ -203,3 +203,17 @@ def test_the_table_of_pieces_is_made_once() -> None:
     for _ in range(2):
         words.forms(["a"], 6)
     assert sorted(asked) == list(range(7))
+
+
+def test_no_special_tokens_are_put_around_a_word() -> None:
+    tokenizer = toy(["q", "▁"], [])
+    tokenizer.encode = lambda text, special: [2, 0] if special else [0]
+    assert of(tokenizer).forms(["q"], 3)[0] == [0]
+
+
+def test_added_tokens_spell_words_too() -> None:
+    tokenizer = toy(["q", "▁"], [])
+    assert tokenizer.backend is not None
+    tokenizer.backend.add_tokens(["qq"])
+    added = tokenizer.backend.token_to_id("qq")
+    assert [0, added] in of(tokenizer).forms(["qqq"], 4) and tokenizer.encode("qqq", False) == [added, 0]
