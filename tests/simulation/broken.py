@@ -296,5 +296,74 @@ BROKEN: dict[str, Fault] = {
             "return Leave()",
         ),
     ),
+    # -- what is done twice, too late, or beyond a limit
+    "a listed request dropped": Fault(
+        "a detokenizer drops the requests that its client lists, and says that it does not know them",
+        (
+            "detokenizer.core:DetokenizerCore._compare",
+            "r.attempt > listed.get(r.uid, -1)",
+            "r.attempt >= listed.get(r.uid, -1)",
+        ),
+    ),
+    "the requests of others dropped": Fault(
+        "what one detokenizer does not list is dropped, whosever it is",
+        (
+            "scheduler.core:Scheduler.open",
+            "for request in self.owned_by(owner):",
+            "for request in list(self.requests.values()):",
+        ),
+    ),
+    "one request too many of a key": Fault(
+        "an API key may have one request more open than its limit",
+        ("scheduler.accounts:Accounts.full", "account.open < self.limit", "account.open <= self.limit"),
+    ),
+    "load refuses what has run": Fault(
+        "a request that is sent again is refused where the line is full",
+        ("scheduler.intake:take_in", "if not message.attempt:", "if True:"),
+    ),
+    "no patience with what was lost": Fault(
+        "a request that is sent again waits for a detokenizer no longer than a new one",
+        (
+            "client.core:EngineCore._check_waiting",
+            "NO_DETOKENIZER_RESUMED_S if request.attempt else NO_DETOKENIZER_S",
+            "NO_DETOKENIZER_S",
+        ),
+    ),
+    "a deadline kept": Fault(
+        "a request that runs is still held to the time that it may wait",
+        ("scheduler.books:Books._has_started", "self._deadlines.pop(request.uid, None)", "pass"),
+    ),
+    "min_tokens forgotten over a resume": Fault(
+        "stop strings end a child that is resumed before its min_tokens",
+        (
+            "detokenizer.tokenize:Preparer._open",
+            "stops, resume.text_sent, params.min_tokens)",
+            "stops, resume.text_sent)",
+        ),
+    ),
+    "a child's seed by its place": Fault(
+        "of children that are resumed those after one that had ended draw as if they were that one",
+        (
+            "scheduler.intake:_sequences",
+            "Sequence(request, child.index, outputs,",
+            "Sequence(request, child.index if len(message.children) == n else len(sequences), outputs,",
+        ),
+    ),
+    "the times of the last attempt": Fault(
+        "a request's time in line is that of its last attempt",
+        ("client.request:OpenRequest.start", "if self.metrics.first_scheduled_time is None:", "if True:"),
+    ),
+    "an end of quarantine forgotten": Fault(
+        "a detokenizer prepares nothing after a request in quarantine",
+        ("detokenizer.core:DetokenizerCore._settle", "self._alone = None", "pass"),
+    ),
+    "no process killed for its silence": Fault(
+        "the supervisor waits for a process that stands still for good",
+        ("client.supervisor.watch:Watch._check_silence", "if self.silence(place) > SILENCE_S", "if False"),
+    ),
+    "a worker that has left": Fault(
+        "a worker that was drained is started again",
+        ("client.supervisor.decision:decide", 'if last.code == 0 and service == "gpu_worker":', "if False:"),
+    ),
 }
 """By name."""

@@ -183,7 +183,9 @@ class Rules:
                  times.finished_time]  # fmt: skip
         known = [each for each in order if each is not None]
         if known != sorted(known) or len(known) < len(order):
-            self.fail("times differ", consumer, f"expected rising times, got {order}")
+            names = ("arrival", "first step", "first token", "last token", "end")
+            got = ", ".join(f"{name} {at}" for name, at in zip(names, order, strict=True))
+            self.fail("times differ", consumer, f"expected rising times, got {got}")
 
 
 def _in_words(consumer: Consumer, event: StreamEvent) -> str:

@@ -10,6 +10,7 @@ from quire.client import core as client_core
 from quire.client.results import RequestError
 from quire.detokenizer import core as detokenizer_core
 from quire.proto import messages as m
+from quire.proto.codec import from_i32, from_i64
 from quire.scheduler import blame, core, inputs, loop, main, membership, transcript
 
 from .chance import Draws
@@ -258,8 +259,18 @@ class Frontend(Process):
         self.flush()
 
     def _received(self, peer: str, message: Any) -> None:
+        self._say("<", peer, message)
         self.core.received(peer, message)
         self.flush()
+
+    def _say(self, way: str, peer: str, message: Any) -> None:
+        """Write down what goes (``>``) to a detokenizer, or comes (``<``) from there, but for texts and heartbeats."""
+        if (
+            self.world.lines is not None
+            and (link := self.core.links.get(peer)) is not None
+            and (said := _said(message))
+        ):
+            self.world.say(f"{self.name} {way} {link.incarnation}: {said}")
 
     def _event(self, peer: str, event: str) -> None:
         if event == "connected":
@@ -284,6 +295,7 @@ class Frontend(Process):
                 if (wire := self._wires.pop(peer, None)) is not None:
                     wire.close()
             elif (wire := self._wires.get(peer)) is not None:
+                self._say(">", peer, what)
                 wire.send(what)
 
     def _dial(self, peer: str, endpoint: str, union: Any, identity: str) -> None:
@@ -302,3 +314,20 @@ class Frontend(Process):
         self.core.close(RequestError(503, "the engine has been closed."))
         self.flush()
         self.host.after(0.01, self.host.end, 0)
+
+
+def _said(message: Any) -> str:
+    """A message between an Engine and a detokenizer in words; nothing for those that come all the time."""
+    name = type(message).__name__
+    if isinstance(message, m.Unknown):
+        pairs = zip(from_i64(message.uids), from_i32(message.attempts), strict=True)
+        return "Unknown: " + ", ".join(f"{uid} attempt {attempt}" for uid, attempt in pairs)
+    if isinstance(message, m.TextBatch | m.Heartbeat | m.Reconcile):
+        return ""
+    words = [name, str(getattr(message, "uid", "")), f"attempt {getattr(message, 'attempt', 0)}"]
+    if isinstance(message, m.Tokenize):
+        words += [f"resumes {each.index} with {len(each.ids) // 4} tokens" for each in message.resume]
+        words += [f"after {message.losses} losses"] if message.losses else []
+    elif isinstance(message, m.Failed):
+        words.append(f"{message.status} {message.message}")
+    return name if isinstance(message, m.Bye) else " ".join(words)

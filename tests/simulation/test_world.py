@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from simulation.asks import Ask
 from simulation.kept import PLANS, load
-from simulation.plan import Plan, draw
+from simulation.plan import Fault, Plan, draw
+from simulation.show import transcript
 from simulation.world import World
 
 
@@ -35,3 +37,14 @@ def test_a_seed_is_one_history(seed: int) -> None:
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
 def test_what_failed_once(path: Path) -> None:
     assert World(load(path).plan).run().failures == []
+
+
+def test_a_transcript_has_what_goes_between_frontends_and_detokenizers() -> None:
+    plan = Plan(1, asks=[Ask(name="ask0")], faults=[Fault("fault0", "kill", "d0", after="text", nth=1)])
+    lines, record = transcript(plan)
+    assert record.failures == []
+    said = [line for line in lines if line.startswith(("f0.1 >", "f0.1 <"))]
+    assert said[:2] == [
+        "f0.1 > detokenizer-d0.1: Tokenize ask0 attempt 0", "f0.1 < detokenizer-d0.1: Accepted ask0 attempt 0",
+    ]  # fmt: skip
+    assert any(line.startswith("f0.1 > detokenizer-d0.2: Tokenize ask0 attempt 1 resumes 0 with ") for line in said)
