@@ -40,7 +40,7 @@ def test_what_failed_once(path: Path) -> None:
 
 
 def test_a_transcript_has_what_goes_between_frontends_and_detokenizers() -> None:
-    plan = Plan(1, asks=[Ask(name="ask0")], faults=[Fault("fault0", "kill", "d0", after="text", nth=1)])
+    plan = Plan(1, asks=[Ask(name="ask0")], faults=[Fault("fault0", "kill", "d0", after="text", nth=4)])
     lines, record = transcript(plan)
     assert record.failures == []
     said = [line for line in lines if line.startswith(("f0.1 >", "f0.1 <"))]
