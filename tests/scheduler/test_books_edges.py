@@ -68,6 +68,7 @@ def test_nothing_is_left_of_an_owner_that_did_not_come_back() -> None:
     assert rig.core.lost_owners == {"detok"}
     rig.core.forget_owner("detok")
     assert not rig.core.lost_owners and not rig.core.requests and rig.replica.pool.used == 0
+    assert not rig.core.outbox._sinks and not rig.core.outbox._numbered
     assert rig.core.outbox.number("detok") > number  # one that comes later is another
     rig.core.forget_owner("nobody")
     rig.core.owner_lost("detok")

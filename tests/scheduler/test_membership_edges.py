@@ -471,6 +471,7 @@ def test_what_an_operator_is_told_of_each_worker(house: House) -> None:
     assert (first.worker, first.replica, first.state, first.device, first.pid) == ("w1", 0, "ready", "gpu", INT32_MAX)
     assert (first.running, first.blocks, first.blocks_used, first.last_step) == (1, 50, 1, 2)
     assert (second.state, second.running, second.blocks, second.blocks_used) == ("loading", 0, 0, 0)
+    assert second.last_step == 0
 
 
 def test_aborts_and_stops_reach_the_request(house: House) -> None:

@@ -221,6 +221,18 @@ def test_who_was_ended_by_its_last_token_is_known_until_the_batch_goes_out() -> 
     assert rig.core.outbox.stopped() == []
 
 
+def test_token_0_may_end_somebody_as_any_other() -> None:
+    rig = Rig()
+    rig.submit(8, max_tokens=9, stop_token_ids=[0])
+    commit(rig, [0])
+    batch = batches(rig)[-1][1]
+    assert (from_i8(batch.finishes), from_i32(batch.stop_ids)) == ([Finish.STOP], [0])
+    rig.submit(8, max_tokens=9, attempt=1, stop_token_ids=[0], children=[Child(0, i32([0]))])
+    assert rig.core.outbox.stopped() == []  # it had ended before: no token of this batch did that
+    batch = batches(rig)[-1][1]
+    assert (from_i8(batch.finishes), from_i32(batch.stop_ids), batch.tokens) == ([Finish.STOP], [0], b"")
+
+
 def test_a_message_of_its_own_closes_the_batch_before_it() -> None:
     rig = Rig()
     rig.submit(8, max_tokens=9)
