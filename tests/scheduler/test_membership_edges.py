@@ -180,6 +180,24 @@ def test_a_request_that_ended_three_schedulers_is_given_up(house: House, tmp_pat
     os.close(lock)
 
 
+@pytest.mark.parametrize("uid", [0, 2**63 - 1, -(2**63)])
+def test_every_request_is_written_down_while_it_is_taken_in(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int
+) -> None:
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    house.members.blame = Blame(lock)
+    house.hello("d1")
+
+    def dies(*args: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(house.core, "submit", dies)
+    with pytest.raises(SystemExit):
+        house.submit("d1", uid)
+    assert Blame(lock).last == uid
+    os.close(lock)
+
+
 def test_the_last_that_ended_a_scheduler_are_remembered_in_order(tmp_path: Path) -> None:
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     os.write(lock, b"epoch")
