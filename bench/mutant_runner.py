@@ -24,6 +24,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
+from _pytest.tmpdir import tmppath_result_key
 
 from .mutations import Mutant
 
@@ -203,6 +204,7 @@ class _Runner:
 def _run_item(item: Any, after: pytest.Item | None) -> None:
     """One test. What it raises is raised, and nobody writes a report of it, which would take longer than the test."""
     item._initrequest()
+    item.stash[tmppath_result_key] = {}  # reports would fill it, and tmp_path asks for it when it is torn down
     item.ihook.pytest_runtest_setup(item=item)
     item.ihook.pytest_runtest_call(item=item)
     item.ihook.pytest_runtest_teardown(item=item, nextitem=after)
