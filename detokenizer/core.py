@@ -176,8 +176,7 @@ class DetokenizerCore:
         if request.submitted:
             self._put(SCHEDULER, Abort(request.uid, request.attempt))
         if request is self._alone and self._asked is not None:  # it will not begin
-            self._asked = None
-            self._unqueue(request)
+            self._asked, self.queued, self.queued_bytes = None, self.queued - 1, self.queued_bytes - request.size
             self._settle(request)
 
     def received(self, peer: str, message: Any) -> None:
@@ -279,10 +278,6 @@ class DetokenizerCore:
             self._put_all(Quarantined(0, 0))
         self._start()
 
-    def _unqueue(self, request: Request) -> None:
-        self.queued -= 1
-        self.queued_bytes -= request.size
-
     def _prepare(self, request: Request, message: Tokenize) -> None:
         block_size, limit = self.block_size, self.max_model_len
 
@@ -296,7 +291,8 @@ class DetokenizerCore:
 
     def _prepared(self, request: Request, message: Tokenize, result: Prepared | Exception | None) -> None:
         self._preparing -= 1
-        self._unqueue(request)
+        self.queued -= 1
+        self.queued_bytes -= request.size
         now = self.clock()
         if self.queued:
             self._seconds_each += 0.1 * (min(now - self._last_done, 10.0) - self._seconds_each)
@@ -347,7 +343,7 @@ class DetokenizerCore:
             if not request.sequences:  # all children had ended before; only the news of it was lost
                 self.requests.pop(uid, None)
                 return
-        request.submitted = True
+        request.submitted, request.epoch = True, self.epoch
         hashes = prepared.hashes if prepared.block_size == self.block_size else b""  # the scheduler was restarted
         submit = Submit(
             uid=uid, attempt=attempt, ids=prepared.ids, hashes=hashes, work=work, arrival=message.arrival,
@@ -389,12 +385,15 @@ class DetokenizerCore:
         self._start()
 
     def _gone(self, message: Unknown) -> None:
+        """The scheduler does not have these. Of what was with a scheduler before this one Engine learns from this one,
+        together with which request ended that; told here first, it would hold the loss against all."""
         lost: dict[str, list[Request]] = {}
         for uid, attempt in pairs_of(message.uids, message.attempts):
             request = self.requests.get(uid)
             if request is not None and request.submitted and request.attempt == attempt:
                 del self.requests[uid]
-                lost.setdefault(request.peer, []).append(request)
+                if request.epoch == self.epoch:
+                    lost.setdefault(request.peer, []).append(request)
         for peer, requests in lost.items():
             self._put(peer, Unknown(i64([r.uid for r in requests]), i32([r.attempt for r in requests])))
 

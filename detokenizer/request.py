@@ -14,7 +14,7 @@ class Request:
     a child with no stop reason. ``beams`` is there for a beam search with stop strings.
     """
 
-    __slots__ = ("attempt", "beam_search", "beams", "eos", "include", "peer", "sequences", "silent", "size",
+    __slots__ = ("attempt", "beam_search", "beams", "eos", "epoch", "include", "peer", "sequences", "silent", "size",
                  "submitted", "uid")  # fmt: skip
 
     def __init__(self, uid: int, attempt: int, peer: str, size: int):
@@ -22,6 +22,7 @@ class Request:
         self.sequences: dict[int, TextSequence] = {}
         self.eos: list[int] = []
         self.beams: BeamTexts | None = None
+        self.epoch = -1  # of the scheduler that it was submitted to
         self.include = self.beam_search = self.silent = self.submitted = False
 
     def open(self, work: Generate, sequences: dict[int, TextSequence], beams: BeamTexts | None) -> None:

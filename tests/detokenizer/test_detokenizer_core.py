@@ -197,9 +197,9 @@ def test_a_scheduler_that_was_restarted_is_told_all_and_given_no_hashes_of_other
     rig.flush()
     rig.prepare()  # asked for under the first scheduler too
     assert [bool(submit.hashes) for submit in rig.told(SCHEDULER, m.Submit)] == [False, False]
-    rig.scheduler(m.Unknown(i64([1]), i32([0])))
+    rig.scheduler(m.Unknown(i64([1, 2]), i32([0, 0])))
     (gone,) = rig.told("frontend-0", m.Unknown)
-    assert (from_i64(gone.uids), from_i32(gone.attempts)) == ([1], [0])
+    assert (from_i64(gone.uids), from_i32(gone.attempts)) == ([2], [0])  # the first was with the scheduler before
     rig.peers(1, block_size=8)  # of the scheduler that is gone
     assert (rig.core.epoch, rig.core.block_size) == (2, 32)
 

@@ -754,3 +754,15 @@ def test_everyone_is_told_goodbye_once() -> None:
     rig.sent.clear()
     rig.core.close()
     assert rig.core.take() == [("a", m.Bye()), ("b", m.Bye()), (SCHEDULER, m.Bye())]
+
+
+@pytest.mark.parametrize(("epoch", "told"), [(1, True), (2, False)])
+def test_what_was_with_a_scheduler_before_is_dropped_without_a_word(epoch: int, told: bool) -> None:
+    """Its Engine hears of the new scheduler too, and from that one which request ended the other."""
+    rig = Rig(epoch=1)
+    running(rig, 1)
+    rig.peers(epoch)
+    rig.scheduler(m.Unknown(i64([1]), i32([0])))
+    assert bool(rig.told(ENGINE, m.Unknown)) == told and not rig.core.requests
+    rig.engine(ENGINE, m.Reconcile(i64([1]), i32([0])))  # of an Engine that has not
+    assert from_i64(rig.told(ENGINE, m.Unknown)[0].uids) == [1]

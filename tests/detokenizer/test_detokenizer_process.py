@@ -298,7 +298,7 @@ def test_attempts(stack: Stack) -> None:
     assert from_i32(stack.got(engine, m.Unknown).attempts) == [3]
 
 
-def test_a_restarted_scheduler_is_greeted_and_its_unknown_passed_on(stack: Stack) -> None:
+def test_a_restarted_scheduler_is_greeted_and_engines_ask_for_what_it_does_not_know(stack: Stack) -> None:
     engine = stack.engine()
     stack.ask(engine, 1, prompt="Hello")
     stack.scheduler(m.Submit)
@@ -307,10 +307,13 @@ def test_a_restarted_scheduler_is_greeted_and_its_unknown_passed_on(stack: Stack
     stack.hello(epoch=2)
     listed = stack.scheduler(m.Reconcile, lambda message: bool(message.uids))
     stack.front.send(stack.peer, m.Unknown(listed.uids, listed.attempts))
-    gone = stack.got(engine, m.Unknown)
+    stack.ask(engine, 2, prompt="Hello")
+    assert stack.got(engine, m.Accepted).uid == 1 and stack.got(engine, m.Accepted).uid == 2
+    engine.send(m.Reconcile(i64([1, 2]), i32([1, 1])))
+    gone = stack.got(engine, m.Unknown)  # it was dropped, without a word
     assert (from_i64(gone.uids), from_i32(gone.attempts)) == ([1], [1])
     stack.ask(engine, 1, attempt=2, prompt="Hello")
-    assert stack.scheduler(m.Submit).attempt == 2
+    assert stack.scheduler(m.Submit, lambda message: message.uid == 1).attempt == 2
     stack.front.send(stack.peer, m.Failed(1, 2, 429, "full", retry_after=3.0))
     failed = stack.got(engine, m.Failed)
     assert (failed.status, failed.retry_after) == (429, 3.0)

@@ -176,6 +176,7 @@ class World:
         """Somebody starts another process, on a machine with a supervisor of its own."""
         if place not in self.processes:
             self.supervisors.append(self._supervisor([place]))
+            self.supervisors[-1].ready = True  # where it has joined, a server runs
             self.supervisors[-1].start()
 
     def _spawn(self, place: str) -> Host:
