@@ -198,6 +198,8 @@ class DetokenizerCore:
         if isinstance(message, Bye):
             self._lose_engine(peer)
             return
+        if peer not in self.engines and self._alone is not None:
+            self._put(peer, Quarantined(self._alone.uid, self._alone.attempt))
         self.engines[peer] = self.clock()
         if isinstance(message, Tokenize):
             self._tokenize(peer, message)

@@ -260,9 +260,18 @@ def test_those_of_two_engines_take_turns() -> None:
     lost_twice(rig, 2, "frontend-1")
     assert said(rig.told(ENGINE)) == [("Quarantined", 1, 2)]
     rig.engine(ENGINE, m.Quarantined(1, 2))
-    assert not rig.told("frontend-1")
+    assert said(rig.told("frontend-1")) == [("Quarantined", 1, 2)]
     rig.prepare(error=Refused("no", "prompt"))
     assert said(rig.told("frontend-1")) == [("Quarantined", 0, 0), ("Quarantined", 2, 2)]
+
+
+def test_an_engine_that_comes_meanwhile_is_told_as_well() -> None:
+    rig = Rig()
+    lost_twice(rig, 1)
+    rig.engine(ENGINE, m.Quarantined(1, 2))
+    rig.ask(2, peer="frontend-1")
+    rig.ask(3, peer="frontend-1")
+    assert said(rig.told("frontend-1")) == [("Quarantined", 1, 2)] and len(rig.jobs) == 1
 
 
 @pytest.mark.parametrize("end", ["abort", "gone", "replaced"])
