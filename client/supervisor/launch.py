@@ -247,8 +247,9 @@ class Supervisor:
             self.args.tokenizer = folder
             self._end(["detokenizer"])
             for place in self._places:
-                if place.service == "detokenizer" and place.process is not None and not self._closed:
-                    place.process.drained.wait(1.0)
+                if place.service == "detokenizer" and not self._closed:
+                    if place.process is not None:
+                        place.process.drained.wait(1.0)
                     place.command, place.history = command_of("detokenizer", self.args), []
                     self._watch.start(place)
 

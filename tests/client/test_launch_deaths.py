@@ -82,6 +82,17 @@ def test_what_was_not_started_yet_is_not_waited_for_at_the_end(make_stack, monke
     assert scheduler.state is State.ENDED and frontend.state is State.NEW and frontend.process is None
 
 
+def test_a_detokenizer_that_was_not_started_yet_gets_the_new_tokenizer_as_well(make_stack, monkeypatch):
+    monkeypatch.setattr(launch, "cpu_count", lambda: 1)
+    sleep = [sys.executable, "-c", SLEEP]
+    monkeypatch.setattr(launch, "command_of", lambda service, args: [*sleep, *args.argv_for(service)])
+    stack = make_stack(("detokenizer", SLEEP), ("detokenizer", SLEEP))
+    first, second = stack._places
+    assert second.state is State.NEW
+    stack.set_tokenizer("/some/folder")
+    assert all("--tokenizer=/some/folder" in place.command and place.running for place in (first, second))
+
+
 def test_the_rest_of_a_replica_that_was_killed_is_no_reason_either(make_stack):
     """One of two that work together is killed, the other ends because of that."""
     ends = "import sys, time; time.sleep(0.3); print('quire.gpu_worker: error: link broke', file=sys.stderr); exit(1)"
