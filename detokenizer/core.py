@@ -110,7 +110,6 @@ class DetokenizerCore:
         self._todo.append((peer, message))
 
     def _put_all(self, message: Any) -> None:
-        """To every Engine."""
         for engine in self.engines:
             self._put(engine, message)
 
@@ -442,10 +441,9 @@ class DetokenizerCore:
 
 def _size(message: Tokenize) -> int:
     """Roughly the bytes a waiting prompt holds."""
-    size = len(message.prompt or "") + len(message.ids or b"")
+    size = 512 + len(message.prompt or "") + len(message.ids or b"") + sum(len(each.ids) for each in message.resume)
     if not isinstance(message.work, Generate):
         size += len(message.work.pair or "")
-    size += sum(len(resume.ids) for resume in message.resume)
     for chat in message.messages or ():
         size += sum(len(value) if isinstance(value, (str, list)) else 64 for value in chat.values())
-    return size + 512
+    return size
