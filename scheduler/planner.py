@@ -182,9 +182,11 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     others = elsewhere(replica, books.replicas.values(), now)
     stalled = bool(others) and replica.stalled(now)
     passed = 0
-    for seq in books.queue.in_turn(books.running_by_account):
-        if not can_ever_hold(replica, seq) or (seq.request.asks_prompt and seq.request.carried()):
-            continue
+
+    def fits(seq: Sequence) -> bool:
+        return can_ever_hold(replica, seq) and not (seq.request.asks_prompt and seq.request.carried())
+
+    for seq in books.queue.in_turn(books.running_by_account, fits):
         cached = cached_prefix(replica, seq)
         if not others or not belongs_elsewhere(seq, replica, cached, others, stalled):
             yield Candidate(seq, cached)

@@ -82,18 +82,20 @@ class WaitingQueue:
         for line in self._lines.values():
             yield from line
 
-    def in_turn(self, running: Callable[[], Counter[str]]) -> Iterator[Sequence]:
+    def in_turn(
+        self, running: Callable[[], Counter[str]], fits: Callable[[Sequence], bool] = lambda seq: True
+    ) -> Iterator[Sequence]:
         """Who may run next, best first; they may leave the line meanwhile. ``running``: rows held by each account,
-        asked for only where several wait."""
+        asked for only where several wait. Those that do not ``fits`` are passed over, and count for nobody."""
         if len(self._lines) == 1:
             (line,) = self._lines.values()
-            yield from _in_line(line)
+            yield from filter(fits, _in_line(line))
             return
         counts, heads = running() if self._lines else Counter(), []
         for account, line in self._lines.items():
-            turns = _in_line(line)
-            first = next(turns)
-            heads.append((first.key[0], counts[account], first.key, account, first, turns))
+            turns = filter(fits, _in_line(line))
+            if (first := next(turns, None)) is not None:
+                heads.append((first.key[0], counts[account], first.key, account, first, turns))
         heapify(heads)
         while heads:
             _, rows, _, account, seq, turns = heappop(heads)

@@ -74,6 +74,15 @@ def test_within_a_priority_the_key_that_runs_fewest_rows_is_next() -> None:
     assert [seq.uid for seq in rig.core.queue.in_turn(lambda: rows)] == [urgent, 2, 4, 1, 5, 3, 6]
 
 
+def test_who_does_not_fit_is_passed_over_and_counts_for_nobody() -> None:
+    rig = Rig(blocks=200, max_num_seqs=20)
+    wide = {"use_beam_search": True, "temperature": 0.0, "n": 3}
+    for key, params in (("a", {}), ("b", wide), ("a", {}), ("b", {}), ("c", wide)):
+        rig.submit(8, key=key, **params)
+    turns = rig.core.queue.in_turn(rig.core.running_by_account, lambda seq: seq.width == 1)
+    assert [seq.uid for seq in turns] == [1, 4, 3]
+
+
 def test_one_key_alone_is_first_come_first_served_and_preempted_ones_come_first() -> None:
     rig = Rig(max_num_seqs=2)
     for _ in range(4):

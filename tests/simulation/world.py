@@ -174,7 +174,7 @@ class World:
 
     def join(self, place: str) -> None:
         """Somebody starts another process, on a machine with a supervisor of its own."""
-        if place not in self.processes:
+        if not self._names[place]:
             self.supervisors.append(self._supervisor([place]))
             self.supervisors[-1].ready = True  # where it has joined, a server runs
             self.supervisors[-1].start()
