@@ -302,6 +302,8 @@ class EngineCore:
         for request, _ in held:
             link.remove(request)
         for request, counts in held:
+            if request.in_quarantine and link.quarantined is None:
+                request.unblamed += 1
             self._resubmit(request, counts)
         for peer in self.peers.peers if self.peers is not None else []:
             if peer.incarnation == link.incarnation and not left:

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from .request import OpenRequest
 
+MAX_UNBLAMED = 8
+"""So many detokenizers in a row may end with a request in quarantine before they have said which one they prepare."""
+
 
 class Link:
     """The connection ``identity`` to the detokenizer ``incarnation``. ``listed`` is the scheduler epoch that last named
@@ -38,8 +41,10 @@ class Link:
 
         It may have died of any request that it had not accepted yet. One more such loss fails a request in quarantine,
         so a detokenizer prepares one in quarantine alone, whichever Engine it comes from, and says so before: if it
-        dies then, it died of that one.
+        dies then, it died of that one. Where it always dies before it could say so, it dies of what it receives.
         """
+        if request.in_quarantine and self.quarantined is None:
+            return request.unblamed >= MAX_UNBLAMED
         if request.in_quarantine or self.quarantined is not None:
             return self.quarantined == request.uid
         return request.started or request.accepted is None

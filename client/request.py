@@ -26,6 +26,7 @@ class OpenRequest:
         self.started = False  # in this attempt
         self.cached_tokens = 0
         self.losses = Losses()  # at points counted in output tokens
+        self.unblamed = 0  # losses in quarantine, before it is accepted, that were held against nobody
         self.link: Any = None  # the detokenizer it sticks to
         self.since = now  # when it was last sent, or began to wait for a detokenizer
         self.metrics = RequestMetrics(arrival_time=now)
@@ -62,7 +63,7 @@ class OpenRequest:
     def accept(self, message: Accepted) -> None:
         """The prompt's ids are known; the first acceptance is kept, later ones repeat it without its text."""
         if self.accepted is None:
-            self.losses = Losses()  # the losses before were while it was read, and that is done
+            self.losses, self.unblamed = Losses(), 0  # what was lost before was while it was read, and that is done
             self.accepted = Prompt(from_i32(message.ids), message.prompt)
             self.on_change()
 

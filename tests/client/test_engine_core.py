@@ -6,6 +6,7 @@ from engine_rig import EngineRig, logprobs_of, text_of
 
 from quire.client import core as core_module
 from quire.client.core import ACCEPT_S, NO_DETOKENIZER_RESUMED_S, NO_DETOKENIZER_S, SILENCE_S
+from quire.client.placement import MAX_UNBLAMED
 from quire.client.results import RequestError
 from quire.proto import messages as m
 from quire.proto.codec import from_i32, from_i64, i32, i64
@@ -331,6 +332,24 @@ def test_one_in_quarantine_that_had_not_begun_is_not_accused(rig):
         words.send(m.Quarantined(poison.uid + 1, 2))  # another is the next
         words.cut()
     assert not poison.done
+
+
+def test_one_that_kills_whoever_receives_it_is_given_up(rig):
+    request, words = rig.submit(prompt="poison"), one(rig)
+    for losses in (0, 1, *[2] * MAX_UNBLAMED):
+        assert words.next(m.Tokenize).losses == losses and not request.done
+        words.cut()  # before it could say which one it prepares
+    words.cut()
+    assert "3 times" in request.error.message
+
+
+def test_deaths_before_anybody_was_prepared_alone_are_forgotten_with_the_prompt_accepted(rig):
+    request, words = rig.submit(prompt="innocent"), one(rig)
+    for _ in range(2 + MAX_UNBLAMED):
+        words.next(m.Tokenize)
+        words.cut()
+    words.accept(words.next(m.Tokenize))
+    assert (request.unblamed, request.losses.count) == (0, 0)
 
 
 def test_of_a_detokenizer_that_dies_of_one_in_quarantine_no_other_is_accused(rig):
