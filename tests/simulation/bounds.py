@@ -11,6 +11,8 @@ from typing import Any
 
 from quire.client.supervisor.watch import SILENCE_S
 
+from .errors import LINKS
+
 LATE_S = 2.0
 """What is looked at once a second may come so much later."""
 LEAVE_S = 5.0
@@ -38,8 +40,9 @@ def over_limits(core: Any, shape: Any) -> list[str]:
 
 
 def without_cause(world: Any) -> list[str]:
-    """Where nothing went wrong no request is sent again or waits too long, and no worker's lease ends."""
-    if world.blows:
+    """Where nothing went wrong no request waits too long, and no worker's lease ends; where nothing did but with
+    workers, no request is sent again: the scheduler has all that it needs to go on."""
+    if any(blow[3][0] != "w" or blow[2] in LINKS for blow in world.blows):
         return []
     limit, lines = world.plan.shape.queue_timeout, []
     for consumer in world.consumers:
@@ -48,10 +51,12 @@ def without_cause(world: Any) -> list[str]:
             continue
         if request.attempt:
             lines.append(f"sent again | {name}: expected one attempt, got {1 + request.attempt}")
+        if world.blows:
+            continue
         waited = request.metrics.time_in_queue
         if limit is not None and waited is not None and waited > limit + LATE_S:
             lines.append(f"waited too long | {name}: expected 503 after {limit:g} s, and it ran after {waited:.2f}")
-    lost = world.scheduler.membership.registry.lost if world.scheduler is not None else {}
+    lost = world.scheduler.membership.registry.lost if world.scheduler is not None and not world.blows else {}
     return lines + [f"lease ended | {worker}: expected nothing, and it {why}" for worker, why in lost.items()]
 
 

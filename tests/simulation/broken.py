@@ -90,7 +90,8 @@ def _named(name: str, code: CodeType) -> CodeType | None:
 BROKEN: dict[str, Fault] = {
     # -- what the scheduler knows of workers
     "a lease not checked": Fault(
-        "what a worker says of an earlier lease is taken for the present one's",
+        "what a worker says of an earlier lease is taken for the present one's; only a worker that comes back under "
+        "the identity that it had can say such a thing, and a gpu_worker takes a new one",
         ("scheduler.worker_registry:WorkerRegistry.on_worker", "elif message.lease != worker.lease:", "elif False:"),
     ),
     "a result committed twice": Fault(
@@ -295,6 +296,26 @@ BROKEN: dict[str, Fault] = {
             "return Restart(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (quick - 1)) if quick else 0.0)",
             "return Leave()",
         ),
+    ),
+    "a detokenizer's Reconcile lost": Fault(
+        "a detokenizer never says what it believes to be with the scheduler",
+        ("detokenizer.core:DetokenizerCore._reconcile", "self._put(SCHEDULER, Reconcile(", "bool(Reconcile("),
+    ),
+    "an Engine's Reconcile lost": Fault(
+        "a client never says what it believes to be with a detokenizer",
+        ("client.core:EngineCore.heartbeat", "self._put(link.identity, m.Reconcile(", "bool(m.Reconcile("),
+    ),
+    "the first attempt's number": Fault(
+        "a request that is sent again says that it is its first attempt",
+        ("client.request:OpenRequest.again", "attempt=self.attempt", "attempt=self.message.attempt"),
+    ),
+    "an Abort not sent": Fault(
+        "a detokenizer is not told that nobody wants a request any more",
+        ("client.core:EngineCore.finish", "if link is not None and tell:", "if False:"),
+    ),
+    "an Abort not passed on": Fault(
+        "the scheduler is not told that nobody wants a request any more",
+        ("detokenizer.core:DetokenizerCore._drop", "if request.submitted:", "if False:"),
     ),
     # -- what is done twice, too late, or beyond a limit
     "a listed request dropped": Fault(

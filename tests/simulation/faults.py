@@ -107,7 +107,7 @@ def _shrinks(world: World, fault: Fault, process: Any) -> None:
     """It dies, and its next process has less memory."""
     shape = world.shapes[fault.target]
     world.shapes[fault.target] = type(shape)(
-        max(1, int(shape.blocks * fault.value)), shape.step_low, shape.step_high, shape.load
+        max(1, int(shape.blocks * fault.value)), shape.step_low, shape.step_high, shape.load, shape.keeps_name
     )
     _kill(world, fault, process)
 

@@ -21,6 +21,7 @@ def leftovers(world: Any) -> list[str]:
     for each in world.frontends:
         if each is not None and each.host.alive:
             found += _of_frontend(each.name, each.core)
+    found += _unserved(world)
     return [f"left over | {what}: expected none, got {got}" for what, got in found if got]
 
 
@@ -45,3 +46,12 @@ def _of_frontend(name: str, core: Any) -> list[tuple[str, Any]]:
         (f"{name}: requests that wait", [request.uid for request in core._placement.waiting]),
         (f"{name}: requests at detokenizers", [uid for link in core.links.values() for uid in link.open]),
     ]  # fmt: skip
+
+
+def _unserved(world: Any) -> list[tuple[str, Any]]:
+    """Frontends that would refuse or hold what is asked now, although all that it needs is there."""
+    scheduler = world.scheduler
+    alive = scheduler is not None and scheduler.host.alive and scheduler.membership.registry.ready
+    if not alive or not any(each.host.alive and each.host.serving for each in world.detokenizers):
+        return []
+    return [(f"{each.name}: hindrance", not each.core.ready) for each in world.frontends if each.host.alive]

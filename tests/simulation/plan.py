@@ -17,12 +17,14 @@ from .asks import Ask, draw_asks
 
 
 class WorkerShape(msgspec.Struct, omit_defaults=True):
-    """One worker: its blocks, how long a step takes it (seconds) and how long its weights."""
+    """One worker: its blocks, how long a step takes it (seconds) and how long its weights. ``keeps_name``: it comes
+    back under the identity that it had, and with what it was doing."""
 
     blocks: int = 64
     step_low: float = 0.004
     step_high: float = 0.004
     load: float = 0.1
+    keeps_name: bool = False
 
 
 class Shape(msgspec.Struct, omit_defaults=True):
@@ -110,6 +112,9 @@ def draw(seed: int) -> Plan:
     """The plan of this seed."""
     rng = random.Random(seed)
     shape = draw_shape(rng)
+    more = random.Random(f"{seed} more")  # of what is newer than the rest, which a seed means as it did before
+    for worker in shape.workers:
+        worker.keeps_name = more.random() < 0.15
     poison = frozenset(kind for kind in ("worker", "detokenizer", "scheduler") if rng.random() < 0.04)
     asks = draw_asks(rng, shape, rng.random() < 0.15, poison)
     return Plan(seed, rng.random() < 0.15, shape, asks, draw_faults(rng, shape, asks))

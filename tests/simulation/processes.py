@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from quire.proto.codec import from_i32, from_i64
 from quire.scheduler import blame, core, inputs, loop, main, membership, transcript
 
 from .chance import Draws
+from .exchange import STOOD_S, watch_scheduler
 from .fairness import watch_line
 from .host import Host
 
@@ -68,11 +70,13 @@ class Scheduler(Process):
 
     def __init__(self, world: World, host: Host, place: str):
         super().__init__(world, host, place)
+        self._born = host.clock()
         epoch = main.next_epoch(world.lock, int(host.wall_clock() * 1000))
         self.core = core.Scheduler(world.args, host.clock)
         watch_line(self.core, world.fail)
         self._submit, self.core.submit = self.core.submit, self._submitted  # type: ignore[method-assign]
         self.membership = membership.Membership(self.core, epoch, blame.Blame(world.lock))
+        watch_scheduler(self.membership, world.fail, self._stood_still)
         written = world.lines is not None
         self.inputs = transcript.Transcript(self.membership) if written else inputs.Inputs(self.membership)
         front = world.network.listen(host, FRONT, m.ToSchedulerFront, wake=self._wake_front)
@@ -109,6 +113,16 @@ class Scheduler(Process):
             self.host.after(self.membership.timeout() + 0.001, self._tick)
         self.world.turned(self)
 
+    def _stood_still(self) -> float:
+        """When it last went on after it had not run for long. Of standstills that overlap the first to end ends all."""
+        stood = [blow for blow in self.world.blows if blow[2] in ("stop", "hang") and blow[3] == self.place]
+        ends = [
+            until for at, until, *_ in stood
+            if at >= self._born and at + STOOD_S <= until <= self.host.clock()
+            and sum(each[0] <= until and each[1] >= at for each in stood) == 1
+        ]  # fmt: skip
+        return max(ends, default=-math.inf)
+
     def _submitted(self, owner: str, message: m.Submit) -> None:
         """Poison kills it while it takes the request in, and Blame has it written down."""
         if self.world.poisoned.get(message.uid) == "scheduler":
@@ -124,6 +138,7 @@ class Detokenizer(Process):
         self.endpoint = f"ipc:///sim/{host.name}"
         hello = m.Hello("detokenizer", f"detokenizer-{host.name}", m.PROTOCOL, 1, self.endpoint)
         self._jobs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+        self._aborted: dict[int, int] = {}  # the last attempt of each request that its Engine has aborted here
         self._busy = 0
         self.core = detokenizer_core.DetokenizerCore(
             _Poisoned(world),
@@ -145,9 +160,13 @@ class Detokenizer(Process):
 
     def _received(self, peer: str, message: Any) -> None:
         self.core.received(peer, message)
+        if isinstance(message, m.Abort):
+            self._aborted[message.uid] = message.attempt
         self._flush()
 
     def _from_scheduler(self, message: Any) -> None:
+        if isinstance(message, m.TokenBatch):
+            self.world.exchange.tokens(self.core, message)
         self.core.received(detokenizer_core.SCHEDULER, message)
         self._flush()
 
@@ -196,10 +215,14 @@ class Detokenizer(Process):
             gone = set()
             for peer, message in todo:
                 if peer == detokenizer_core.SCHEDULER:
+                    if isinstance(message, m.Submit):
+                        self.world.exchange.submitted(message, self._aborted)
                     self._dealer.send(message)
                 elif peer not in gone and not self._router.send(peer, message):
                     gone.add(peer)
                     self.core.undelivered(peer)
+                    if any(request.peer == peer for request in self.core.requests.values()):
+                        self.world.fail(f"kept for nobody | {self.name} has requests of {peer}, which is gone")
         if self.core.refused is not None:
             self.world.fail(f"refused | {self.name}: {self.core.refused}")
             self.host.end(78)
@@ -256,12 +279,23 @@ class Frontend(Process):
 
     def _heartbeat(self) -> None:
         self.core.heartbeat(0, sum(wire.bad_frames for wire in self._wires.values()))
+        self.world.exchange.after_heartbeat(self.core)
         self.flush()
 
     def _received(self, peer: str, message: Any) -> None:
         self._say("<", peer, message)
+        if isinstance(message, m.TextBatch):
+            self.world.exchange.text(self.core, message)
+        before = self._with_scheduler(message) if isinstance(message, m.Peers) else []
         self.core.received(peer, message)
+        self.world.exchange.after_peers(self.core, before)
         self.flush()
+
+    def _with_scheduler(self, peers: m.Peers) -> list[tuple[Any, int]]:
+        """What is open and accepted, with its attempt, where another scheduler says who is there."""
+        if not 0 < self.core._epoch < peers.epoch:
+            return []
+        return [(each, each.attempt) for each in self.core.open.values() if each.accepted and each.link]
 
     def _say(self, way: str, peer: str, message: Any) -> None:
         """Write down what goes (``>``) to a detokenizer, or comes (``<``) from there, but for texts and heartbeats."""
@@ -296,6 +330,8 @@ class Frontend(Process):
                     wire.close()
             elif (wire := self._wires.get(peer)) is not None:
                 self._say(">", peer, what)
+                if isinstance(what, m.Tokenize):
+                    self.world.exchange.asked(what)
                 wire.send(what)
 
     def _dial(self, peer: str, endpoint: str, union: Any, identity: str) -> None:

@@ -51,7 +51,10 @@ def test_lines_and_keys_are_no_fuller_than_they_may_be(requests: list[dict[str, 
         (0, None, [], []),
         (1, 0.1, [], ["sent again"]),
         (0, 7.1, [], ["waited too long"]),
-        (1, 7.1, [[0.0, 1.0, "kill", "w0"]], []),
+        (0, 7.1, [[0.0, 1.0, "kill", "w0"]], []),
+        (1, 7.1, [[0.0, 1.0, "drain", "w0"]], ["sent again"]),
+        (1, 0.1, [[0.0, 1.0, "kill", "d0"]], []),
+        (1, 0.1, [[0.0, 1.0, "cut", "w0"]], []),
     ],
 )
 def test_what_comes_without_a_cause_is_found(attempt: int, waited: Any, blows: list[Any], rules: list[str]) -> None:

@@ -41,7 +41,7 @@ class Worker(Process):
         self.later(shape.load / 2, shape.load, self._start)
 
     def _new_identity(self) -> str:
-        self._sessions += 1
+        self._sessions += not (self._sessions and self.shape.keeps_name)
         return f"gpu_worker-{self.name}.{self._sessions}"
 
     def _start(self) -> None:

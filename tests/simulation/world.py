@@ -17,6 +17,7 @@ from typing import Any
 from . import bounds, chance, faults, toy
 from .checks import Rules, check_end, leftovers
 from .consumer import Consumer
+from .exchange import Exchange
 from .host import Host
 from .network import Network
 from .plan import Ask, Fault, Plan, WorkerShape
@@ -71,6 +72,7 @@ class World:
         self.network = Network(self.timeline, plan.seed)
         self.preparer, self.vocab = toy.preparer(shape.max_model_len, shape.pools, shape.whole), toy.VOCAB
         self.rules = Rules(shape, self.fail, self.say if lines is not None else None)
+        self.exchange = Exchange(self.fail, lambda kind: any(blow[2] == kind for blow in self.blows))
         self.lock = os.memfd_create("scheduler.lock")
         self.processes: dict[str, Process] = {}  # the present or last one of each place
         self.shapes = {f"w{at}": worker for at, worker in enumerate(shape.workers)}
@@ -141,6 +143,7 @@ class World:
         self._turns += 1
         if self._turns % INTEGRITY_EVERY == 0:
             scheduler.core.check_integrity()
+            self.exchange.turned(scheduler.membership)
             for line in bounds.over_limits(scheduler.core, self.plan.shape):
                 self.fail(line)
 
