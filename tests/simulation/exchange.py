@@ -7,6 +7,7 @@ price of work done twice and of seconds. Here the first guards are held to what 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 from quire.client import core as client_core
@@ -114,7 +115,7 @@ def watch_scheduler(members: membership.Membership, fail: Fail, stood_still: Cal
     scheduler last went on after it had not run for ``STOOD_S``."""
     core = members.core
     submit, abort, undelivered, end_lease = core.submit, core.abort, members.undelivered, core.end_lease
-    owner_returned = core.owner_returned
+    owner_returned, retry = core.owner_returned, core.queue.retry_after
 
     def submitted(owner: str, message: m.Submit) -> None:
         earlier = core.requests.get(message.uid)
@@ -146,6 +147,17 @@ def watch_scheduler(members: membership.Membership, fail: Fail, stood_still: Cal
         for request in asked:
             fail(f"beams unanswered | {request.uid} waits for what was lost with the connection to {owner}")
 
+    def retry_after(prompt_len: int, now: float) -> float:
+        told, queue = retry(prompt_len, now), core.queue
+        waiting = sorted((r.prompt_len for r in core.requests.values() if not r.started), reverse=True)
+        if queue.max_tokens is not None and waiting:
+            excess = sum(waiting) + prompt_len - queue.max_tokens
+            least = 1 + sum(1 for sofar in accumulate(waiting[:-1]) if sofar < excess)
+            if told < queue.rate.seconds(least, now):
+                fail(f"Retry-After | {told:g} s are told, and {least} requests at least have to start before")
+        return told
+
+    core.queue.retry_after = retry_after  # type: ignore[method-assign]
     core.submit, core.abort, core.end_lease = submitted, aborted, lease_ended  # type: ignore[method-assign]
     core.owner_returned = returned  # type: ignore[method-assign]
     members.undelivered = not_delivered  # type: ignore[method-assign]

@@ -115,6 +115,10 @@ def draw(seed: int) -> Plan:
     more = random.Random(f"{seed} more")  # of what is newer than the rest, which a seed means as it did before
     for worker in shape.workers:
         worker.keeps_name = more.random() < 0.15
+    if more.random() < 0.04:  # a slow cluster whose line is soon full: what it tells those whom it refuses shows there
+        shape.max_num_queued_tokens = more.choice([20, 60])
+        for worker in shape.workers:
+            worker.step_low = worker.step_high = 0.2
     poison = frozenset(kind for kind in ("worker", "detokenizer", "scheduler") if rng.random() < 0.04)
     asks = draw_asks(rng, shape, rng.random() < 0.15, poison)
     return Plan(seed, rng.random() < 0.15, shape, asks, draw_faults(rng, shape, asks))
