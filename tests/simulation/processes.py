@@ -139,6 +139,7 @@ class Detokenizer(Process):
         hello = m.Hello("detokenizer", f"detokenizer-{host.name}", m.PROTOCOL, 1, self.endpoint)
         self._jobs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
         self._aborted: dict[int, int] = {}  # the last attempt of each request that its Engine has aborted here
+        self._unwanted: set[int] = set()  # what the scheduler is to be told of that
         self._busy = 0
         self.core = detokenizer_core.DetokenizerCore(
             _Poisoned(world),
@@ -159,10 +160,15 @@ class Detokenizer(Process):
         self._flush()
 
     def _received(self, peer: str, message: Any) -> None:
+        known = self.core.requests.get(message.uid) if isinstance(message, m.Abort) else None
         self.core.received(peer, message)
         if isinstance(message, m.Abort):
             self._aborted[message.uid] = message.attempt
+            if known is not None and known.submitted and known.uid not in self.core.requests:
+                self._unwanted.add(known.uid)
         self._flush()
+        for uid in self._unwanted:
+            self.world.fail(f"abort lost | {self.name} does not tell the scheduler that nobody wants {uid}")
 
     def _from_scheduler(self, message: Any) -> None:
         if isinstance(message, m.TokenBatch):
@@ -217,6 +223,8 @@ class Detokenizer(Process):
                 if peer == detokenizer_core.SCHEDULER:
                     if isinstance(message, m.Submit):
                         self.world.exchange.submitted(message, self._aborted)
+                    elif isinstance(message, m.Abort):
+                        self._unwanted.discard(message.uid)
                     self._dealer.send(message)
                 elif peer not in gone and not self._router.send(peer, message):
                     gone.add(peer)
@@ -274,7 +282,11 @@ class Frontend(Process):
         self.flush()
 
     def _abort(self, consumer: Consumer) -> None:
+        request = consumer.request
+        link = request.link if request is not None and not consumer.over else None
         consumer.abort()
+        if link is not None and not any(isinstance(what, m.Abort) for _, what in self.core._todo):
+            self.world.fail(f"abort lost | {self.name} does not tell {link.incarnation} that it left {consumer.uid}")
         self.flush()
 
     def _heartbeat(self) -> None:
