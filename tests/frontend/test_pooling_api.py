@@ -236,7 +236,7 @@ ANY: list[tuple[str, Any, str]] = [
     ("cache_salt", "", "Parameter 'cache_salt' must be a non-empty string if provided."),
     ("truncate_prompt_tokens", 0, "truncate_prompt_tokens must be at least 1, got 0"),
     ("truncate_prompt_tokens", -2, "truncate_prompt_tokens must be at least 1, got -2"),
-    ("truncate_prompt_tokens", WIDE, f"truncate_prompt_tokens must be at least 1, got {WIDE}"),
+    ("truncate_prompt_tokens", WIDE, f"truncate_prompt_tokens must be at most {WIDE - 1}, got {WIDE}"),
     ("truncate_prompt_tokens", 1.5, "truncate_prompt_tokens must be an integer, got a number"),
     ("truncate_prompt_tokens", "3", "truncate_prompt_tokens must be an integer, got a string"),
     ("truncate_prompt_tokens", True, "truncate_prompt_tokens must be an integer, got true or false"),
