@@ -197,7 +197,7 @@ class World:
     def _make(self, place: str, host: Host) -> None:
         kind: Callable[..., Process] = {"s": Scheduler, "d": Detokenizer, "f": Frontend, "w": Worker}[place[0]]
         host.wall_offset = self.wall_offsets.get(place, 0.0)
-        extra = (self.shapes.setdefault(place, self.shapes["w0"]),) if place[0] == "w" else ()
+        extra = (self.shapes.setdefault(place, self.shapes.get("w0", WorkerShape())),) if place[0] == "w" else ()
         self.processes[place] = kind(self, host, place, *extra)
 
     def _ended(self, place: str, host: Host) -> None:
@@ -338,7 +338,7 @@ class World:
         for stands in [*self.supervisors, *self.processes.values()]:
             stands.host.go_on()
         if not any(self._stays(worker) for worker in self.workers):
-            biggest = max(worker.blocks for worker in self.plan.shape.workers)
+            biggest = max((worker.blocks for worker in self.plan.shape.workers), default=WorkerShape().blocks)
             self.shapes["w9"] = WorkerShape(biggest)
             self.join("w9")
 
