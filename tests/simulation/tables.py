@@ -81,7 +81,6 @@ LOADING_ENDS = (*ENDS, "hung while it loads")
 """What ends the lease of a worker that has a replica, and of one that has none yet."""
 
 UNREACHABLE: dict[str, str] = {
-    "worker | * | second Hello | over": "a worker takes another identity whenever it says Hello again",
     "worker | loading | Bye | over": "a worker says Bye in answer to Drain only",
     "worker | configuring | Bye | over": "a worker says Bye in answer to Drain only",
     "worker | ready | Bye | over": "a worker says Bye in answer to Drain only",
