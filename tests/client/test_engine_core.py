@@ -2,7 +2,7 @@
 
 import numpy
 import pytest
-from engine_rig import EngineRig, logprobs_of, text_of
+from engine_rig import EngineRig, logprobs_of, one, text_of, who_has
 
 from quire.client import core as core_module
 from quire.client.core import ACCEPT_S, NO_DETOKENIZER_RESUMED_S, NO_DETOKENIZER_S, SILENCE_S
@@ -16,17 +16,6 @@ from quire.proto.params import SamplingParams
 @pytest.fixture
 def rig():
     return EngineRig()
-
-
-def one(rig):
-    """The only detokenizer."""
-    (detokenizer,) = rig.detokenizers
-    return detokenizer
-
-
-def who_has(rig, kind=m.Tokenize):
-    """The detokenizer that was sent something, then the others."""
-    return sorted(rig.detokenizers, key=lambda each: not each.has(kind))
 
 
 # ---------------------------------------------------------------- a request's way

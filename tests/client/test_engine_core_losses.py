@@ -4,7 +4,7 @@ from itertools import chain
 from random import Random
 
 import pytest
-from engine_rig import EngineRig, logprobs_of, text_of
+from engine_rig import EngineRig, accepted, logprobs_of, one, text_of, who_has
 
 from quire.client.core import (
     ACCEPT_S,
@@ -25,24 +25,6 @@ from quire.proto.params import SamplingParams
 @pytest.fixture
 def rig():
     return EngineRig()
-
-
-def one(rig):
-    (detokenizer,) = rig.detokenizers
-    return detokenizer
-
-
-def accepted(rig, **fields):
-    """A request that its detokenizer has accepted, and the message that it was sent."""
-    request = rig.submit(**fields)
-    sent = one(rig).next(m.Tokenize)
-    one(rig).accept(sent)
-    return request, sent
-
-
-def who_has(rig, kind=m.Tokenize):
-    """The detokenizer that was sent something, then the others."""
-    return sorted(rig.detokenizers, key=lambda each: not each.has(kind))
 
 
 # ---------------------------------------------------------------- what a loss counts for

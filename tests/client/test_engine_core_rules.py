@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from engine_rig import EngineRig
+from engine_rig import EngineRig, accepted, one
 
 from quire.client import core as core_module
 from quire.client.core import (
@@ -26,19 +26,6 @@ ROWS = ("uids", "attempts", "indexes", "offsets", "counts", "finishes", "lengths
 @pytest.fixture
 def rig():
     return EngineRig()
-
-
-def one(rig):
-    (detokenizer,) = rig.detokenizers
-    return detokenizer
-
-
-def accepted(rig, **fields):
-    """A request that its detokenizer has accepted, and the message that it was sent."""
-    request = rig.submit(**fields)
-    sent = one(rig).next(m.Tokenize)
-    one(rig).accept(sent)
-    return request, sent
 
 
 def count_of(detokenizer, kind):

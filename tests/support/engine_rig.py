@@ -172,3 +172,22 @@ class EngineRig:
 
 def text_of(request: OpenGeneration, index: int = 0) -> str:
     return "".join(request.children[index].parts)
+
+
+def one(rig: EngineRig) -> FakeDetokenizer:
+    """The only detokenizer."""
+    (detokenizer,) = rig.detokenizers
+    return detokenizer
+
+
+def accepted(rig: EngineRig, **fields: Any) -> tuple[OpenGeneration, m.Tokenize]:
+    """A request that its detokenizer has accepted, and the message that it was sent."""
+    request = rig.submit(**fields)
+    sent = one(rig).next(m.Tokenize)
+    one(rig).accept(sent)
+    return request, sent
+
+
+def who_has(rig: EngineRig, kind: type = m.Tokenize) -> list[FakeDetokenizer]:
+    """The detokenizer that was sent something, then the others."""
+    return sorted(rig.detokenizers, key=lambda each: not each.has(kind))
