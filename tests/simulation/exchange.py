@@ -6,7 +6,7 @@ price of work done twice and of seconds. Here the first guards are held to what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import accumulate
 from typing import Any
 
@@ -34,6 +34,7 @@ class Exchange:
         self._fail, self._struck = fail, struck
         self._asked: dict[int, int] = {}  # the last attempt of each request that its Engine has sent
         self._submitted: set[tuple[int, int]] = set()
+        self._unnamed = 0  # messages that make no sense, under a name that ZeroMQ made
 
     # -- Engine and detokenizer
 
@@ -64,13 +65,14 @@ class Exchange:
                 if offset < have:
                     self._fail(f"tokens sent twice | {uid}.{index}: those from {offset} on, and {have} are there")
 
-    def tokens(self, core: DetokenizerCore, batch: m.TokenBatch) -> None:
-        """Tokens come to a detokenizer, and follow those that it has."""
+    def tokens(self, core: DetokenizerCore, batch: m.TokenBatch, cut: Collection[tuple[int, int]] = ()) -> None:
+        """Tokens come to a detokenizer, and follow those that it has. ``cut``: attempts that were open when its
+        connection broke, of which some may be lost on the way: the gap is what tells of it."""
         for uid, attempt, index, offset, count, *_ in rows_of(batch):
             request = core.requests.get(uid)
             if request is None or request.attempt != attempt or (sequence := request.sequences.get(index)) is None:
                 continue
-            if count and offset != sequence.count:
+            if count and offset != sequence.count and (offset < sequence.count or (uid, attempt) not in cut):
                 rule = "tokens sent twice" if offset < sequence.count else "tokens lost"
                 self._fail(f"{rule} | {uid}.{index}: those from {offset} on, and {sequence.count} are there")
 
@@ -89,6 +91,17 @@ class Exchange:
 
     # -- the scheduler
 
+    def listens(self, members: membership.Membership) -> None:
+        """A scheduler begins. What is left of a connection whose name another has taken over comes under a name that
+        ZeroMQ makes; a Hello among it is refused, and nobody broke the protocol."""
+        self._unnamed, bad = 0, members.core.bad
+
+        def noted(peer: str, why: object) -> None:
+            self._unnamed += peer.startswith("\0")
+            bad(peer, why)
+
+        members.core.bad = noted  # type: ignore[method-assign]
+
     def turned(self, members: membership.Membership) -> None:
         """The scheduler had a turn: who has requests is known, who is silent or hangs has no lease, and nobody breaks
         the protocol but where a fault of the plan does."""
@@ -106,7 +119,7 @@ class Exchange:
                 self._fail(f"silence ignored | {peer} was not heard for {now - worker.heartbeat_at:.2f} s")
             if worker.replica.waited(now) > hung:
                 self._fail(f"hung step | {peer} is at its step for {worker.replica.waited(now):.2f} s")
-        if core.bad_messages and not self._struck("answers_twice"):
+        if core.bad_messages > self._unnamed and not self._struck("answers_twice"):
             self._fail("protocol broken | the scheduler got messages that cannot be")
 
 

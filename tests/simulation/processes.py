@@ -77,6 +77,7 @@ class Scheduler(Process):
         self._submit, self.core.submit = self.core.submit, self._submitted  # type: ignore[method-assign]
         self.membership = membership.Membership(self.core, epoch, blame.Blame(world.lock))
         watch_scheduler(self.membership, world.fail, self._stood_still)
+        world.exchange.listens(self.membership)
         written = world.lines is not None
         self.inputs = transcript.Transcript(self.membership) if written else inputs.Inputs(self.membership)
         front = world.network.listen(host, FRONT, m.ToSchedulerFront, wake=self._wake_front)
@@ -141,6 +142,7 @@ class Detokenizer(Process):
         self._aborted: dict[int, int] = {}  # the last attempt of each request that its Engine has aborted here
         self._unwanted: set[int] = set()  # what the scheduler is to be told of that
         self._busy = 0
+        self._cut: set[tuple[int, int]] = set()  # attempts that were open when the connection to the scheduler broke
         self.core = detokenizer_core.DetokenizerCore(
             _Poisoned(world),
             hello,
@@ -172,7 +174,7 @@ class Detokenizer(Process):
 
     def _from_scheduler(self, message: Any) -> None:
         if isinstance(message, m.TokenBatch):
-            self.world.exchange.tokens(self.core, message)
+            self.world.exchange.tokens(self.core, message, self._cut)
         self.core.received(detokenizer_core.SCHEDULER, message)
         self._flush()
 
@@ -186,6 +188,7 @@ class Detokenizer(Process):
             self.core.connected()
         else:
             self.core.disconnected()
+            self._cut.update((request.uid, request.attempt) for request in self.core.requests.values())
         self._flush()
 
     def _prepare(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:

@@ -69,6 +69,8 @@ def test_tokens_follow_those_of_a_detokenizer(
     )  # fmt: skip
     exchange.tokens(core, batch)
     assert failed == rules
+    exchange.tokens(core, batch, {(7, 1)})  # the connection broke: a gap may be, and nothing may come again
+    assert failed[len(rules) :] == [rule for rule in rules if rule != "tokens lost"]
 
 
 @pytest.fixture
@@ -79,6 +81,10 @@ def members() -> Membership:
 def test_who_has_requests_is_known_and_messages_make_sense(
     exchange: Exchange, failed: list[str], members: Membership
 ) -> None:
+    exchange.turned(members)
+    assert failed == []
+    exchange.listens(members)
+    members.core.bad("\0\0\0\0\1", "Hello of another name")
     exchange.turned(members)
     assert failed == []
     members.core.requests[7] = SimpleNamespace(uid=7, owner="d0")  # type: ignore[assignment]

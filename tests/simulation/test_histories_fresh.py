@@ -8,7 +8,6 @@ from simulation.histories import check
 from simulation.run import fresh_seeds
 
 
-# 500 again when seeds 13561 and 18324 are understood: one history in ten thousand fails by a rule of exchange.py.
-@pytest.mark.parametrize("piece", range(1))
+@pytest.mark.parametrize("piece", range(5))
 def test_nothing_fails(piece: int) -> None:
     check(fresh_seeds(100), tables=False)
