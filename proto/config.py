@@ -116,6 +116,14 @@ class EngineArgs:
         None, _MODEL, "JSON object over the model's own: pooling_type, normalize, dimensions, use_activation"
     )
 
+    # Adapters (LoRA)
+    enable_lora: bool = _flag(False, ("frontend", "gpu_worker"), "")
+    max_loras: int = _flag(1, _WORK, "")
+    max_lora_rank: int = _flag(16, ("frontend", "gpu_worker"), "")
+    max_cpu_loras: int | None = _flag(None, _WORK, "")
+    lora_dtype: str = _flag("auto", _WORK, "", ("auto", "float16", "bfloat16", "float32"))
+    fully_sharded_loras: bool = _flag(False, _WORK, "")
+
     # Generation
     generation_config: str = _flag(
         "auto", _HTTP, "where default sampling parameters come from: auto (the model's generation_config.json), quire "
@@ -393,8 +401,8 @@ def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip:
     """Add the flags of one service, or of all of them, to a parser."""
     hints = _hints(EngineArgs)
     for fld in dataclasses.fields(EngineArgs):
-        if fld.name in skip or (service and service not in fld.metadata["services"]):
-            continue
+        if fld.name in skip or (service and service not in fld.metadata["services"]) or not fld.metadata["help"]:
+            continue  # one without help is not offered yet
         kind = hints[fld.name]
         if isinstance(kind, types.UnionType):
             kind = next(k for k in typing.get_args(kind) if k is not type(None))

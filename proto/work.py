@@ -13,6 +13,17 @@ from .params import SamplingParams
 from .pooling import PoolingParams
 
 
+class Adapter(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A low-rank adapter (LoRA) of the model, as a request carries it. Two of the same ``digest`` are the same.
+
+    A request has all that a worker needs to load it, so nobody on its way has to know the name.
+    """
+
+    name: str
+    path: str  # of its folder, as workers see it (one folder, mounted alike on every machine)
+    digest: bytes  # of its files, 16 bytes; see ``adapter_digest``
+
+
 class Generate(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=0):
     """Draw tokens. Resolved, ``params.max_tokens`` is a number, and ``params.n`` counts the children that are run
     (best_of of them, where that is asked for), but for a beam search, where it counts those that are returned.
@@ -37,7 +48,38 @@ class Pool(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=1):
     token_type_start: int = -1  # where the tokens of type 1 begin, those of a pair's second text; -1: nowhere
 
 
-Work = Generate | Pool
+# An adapter is no field of the two above: one that is not used would cost a byte in each of their messages.
+
+
+class AdaptedGenerate(Generate, frozen=True, tag=2):
+    """Generate with an adapter. To a worker it goes as the slot of its own that holds the adapter."""
+
+    adapter: Adapter | None = None
+    slot: int = -1
+
+
+class AdaptedPool(Pool, frozen=True, tag=3):
+    """Pool with an adapter."""
+
+    adapter: Adapter | None = None
+    slot: int = -1
+
+
+Work = Generate | Pool | AdaptedGenerate | AdaptedPool
+
+
+def adapter_of(work: Work) -> Adapter | None:
+    """The adapter that ``work`` is done with; None for the model itself."""
+    return work.adapter if isinstance(work, AdaptedGenerate | AdaptedPool) else None
+
+
+def with_adapter(work: Work, adapter: Adapter | None, slot: int = -1) -> Work:
+    """The same work done with ``adapter``, or with what is in a worker's ``slot``."""
+    if adapter is None and slot < 0:
+        return work
+    kind = AdaptedGenerate if isinstance(work, Generate) else AdaptedPool
+    fields = {name: getattr(work, name) for name in (Generate if kind is AdaptedGenerate else Pool).__struct_fields__}
+    return kind(**fields, adapter=adapter, slot=slot)
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -5,7 +5,8 @@ the current one is dropped. ``attempt`` is in every message about a request: a h
 everywhere, and lower ones are dropped everywhere. The first is 0; a later one is never refused for load. A request
 has a ``uid`` (int64, chosen by Engine, never reused); its n children are (uid, index).
 
-One room a kind of conversation: ``requests``, ``plans`` (the worker link), ``membership``, ``operators``. What is sent
+One room a kind of conversation: ``requests``, ``plans`` (the worker link), ``membership``, ``operators``,
+``adapters``. What is sent
 where is told by the unions below.
 
 Columns are little-endian arrays as bytes; the comment beside each says its item. Columns of one group have one
@@ -14,6 +15,16 @@ length unless said otherwise.
 
 from __future__ import annotations
 
+from .adapters import (
+    AdapterEntry,
+    AdapterReady,
+    Adapters,
+    DropAdapter,
+    LoadAdapter,
+    Register,
+    Registered,
+    Unregister,
+)
 from .base import Logprobs, Message
 from .membership import Bye, Drain, Heartbeat, Hello, Peer, Peers
 from .operators import GetStats, Manage, Managed, ReplicaStats, Stats, WorkerInfo
@@ -54,15 +65,17 @@ from .requests import (
 )  # fmt: skip
 
 __all__ = [
-    "PROTOCOL", "Abort", "Accepted", "Admit", "Assign", "BeamStopped", "BeamTokens", "Bye", "Child", "Compiled",
-    "Configure", "Drain", "Failed", "Finish", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers",
-    "GetStats", "Heartbeat", "Hello", "Lease", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Peer", "Peers",
-    "Pooled", "PromptChunk", "PromptLogprobs", "Quarantined", "Ready", "Reconcile", "ReplicaStats", "Resume",
+    "PROTOCOL", "Abort", "Accepted", "AdapterEntry", "AdapterReady", "Adapters", "Admit", "Assign", "BeamStopped",
+    "BeamTokens", "Bye", "Child", "Compiled", "Configure", "Drain", "DropAdapter", "Failed", "Finish",
+    "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers", "GetStats", "Heartbeat", "Hello", "Lease",
+    "LoadAdapter", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Peer", "Peers", "Pooled", "PromptChunk",
+    "PromptLogprobs", "Quarantined", "Ready", "Reconcile", "Register", "Registered", "ReplicaStats", "Resume",
     "SlotFailed", "SlotPooled", "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped", "Submit", "TextBatch",
-    "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch", "Tokenize", "Unknown", "WorkerInfo",
+    "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch", "Tokenize", "Unknown", "Unregister",
+    "WorkerInfo",
 ]  # fmt: skip
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:
@@ -73,16 +86,22 @@ ToDetokenizer = Tokenize | Abort | Quarantined | Reconcile | Heartbeat | Bye
 FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Pooled | Failed | Quarantined | Unknown | Heartbeat | Bye
 """detokenizer -> Engine."""
 
-ToSchedulerFront = Hello | Submit | Abort | Stopped | BeamStopped | Reconcile | GetStats | Manage | Heartbeat | Bye
+ToSchedulerFront = (
+    Hello | Submit | Abort | Stopped | BeamStopped | Reconcile | GetStats | Manage | Adapters | Register | Unregister
+    | Heartbeat | Bye
+)  # fmt: skip
 """detokenizer, Engine, operator -> the scheduler's front socket."""
 
 FromSchedulerFront = (
-    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Unknown | Stats | Managed | Heartbeat | Bye
-)
+    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Unknown | Stats | Managed | Adapters
+    | Registered | Heartbeat | Bye
+)  # fmt: skip
 """the scheduler's front socket -> detokenizer, Engine, operator."""
 
-ToSchedulerWorkers = Hello | Loaded | Ready | StepResult | StepFailed | Compiled | Drain | Heartbeat | Bye
+ToSchedulerWorkers = (
+    Hello | Loaded | Ready | StepResult | StepFailed | Compiled | AdapterReady | Drain | Heartbeat | Bye
+)
 """worker -> the scheduler's worker socket."""
 
-FromSchedulerWorkers = Assign | Configure | StepPlan | Drain | Heartbeat | Bye
+FromSchedulerWorkers = Assign | Configure | StepPlan | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
 """the scheduler's worker socket -> worker."""

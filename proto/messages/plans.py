@@ -34,6 +34,7 @@ class Loaded(Message):
     vocab_size: int
     pools: bool = False  # it answers prompts with vectors and generates nothing
     whole: bool = False  # every token sees all others: a prompt is neither split over steps nor cached
+    adapter_slots: int = 0  # adapters that it can have ready at once (--max-loras); 0: it takes none
 
 
 class Configure(Message):
@@ -59,6 +60,11 @@ class Admit(msgspec.Struct, array_like=True, gc=False):
     prompt_len: int
     work: Work  # resolved
     prompt_logprobs_from: int = -1  # first prompt token whose logprobs are wanted from this row; -1: none
+
+    @property
+    def adapter_slot(self) -> int:
+        """The worker's slot whose adapter this row runs with; -1: none. Forks of the row run with it too."""
+        return getattr(self.work, "slot", -1)
 
 
 class StepPlan(Message):
