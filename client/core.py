@@ -20,7 +20,8 @@ from typing import Any
 from ..proto import messages as m
 from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
 from ..proto.standstill import Standstill
-from ..proto.work import Generate, Pool
+from ..proto.work import Generate, Pool, adapter_of, with_adapter
+from .adapters import AdapterBook
 from .best import to_wire
 from .generation import OpenGeneration
 from .logprobs import by_row, unpack
@@ -86,6 +87,7 @@ class EngineCore:
         """The requests that have not ended, by uid."""
         self._unaccepted: dict[int, int] = {}  # of these, those whose prompt's ids are not known yet: bytes
         self._unaccepted_bytes = 0
+        self.adapters = AdapterBook()
         self.tokens_at = 0.0
         """When tokens, or what was pooled, last came, of any request."""
         self._heartbeats = 0
@@ -130,7 +132,7 @@ class EngineCore:
         Raises RequestError: 400 where it could not be sent, 429 where too much is on its way.
         """
         self._admit(message)
-        message.work = work = Generate(to_wire(asked.params), asked.seed)
+        message.work = work = with_adapter(Generate(to_wire(asked.params), asked.seed), adapter_of(asked))
         request = OpenGeneration(message, work, asked.params, self.clock())
         self._enter(request)
         return request
@@ -147,6 +149,13 @@ class EngineCore:
         request = self.open.get(uid)
         if request is not None:
             self.finish(request, None, tell=True)
+
+    def ask_adapter(self, asked: m.Register | m.Unregister) -> int:
+        """Have a name of an adapter mean something else, for all frontends. The token that the answer will have."""
+        token = self.adapters.ask(asked)
+        if self.peers is not None:
+            self._put(SCHEDULER, asked)
+        return token
 
     def fail_all(self, error: RequestError) -> None:
         """End every open request with ``error``."""
@@ -247,6 +256,8 @@ class EngineCore:
         self._heard = self.clock()
         if isinstance(message, m.Peers):
             self._on_peers(message)
+        elif isinstance(message, m.Adapters):
+            self.adapters.merge(message.entries)
         elif isinstance(message, m.Bye):
             if message.reason and self.peers is None:
                 log.error("the scheduler refuses this process: %s", message.reason)
@@ -257,6 +268,8 @@ class EngineCore:
         if peers.epoch < self._epoch:
             return
         restarted = 0 < self._epoch < peers.epoch
+        if self.peers is None or restarted:  # it may know nothing of what the one before did
+            self._todo += [(SCHEDULER, told) for told in self.adapters.introduction()]
         self._epoch, self.peers = peers.epoch, peers
         listed = {peer.incarnation: peer for peer in peers.peers if peer.kind == "detokenizer"}
         for link in list(self.links.values()):

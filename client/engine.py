@@ -21,7 +21,8 @@ from ..proto.params import SamplingParams
 from ..proto.pooling import PoolingParams
 from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import CONNECTED, Dealer, Keys, front_endpoint
-from ..proto.work import Generate, Pool, Work
+from ..proto.work import Adapter, Generate, Pool, Work, with_adapter
+from .adapters import AdapterBook
 from .core import HEARTBEAT_S, SCHEDULER, Connect, Disconnect, EngineCore
 from .results import Pooled, Prompt, RequestError, StreamEvent
 from .sendable import pack_ids, priority_of
@@ -43,6 +44,7 @@ class Engine:
         self._dropped = 0  # bad frames of connections that are gone
         self._changed = asyncio.Event()
         self._asked: dict[int, asyncio.Future[m.Stats]] = {}
+        self._registering: dict[int, asyncio.Future[m.Registered]] = {}
         self._asked_count = 0
         self._ticker: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -133,10 +135,11 @@ class Engine:
         cache_salt: str = "",
         seed: int | None = None,
         echo: bool = False,
+        adapter: Adapter | None = None,
     ) -> RequestStream:
         """Queue one request and return its stream at once; exactly one of prompt, ids and messages is given.
 
-        Requests share cached blocks only with those of the same ``cache_salt``.
+        Requests share cached blocks only with those of the same ``cache_salt`` and ``adapter``.
         ``seed`` is used where params has none; left out, it is random. ``echo`` has ``accepted.prompt`` set where ids
         are given, too. Requests of one ``arrival`` (seconds since the epoch; 0: now) take turns with others as if they
         were one, as the prompts of one call should. With best_of and beam search every event comes at the end. What is
@@ -146,6 +149,7 @@ class Engine:
         params = params if params is not None else SamplingParams()
         seed = params.seed if params.seed is not None else seed
         work = Generate(params, self.core.rng.getrandbits(64) if seed is None else seed % 2**64)
+        work = with_adapter(work, adapter)
         message = _tokenize(
             work, prompt, ids, messages, template, add_special_tokens, api_key, priority, arrival, cache_salt, echo
         )
@@ -167,6 +171,7 @@ class Engine:
         priority: int = 0,
         arrival: float = 0.0,
         cache_salt: str = "",
+        adapter: Adapter | None = None,
     ) -> Awaitable[Pooled]:
         """Queue one prompt to be pooled and return at once what its answer will be awaited on; cancelling that aborts
         the request. Exactly one of prompt, ids and messages is given; ``pair`` is the second text of a pair whose
@@ -177,13 +182,43 @@ class Engine:
         """
         if pair is not None and prompt is None:
             raise ValueError("the first text of a pair must be given as prompt.")
-        work = Pool(params if params is not None else PoolingParams(), pair)
+        work = with_adapter(Pool(params if params is not None else PoolingParams(), pair), adapter)
         message = _tokenize(
             work, prompt, ids, messages, template, add_special_tokens, api_key, priority, arrival, cache_salt
         )
         request = self.core.pool(message, work)
         self._flush()
         return answer_of(request, self._abort)
+
+    @property
+    def adapters(self) -> AdapterBook:
+        """The names of adapters that are known to all frontends."""
+        return self.core.adapters
+
+    async def register(self, adapter: Adapter, parent: str = "", replace: bool = False, timeout: float = 300.0) -> None:
+        """Load an adapter on a worker and have all frontends know its name; with ``replace`` another may have it.
+
+        Raises RequestError: 400 where it cannot be loaded, or the name is taken; 503 after ``timeout`` seconds.
+        """
+        await self._ask_adapter(m.Register(0, adapter, parent, replace), timeout)
+
+    async def unregister(self, name: str, timeout: float = 10.0) -> None:
+        """Have all frontends forget a name; what runs with the adapter goes on. RequestError 404, 503."""
+        await self._ask_adapter(m.Unregister(0, name), timeout)
+
+    async def _ask_adapter(self, asked: m.Register | m.Unregister, timeout: float) -> None:
+        token = self.core.ask_adapter(asked)
+        answer = self._registering[token] = asyncio.get_running_loop().create_future()
+        self._flush()
+        try:
+            told = await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise RequestError(503, f"the scheduler did not answer within {timeout:g} s.", retry_after=5) from None
+        finally:
+            self.core.adapters.answered(token)
+            del self._registering[token]
+        if told.status != 200:
+            raise RequestError(told.status, told.error)
 
     def fail_all(self, error: RequestError) -> None:
         """End every open request with ``error``."""
@@ -244,6 +279,10 @@ class Engine:
             answer = self._asked.get(message.token)
             if answer is not None and not answer.done():
                 answer.set_result(message)
+        elif isinstance(message, m.Registered):
+            waiting = self._registering.get(message.token)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
         self._flush()
 
     def _on_event(self, peer: str, event: str) -> None:

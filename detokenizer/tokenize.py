@@ -16,7 +16,7 @@ from ..proto.errors import Refused
 from ..proto.hashing import hash_blocks, root_of
 from ..proto.messages import Child, Finish, Tokenize
 from ..proto.params import ParamError, SamplingParams
-from ..proto.work import Generate, Pool, Work
+from ..proto.work import Generate, Pool, Work, adapter_of, with_adapter
 from . import pooling
 from .bad_words import BadWords
 from .beams import BeamTexts
@@ -238,9 +238,11 @@ class Preparer:
                 prepared.children.append(Child(resume.index, resume.ids))
 
 
-def _prepared(message: Tokenize, ids: list[int], prompt: str | None, block_size: int, work: Work) -> Prepared:
+def _prepared(message: Tokenize, ids: list[int], prompt: str | None, block_size: int, resolved: Work) -> Prepared:
     packed = array("i", ids).tobytes()
-    root = root_of(message.cache_salt)
+    adapter = adapter_of(message.work)
+    work = with_adapter(resolved, adapter)
+    root = root_of(message.cache_salt, adapter.digest if adapter is not None else b"")
     return Prepared(packed, prompt, root, b"".join(hash_blocks(packed, block_size, root)), block_size, work)
 
 

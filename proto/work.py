@@ -7,6 +7,8 @@ worker must know of a new parameter is a field here or in its params, and nothin
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import msgspec
 
 from .params import SamplingParams
@@ -66,6 +68,7 @@ class AdaptedPool(Pool, frozen=True, tag=3):
 
 
 Work = Generate | Pool | AdaptedGenerate | AdaptedPool
+W = TypeVar("W", Generate, Pool, Work)
 
 
 def adapter_of(work: Work) -> Adapter | None:
@@ -73,13 +76,13 @@ def adapter_of(work: Work) -> Adapter | None:
     return work.adapter if isinstance(work, AdaptedGenerate | AdaptedPool) else None
 
 
-def with_adapter(work: Work, adapter: Adapter | None, slot: int = -1) -> Work:
+def with_adapter(work: W, adapter: Adapter | None, slot: int = -1) -> W:
     """The same work done with ``adapter``, or with what is in a worker's ``slot``."""
     if adapter is None and slot < 0:
         return work
-    kind = AdaptedGenerate if isinstance(work, Generate) else AdaptedPool
-    fields = {name: getattr(work, name) for name in (Generate if kind is AdaptedGenerate else Pool).__struct_fields__}
-    return kind(**fields, adapter=adapter, slot=slot)
+    plain, kind = (Generate, AdaptedGenerate) if isinstance(work, Generate) else (Pool, AdaptedPool)
+    made: Any = kind(**{name: getattr(work, name) for name in plain.__struct_fields__}, adapter=adapter, slot=slot)
+    return made
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 
 from ..proto.config import EngineArgs
 from ..proto.losses import MAX_LOSSES
-from ..proto.messages import Failed, Finish, ReplicaStats, Stats
+from ..proto.messages import AdapterStats, Failed, Finish, ReplicaStats, Stats
 from .accounts import Accounts
+from .adapter_names import AdapterNames
 from .beam_group import BeamGroup
 from .block_pool import PoolError
 from .outbox import Outbox
@@ -39,6 +40,8 @@ class Books:
         self.replicas: dict[int, Replica] = {}
         self.accounts = Accounts(config.max_requests_per_key)
         self.outbox = Outbox()
+        self.names = AdapterNames()
+        self.adapter_losses: dict[bytes, int] = {}  # of workers while they loaded it, by digest, since it last was
         self.loading: set[int] = set()  # replicas on their way, by number: nobody knows yet what they will hold
         self.shrunk = False  # a worker left, or never came: those who wait for one of its size may wait in vain
         self.lost_owners: set[str] = set()  # detokenizers whose connection broke; they may come back
@@ -87,6 +90,7 @@ class Books:
         for request in self.owned_by(owner):
             self.drop(request)
         self.outbox.forget(owner)
+        self.names.forget(owner)
         self.lost_owners.discard(owner)
 
     def _drop_unanswered(self, owner: str) -> None:
@@ -302,7 +306,7 @@ class Books:
         replicas = list(self.replicas.values())
         running = sum(len(r.sequences()) for r in replicas)
         live = [seq for request in self.requests.values() for seq in request.live]
-        return Stats(
+        stats = Stats(
             token=token,
             running=running,
             waiting=len(live) - running,
@@ -324,6 +328,17 @@ class Books:
             ],
             compilations=compilations,
         )  # fmt: skip
+        most = max((len(r.adapters.slots) for r in replicas if r.adapters is not None), default=0)
+        return self._with_adapters(stats, most, live) if most else stats
+
+    def _with_adapters(self, stats: Stats, slots: int, live: list[Sequence]) -> AdapterStats:
+        names: dict[State, set[str]] = {State.RUNNING: set(), State.WAITING: set()}
+        for seq in live:
+            if (adapter := seq.request.adapter) is not None:
+                names[seq.state].add(adapter.name)
+        fields = {name: getattr(stats, name) for name in Stats.__struct_fields__}
+        running, waiting = sorted(names[State.RUNNING]), sorted(names[State.WAITING])
+        return AdapterStats(**fields, max_loras=slots, running_adapters=running, waiting_adapters=waiting)
 
     def check_integrity(self) -> None:
         """Every live sequence is in exactly one place, and every replica's books balance. PoolError otherwise."""

@@ -7,7 +7,8 @@ by ``plan``, and what the front side is owed gathers in ``outbox``. No IO.
 from __future__ import annotations
 
 from ..proto.codec import BadFrame, from_i32, from_i64, i32, i64
-from ..proto.messages import BeamStopped, Reconcile, StepPlan, StepResult, Stopped, Submit, Unknown
+from ..proto.messages import AdapterReady, BeamStopped, Reconcile, StepPlan, StepResult, Stopped, Submit, Unknown
+from .adapters import Answer, load_ended
 from .beam_group import BeamGroup
 from .beams import answered
 from .books import Books
@@ -81,3 +82,7 @@ class Scheduler(Books):
     def commit(self, replica: Replica, result: StepResult) -> None:
         """A step is done. BadFrame: the result cannot be right, and the lease must end."""
         commit_result(self, replica, result)
+
+    def adapter_ready(self, replica: Replica, message: AdapterReady) -> list[Answer]:
+        """A load has ended; what those who wished for the adapter are told. BadFrame: the lease must end."""
+        return load_ended(self, replica, message)

@@ -75,6 +75,7 @@ def _check_request(books: Books, request: Request) -> None:
     if replicas:
         if not books.loading:
             check_kind(request, {r.pools for r in replicas})
+            check_adapter(request, any(r.adapters is not None for r in replicas))
         check_fits(
             request, books.max_model_len, None if books.loading else max(r.pool.num_blocks for r in replicas),
             config.block_size, config.token_budget(),
@@ -175,6 +176,15 @@ def check_kind(request: Request, pools: Collection[bool]) -> None:
         does, asked = ("generate", "pool") if request.pools else ("pool", "generate")
         raise Refused(
             f"The workers here {does} and do not {asked}: they were started with another --runner than the detokenizer."
+        )
+
+
+def check_adapter(request: Request, enabled: bool) -> None:
+    """Raise Refused where the request asks for an adapter and no replica takes any."""
+    if request.adapter is not None and not enabled:
+        raise Refused(
+            f"Got lora_request '{request.adapter.name}' but LoRA is not enabled! Start the workers with --enable-lora.",
+            param="model",
         )
 
 

@@ -13,6 +13,8 @@ from ..proto.codec import BadFrame, from_i64, i32, i64
 from ..proto.messages import (
     PROTOCOL,
     Abort,
+    AdapterEntry,
+    Adapters,
     BeamStopped,
     BeamTokens,
     Bye,
@@ -25,12 +27,17 @@ from ..proto.messages import (
     Peers,
     PromptLogprobs,
     Reconcile,
+    Register,
+    Registered,
     Stopped,
     Submit,
     TokenBatch,
     Unknown,
+    Unregister,
 )
 from ..proto.standstill import Standstill
+from .adapter_names import Wish
+from .adapters import Answer
 from .blame import Blame
 from .core import Scheduler
 from .worker_registry import WorkerRegistry, count, wrong_protocol
@@ -63,7 +70,8 @@ class Membership:
     def __init__(self, core: Scheduler, epoch: int, blame: Blame | None = None):
         self.blame = blame if blame is not None else Blame()
         self.core, self.epoch, self.config = core, epoch, core.config
-        self.registry = WorkerRegistry(core, epoch, self.announce)
+        core.names.begin(epoch)
+        self.registry = WorkerRegistry(core, epoch, self.announce, self.answer_wishes)
         self.front: dict[str, FrontPeer] = {}
         self.wire_bad_frames = 0  # of both sockets, kept up to date by the loop
         self._next_heartbeat = 0.0
@@ -100,6 +108,47 @@ class Membership:
                 self.core.outbox.put(peer, self.registry.manage(message))
             else:
                 self.core.bad(peer, f"Manage of a {self.front[peer].hello.kind}")
+        elif isinstance(message, Adapters | Register | Unregister):
+            if self.front[peer].hello.kind == "frontend":
+                self._name(peer, message)
+            else:
+                self.core.bad(peer, f"{type(message).__name__} of a {self.front[peer].hello.kind}")
+
+    # -- adapters' names
+
+    def _name(self, peer: str, message: Adapters | Register | Unregister) -> None:
+        """A frontend tells what it knows, or has a name mean something else."""
+        names = self.core.names
+        if isinstance(message, Adapters):
+            self.tell_names(names.merge(message.entries))
+        elif isinstance(message, Unregister):
+            known = names.get(message.name) is not None
+            if known:
+                self.tell_names([names.set(message.name, None)])
+            error = f"The lora adapter '{message.name}' cannot be found."
+            answer = Registered(message.token) if known or message.again else Registered(message.token, 404, error)
+            self.core.outbox.put(peer, answer)
+        elif (refused := names.refusal(message)) is not None:
+            self.core.outbox.put(peer, Registered(message.token, *refused))
+        elif message.again and names.get(message.adapter.name) == message.adapter:
+            self.core.outbox.put(peer, Registered(message.token))
+        elif any(r.adapters is not None and r.adapters.has(message.adapter) for r in self.core.replicas.values()):
+            self.answer_wishes([Answer(Wish(peer, message))])
+        else:
+            names.wish(peer, message)
+
+    def answer_wishes(self, answers: list[Answer]) -> None:
+        """Adapters that somebody wished for are loaded, and get their names; or they cannot be."""
+        for wish, status, error in answers:
+            if status == 200:
+                self.tell_names([self.core.names.set(wish.adapter.name, wish.adapter, wish.asked.parent)])
+            self.core.outbox.put(wish.peer, Registered(wish.asked.token, status, error))
+
+    def tell_names(self, entries: list[AdapterEntry]) -> None:
+        """Tell all frontends what names mean now."""
+        for peer, known in self.front.items():
+            if entries and known.lost_at is None and known.hello.kind == "frontend":
+                self.core.outbox.put(peer, Adapters(entries))
 
     def _submit(self, peer: str, message: Submit) -> None:
         """Write down what is being taken in, so that one that ends this process is known to the next."""
@@ -125,6 +174,8 @@ class Membership:
             log.log(_level(hello), "%s %s is here", hello.kind, peer)
             self.front[peer] = FrontPeer(hello)
             self.core.owner_returned(peer)
+            if hello.kind == "frontend" and self.core.names.entries:  # before it is told that it may begin
+                self.core.outbox.put(peer, Adapters(list(self.core.names.entries.values())))
             if hello.kind != "operator":
                 self.announce()
 
@@ -139,7 +190,9 @@ class Membership:
                 self.core.outbox.put(peer, gone)
         elif isinstance(message, Reconcile):
             self.core.outbox.put(peer, Unknown(message.uids, message.attempts))
-        elif not isinstance(message, Abort | Stopped | BeamStopped | GetStats | Heartbeat | Bye):
+        elif not isinstance(
+            message, Abort | Stopped | BeamStopped | GetStats | Adapters | Register | Unregister | Heartbeat | Bye
+        ):
             self.core.bad(peer, f"{type(message).__name__} before Hello")
 
     def front_gone(self, peer: str) -> None:

@@ -10,6 +10,8 @@ from .request import Sequence
 
 TOKENS_PER_ROW = 64
 """Cached tokens that weigh as much as one running row: a prefix 640 tokens longer makes up for ten rows more."""
+HELD = 2048
+"""Cached tokens that weigh as much as to have the adapter: it is loaded on another replica where 32 rows more run."""
 
 
 def cached_prefix(replica: Replica, seq: Sequence) -> list[int]:
@@ -22,7 +24,7 @@ def cached_prefix(replica: Replica, seq: Sequence) -> list[int]:
 
 def can_ever_hold(replica: Replica, seq: Sequence) -> bool:
     """False where even an empty replica is too small for the sequence at its longest, or of the other kind."""
-    if replica.pools is not seq.request.pools:
+    if replica.pools is not seq.request.pools or (seq.request.adapter is not None and replica.adapters is None):
         return False
     need = seq.most_blocks(replica.block_size)
     return need <= replica.pool.num_blocks and seq.limit <= replica.max_model_len
@@ -46,21 +48,29 @@ def elsewhere(here: Replica, replicas: Iterable[Replica], now: float) -> list[Re
 
 
 def belongs_elsewhere(
-    seq: Sequence, here: Replica, cached: list[int], others: Iterable[Replica], stalled: bool = False
-) -> bool:
+    seq: Sequence, here: Replica, cached: list[int], others: Iterable[Replica], stalled: bool = False,
+    now: float = 0.0,
+) -> bool:  # fmt: skip
     """One of ``others`` has room for ``seq`` and is the better place, or ``here`` has stalled. It takes it when its
     next step is planned."""
-    score = (_score(here, len(cached)), -here.number)
+    score = (_score(here, seq, len(cached)), -here.number)
     for other in others:
-        if not can_ever_hold(other, seq):
+        if not can_ever_hold(other, seq) or not _could_have_adapter(other, seq, now):
             continue
         theirs = cached_prefix(other, seq)
-        better = stalled or (_score(other, len(theirs)), -other.number) > score
+        better = stalled or (_score(other, seq, len(theirs)), -other.number) > score
         if better and has_room(other, seq, theirs):
             return True
     return False
 
 
-def _score(replica: Replica, cached_blocks: int) -> int:
-    backlog = sum(seq.total - seq.scheduled for seq in replica.prefilling)
-    return cached_blocks * replica.block_size - TOKENS_PER_ROW * replica.running - backlog
+def _could_have_adapter(replica: Replica, seq: Sequence, now: float) -> bool:
+    adapter, adapters = seq.request.adapter, replica.adapters
+    return adapter is None or adapters is None or adapters.could_take(adapter, now)
+
+
+def _score(replica: Replica, seq: Sequence, cached_blocks: int) -> int:
+    backlog = sum(each.total - each.scheduled for each in replica.prefilling)
+    score = cached_blocks * replica.block_size - TOKENS_PER_ROW * replica.running - backlog
+    adapter, adapters = seq.request.adapter, replica.adapters
+    return score + HELD if adapter is not None and adapters is not None and adapters.holds(adapter) else score

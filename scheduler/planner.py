@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..proto.messages import StepPlan
+from ..proto.work import Adapter
 from .batch import Batch, Lineup
 from .beam_group import BeamGroup
 from .beams import plan_beams
@@ -28,12 +29,24 @@ TOGETHER = 8
 """Children of one request that begin together, sharing one prefill, although others wait. The rest take turns."""
 LOOKAHEAD = 32
 """Waiting sequences left to other replicas in one plan, at most."""
+ADAPTER_LOOKAHEAD = 1024
+"""Waiting sequences passed over in one plan because their adapter is not there, at most."""
 
 
 def plan_step(books: Books, replica: Replica) -> StepPlan | None:
     """The next step of ``replica``, or None where it has enough in flight or nothing to run."""
     if len(replica.in_flight) >= MAX_IN_FLIGHT:
         return None
+    if (adapters := replica.adapters) is None:
+        return _plan_step(books, replica)
+    adapters.begin_turn(books.names.wishes[0].adapter if books.names.wishes else None)
+    plan = _plan_step(books, replica)
+    if not (replica.draining or replica.quarantined):
+        adapters.end_turn(books.clock())
+    return plan
+
+
+def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
     draft = Draft(books.token_budget(replica))
     quarantine_next = books.quarantine_waits and not replica.quarantined and not replica.draining
     if quarantine_next and _take_quarantined(books, replica, draft):
@@ -177,21 +190,36 @@ class Candidate(NamedTuple):
 
 def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     """Those in line that are this replica's to take, in order, each with its cached blocks: passed over are those that
-    only a larger replica could ever hold, and those that are better off on another one."""
+    only a larger replica could ever hold, those that are better off on another one, and those whose adapter is not
+    here yet."""
     now = books.clock()
     others = elsewhere(replica, books.replicas.values(), now)
     stalled = bool(others) and replica.stalled(now)
-    passed = 0
+    passed = without = 0
 
     def fits(seq: Sequence) -> bool:
         return can_ever_hold(replica, seq) and not (seq.request.asks_prompt and seq.request.carried())
 
     for seq in books.queue.in_turn(books.running_by_account, fits):
+        adapter = seq.request.adapter
+        if not others and adapter is not None and not _admits(replica, adapter):
+            if (without := without + 1) == ADAPTER_LOOKAHEAD:
+                return
+            continue
         cached = cached_prefix(replica, seq)
-        if not others or not belongs_elsewhere(seq, replica, cached, others, stalled):
+        if not others:
             yield Candidate(seq, cached)
-        elif (passed := passed + 1) == LOOKAHEAD:
+        elif belongs_elsewhere(seq, replica, cached, others, stalled, now):
+            if (passed := passed + 1) == LOOKAHEAD:
+                return
+        elif adapter is None or _admits(replica, adapter):
+            yield Candidate(seq, cached)
+        elif (without := without + 1) == ADAPTER_LOOKAHEAD:
             return
+
+
+def _admits(replica: Replica, adapter: Adapter) -> bool:
+    return replica.adapters is not None and replica.adapters.admits(adapter)
 
 
 def _admit(books: Books, replica: Replica, draft: Draft) -> None:
@@ -224,9 +252,10 @@ def _take_quarantined(books: Books, replica: Replica, draft: Draft) -> bool:
     found = next(_candidates(books, replica), None)
     if found is None or not found.seq.quarantined or not has_room(replica, *found):
         return False
-    if not replica.in_flight:
+    loading = replica.adapters is not None and bool(replica.adapters.loading)  # which may be what ends workers too
+    if not replica.in_flight and not loading:
         _start(books, replica, draft, *found)
-    return bool(replica.in_flight)
+    return bool(replica.in_flight) or loading
 
 
 def _start(books: Books, replica: Replica, draft: Draft, seq: Sequence, cached: list[int]) -> None:

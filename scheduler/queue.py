@@ -101,7 +101,8 @@ class WaitingQueue:
             _, rows, _, account, seq, turns = heappop(heads)
             siblings = seq.siblings  # who may start with it
             yield seq
-            rows += seq.width + sum(each.state is State.RUNNING for each in siblings)
+            if seq.state is State.RUNNING or seq.request.adapter is None:  # not passed over for want of its adapter
+                rows += seq.width + sum(each.state is State.RUNNING for each in siblings)
             if (after := next(turns, None)) is not None:
                 heappush(heads, (after.key[0], rows, after.key, account, after, turns))
 

@@ -23,7 +23,7 @@ from ..proto.codec import BadFrame, encode, from_f32, from_i32, i32
 from ..proto.hashing import HASH_SIZE
 from ..proto.messages import Child, Logprobs, SlotFailed, StepPlan, StepResult, Submit
 from ..proto.params import MAX_BEAMS, RequestOutputKind, SamplingParams
-from ..proto.work import Generate, Pool, Work
+from ..proto.work import Generate, Pool, Work, adapter_of, with_adapter
 from .columns import Columns, StopIds
 from .replica import Replica
 from .request import Request, Sequence
@@ -101,6 +101,10 @@ def is_sound(message: Submit, vocab_size: int) -> bool:
 
 def work(asked: Work) -> Work:
     """What a request asks for, without tokens and text."""
+    return with_adapter(_bare(asked), adapter_of(asked))
+
+
+def _bare(asked: Work) -> Work:
     if isinstance(asked, Pool):
         return Pool(asked.params, None, asked.token_type_start)
     params, ranks = asked.params, _ranks(asked.params)
@@ -218,5 +222,7 @@ def visible(plan: StepPlan) -> bytes:
     """As much of a plan as is the same when all that comes in is redacted."""
     if not plan.admits and not plan.append_tokens:
         return encode(plan)
-    admits = [(a.row, a.uid, a.index, len(a.ids), a.prompt_len, a.prompt_logprobs_from) for a in plan.admits]
+    admits = [
+        (a.row, a.uid, a.index, len(a.ids), a.prompt_len, a.prompt_logprobs_from, a.adapter_slot) for a in plan.admits
+    ]
     return encode((replace(plan, admits=[], append_tokens=bytes(len(plan.append_tokens))), admits))

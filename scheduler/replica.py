@@ -15,6 +15,7 @@ import numpy as np
 from ..proto.messages import Lease
 from ..proto.standstill import Standstill
 from . import request
+from .adapter_slots import AdapterSlots
 from .batch import Batch, Lineup
 from .block_pool import BlockPool, PoolError, blocks_for
 from .columns import Columns, Ints, Rows, StopIds
@@ -40,12 +41,13 @@ class Replica:
     def __init__(
         self, number: int, lease: Lease, peer: str, num_rows: int, num_blocks: int, block_size: int,
         max_model_len: int, vocab_size: int, caching: bool = True, device: str = "", pools: bool = False,
-        whole: bool = False,
+        whole: bool = False, adapter_slots: int = 0,
     ):  # fmt: skip
         self.number, self.lease, self.peer, self.device = number, lease, peer, device
         self.pools, self.whole = pools, whole  # as in Loaded
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
         self.pool = BlockPool(num_blocks, caching and not whole)
+        self.adapters = AdapterSlots(lease, adapter_slots) if adapter_slots else None
         self.num_rows = num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.columns = Columns(num_rows, block_size, min(blocks_for(max_model_len, block_size), num_blocks))
@@ -127,6 +129,7 @@ class Replica:
         blocks = cached + self.pool.allocate_many(fresh)
         rows = [self.free_rows.pop() for _ in range(seq.width)]
         seq.start(self.number, self.columns, rows, blocks, len(cached) * self.block_size)
+        self._use_adapter(seq)
         self.stop_ids.add(seq.stops)
         _insert(self.prefilling, seq)
         self.update_quarantine(seq)
@@ -136,9 +139,15 @@ class Replica:
         for block in parent.blocks:
             self.pool.share(block)
         seq.fork(parent, self.free_rows.pop())
+        self._use_adapter(seq)
         self.stop_ids.add(seq.stops)
         self._decode(seq)
         self.update_quarantine(seq)
+
+    def _use_adapter(self, seq: Sequence) -> None:
+        """``seq`` runs with its adapter, which is ready here."""
+        if self.adapters is not None and (adapter := seq.request.adapter) is not None:
+            seq.use_adapter(self.adapters.take(adapter))
 
     def prefilled(self, seq: Sequence) -> None:
         """The whole of ``seq`` is scheduled: from here on it decodes."""
@@ -161,6 +170,8 @@ class Replica:
         del running[_find(running, seq)]
         self.going.discard(seq)
         self.stop_ids.remove(seq.stops)
+        if self.adapters is not None and seq.adapter_slot >= 0:
+            self.adapters.leave(seq.adapter_slot)
         if self.quarantined:
             self.update_quarantine(seq, leaves=True)
         rows, filled, tables = seq.holdings()
@@ -230,6 +241,10 @@ class Replica:
             if seq.computed > seq.total or seq.scheduled > len(table) * self.block_size:
                 raise PoolError(f"scheduled {seq.scheduled} of {len(table)} blocks of {self.block_size}")
             seq.check_look_ahead(self.block_size, self.pool.refs)
+        if self.adapters is not None:
+            self.adapters.check_integrity([seq.adapter_slot for seq in running if seq.adapter_slot >= 0])
+        if any((seq.request.adapter is None) is not (seq.adapter_slot < 0) for seq in running):
+            raise PoolError("a sequence runs without its adapter, or with one that is not its own")
         if self.stop_ids != StopIds(self.vocab_size, (seq.stops for seq in running)):
             raise PoolError("the stop ids looked for are not those of the sequences that run")
         batch = self.going.batch()

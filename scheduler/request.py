@@ -34,7 +34,7 @@ from typing import NamedTuple
 from ..proto.hashing import hash_block
 from ..proto.losses import Losses
 from ..proto.messages import Admit, Finish, Submit
-from ..proto.work import Pool, child_seed
+from ..proto.work import Pool, adapter_of, child_seed, with_adapter
 from .block_pool import BlockPool, PoolError, blocks_for
 from .columns import Columns
 
@@ -62,9 +62,9 @@ class Request:
     """What one Submit asked for. ``owner`` is the detokenizer that submitted it and gets its tokens."""
 
     __slots__ = (
-        "account", "arrival", "attempt", "eos", "hashes", "live", "max_tokens", "owner", "params", "pools", "priority",
-        "prompt", "prompt_done", "prompt_len", "reads_cache", "root", "seed", "sink", "started", "stops", "turn",
-        "uid", "work",
+        "account", "adapter", "arrival", "attempt", "eos", "hashes", "live", "max_tokens", "owner", "params", "pools",
+        "priority", "prompt", "prompt_done", "prompt_len", "reads_cache", "root", "seed", "sink", "started", "stops",
+        "turn", "uid", "work",
     )  # fmt: skip
 
     def __init__(self, owner: str, message: Submit, hashes: list[bytes], priority: int):
@@ -80,6 +80,7 @@ class Request:
         # Leading prompt tokens whose logprobs nobody needs from here on: they were sent, or were never asked for.
         self.prompt_done = self.prompt_len
         work = self.work = message.work
+        self.adapter = adapter_of(work)
         self.pools = isinstance(work, Pool)
         if isinstance(work, Pool):  # it draws nothing and ends with its prompt, and has no ``params``
             self.max_tokens = self.seed = 0
@@ -142,8 +143,9 @@ class Sequence:
     """One child of a request: the unit that is queued, given a row and planned. (A beam search is one, with rows.)"""
 
     __slots__ = (
-        "_outputs", "attempt", "columns", "drew", "generation", "hashes", "index", "key", "limit", "losses", "owner",
-        "prefilling", "prompt_from", "prompt_len", "replica", "request", "row", "siblings", "state", "stops", "uid",
+        "_outputs", "adapter_slot", "attempt", "columns", "drew", "generation", "hashes", "index", "key", "limit",
+        "losses", "owner", "prefilling", "prompt_from", "prompt_len", "replica", "request", "row", "siblings", "state",
+        "stops", "uid",
     )  # fmt: skip
 
     width = 1  # rows it runs in
@@ -161,6 +163,7 @@ class Sequence:
         self.replica = -1  # its number
         self.columns = NOWHERE  # the replica's
         self.row = -1
+        self.adapter_slot = -1  # the replica's slot with its adapter, -1: none
         self.prefilling = False  # tokens that exist are still to be scheduled before it draws
         self.drew = False  # its first token here has come: from then on exactly the last token is not computed
         self.hashes: list[bytes] = []  # of its leading full blocks; more are made when somebody asks
@@ -210,8 +213,13 @@ class Sequence:
         self.columns.leave(self.row)
         self.generation += 1
         self.replica, self.columns, self.row = -1, NOWHERE, -1
+        self.adapter_slot = -1
         self.prefilling = self.drew = False
         self.prompt_from = -1
+
+    def use_adapter(self, slot: int) -> None:
+        """Its rows run with what is in this slot of the replica."""
+        self.adapter_slot = slot
 
     def take_siblings(self) -> list[Sequence]:
         """Those who waited for this one's prefill; they wait no more."""
@@ -371,7 +379,10 @@ class Sequence:
         """What the worker must know of the row's new owner."""
         request, outputs = self.request, self.outputs
         ids = request.prompt + outputs.tobytes() if outputs else request.prompt
-        return Admit(self.row, self.uid, self.index, ids, request.prompt_len, request.work, self.prompt_from)
+        work = request.work
+        if request.adapter is not None:  # the worker knows it by its slot
+            work = with_adapter(work, None, self.adapter_slot)
+        return Admit(self.row, self.uid, self.index, ids, request.prompt_len, work, self.prompt_from)
 
     def reusable(self) -> int:
         """Leading tokens that may come from the prefix cache. The last one is always run, to draw from it; where the

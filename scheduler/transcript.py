@@ -222,7 +222,8 @@ def _admit(admit: Admit, name: str, blocks: str) -> str:
     count = len(admit.ids) // 4
     outputs = f" and {count - admit.prompt_len} of output" if count > admit.prompt_len else ""
     row = "" if name.endswith(")") else f" in row {admit.row}"
-    return f"admit {name}{row}: {admit.prompt_len} prompt tokens{outputs}, blocks {blocks}"
+    adapter = f", adapter of slot {admit.adapter_slot}" if admit.adapter_slot >= 0 else ""
+    return f"admit {name}{row}: {admit.prompt_len} prompt tokens{outputs}, blocks {blocks}{adapter}"
 
 
 def _tables(plan: StepPlan) -> dict[int, str]:

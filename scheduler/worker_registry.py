@@ -21,6 +21,7 @@ from typing import Any
 from ..proto.codec import BadFrame
 from ..proto.messages import (
     PROTOCOL,
+    AdapterReady,
     Assign,
     Bye,
     Compiled,
@@ -38,6 +39,7 @@ from ..proto.messages import (
     WorkerInfo,
 )
 from ..proto.standstill import Standstill
+from .adapters import Answer, loads_lost, loads_overdue
 from .core import Scheduler
 from .replica import Replica
 from .worker_phase import GOING, STARTING, TRANSITIONS, Event, Phase
@@ -54,8 +56,7 @@ LEAST_NAME = 4
 """What is shorter is a replica's number, and of one that has left, it must not be taken for the beginning of a name."""
 MAX_BLOCKS, INT32_MAX = 2**22, 2**31 - 1
 """The most blocks of a worker that are used: 64 million tokens in blocks of 16 is plenty, and books cost memory."""
-
-MAX_LOST = 256
+MAX_LOST, MAX_SLOTS = 256, 4096
 
 
 class Worker:
@@ -89,10 +90,14 @@ class Worker:
 
 
 class WorkerRegistry:
-    """All workers. ``changed`` is called where the front side must be told."""
+    """All workers. ``changed`` is called where the front side must be told, ``answer`` with what became of adapters
+    that it wished for."""
 
-    def __init__(self, core: Scheduler, epoch: int, changed: Callable[[], None]):
-        self.core, self.epoch, self.config, self.changed = core, epoch, core.config, changed
+    def __init__(
+        self, core: Scheduler, epoch: int, changed: Callable[[], None],
+        answer: Callable[[list[Answer]], None] = lambda answers: None,
+    ):  # fmt: skip
+        self.core, self.epoch, self.config, self.changed, self.answer = core, epoch, core.config, changed, answer
         self.workers: dict[str, Worker] = {}
         self.to_workers: list[tuple[str, Any]] = []
         self.compilations = 0  # of kernels while requests were served, as workers told
@@ -130,6 +135,8 @@ class WorkerRegistry:
             self._ready(peer, worker)
         elif isinstance(message, StepResult):
             self._result(peer, worker, message)
+        elif isinstance(message, AdapterReady):
+            self._adapter_ready(peer, worker, message)
         elif isinstance(message, Compiled):
             self.compilations = count(self.compilations + 1)
         elif isinstance(message, StepFailed):
@@ -163,8 +170,8 @@ class WorkerRegistry:
         if not self._starts(peer, worker, Event.LOADED):
             return
         sizes = (message.num_blocks, message.max_model_len, message.vocab_size)
-        if not all(1 <= size <= INT32_MAX for size in sizes):
-            self._expel(peer, f"it said Loaded{sizes}")
+        if not all(1 <= size <= INT32_MAX for size in sizes) or not 0 <= message.adapter_slots <= MAX_SLOTS:
+            self._expel(peer, f"it said Loaded{sizes}, with {message.adapter_slots} slots for adapters")
             return
         if message.num_blocks > MAX_BLOCKS:  # a tiny model has room for more than anybody could use
             log.info("worker %s has room for %d blocks; %d are used", peer, message.num_blocks, MAX_BLOCKS)
@@ -181,7 +188,7 @@ class WorkerRegistry:
         worker.replica = Replica(
             worker.lease.replica, worker.lease, peer, config.max_num_seqs, loaded.num_blocks, config.block_size,
             loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
-            loaded.whole,
+            loaded.whole, loaded.adapter_slots,
         )  # fmt: skip
         self.core.add_replica(worker.replica)
         log.info(
@@ -219,6 +226,21 @@ class WorkerRegistry:
         for replica in self.core.replicas.values():
             while (plan := self.core.plan(replica)) is not None:
                 self.to_workers.append((replica.peer, plan))
+            if replica.adapters is not None:
+                self.to_workers += [(replica.peer, load) for load in replica.adapters.take_loads()]
+
+    def _adapter_ready(self, peer: str, worker: Worker, message: AdapterReady) -> None:
+        if worker.replica is None:
+            self._expel(peer, f"it said AdapterReady while {worker.phase.value}")
+            return
+        try:
+            answers = self.core.adapter_ready(worker.replica, message)
+        except BadFrame as error:
+            self._expel(peer, str(error))
+            return
+        if message.error:
+            log.warning("worker %s could not load an adapter: %s", peer, message.error)
+        self.answer(answers)
 
     # -- leaving
 
@@ -236,7 +258,10 @@ class WorkerRegistry:
             self.core.give_up_replica(worker.lease.replica)
         if worker.replica is not None:
             blame = blame and self.core.clock() - self._stood_still > STOPPED_S
+            adapters = worker.replica.adapters
             self.core.end_lease(worker.replica, blame)
+            if blame and adapters is not None:
+                self.answer(loads_lost(self.core, adapters.loading))
         log.log(
             logging.INFO if worker.phase in (Phase.LEAVING, Phase.RECALLED) else logging.WARNING,
             "worker %s (replica %d, %s) %s; %d sequences ran there and go back in line, %d replicas are left",
@@ -311,6 +336,7 @@ class WorkerRegistry:
             self._end(peer, f"step {replica.in_flight[0].number} did not end in {hung:g} s")
         elif worker.phase is Phase.DRAINING:
             self._let_go(peer, worker)
+        self.answer(loads_overdue(self.core, replica))
 
     def forgive(self, standstill: Standstill) -> None:
         """This process stood still: what workers did meanwhile could not be seen, and is not held against them."""

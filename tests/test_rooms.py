@@ -19,12 +19,14 @@ FLOORS = {
         "proto.checks proto.group proto.grammars",
     ],
     "scheduler": [
-        "scheduler.block_pool scheduler.columns scheduler.logprobs scheduler.blame",
+        "scheduler.block_pool scheduler.columns scheduler.logprobs scheduler.blame scheduler.adapter_names",
+        "scheduler.adapter_slots",
         "scheduler.request scheduler.beam_group scheduler.batch "  # requests
         "scheduler.outbox scheduler.queue scheduler.accounts",
         "scheduler.step scheduler.replica",  # where they run
         "scheduler.placement scheduler.draft scheduler.books",  # all of the state, and its transitions
-        "scheduler.intake scheduler.beams scheduler.planner scheduler.commit",  # what is done with it
+        "scheduler.intake scheduler.beams scheduler.planner scheduler.commit "  # what is done with it
+        "scheduler.adapters",
         "scheduler.core",
         "scheduler.worker_phase scheduler.worker_registry scheduler.membership",
         "scheduler.inputs scheduler.recording scheduler.redact scheduler.snapshot scheduler.transcript",

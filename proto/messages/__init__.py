@@ -27,7 +27,7 @@ from .adapters import (
 )
 from .base import Logprobs, Message
 from .membership import Bye, Drain, Heartbeat, Hello, Peer, Peers
-from .operators import GetStats, Manage, Managed, ReplicaStats, Stats, WorkerInfo
+from .operators import AdapterStats, GetStats, Manage, Managed, ReplicaStats, Stats, WorkerInfo
 from .plans import (
     Admit,
     Assign,
@@ -65,8 +65,8 @@ from .requests import (
 )  # fmt: skip
 
 __all__ = [
-    "PROTOCOL", "Abort", "Accepted", "AdapterEntry", "AdapterReady", "Adapters", "Admit", "Assign", "BeamStopped",
-    "BeamTokens", "Bye", "Child", "Compiled", "Configure", "Drain", "DropAdapter", "Failed", "Finish",
+    "PROTOCOL", "Abort", "Accepted", "AdapterEntry", "AdapterReady", "AdapterStats", "Adapters", "Admit", "Assign",
+    "BeamStopped", "BeamTokens", "Bye", "Child", "Compiled", "Configure", "Drain", "DropAdapter", "Failed", "Finish",
     "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers", "GetStats", "Heartbeat", "Hello", "Lease",
     "LoadAdapter", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Peer", "Peers", "Pooled", "PromptChunk",
     "PromptLogprobs", "Quarantined", "Ready", "Reconcile", "Register", "Registered", "ReplicaStats", "Resume",
@@ -93,8 +93,8 @@ ToSchedulerFront = (
 """detokenizer, Engine, operator -> the scheduler's front socket."""
 
 FromSchedulerFront = (
-    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Unknown | Stats | Managed | Adapters
-    | Registered | Heartbeat | Bye
+    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Unknown | Stats | AdapterStats | Managed
+    | Adapters | Registered | Heartbeat | Bye
 )  # fmt: skip
 """the scheduler's front socket -> detokenizer, Engine, operator."""
 

@@ -37,6 +37,7 @@ class Register(Message):
     adapter: Adapter
     parent: str = ""
     replace: bool = False  # another adapter of this name may be there
+    again: bool = False  # sent before, perhaps to a scheduler that is gone: it may have been done
 
 
 class Unregister(Message):
@@ -44,6 +45,7 @@ class Unregister(Message):
 
     token: int
     name: str
+    again: bool = False  # as in Register
 
 
 class Registered(Message):

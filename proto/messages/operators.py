@@ -73,3 +73,11 @@ class Stats(Message):
     bad_frames: int
     replicas: list[ReplicaStats]
     compilations: int = 0  # of kernels, while requests were served
+
+
+class AdapterStats(Stats):
+    """The same where workers have slots for adapters."""
+
+    max_loras: int = 0  # slots of the worker that has the most
+    running_adapters: list[str] = []  # names that requests run with, sorted
+    waiting_adapters: list[str] = []  # names that requests wait to run with, sorted

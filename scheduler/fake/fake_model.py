@@ -20,9 +20,14 @@ from ...proto.pooling import PoolingParams
 _EXP = [math.exp(eighths / 8) for eighths in range(64)]
 
 
-def cell(position: int, token: int) -> int:
-    """What a page holds for one position, as an int64."""
-    return position << 32 | token
+def cell(position: int, token: int, adapter: int = 0) -> int:
+    """What a page holds for one position, as an int64. ``adapter``: what ``tag`` says of the one it was made with."""
+    return adapter << 50 | position << 32 | token
+
+
+def tag(digest: bytes) -> int:
+    """A number of 12 bits, and not 0, for an adapter: its keys and values are not those of another."""
+    return 1 + int.from_bytes(digest[:2], "little") % 4095
 
 
 def draw(seed: int, position: int, context: bytes, vocab_size: int) -> int:
@@ -63,13 +68,13 @@ def join(records: list[Logprobs]) -> Logprobs:
 # ---------------------------------------------------------------- oracles
 
 
-def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int) -> list[int]:
-    """``count`` tokens as a worker with sound pages draws them."""
-    context = array("q", [cell(p, token) for p, token in enumerate(prompt)])
+def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int, adapter: int = 0) -> list[int]:
+    """``count`` tokens as a worker with sound pages draws them, with an adapter of this ``tag``."""
+    context = array("q", [cell(p, token, adapter) for p, token in enumerate(prompt)])
     out = []
     for position in range(len(prompt), len(prompt) + count):
         out.append(draw(seed, position, context.tobytes(), vocab_size))
-        context.append(cell(position, out[-1]))
+        context.append(cell(position, out[-1], adapter))
     return out
 
 
@@ -83,7 +88,7 @@ def expected_logprobs(tokens: list[int], start: int, k: int, vocab_size: int) ->
 
 def expected_beams(
     prompt: list[int], params: SamplingParams, eos: list[int], max_outputs: int, max_model_len: int, vocab_size: int,
-    stopped: Callable[[list[int]], bool] = lambda outputs: False,
+    stopped: Callable[[list[int]], bool] = lambda outputs: False, adapter: int = 0,
 ) -> list[tuple[list[int], Finish, int]]:  # fmt: skip
     """A beam search's outputs, best first: tokens, finish, stop id. ``stopped``: a stop string ends these tokens."""
     width, penalty = params.width, params.length_penalty
@@ -101,7 +106,7 @@ def expected_beams(
     while live:
         candidates = []
         for parent, (tokens, total) in enumerate(live):
-            context = array("q", [cell(p, token) for p, token in enumerate(prompt + tokens)]).tobytes()
+            context = array("q", [cell(p, token, adapter) for p, token in enumerate(prompt + tokens)]).tobytes()
             for token, value in enumerate(distribution(context, vocab_size)):
                 candidates.append((-(total + value), parent, token))
         children = []

@@ -21,14 +21,17 @@ import zmq
 from ...proto.codec import BadFrame, from_i32
 from ...proto.messages import (
     PROTOCOL,
+    AdapterReady,
     Assign,
     Bye,
     Configure,
     Drain,
+    DropAdapter,
     FromSchedulerWorkers,
     Heartbeat,
     Hello,
     Lease,
+    LoadAdapter,
     Loaded,
     Ready,
     StepFailed,
@@ -36,9 +39,12 @@ from ...proto.messages import (
 )
 from ...proto.process import EXIT_CONFIG, die, new_incarnation, setup_logging, watch_parent
 from ...proto.wire.sockets import DISCONNECTED, Dealer, worker_endpoint
+from .fake_model import tag
 from .page_store import PageStore, PlanError
 
 HEARTBEAT_S = 1.0
+BAD, POISON = "bad-adapter", "poison-adapter"
+"""In the path of an adapter: what becomes of it here."""
 
 
 class Poisoned(Exception):
@@ -50,10 +56,10 @@ class FakeWorker:
 
     def __init__(
         self, num_blocks: int = 512, max_model_len: int = 2048, vocab_size: int = 1000, pages: bool = True,
-        pools: bool = False, whole: bool = False,
+        pools: bool = False, whole: bool = False, adapter_slots: int = 0,
     ):  # fmt: skip
         self.num_blocks, self.max_model_len, self.vocab_size, self.pages = num_blocks, max_model_len, vocab_size, pages
-        self.pools, self.whole = pools, whole
+        self.pools, self.whole, self.adapter_slots = pools, whole, adapter_slots
         self.store: PageStore | None = None
         self.poison: int | None = None  # the first token of prompts that kill this process
         self._assign: Assign | None = None
@@ -62,12 +68,14 @@ class FakeWorker:
         """The first message of a connection."""
         return Hello("gpu_worker", incarnation, PROTOCOL, pid, device="fake", loaded=loaded)
 
-    def handle(self, message: Assign | Configure | StepPlan | Drain | Heartbeat | Bye) -> list:
+    def handle(
+        self, message: Assign | Configure | StepPlan | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
+    ) -> list:
         """The answers to one message; messages of another lease than the last are ignored. Raises Poisoned."""
         if isinstance(message, Assign):
             self._assign, self.store = message, None
             sizes = (self.num_blocks, self.max_model_len, self.vocab_size)
-            return [Loaded(message.lease, *sizes, self.pools, self.whole)]
+            return [Loaded(message.lease, *sizes, self.pools, self.whole, self.adapter_slots)]
         if isinstance(message, Drain):
             return [Bye("drained")]
         if isinstance(message, Configure) and self._current(message.lease):
@@ -82,7 +90,22 @@ class FakeWorker:
                 return [self.store.run(message)]
             except (PlanError, BadFrame) as error:
                 return [StepFailed(message.lease, message.step, f"{type(error).__name__}: {error}")]
+        if isinstance(message, LoadAdapter) and self._current(message.lease) and self.store is not None:
+            return [self._load(message, self.store)]
+        if isinstance(message, DropAdapter) and self._current(message.lease) and self.store is not None:
+            self.store.adapters.pop(message.slot, None)
         return []
+
+    def _load(self, message: LoadAdapter, store: PageStore) -> AdapterReady:
+        """What the folder's name asks for: POISON kills this process, and BAD cannot be loaded."""
+        store.adapters.pop(message.slot, None)
+        if POISON in message.path:
+            raise Poisoned
+        if BAD in message.path or not 0 <= message.slot < self.adapter_slots:
+            error = f"{message.path}/adapter_model.safetensors: there is no adapter for slot {message.slot} in it."
+            return AdapterReady(message.lease, message.slot, message.generation, error)
+        store.adapters[message.slot] = tag(message.digest)
+        return AdapterReady(message.lease, message.slot, message.generation)
 
     def _current(self, lease: Lease) -> bool:
         return self._assign is not None and lease == self._assign.lease
@@ -169,6 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--page-store", choices=("on", "off"), default="on", help="off: ids in turn")
     parser.add_argument("--pools", choices=("no", "chunks", "whole"), default="no", help="pool prompts; whole: uncut")
+    parser.add_argument("--max-loras", type=int, default=0, help="slots for adapters")
     parser.add_argument("--delay-ms", type=float, nargs=2, default=(0.0, 0.0), metavar=("LOW", "HIGH"))
     parser.add_argument("--seed", type=int, default=0, help="of the delays")
     parser.add_argument("--poison", type=int, help="a prompt that begins with this token kills the worker")
@@ -179,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
         signal.signal(number, _leave)
     worker = FakeWorker(
         args.num_blocks, args.max_model_len, args.vocab_size, args.page_store == "on", args.pools != "no",
-        args.pools == "whole",
+        args.pools == "whole", args.max_loras,
     )  # fmt: skip
     worker.poison = args.poison
     core = FakeWorkerCore(worker, lambda: new_incarnation("gpu_worker"), os.getpid())

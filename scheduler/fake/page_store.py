@@ -29,8 +29,8 @@ class PlanError(ValueError):
 class Row:
     """One persistent row: what it was admitted with, and all tokens so far."""
 
-    def __init__(self, admit: Admit, tokens: list[int], seed: int):
-        self.admit, self.tokens, self.seed = admit, tokens, seed
+    def __init__(self, admit: Admit, tokens: list[int], seed: int, adapter: int = 0):
+        self.admit, self.tokens, self.seed, self.adapter = admit, tokens, seed, adapter
         self.table: list[int] = []
         self.computed = -1  # positions written; -1 until the first chunk says what was found in the cache
 
@@ -52,6 +52,7 @@ class PageStore:
         self._in_turn = b"" if pages else _ids_in_turn(vocab_size, num_rows)
         self.last_step = 0
         self.failing: set[int] = set()
+        self.adapters: dict[int, int] = {}  # the tag of what is in each slot
 
     def run(self, plan: StepPlan) -> StepResult:
         """Apply a plan in the documented order. Raises PlanError."""
@@ -91,7 +92,7 @@ class PageStore:
         copies = []
         for src, seed in zip(sources, seeds, strict=True):
             old = self._row(src)
-            new = Row(old.admit, old.tokens[:], seed)
+            new = Row(old.admit, old.tokens[:], seed, old.adapter)
             new.table, new.computed = old.table[:], old.computed
             copies.append(new)
         for dst, new in zip(targets, copies, strict=True):
@@ -110,7 +111,10 @@ class PageStore:
         if not 0 < admit.prompt_len <= len(tokens):
             raise PlanError(f"prompt of {admit.prompt_len} in {len(tokens)} tokens")
         seed = child_seed(admit.work.seed, admit.index) if isinstance(admit.work, Generate) else 0
-        self.rows[admit.row] = Row(admit, tokens, seed)
+        if admit.adapter_slot >= 0 and admit.adapter_slot not in self.adapters:
+            raise PlanError(f"row {admit.row} is to run with slot {admit.adapter_slot}, and no adapter is there")
+        adapter = self.adapters[admit.adapter_slot] if admit.adapter_slot >= 0 else 0
+        self.rows[admit.row] = Row(admit, tokens, seed, adapter)
 
     def _set_tables(self, rows: list[int], slots: list[int], blocks: list[int]) -> None:
         _same_length(rows, slots, blocks)
@@ -147,7 +151,7 @@ class PageStore:
                 raise PlanError(f"row {number}: {count} from {start} of a prompt of {len(row.tokens)} that runs whole")
             for position in range(start, start + count):
                 page = self._page(self._block(row, position))
-                page[position % self.block_size] = cell(position, row.tokens[position])
+                page[position % self.block_size] = cell(position, row.tokens[position], row.adapter)
             row.computed = start + count
             ends.append((row, start + count))
         for at, ((row, end), start) in enumerate(zip(ends, starts, strict=True)):

@@ -26,9 +26,10 @@ from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
 from quire.proto.process import new_incarnation
 from quire.proto.wire.sockets import Router, front_endpoint
-from quire.proto.work import Generate, Pool
+from quire.proto.work import Adapter, Generate, Pool
 
 VOCAB = 2048
+ADAPTER = Adapter("a", "/nowhere/a", bytes(16))
 
 
 class Valid:
@@ -131,6 +132,8 @@ def to_scheduler(rng: random.Random) -> list[Any]:
         m.Submit(uid, rng.choice((0, 1, 2)), ids, hashes, work, time.time(), children),
         m.Abort(uid, 0), m.Stopped(uid, 0, 0, 3), m.BeamStopped(uid, 0, 1, i32([0])), m.Reconcile(i64([uid]), i32([0])),
         m.GetStats(3), m.Heartbeat(), m.Manage(1, "list"),
+        m.Adapters([m.AdapterEntry("a", uid, ADAPTER)]),
+        m.Register(1, ADAPTER), m.Unregister(2, "a"),
     ]  # fmt: skip
     return [plain(message) for message in [*messages, *messages[:1] * 6]]
 
@@ -141,7 +144,7 @@ def to_workers_socket(rng: random.Random) -> list[Any]:
     result = m.StepResult(lease, rng.randrange(1, 5), i32([3, 4]))
     return [plain(x) for x in (hello("gpu_worker"), m.Loaded(lease, 500, 2048, VOCAB), m.Ready(lease), result,
                                m.Heartbeat(), m.StepFailed(lease, 1, "no"), m.Compiled(lease),
-                               m.Drain("tired"))]  # fmt: skip
+                               m.AdapterReady(lease, 0, 1), m.Drain("tired"))]  # fmt: skip
 
 
 def to_detokenizer(rng: random.Random) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
 from quire.proto.structured import StructuredOutputsParams
+from quire.proto.work import Adapter
+from quire.scheduler.fake.fake_worker import BAD
 
 from . import toy
 
@@ -38,6 +41,7 @@ class Ask(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
     arrival: float = 0.0
     salt: str = ""
+    adapter: str = ""  # its name; see ``adapter_named``
     seed: int | None = None
     echo: bool = False
     abort_at: float | None = None
@@ -45,6 +49,20 @@ class Ask(msgspec.Struct, kw_only=True, omit_defaults=True):
     reads: int = 1  # of so many turns of its frontend's loop that have news it looks at the last
     quiet: bool = False  # it waits for the end only
     poison: str = ""  # the kind of process that dies of it
+
+
+def adapter_named(name: str) -> Adapter:
+    """The adapter of this name. What a worker does with it is in its path (``fake_worker.BAD``)."""
+    return Adapter(name, f"/{name}", blake2b(name.encode(), digest_size=16).digest())
+
+
+def draw_adapters(rng: random.Random, shape: Any, asks: list[Ask]) -> None:
+    """Give most of ``asks`` an adapter, of more than there are slots."""
+    names = [f"adapter{number}" for number in range(rng.choice([1, 2, 3]) * shape.adapter_slots)]
+    names += [BAD] if rng.random() < 0.2 else []
+    for ask in asks:
+        if rng.random() < 0.7:
+            ask.adapter = rng.choice(names)
 
 
 def draw_asks(

@@ -245,7 +245,9 @@ def _wrong_cached(consumer: Consumer, world: Any) -> str | None:
     for other in world.consumers:
         if other is consumer and request is not None and request.attempt == 0:
             continue
-        if other.ask.salt != consumer.ask.salt or other.begun > consumer.ended:
+        if other.ask.salt != consumer.ask.salt or other.ask.adapter != consumer.ask.adapter:
+            continue
+        if other.begun > consumer.ended:
             continue
         if any(_common(ids, tokens) >= got for tokens in _computed(other, shape)):
             return None

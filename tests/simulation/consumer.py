@@ -13,9 +13,9 @@ from quire.client.sendable import pack_ids
 from quire.client.stream import RequestStream, Turn
 from quire.proto import messages as m
 from quire.proto.pooling import PoolingParams
-from quire.proto.work import Generate, Pool
+from quire.proto.work import Generate, Pool, with_adapter
 
-from .asks import Ask
+from .asks import Ask, adapter_named
 from .checks import Rules, Seen
 
 
@@ -90,6 +90,7 @@ class Consumer:
 
     def _open(self) -> OpenGeneration | OpenPooling:
         ask, core = self.ask, self.core
+        adapter = adapter_named(ask.adapter) if ask.adapter else None
         fields: dict[str, Any] = {"key": ask.key, "priority": ask.priority, "cache_salt": ask.salt}
         fields["add_special_tokens"] = ask.add_special_tokens
         if ask.chat:
@@ -99,11 +100,12 @@ class Consumer:
         else:
             fields["ids"] = pack_ids(ask.ids)
         if ask.pooling is not None:
-            pool = Pool(_own(ask.pooling), ask.pair)
+            pool = with_adapter(Pool(_own(ask.pooling), ask.pair), adapter)
             return core.pool(m.Tokenize(0, 0, pool, ask.arrival, **fields), pool)
         params = ask.params.clone()
         seed = params.seed if params.seed is not None else ask.seed
         work = Generate(params, core.rng.getrandbits(64) if seed is None else seed % 2**64)
+        work = with_adapter(work, adapter)
         return core.submit(m.Tokenize(0, 0, work, ask.arrival, echo=ask.echo, **fields), work)
 
     def _changed(self) -> None:

@@ -8,6 +8,7 @@ from quire.client.core import NO_DETOKENIZER_RESUMED_S, NO_DETOKENIZER_S
 from quire.proto.losses import MAX_LOSSES
 from quire.proto.params import ParamError
 from quire.scheduler.books import UNPLACED_S
+from quire.scheduler.fake.fake_worker import BAD
 from quire.scheduler.queue import MAX_RETRY_S, MIN_RETRY_S
 
 from . import toy
@@ -40,6 +41,8 @@ def impossible(ask: Ask, shape: Any, blocks: int) -> str | None:
             toy.pooler(shape.pools, shape.whole).resolve(pooling)
         except ParamError as error:
             return str(error)
+    if BAD in ask.adapter:
+        return "its adapter cannot be loaded"
     why = _wrong_params(ask, shape) if pooling is None else None
     return why or _too_large(ask, shape, blocks)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from quire.proto.messages import Submit
 from quire.scheduler.core import Scheduler
 from quire.scheduler.placement import can_ever_hold
+from quire.scheduler.replica import Replica
 from quire.scheduler.request import Sequence
 
 
@@ -30,6 +31,12 @@ def watch_line(core: Scheduler, fail: Callable[[str], None]) -> None:
         core.submit = submitted  # type: ignore[method-assign]
 
 
+def _has_adapter(replica: Replica, seq: Sequence) -> bool:
+    """Its adapter is there, and its turn has come."""
+    adapter, slots = seq.request.adapter, replica.adapters
+    return adapter is None or (slots is not None and slots.takes(adapter) and adapter.digest in slots._granted)
+
+
 def _look(core: Scheduler, started: Sequence, priorities: dict[int, int], fail: Callable[[str], None]) -> None:
     """``started`` has left the line and holds its rows: nobody may wait who should have gone before."""
     replica, own = core.replicas[started.replica], started.request.account
@@ -37,7 +44,7 @@ def _look(core: Scheduler, started: Sequence, priorities: dict[int, int], fail: 
     waiting = [
         seq for seq in core.queue
         if priorities.get(seq.uid, 0) <= priority and can_ever_hold(replica, seq)
-        and not (seq.request.asks_prompt and seq.request.carried())
+        and not (seq.request.asks_prompt and seq.request.carried()) and _has_adapter(replica, seq)
     ]  # fmt: skip
     if not waiting:
         return

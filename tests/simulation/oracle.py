@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from quire.client.results import TokenLogprobs
 from quire.proto.messages import Finish
 from quire.proto.params import SamplingParams
-from quire.scheduler.fake.fake_model import cell, distribution, draw, expected_beams, pooled, record
+from quire.scheduler.fake.fake_model import cell, distribution, draw, expected_beams, pooled, record, tag
 
 from . import toy
-from .asks import Ask
+from .asks import Ask, adapter_named
 
 NOT_TEXT = "\ufffd"
 
@@ -54,16 +54,20 @@ class Answer:
 def answer_to(ask: Ask, seed: int, shape: Any) -> Answer:
     """What ``ask`` comes to in a cluster of ``shape``. ``seed``: the one that it was sent with."""
     ids, text = prompt_of(ask, shape)
+    adapter = tag(adapter_named(ask.adapter).digest) if ask.adapter else 0
     if ask.pooling is not None:
         params = toy.pooler(shape.pools, shape.whole).resolve(ask.pooling)
-        return Answer(ids, text, [], pooled=pooled(_context(ids), params))
+        return Answer(ids, text, [], pooled=pooled(_context(ids, adapter), params))
     params = ask.params
     room = shape.max_model_len - len(ids)
     room = room if params.max_tokens is None else min(room, params.max_tokens)
-    children = _beams(ids, params, room, shape) if params.use_beam_search else _children(ids, params, room, seed)
+    if params.use_beam_search:
+        children = _beams(ids, params, room, shape, adapter)
+    else:
+        children = _children(ids, params, room, seed, adapter)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     if params.prompt_logprobs is not None:
-        prompt_logprobs = [None, *_logprobs(ids, 1, params.prompt_logprobs, params.detokenize)]
+        prompt_logprobs = [None, *_logprobs(ids, 1, params.prompt_logprobs, params.detokenize, adapter)]
     return Answer(ids, text, children, prompt_logprobs)
 
 
@@ -111,28 +115,30 @@ def _whole_prompt(ask: Ask) -> tuple[list[int], str | None, bool]:
 # ---------------------------------------------------------------- outputs
 
 
-def _children(prompt: list[int], params: SamplingParams, room: int, seed: int) -> list[Output]:
+def _children(prompt: list[int], params: SamplingParams, room: int, seed: int, adapter: int) -> list[Output]:
     """n independent draws; of best_of draws those of the highest summed log-probability."""
     summed = params.best_of is not None
     outputs = []
     for index in range(params.width):
-        tokens, finish, stop_id = _drawn(prompt, params, room, (seed + index) % 2**64)
-        outputs.append(_output(prompt, tokens, finish, stop_id, params, summed))
+        tokens, finish, stop_id = _drawn(prompt, params, room, (seed + index) % 2**64, adapter)
+        outputs.append(_output(prompt, tokens, finish, stop_id, params, summed, adapter))
     if summed:
         best = sorted(range(len(outputs)), key=lambda index: (-(outputs[index].cumulative or 0.0), index))
         outputs = [outputs[index] for index in best[: params.n]]
     return outputs
 
 
-def _drawn(prompt: list[int], params: SamplingParams, room: int, seed: int) -> tuple[list[int], Finish, int]:
+def _drawn(
+    prompt: list[int], params: SamplingParams, room: int, seed: int, adapter: int
+) -> tuple[list[int], Finish, int]:
     """Tokens up to the first that ends them: an EOS token, a stop token, or the last there is room for."""
     eos, stops = ends_of(params)
-    context = _context(prompt)
+    context = _context(prompt, adapter)
     tokens: list[int] = []
     while True:
         position = len(prompt) + len(tokens)
         token = draw(seed, position, context, toy.VOCAB)
-        context += cell(position, token).to_bytes(8, "little")
+        context += cell(position, token, adapter).to_bytes(8, "little")
         tokens.append(token)
         if len(tokens) >= params.min_tokens and token in eos:
             return tokens, Finish.STOP, -1
@@ -148,7 +154,7 @@ def ends_of(params: SamplingParams) -> tuple[list[int], list[int]]:
     return ([], stops) if params.ignore_eos else ([toy.EOS], [*stops, *toy.MORE_EOS])
 
 
-def _beams(prompt: list[int], params: SamplingParams, room: int, shape: Any) -> list[Output]:
+def _beams(prompt: list[int], params: SamplingParams, room: int, shape: Any, adapter: int) -> list[Output]:
     """A beam search's best n."""
     eos, stops = ends_of(params)
     searched = SamplingParams(
@@ -159,16 +165,17 @@ def _beams(prompt: list[int], params: SamplingParams, room: int, shape: Any) -> 
     found = expected_beams(
         prompt, searched, eos, room, shape.max_model_len, toy.VOCAB,
         (lambda tokens: first_stop(tokens, params) is not None) if params.stop else lambda tokens: False,
+        adapter,
     )  # fmt: skip
     return [
-        _output(prompt, tokens, finish, stop_id, params, True, finish is Finish.STOP and tokens[-1] not in eos)
+        _output(prompt, tokens, finish, stop_id, params, True, adapter, finish is Finish.STOP and tokens[-1] not in eos)
         for tokens, finish, stop_id in found
     ]
 
 
 def _output(
     prompt: list[int], tokens: list[int], finish: Finish, stop_id: int, params: SamplingParams, summed: bool,
-    by_string: bool = False,
+    adapter: int, by_string: bool = False,
 ) -> Output:  # fmt: skip
     """``tokens`` with their text, cut by the first stop string. The text of a token that ends an output is not shown,
     unless it is asked for, or (of a beam, ``by_string``) no token did."""
@@ -182,7 +189,7 @@ def _output(
         text = text[: stop.end if params.include_stop_str_in_output else stop.end - len(stop.string)]
     found, total = [], None
     if params.logprobs is not None or summed:
-        found = _logprobs([*prompt, *tokens], len(prompt), params.logprobs or 0, params.detokenize)
+        found = _logprobs([*prompt, *tokens], len(prompt), params.logprobs or 0, params.detokenize, adapter)
         total = 0.0
         for each in found:
             total += each.values[0]
@@ -212,9 +219,9 @@ def _has(tokens: list[int], text: str, skip: bool) -> bool:
 # ---------------------------------------------------------------- log-probabilities
 
 
-def _logprobs(tokens: list[int], start: int, k: int, texts: bool) -> list[TokenLogprobs]:
+def _logprobs(tokens: list[int], start: int, k: int, texts: bool, adapter: int) -> list[TokenLogprobs]:
     """Of ``tokens[start:]``, each after all before it: the token's own, then the ``k`` likeliest."""
-    context, found = _context(tokens), []
+    context, found = _context(tokens, adapter), []
     for position in range(start, len(tokens)):
         values = distribution(context[: 8 * position], toy.VOCAB)
         one = record(values, tokens[position], k)
@@ -230,5 +237,5 @@ def _texts(ids: list[int]) -> tuple[list[str], dict[int, bytes]]:
     return texts, {at: piece for at, piece in enumerate(pieces) if NOT_TEXT in texts[at]}
 
 
-def _context(tokens: list[int]) -> bytes:
-    return array("q", [cell(position, token) for position, token in enumerate(tokens)]).tobytes()
+def _context(tokens: list[int], adapter: int) -> bytes:
+    return array("q", [cell(position, token, adapter) for position, token in enumerate(tokens)]).tobytes()

@@ -13,7 +13,7 @@ import msgspec
 
 from quire.proto.config import EngineArgs
 
-from .asks import Ask, draw_asks
+from .asks import Ask, draw_adapters, draw_asks
 
 
 class WorkerShape(msgspec.Struct, omit_defaults=True):
@@ -37,6 +37,7 @@ class Shape(msgspec.Struct, omit_defaults=True):
     pools: str = ""
     """"embed" or "classify": this cluster pools, and generates nothing."""
     whole: bool = False
+    adapter_slots: int = 0
     block_size: int = 8
     rows: int = 8
     budget: int = 256
@@ -119,8 +120,12 @@ def draw(seed: int) -> Plan:
         shape.max_num_queued_tokens = more.choice([20, 60])
         for worker in shape.workers:
             worker.step_low = worker.step_high = 0.2
+    if more.random() < 0.15:
+        shape.adapter_slots = more.choice([1, 1, 2, 4])
     poison = frozenset(kind for kind in ("worker", "detokenizer", "scheduler") if rng.random() < 0.04)
     asks = draw_asks(rng, shape, rng.random() < 0.15, poison)
+    if shape.adapter_slots:
+        draw_adapters(more, shape, asks)
     return Plan(seed, rng.random() < 0.15, shape, asks, draw_faults(rng, shape, asks))
 
 

@@ -28,8 +28,9 @@ class Worker(Process):
         self.trouble: deque[tuple[str, float]] = deque()  # of the next steps: a kind of faults.WORKER, its value
         plan = world.plan.shape
         self.fake = fake_worker.FakeWorker(
-            shape.blocks, plan.max_model_len, world.vocab, pools=bool(plan.pools), whole=plan.whole
-        )
+            shape.blocks, plan.max_model_len, world.vocab, pools=bool(plan.pools), whole=plan.whole,
+            adapter_slots=plan.adapter_slots,
+        )  # fmt: skip
         world.sizes.add(shape.blocks)
         self._sessions = 0
         self.core = fake_worker.FakeWorkerCore(self.fake, self._new_identity)
@@ -135,8 +136,14 @@ class Worker(Process):
                 # The fake worker does not tell one that served before from one that was never let in.
                 self.host.end(1 if what.code == 78 and self._served else what.code)
                 return
+            elif isinstance(what, m.AdapterReady):  # it is read beside the steps
+                self.later(0.0, self.shape.load, self._adapter_ready, self.identity, what)
             elif self._wire is not None:
                 self._send(what)
+
+    def _adapter_ready(self, session: str, message: m.AdapterReady) -> None:
+        if session == self.identity and self._wire is not None:
+            self._send(message)
 
     def _connect(self, identity: str) -> None:
         if self._wire is not None:

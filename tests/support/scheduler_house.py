@@ -27,11 +27,11 @@ class House:
         hello = Hello(kind, name, protocol, 1, endpoint=f"ipc:///x/{name}")
         (self.registry.on_worker if kind == "gpu_worker" else self.members.on_front)(name, hello)
 
-    def worker(self, name: str, blocks: int = 64) -> Lease:
+    def worker(self, name: str, blocks: int = 64, slots: int = 0) -> Lease:
         """A worker that is ready; its lease."""
         self.hello(name, "gpu_worker")
         (assign,) = self.sent(name, Assign)
-        self.registry.on_worker(name, Loaded(assign.lease, blocks, 128, 1000))
+        self.registry.on_worker(name, Loaded(assign.lease, blocks, 128, 1000, adapter_slots=slots))
         (configure,) = self.sent(name, Configure)
         assert configure.num_blocks == blocks
         self.registry.on_worker(name, Ready(assign.lease))

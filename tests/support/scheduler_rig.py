@@ -15,6 +15,7 @@ from quire.proto.messages import (
     Failed,
     Finish,
     Lease,
+    LoadAdapter,
     Logprobs,
     PromptLogprobs,
     StepPlan,
@@ -22,7 +23,7 @@ from quire.proto.messages import (
     TokenBatch,
 )
 from quire.proto.params import SamplingParams
-from quire.proto.work import Generate
+from quire.proto.work import Adapter, Generate, with_adapter
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.page_store import PageStore
 from quire.scheduler.replica import Replica
@@ -35,12 +36,14 @@ class Rig:
 
     def __init__(
         self, blocks: int | list[int] = 64, max_model_len: int = 256, vocab: int = VOCAB, device: str = "",
-        **flags: object,
+        adapter_slots: int = 0, **flags: object,
     ):  # fmt: skip
         defaults = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 32}
         self.now = 0.0
         self.core = Scheduler(EngineArgs(**{**defaults, **flags}), clock=lambda: self.now)
         self.max_model_len, self.vocab, self.device = max_model_len, vocab, device
+        self.adapter_slots = adapter_slots
+        self.loads: dict[int, list[LoadAdapter]] = {}  # of adapters, not answered yet
         self.stores: dict[int, PageStore] = {}
         self.plans: dict[int, deque[StepPlan]] = {}
         self.leases = 0
@@ -62,9 +65,11 @@ class Rig:
         self.leases += 1
         self.stores[number] = PageStore(config.max_num_seqs, blocks, config.block_size, self.vocab)
         self.plans[number] = deque()
+        self.loads[number] = []
         replica = Replica(
             number, Lease(1, number, self.leases), f"w{number}", config.max_num_seqs, blocks, config.block_size,
             self.max_model_len, self.vocab, config.enable_prefix_caching, self.device,
+            adapter_slots=self.adapter_slots,
         )  # fmt: skip
         self.core.add_replica(replica)
         return replica
@@ -73,18 +78,19 @@ class Rig:
         self, prompt: list[int] | int, *, uid: int = 0, attempt: int = 0, eos: tuple[int, ...] = (), priority: int = 0,
         children: list[Child] | None = None, losses: int = 0, arrival: float | None = None, suppressed: bytes = b"",
         bad_words: list[list[int]] | None = None, prompt_from: int = 0, key: str = "",
-        cache_salt: str = "",
+        cache_salt: str = "", adapter: Adapter | None = None,
         **params: object,
     ) -> int:  # fmt: skip
         self.last_uid += 1
         uid = uid or self.last_uid
         prompt = self.prompt(prompt, uid) if isinstance(prompt, int) else prompt
         ids = i32(prompt)
-        root = root_of(cache_salt)
+        root = root_of(cache_salt, adapter.digest if adapter is not None else b"")
         hashes = b"".join(hash_blocks(ids, self.core.config.block_size, root))
         sampling = SamplingParams(**{"max_tokens": 4, **params})
         message = Submit(
-            uid, attempt, ids, hashes, Generate(sampling, uid, list(eos), suppressed, bad_words or []),
+            uid, attempt, ids, hashes,
+            with_adapter(Generate(sampling, uid, list(eos), suppressed, bad_words or []), adapter),
             float(self.last_uid) if arrival is None else arrival, children or [], priority=priority, losses=losses,
             prompt_logprobs_from=prompt_from, key=key, root=root,
         )  # fmt: skip
@@ -98,6 +104,9 @@ class Rig:
         plan = self.core.plan(self.core.replicas[number])
         if plan is not None:
             self.plans[number].append(plan)
+        adapters = self.core.replicas[number].adapters
+        if adapters is not None:
+            self.loads[number] += adapters.take_loads()
         self.core.check_integrity()
         return plan
 

@@ -1,0 +1,199 @@
+"""A replica's slots for adapters: what is in each, who uses it, and whose turn it is to be loaded.
+
+A sequence may begin where its adapter is ready in a slot. Where more adapters are asked for than there are slots, the
+line of those who wait decides: the adapters that come first in it, as many as there are slots, are *granted*. Only
+sequences of granted adapters begin, and a granted adapter that is not here is given a slot that nobody uses, the one
+used longest ago. Where all are used, as many as are lacking are *closed*: nobody new begins with them, whatever comes,
+until they have run empty and been given away. So the first in line waits for one slot to run empty, and no longer.
+
+Nothing waits for a load but those who need it. A room beside the block pool: it knows adapters, and not who uses them.
+"""
+
+from __future__ import annotations
+
+from ..proto.codec import BadFrame
+from ..proto.messages import AdapterReady, Lease, LoadAdapter
+from ..proto.work import Adapter
+from .block_pool import PoolError
+
+RETRY_S = 10.0
+"""After a failed load the same adapter is not tried again here for so long, as long as another replica has it."""
+
+
+class Slot:
+    """One slot. ``users`` are the sequences that run with it; ``used`` says when one last began, in turns."""
+
+    __slots__ = ("adapter", "began", "closed", "generation", "ready", "used", "users")
+
+    def __init__(self) -> None:
+        self.adapter: Adapter | None = None
+        self.generation = self.users = self.used = 0
+        self.ready = self.closed = False
+        self.began = 0.0  # when its load did
+
+
+class AdapterSlots:
+    """The slots of one replica; dies with its lease."""
+
+    def __init__(self, lease: Lease, count: int):
+        self.lease = lease
+        self.slots = [Slot() for _ in range(count)]
+        self.loads: list[LoadAdapter] = []  # to be sent
+        self._held: dict[bytes, int] = {}  # slot of each adapter that is ready or on its way, by digest
+        self._failed: dict[bytes, float] = {}  # when a load did that another replica has made
+        self._granted: dict[bytes, Adapter] = {}  # in this plan, in order
+        self._asked = False  # whether anybody needed an adapter in this plan
+        self._generations = self._turns = 0
+
+    @property
+    def loading(self) -> list[Adapter]:
+        """What is on its way."""
+        return [slot.adapter for slot in self.slots if slot.adapter is not None and not slot.ready]
+
+    def overdue(self, before: float) -> list[Adapter]:
+        """What is on its way since before that time."""
+        return [
+            slot.adapter for slot in self.slots if slot.adapter is not None and not slot.ready and slot.began < before
+        ]
+
+    def has(self, adapter: Adapter) -> bool:
+        """It is ready here."""
+        number = self._held.get(adapter.digest)
+        return number is not None and self.slots[number].ready
+
+    def takes(self, adapter: Adapter) -> bool:
+        """A sequence whose turn it is may begin with it."""
+        number = self._held.get(adapter.digest)
+        return number is not None and self.slots[number].ready and not self.slots[number].closed
+
+    def holds(self, adapter: Adapter) -> bool:
+        """It is ready here, or on its way."""
+        return adapter.digest in self._held
+
+    def could_take(self, adapter: Adapter, now: float) -> bool:
+        """It is here, or there is a slot that nobody uses."""
+        if (number := self._held.get(adapter.digest)) is not None:
+            return not self.slots[number].closed
+        if self._failed_lately(adapter, now):
+            return False
+        return any(slot.adapter is None or (slot.ready and not slot.users) for slot in self.slots)
+
+    # -- turns
+
+    def begin_turn(self, first: Adapter | None = None) -> None:
+        """A plan is made: nothing is granted yet but ``first``, where there is one."""
+        self._granted.clear()
+        self._asked = first is not None
+        if first is not None:
+            self._granted[first.digest] = first
+
+    def admits(self, adapter: Adapter) -> bool:
+        """The next in line needs ``adapter``: whether it may begin now."""
+        digest = adapter.digest
+        self._asked = True
+        if digest not in self._granted:
+            if len(self._granted) == len(self.slots):
+                return False
+            self._granted[digest] = adapter
+        return self.takes(adapter)
+
+    def end_turn(self, now: float) -> None:
+        """Load what was granted and is not here, as far as slots are free for it, and close slots for the rest."""
+        if not self._asked:
+            return  # nobody looked at the line, or nobody in it needs an adapter
+        lacking = 0
+        for adapter in list(self._granted.values()):
+            if adapter.digest not in self._held and not self._failed_lately(adapter, now):
+                if (number := self._free_slot()) is not None:
+                    self._load(number, adapter, now)
+                else:
+                    lacking += 1
+        self._close(lacking)
+
+    def _close(self, count: int) -> None:
+        """Have so many slots closed: those that are stay so, as long as somebody lacks one."""
+        closed = [slot for slot in self.slots if slot.closed]
+        for slot in sorted(closed, key=self._is_granted, reverse=True)[: max(0, len(closed) - count)]:
+            slot.closed = False
+        if count > len(closed):
+            open_ones = [slot for slot in self.slots if slot.ready and not slot.closed and not self._is_granted(slot)]
+            for slot in sorted(open_ones, key=lambda slot: slot.used)[: count - len(closed)]:
+                slot.closed = True
+
+    def _is_granted(self, slot: Slot) -> bool:
+        return slot.adapter is not None and slot.adapter.digest in self._granted
+
+    def _free_slot(self) -> int | None:
+        """An empty slot, or the one used longest ago of those that nobody uses and nobody will."""
+        idle = []
+        for number, slot in enumerate(self.slots):
+            if slot.adapter is None:
+                return number
+            if slot.ready and not slot.users and (slot.closed or not self._is_granted(slot)):
+                idle.append((slot.used, number))
+        return min(idle)[1] if idle else None
+
+    def _load(self, number: int, adapter: Adapter, now: float) -> None:
+        slot = self.slots[number]
+        if slot.adapter is not None:
+            del self._held[slot.adapter.digest]
+        self._generations += 1
+        slot.adapter, slot.generation, slot.began = adapter, self._generations, now
+        slot.ready = slot.closed = False
+        self._held[adapter.digest] = number
+        self.loads.append(LoadAdapter(self.lease, number, adapter.name, adapter.path, slot.generation, adapter.digest))
+
+    def take_loads(self) -> list[LoadAdapter]:
+        """What is to be sent, behind the plans made so far."""
+        loads, self.loads = self.loads, []
+        return loads
+
+    def loaded(self, message: AdapterReady) -> Adapter:
+        """A load has ended; the adapter that it was of. Raises BadFrame where none was asked for."""
+        number = message.slot
+        slot = self.slots[number] if 0 <= number < len(self.slots) else None
+        if slot is None or slot.adapter is None or slot.ready or message.generation != slot.generation:
+            raise BadFrame(f"slot {number} is not being loaded (generation {message.generation})")
+        adapter = slot.adapter
+        if message.error:
+            slot.adapter = None
+            del self._held[adapter.digest]
+        else:
+            slot.ready = True
+            self._failed.pop(adapter.digest, None)
+        return adapter
+
+    def note_failed(self, adapter: Adapter, now: float) -> None:
+        """Another replica has it: wait a while before it is tried here again."""
+        self._failed = {digest: since for digest, since in self._failed.items() if now - since < RETRY_S}
+        self._failed[adapter.digest] = now
+
+    def _failed_lately(self, adapter: Adapter, now: float) -> bool:
+        return bool(self._failed) and now - self._failed.get(adapter.digest, -RETRY_S) < RETRY_S
+
+    # -- users
+
+    def take(self, adapter: Adapter) -> int:
+        """One more sequence runs with ``adapter``, which is ready; the number of its slot."""
+        number = self._held[adapter.digest]
+        slot = self.slots[number]
+        if not slot.ready:
+            raise PoolError(f"a sequence begins with adapter {adapter.name!r}, which is not ready in slot {number}")
+        self._turns += 1
+        slot.users, slot.used = slot.users + 1, self._turns
+        return number
+
+    def leave(self, number: int) -> None:
+        """A sequence that ran with this slot does so no more."""
+        self.slots[number].users -= 1
+
+    def check_integrity(self, users: list[int]) -> None:
+        """PoolError where the slots are not those that ``users``, one entry for each running sequence, hold."""
+        for number, slot in enumerate(self.slots):
+            if slot.users != users.count(number):
+                raise PoolError(f"adapter slot {number} counts {slot.users} users and has {users.count(number)}")
+            if slot.users and not slot.ready:
+                raise PoolError(f"adapter slot {number} is used and not ready")
+        held = {slot.adapter.digest: number for number, slot in enumerate(self.slots) if slot.adapter is not None}
+        if held != self._held:
+            raise PoolError("the adapters that are held are not those of the slots")
