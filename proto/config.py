@@ -151,17 +151,13 @@ class EngineArgs:
         "fp8_e4m3, and int8, for CPUs, is int8_per_token_head",
         ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head"),
     )  # fmt: skip
-    calculate_kv_scales: bool = _flag(
-        False, _WORK, "measure the scales of an fp8 KV cache when the model is loaded, in place of the checkpoint's"
-    )
+    calculate_kv_scales: bool = _flag(False, _WORK, "measure an fp8 KV cache's scales at load, not the checkpoint's")
     enforce_eager: bool = _flag(False, _WORK, "no CUDA graphs")
     attention_backend: str = _flag(
         "auto", _WORK, "what computes the attention of prompts on a GPU; flash: FlashAttention, of quire[flash], on "
         "Hopper and B200; decodes are Triton's, and auto is triton", ("auto", "triton", "flash"),
     )  # fmt: skip
-    batch_invariant: bool = _flag(
-        False, _WORK, "on a GPU, compute a row with the same bits in any company, at some cost in speed"
-    )
+    batch_invariant: bool = _flag(False, _WORK, "on a GPU, compute a row with the same bits in any company; slower")
     max_seq_len_to_capture: int | None = _flag(
         None, _WORK, "longest sequence that CUDA graphs of decode steps cover (default: max_model_len)"
     )
