@@ -40,6 +40,9 @@ class Decoder(Model):
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=self.dtype).item()
         made: list[tuple[RopeSpec, Rotary]] = []
         block = block_of(spec)
+        self.taps: tuple[int, ...] = ()
+        """Layers before each of which ``forward`` keeps the hidden states of all tokens, side by side in ``tapped``."""
+        self.tapped: torch.Tensor | None = None
         self.layers = [
             block(spec, index, weights, self._rotary(made, spec.ropes[index], max_model_len), group)
             for index in shard.layers(spec.num_layers)
@@ -66,8 +69,13 @@ class Decoder(Model):
         x = self._enter(batch) if hidden is None else hidden
         step = Step(batch, kv, None if dispatch.use_kernels(x) else StepContext(batch))
         residual: torch.Tensor | None = None
-        for layer in self.layers:
+        taken: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            if number in self.taps:
+                taken[number] = x.clone() if residual is None else x + residual
             x, residual = layer(x, residual, step)
+        if self.taps:
+            self.tapped = torch.cat([taken[number] for number in self.taps], -1)
         x, _ = self.final_norm.add(x, residual)
         return x if self.project_out is None else self.project_out(x)
 

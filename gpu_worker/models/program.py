@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -18,15 +19,21 @@ from .program_builder import Builder
 
 
 def program_of(
-    model: Model, kv: KVCache, tokens: torch.Tensor, tables: torch.Tensor, outputs: int, long: LongSteps | None = None
-) -> Program | None:
-    """The ``Program`` of ``model``, or None where torch runs its steps: on a GPU, without the native kernels, of one of
-    several processes, and of a model that is no ``Decoder``."""
+    model: Model, kv: KVCache, tokens: torch.Tensor, tables: torch.Tensor, outputs: int, long: LongSteps | None = None,
+    taps: tuple[int, ...] = (),
+) -> Program | None:  # fmt: skip
+    """The ``Program`` of ``model``, or None where torch runs its steps."""
+    if not runs_natively(model, kv):
+        return None
+    return Program(model, kv, tokens, tables, outputs, long, taps=taps)
+
+
+def runs_natively(model: Model, kv: KVCache) -> TypeGuard[Decoder]:
+    """Whether C can run ``model``: not on a GPU, without the native kernels, as one of several processes, or where it
+    is no ``Decoder``."""
     if not isinstance(model, Decoder) or model.group.shard != WHOLE:
-        return None
-    if not all(native_layout(k, v) for k, v in zip(kv.k, kv.v, strict=True)):
-        return None
-    return Program(model, kv, tokens, tables, outputs, long)
+        return False
+    return all(native_layout(k, v) for k, v in zip(kv.k, kv.v, strict=True))
 
 
 class Program:
@@ -38,19 +45,21 @@ class Program:
         tables: int32 [rows, blocks], each row's block table.
         outputs: most rows whose logits are computed at a time.
         long: which steps take more threads than one; None: all take torch's number.
+        beside: a program of the same process, whose team of threads this one uses too.
+        taps: layers before each of which a step's hidden states are kept, for ``tapped``.
 
     What the methods give is theirs, and valid until the next call. Not thread-safe.
     """
 
     def __init__(
         self, model: Decoder, kv: KVCache, tokens: torch.Tensor, tables: torch.Tensor, outputs: int,
-        long: LongSteps | None = None,
+        long: LongSteps | None = None, beside: Program | None = None, taps: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        spec = model.whole
+        spec, self._taps = model.whole, taps
         vocabulary = spec.vocab_size if spec.outputs < 0 else spec.outputs
         # Pages that the system provides on first touch: most steps have few outputs.
         self._logits = torch.from_numpy(np.zeros((outputs, vocabulary), np.float32))
-        self._builder = builder = Builder(model, kv, max(native.PASS, outputs), self._logits)
+        self._builder = builder = self._write(model, kv, max(native.PASS, outputs))
         self.calls = builder.calls
         """Operations that torch does, each with its function of the number of rows."""
         self._error: BaseException | None = None
@@ -65,7 +74,8 @@ class Program:
         )  # fmt: skip
         threads = long.threads if long else torch.get_num_threads()
         self._keep = (callback, kv, tokens, tables)
-        self._program = native.NativeProgram(parts, builder.body, builder.tail, builder.head, threads)
+        sections = builder.body, builder.tail, builder.head
+        self._program = native.NativeProgram(parts, *sections, threads, beside._program if beside else None)
         self.threads_of = self._program.threads_of
         self._columns = [np.zeros(len(tokens), np.int64) for _ in range(3)]
         self._outputs = np.zeros(outputs, np.int64)
@@ -74,6 +84,10 @@ class Program:
         self._step.row, self._step.start, self._step.count = (column.ctypes.data for column in self._columns)
         self.nanoseconds: np.ndarray | None = None
         """int64, one for each of native.KINDS: set it, and each step adds what its operations took."""
+
+    def _write(self, model: Decoder, kv: KVCache, outputs: int) -> Builder:
+        """The operations; ``self._logits`` is what the head fills."""
+        return Builder(model, kv, outputs, self._logits, self._taps)
 
     def logits(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, outputs: np.ndarray) -> torch.Tensor:
         """Run a step, and give logits float32 [S, vocabulary].
@@ -102,8 +116,21 @@ class Program:
         self._check(self._program.run_head(len(hidden), self._profile()))
         return self._logits[: len(hidden)]
 
+    def tapped(self) -> torch.Tensor:
+        """Hidden states float32 [T, taps * hidden] of the last step's tokens, those before each of ``taps`` side by
+        side; asked once."""
+        joined = torch.cat([torch.cat(passes) for passes in self._builder.tapped], -1)
+        self._forget()
+        return joined
+
+    def _forget(self) -> None:
+        for passes in self._builder.tapped:
+            passes.clear()
+
     def _run(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         step, count = self._step, len(rows)
+        if self._taps:
+            self._forget()
         for column, values in zip(self._columns, (rows, starts, counts), strict=True):
             column[:count] = values
         step.rows, step.nanoseconds = count, self._profile()

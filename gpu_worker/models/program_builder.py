@@ -27,9 +27,12 @@ class Builder(Writer):
         kv: the cache whose pages attention reads.
         outputs: rows of the tail; at least native.PASS.
         logits: float32 [outputs or fewer, vocabulary], what the head fills.
+        taps: layers, before each of which the hidden states are taken (``tapped``).
     """
 
-    def __init__(self, model: Decoder, kv: KVCache, outputs: int, logits: torch.Tensor) -> None:
+    def __init__(
+        self, model: Decoder, kv: KVCache, outputs: int, logits: torch.Tensor, taps: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(model.dtype, outputs)
         self.model, self.kv, self.spec = model, kv, model.spec
         self.body: list[Structure] = []
@@ -41,7 +44,10 @@ class Builder(Writer):
         self.stream = self.area("stream", hidden)
         self.attended = self.stream
         self._enter()
-        for block in model.layers:
+        self.tapped: list[list[torch.Tensor]] = [[] for _ in taps]
+        """Of each of ``taps`` the hidden states float32 [rows, hidden] of each pass. The caller empties it."""
+        for number, block in enumerate(model.layers):
+            self._tap(tuple(place for place, layer in enumerate(taps) if layer == number))
             self._shape(block)
         self.result = self._leave()
         self.section = self.head
@@ -123,6 +129,20 @@ class Builder(Writer):
             self.add(native.Softcap(logits.width, whole.logit_softcap, logits.buffer), logits)
 
     # ------------------------------------------------------------ layers
+
+    def _tap(self, places: tuple[int, ...]) -> None:
+        """Copy the residual stream as it is here, for ``places`` of ``tapped``."""
+        if not places:
+            return
+        stream = self.stream
+
+        def copy(rows: int) -> None:
+            for place in places:
+                self.tapped[place].append(stream.rows(rows).clone())
+
+        operation = native.Call(number=len(self.calls))
+        self.calls.append((operation, copy))
+        self.section.append(operation)
 
     def _attend(self, block: Block, source: Area) -> None:
         """``self.attended`` from ``source``: the product, what is done to queries and keys, and the attention.

@@ -20,6 +20,7 @@ from quire.gpu_worker.kernels.cpu.program import KINDS
 from quire.gpu_worker.layers.linear import Linear
 from quire.gpu_worker.models.decoder import Decoder
 from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.models.program import Program, program_of
 from quire.proto.checkpoint.model_config import load_model_config
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native CPU kernels: not compiled, or switched off")
@@ -235,3 +236,25 @@ def test_what_operations_take_is_measured_when_asked_for(tmp_path: Path) -> None
     rig.program.nanoseconds = spent = np.zeros(len(KINDS), np.int64)
     rig.logits(WHOLE)
     assert {kind.__name__ for kind, took in zip(KINDS, spent, strict=True) if took} >= {"Linear", "Attend", "Embed"}
+
+
+def test_a_model_of_a_single_key_head_has_a_program(tmp_path: Path) -> None:
+    model = load("falcon-7b", tmp_path, torch.float32)
+    assert model.spec.kv_heads[0] == 1
+    rig = ProgramRig(model)
+    assert program_of(model, rig.kv, rig.tokens, rig.tables, 4) is not None
+
+
+def test_programs_share_a_team_and_tell_what_lies_between_layers(tmp_path: Path) -> None:
+    model = load("llama", tmp_path, torch.float32)
+    rig = filled(model)
+    taps = (0, 2, 1)
+    beside = Program(model, rig.kv, rig.tokens, rig.tables, 4, beside=rig.program, taps=taps)
+    columns = rig.columns(WHOLE)
+    every = np.arange(columns[2].sum())
+    assert torch.equal(beside.hidden(*columns, every), rig.program.hidden(*columns, every))
+    tapped = beside.tapped()
+    model.taps = taps
+    rig.by_torch(sorted(WHOLE, key=lambda item: item[2] != 1))
+    assert model.tapped is not None
+    assert torch.allclose(tapped, model.tapped, atol=1e-4)

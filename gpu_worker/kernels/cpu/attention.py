@@ -94,14 +94,17 @@ def can_read(dtype: torch.dtype, head_dim: int) -> bool:
 
 def native_layout(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether the kernels are on, and read these caches [num_blocks, block_size, kv_heads, head_dim]."""
-    blocks, size, _, dim = k_cache.shape
+    blocks, size, heads, dim = k_cache.shape
     page = page_bytes(size, dim, k_cache.dtype) // k_cache.element_size()
-    head = blocks * page
+    # torch makes what it likes of the stride of a single head, which nothing reads.
+    head = blocks * page if heads > 1 else k_cache.stride(2)
     return (
         k_cache.device.type == "cpu"
         and can_read(k_cache.dtype, dim)
         and k_cache.stride() == (page, 1, head, size)
-        and v_cache.stride() == (page, dim, head, 1)
+        and v_cache.stride()[:2] == (page, dim)
+        and v_cache.stride()[3] == 1
+        and (heads == 1 or v_cache.stride(2) == head)
     )
 
 

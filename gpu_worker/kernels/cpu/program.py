@@ -208,19 +208,21 @@ class Parts(Structure):
 
 
 class NativeProgram:
-    """Three lists of operations, ready to run. ``parts`` has everything but the lists and the team of ``threads``."""
+    """Three lists of operations, ready to run. ``parts`` has everything but the lists and the team of ``threads``,
+    which is that of ``beside`` where there is one: programs that run in turns need no threads of their own each."""
 
     def __init__(
         self, parts: Parts, body: Sequence[Structure], tail: Sequence[Structure], head: Sequence[Structure],
-        threads: int,
+        threads: int, beside: NativeProgram | None = None,
     ) -> None:  # fmt: skip
         self._library = _native()
-        self._keep: list[object] = [body, tail, head]
+        self._keep: list[object] = [body, tail, head, beside]
         # Its own, for what a call computes may want the team that everybody shares.
-        parts.team = self._library.c.q_team_new(threads)
+        self._team = parts.team = beside._team if beside else self._library.c.q_team_new(threads)
         if not parts.team:
             raise ConfigError(f"the system has no room for {threads} threads; use fewer (--cpu-threads).")
-        weakref.finalize(self, self._library.c.q_team_free, parts.team)
+        if beside is None:
+            weakref.finalize(self, self._library.c.q_team_free, parts.team)
         for name, operations in (("body", body), ("tail", tail), ("head", head)):
             listed = (Op * max(1, len(operations)))(*(Op(KINDS.index(type(op)), addressof(op)) for op in operations))
             self._keep.append(listed)
