@@ -321,6 +321,7 @@ ROWS: dict[str, Any] = {
     ),
     "internlm2": renamed("Llama", {}, "InternLM2ForCausalLM", internlm2),
     "jais": (jais, {}, lambda folder: Plain(folder, jais_layer, jais_ends)),
+    "mimo": renamed("Qwen2", {}, "MiMoForCausalLM", SAME),
     "orion": renamed(
         "StableLm", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
         "OrionForCausalLM", SAME, lambda config: {**config, "rms_norm_eps": config["layer_norm_eps"]},

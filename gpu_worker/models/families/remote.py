@@ -25,7 +25,7 @@ from .common import (
     rope,
 )
 from .gpt import GPT2_LAYER, MEGATRON_LAYER
-from .llama import llama
+from .llama import llama, qwen2
 
 # -- Baichuan
 
@@ -209,6 +209,17 @@ def olmo(hf: Config) -> DecoderSpec:
     )  # fmt: skip
 
 
+# -- MiMo
+
+_MIMO_NAMES = replace(LLAMA_NAMES, skip=(*LLAMA_NAMES.skip, r"model\.mtp_layers\..*"))
+"""The layers that predict several tokens are left to ``speculation/heads.py``."""
+
+
+def mimo(hf: Config) -> DecoderSpec:
+    """MiMo-7B: Qwen2."""
+    return qwen2(hf)
+
+
 FAMILIES: dict[str, Family] = {
     "AquilaModel": (llama, LLAMA_NAMES),
     "AquilaForCausalLM": (llama, LLAMA_NAMES),
@@ -221,6 +232,7 @@ FAMILIES: dict[str, Family] = {
     "InternLMForCausalLM": (internlm, LLAMA_NAMES),
     "InternLM2ForCausalLM": (internlm2, _INTERNLM2_NAMES),
     "JAISLMHeadModel": (jais, _JAIS_NAMES),
+    "MiMoForCausalLM": (mimo, _MIMO_NAMES),
     "OrionForCausalLM": (orion, LLAMA_NAMES),
     "QWenLMHeadModel": (qwen, _QWEN_NAMES),
     "OLMoForCausalLM": (olmo, _OLMO_NAMES),
