@@ -75,7 +75,9 @@ class Program:
         threads = long.threads if long else torch.get_num_threads()
         self._keep = (callback, kv, tokens, tables)
         sections = builder.body, builder.tail, builder.head
-        self._program = native.NativeProgram(parts, *sections, threads, beside._program if beside else None)
+        self._program: native.NativeProgram = native.NativeProgram(
+            parts, *sections, threads, beside._program if beside else None
+        )
         self.threads_of = self._program.threads_of
         self._columns = [np.zeros(len(tokens), np.int64) for _ in range(3)]
         self._outputs = np.zeros(outputs, np.int64)

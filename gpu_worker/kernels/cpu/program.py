@@ -218,7 +218,8 @@ class NativeProgram:
         self._library = _native()
         self._keep: list[object] = [body, tail, head, beside]
         # Its own, for what a call computes may want the team that everybody shares.
-        self._team = parts.team = beside._team if beside else self._library.c.q_team_new(threads)
+        self._team: int = beside._team if beside else self._library.c.q_team_new(threads)
+        parts.team = self._team
         if not parts.team:
             raise ConfigError(f"the system has no room for {threads} threads; use fewer (--cpu-threads).")
         if beside is None:
