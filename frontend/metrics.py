@@ -138,3 +138,11 @@ class Metrics(Collector):
             counter = CounterMetricFamily(name, help, labels=["model_name"])
             counter.add_metric([self.model], count)
             yield counter
+        if stats.accepted:
+            places = CounterMetricFamily(
+                "quire:spec_decode_num_accepted_tokens_per_pos", "drafted tokens that were kept, by place in the draft",
+                labels=["model_name", "position"],
+            )  # fmt: skip
+            for place, count in enumerate(stats.accepted):
+                places.add_metric([self.model, str(place)], count)
+            yield places

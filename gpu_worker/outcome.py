@@ -29,8 +29,8 @@ FORBIDDEN = Failure(
     "no token is left to draw: allowed_token_ids, bad_words, min_tokens, logit_bias, logits processors and the "
     "structure asked for forbid every one.",
 )
-_MARKS = {marks.NAN: NAN, marks.FORBIDDEN: FORBIDDEN}
-_NO_ROOM = "logprobs with {k} others each do not fit one step's answer; ask for fewer."
+MARKS = {marks.NAN: NAN, marks.FORBIDDEN: FORBIDDEN}
+NO_ROOM = "logprobs with {k} others each do not fit one step's answer; ask for fewer."
 
 Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 """ids, values, ranks"""
@@ -90,7 +90,7 @@ class Outcome:
         ids = np.frombuffer(tokens, np.int32)
         bad = np.flatnonzero(ids < 0).tolist()
         for slot in bad:
-            self._failed.setdefault(slot, _MARKS[int(ids[slot])])
+            self._failed.setdefault(slot, MARKS[int(ids[slot])])
         return np.maximum(ids, 0).tobytes() if bad else tokens
 
     def _of_slots(self, triples: list[Triple]) -> Iterator[tuple[int, Logprobs]]:
@@ -99,7 +99,7 @@ class Outcome:
             for at, slot in enumerate(slots):
                 room -= logprob_bytes(1, k)
                 if room < 0:
-                    self._failed.setdefault(slot, Failure(503, _NO_ROOM.format(k=k), "logprobs"))
+                    self._failed.setdefault(slot, Failure(503, NO_ROOM.format(k=k), "logprobs"))
                 else:
                     yield slot, _pack(ids[at], values[at], ranks[at : at + 1])
 

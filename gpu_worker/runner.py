@@ -61,18 +61,20 @@ class Runner:
 
     def __init__(
         self, model: Model, state: RowState, kv: KVCache, max_tokens: int, pooler: Pooler | None = None,
-        group: Group | None = None, long: LongSteps | None = None,
+        group: Group | None = None, long: LongSteps | None = None, extra: int = 0,
     ):  # fmt: skip
         """With a ``pooler`` nothing is generated. ``group``: the processes this one shares the model with. ``long``:
-        which steps on a CPU take more threads than one; None: all take torch's number."""
+        which steps on a CPU take more threads than one; None: all take torch's number. ``extra``: slots that a step may
+        have beyond one for each row."""
         self.group = group or Group()
         self.model, self.state, self.kv = model, state, kv
         self.max_tokens = max_tokens
-        self.program = program_of(model, kv, state.tokens, state.tables, max(state.max_rows, PROMPT_SLICE), long)
+        slots = state.max_rows + extra
+        self.program = program_of(model, kv, state.tokens, state.tables, max(slots, PROMPT_SLICE), long)
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
         self.pooler = pooler
-        self._download = Download(state.max_rows, state.device)
+        self._download = Download(slots, state.device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=state.device)
 
     @torch.inference_mode()
@@ -145,7 +147,7 @@ class Runner:
             hidden, head = self._hidden(batch), self.model.logits
         else:
             slots = self.state.sample_batch(run, *self.state.upload(run.sample_rows, run.positions))
-            outputs = _outputs(run, spans)
+            outputs = outputs_of(run, spans)
             if not spans:
                 return self.program.logits(run.rows, run.starts, run.counts, outputs), slots, []
             hidden, head = self._hidden_of(self.program, run, outputs), self.program.head
@@ -311,7 +313,7 @@ class Runner:
             rows_d, token_rows_d, positions_d, slots_d, outputs_d, sample_rows_d, sample_positions_d, starts_d, ends_d,
             *orders_d,
         ) = state.upload(
-            run.rows, token_rows, positions, slots, _outputs(run, spans), run.sample_rows, run.positions,
+            run.rows, token_rows, positions, slots, outputs_of(run, spans), run.sample_rows, run.positions,
             query_starts.astype(np.int32), run.ends.astype(np.int32), *orders,
         )  # fmt: skip
         width = -(-longest_context // size)
@@ -341,12 +343,12 @@ class Runner:
         return batch, state.sample_batch(run, sample_rows_d, sample_positions_d)
 
 
-def _outputs(run: Run, spans: list[Span]) -> np.ndarray:
+def outputs_of(run: Run, spans: list[Span]) -> np.ndarray:
     """The tokens of the step whose logits are wanted: of each sample slot the last, then those before ``spans``."""
     if run.pure_decode and not spans:
         return run.sample_src
     ends = run.counts.cumsum()
-    outputs = ends[run.sample_src] - 1
+    outputs = ends[run.sample_src] - 1 if run.outputs is None else run.outputs
     if not spans:
         return outputs
     at, told = _places(spans)

@@ -72,6 +72,7 @@ class Run:
     sample_rows: np.ndarray
     positions: np.ndarray  # where each sample slot's token goes
     pure_decode: bool
+    outputs: np.ndarray | None = None  # the token of the step that each slot draws from; None: its row's last
 
 
 @dataclass(slots=True)

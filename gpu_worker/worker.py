@@ -36,6 +36,7 @@ from ..proto.messages import (
 from ..proto.params import MAX_BEAMS
 from ..proto.pooling import PoolingParams
 from ..proto.process import tell_ready
+from ..proto.speculation import speculative_config
 from ..proto.work import Pool, Work
 from . import compilations
 from .device import choose_long_steps, parameter_estimate, usable_cores
@@ -48,6 +49,7 @@ from .pooling import Pooler
 from .runner import PROMPT_SLICE, Runner
 from .sampling.followers import Follower, Histories
 from .sampling.processors import Function, Processors
+from .speculation.methods import ROWS, speculative_runner
 from .state import PlanError, RowState, logprob_bytes
 from .transfer import RING
 from .warmup import every_stage, warm_up, warm_up_pieces
@@ -117,6 +119,7 @@ class Worker:
         self._processors: Follower[Any] = Follower(Processors(functions or {}))
         if not self._group.leader:
             self._grammars, self._processors = Follower(Histories()), Follower(Histories())
+        self._speculation = speculative_config(args)
         self._lease: Lease | None = None
         self._epoch = 0
         self._phase = Phase.UNASSIGNED
@@ -201,7 +204,11 @@ class Worker:
             self._config.max_model_len = min(self._config.max_model_len, self._num_blocks * assign.block_size)
         sizes = self._num_blocks, self._config.max_model_len, self._config.vocab_size
         pooler = self._pooler
-        self._link.send(Loaded(assign.lease, *sizes, pooler is not None, pooler is not None and pooler.whole))
+        loaded = Loaded(assign.lease, *sizes, pooler is not None, pooler is not None and pooler.whole)
+        if self._speculation is not None and pooler is None:
+            loaded.drafts = self._speculation.drafts
+            loaded.draft_rows = self._speculation.draft_rows(ROWS[self._device.type])
+        self._link.send(loaded)
 
     def _fit(self, budget: Budget, max_rows: int) -> int:
         """The number of blocks. An encoder keeps nothing in them: there are as many as its rows could ever fill."""
@@ -308,6 +315,8 @@ class Worker:
     def _runner_of(self, kv: KVCache, state: RowState, max_tokens: int) -> Runner:
         pooler = None if self._pooler is None else Pooler(self._pooler, self._model)
         long = choose_long_steps(self._args.cpu_threads, usable_cores(), parameter_estimate(self._config))
+        if (config := self._speculation) is not None and pooler is None:
+            return speculative_runner(config, self._model, state, kv, max_tokens, group=self._group, long=long)
         return Runner(self._model, state, kv, max_tokens, pooler, self._group, long)
 
     def _pass_on(self, message: Assign | Configure | StepPlan) -> None:

@@ -12,15 +12,17 @@ import functools
 import json
 import numbers
 import os
-import sys
 import tempfile
 import types
 import typing
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from .config_error import ConfigError as ConfigError
+from .flag_parser import FlagParser as FlagParser
+from .flag_parser import Several, human_length
+from .flag_parser import human_int as human_int
+from .speculation import resolve_speculation
 
 SERVICES = ("frontend", "detokenizer", "scheduler", "gpu_worker")
 EVERY = SERVICES
@@ -140,6 +142,29 @@ class EngineArgs:
         None, _WORK, "functions that requests may name in logits_processors, as package.module:function",
         also="--logits-processors",
     )  # fmt: skip
+
+    # Speculation
+    speculative_config: str | None = _flag(
+        None, _WORK, "JSON object of how tokens are drafted ahead of time: method, num_speculative_tokens, ... "
+        "(docs/speculation.md); outputs stay the same",
+    )  # fmt: skip
+    speculative_model: str | None = _flag(None, (), "model of speculative_config: a folder or hub id, or [ngram]")
+    num_speculative_tokens: int | None = _flag(None, (), "the same of speculative_config: tokens drafted in a step")
+    speculative_draft_tensor_parallel_size: int | None = _flag(
+        None, (), "draft_tensor_parallel_size of speculative_config", also="-spec-draft-tp"
+    )
+    speculative_max_model_len: int | None = _flag(None, (), "max_model_len of speculative_config")
+    speculative_disable_by_batch_size: int | None = _flag(None, (), "disable_by_batch_size of speculative_config")
+    speculative_model_quantization: str | None = _flag(None, (), "quantization of speculative_config")
+    ngram_prompt_lookup_max: int | None = _flag(None, (), "prompt_lookup_max of speculative_config")
+    ngram_prompt_lookup_min: int | None = _flag(None, (), "prompt_lookup_min of speculative_config")
+    spec_decoding_acceptance_method: str = _flag(
+        "rejection_sampler", (), "accepted for vLLM's sake: a drafted token is kept where it is just what would have "
+        "been drawn", ("rejection_sampler", "typical_acceptance_sampler"),
+    )  # fmt: skip
+    disable_logprobs_during_spec_decoding: bool = _flag(
+        False, (), "accepted for vLLM's sake: logprobs are those of a run without speculation"
+    )
 
     # Device and memory
     device: str = _flag("auto", _WORK, "auto: cuda where there is one", ("auto", "cpu", "cuda"))
@@ -298,6 +323,7 @@ class EngineArgs:
 
     def _check_together(self) -> None:
         """Refuse values that are sound by themselves."""
+        resolve_speculation(self)
         if (budget := self.max_num_batched_tokens) is not None and budget < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({budget}) must be at least max_num_seqs "
@@ -347,52 +373,6 @@ class EngineArgs:
         return argv
 
 
-def human_int(text: str) -> int:
-    """``32k`` is 32,000 and ``32K`` is 32,768, as in vLLM; plain digits are themselves."""
-    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-    try:
-        if text and text[-1] in scale:
-            return int(float(text[:-1]) * scale[text[-1]])
-        return int(text)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 32k or 32K") from None
-
-
-def human_length(text: str) -> int:
-    """A ``human_int``, or -1 for ``auto``."""
-    return -1 if text == "auto" else human_int(text)
-
-
-class FlagParser(argparse.ArgumentParser):
-    """A parser that takes ``--max_num_seqs`` for ``--max-num-seqs``, as vLLM's does, and says in one line what is
-    wrong. So do its subcommands."""
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """The same as argparse's."""
-        given = list(sys.argv[1:] if args is None else args)
-        end = given.index("--") if "--" in given else len(given)
-        return super().parse_known_args([*map(_dashed, given[:end]), *given[end:]], namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """End this process with one line and code 2; the usage would be a page."""
-        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}; `{self.prog} --help` lists what there is.\n")
-
-
-def _dashed(word: str) -> str:
-    flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
-
-
-class _Several(argparse.Action):
-    """A flag that takes one value or more, each time it is given. Where the namespace has a list ``several``, the flag
-    and its values are added to it when they are more than one: the last may have been meant for something else."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if len(values) > 1 and hasattr(namespace, "several"):
-            namespace.several = [*namespace.several, (option_string, values)]
-        setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or []), *values])
-
-
 def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip: tuple[str, ...] = ()) -> None:
     """Add the flags of one service, or of all of them, to a parser."""
     hints = _hints(EngineArgs)
@@ -407,7 +387,7 @@ def add_flags(parser: argparse.ArgumentParser, service: str | None = None, skip:
         if kind is bool:
             kwargs["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is list or fld.metadata["several"]:
-            kwargs.update(nargs="+", action=_Several)
+            kwargs.update(nargs="+", action=Several)
         else:
             parse = human_length if fld.name == "max_model_len" else human_int if kind is int else kind
             kwargs.update(type=parse, choices=fld.metadata["choices"])

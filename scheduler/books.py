@@ -30,6 +30,27 @@ UNPLACED_S = 60.0
 """How long a request that only a larger worker could hold waits for one, as long as there are others."""
 
 
+class Speculation:
+    """What came of drafts since the start."""
+
+    def __init__(self) -> None:
+        self.drafts = self.draft_tokens = 0
+        self.accepted: list[int] = []  # by place in the draft
+
+    def expect(self, drafts: int) -> None:
+        """Some worker drafts so many tokens at most."""
+        self.accepted += [0] * (drafts - len(self.accepted))
+
+    def count(self, drafted: list[int], counts: list[int]) -> None:
+        """Verifications of so many drafted tokens each that gave so many tokens each."""
+        for tried, drawn in zip(drafted, counts, strict=True):
+            if tried:
+                self.drafts += 1
+                self.draft_tokens += tried
+                for place in range(min(drawn - 1, tried)):
+                    self.accepted[place] += 1
+
+
 class Books:
     """All requests, the queue, and the replicas that are ready. ``clock`` gives seconds that only rise."""
 
@@ -52,6 +73,7 @@ class Books:
         self.vocab_size = 0
         # Counters since the start.
         self.preemptions = self.steps = self.bad_messages = 0
+        self.speculation = Speculation()
         self.prefix_queries = self.prefix_hits = self.prompt_tokens = self.generation_tokens = 0
 
     def token_budget(self, replica: Replica) -> int:
@@ -276,6 +298,7 @@ class Books:
         """A worker is ready."""
         self.loading.discard(replica.number)
         self.replicas[replica.number] = replica
+        self.speculation.expect(replica.drafts)
         self._measure()
 
     def _measure(self) -> None:
@@ -327,6 +350,9 @@ class Books:
                 for r in replicas
             ],
             compilations=compilations,
+            drafts=self.speculation.drafts,
+            draft_tokens=self.speculation.draft_tokens,
+            accepted=list(self.speculation.accepted),
         )  # fmt: skip
         most = max((len(r.adapters.slots) for r in replicas if r.adapters is not None), default=0)
         return self._with_adapters(stats, most, live) if most else stats

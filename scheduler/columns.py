@@ -248,11 +248,12 @@ class Columns:
     # -- what was drawn
 
     def begin_drawn(self, row: int, position: int, tokens: bytes) -> None:
-        """The first that is drawn in ``row`` is the token at ``position``, the last of ``tokens``: those of its block,
-        as int32 bytes."""
+        """The token at ``position`` was drawn in ``row``, and nobody asks for earlier ones. It is the last of
+        ``tokens``: those of its block, as int32 bytes."""
         self._keep_drawn()
         self.drawn[row, : len(tokens) // 4] = np.frombuffer(tokens, np.int32)
         self.kept_from[row] = position - position % self.block_size
+        self.kept[row] = []
 
     def fetch_drawn(self, row: int, end: int, count: int) -> bytes:
         """What was drawn for ``count`` positions before ``end``, as int32 bytes."""

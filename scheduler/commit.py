@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..proto.codec import BadFrame, from_i32, i32
-from ..proto.messages import Finish, Pooled, PromptLogprobs, SlotPooled, StepResult
+from ..proto.messages import Finish, Pooled, PromptLogprobs, SlotPooled, SpeculativeResult, StepResult
 from .beam_group import BeamGroup, Scores, read_scores
 from .beams import advance
 from .books import Books
-from .columns import Ints, as_u32
-from .logprobs import count_logprobs, skip_logprobs
+from .columns import Ints, Rows, as_u32
+from .logprobs import count_logprobs, first_logprobs, skip_logprobs
 from .replica import Replica
 from .request import Sequence
 from .step import Step
@@ -27,14 +27,18 @@ def commit_result(books: Books, replica: Replica, result: StepResult) -> None:
 
     Raises BadFrame, having changed nothing, where the result cannot be that step's: the lease must end then.
     """
-    step, tokens = _check(replica, result)
+    step, tokens, kept = _check(replica, result)
     scores = _check_beams(replica, step, result) if step.of_beams() else {}
     pooled = _check_pooled(step, result) if replica.pools or result.pooled else {}
     books.outbox.flush()
     books.finish_step(replica)
+    if isinstance(result, SpeculativeResult):
+        books.speculation.count(from_i32(result.drafted), [from_i32(result.counts)[slot] for slot in step.verified])
     if step.prompts or result.failed or result.logprobs:
-        _pass_on(books, step, result, scores)
+        _pass_on(books, step, result, scores, kept)
     drew = _commit_decodes(books, replica, step, tokens)
+    if kept:
+        drew += _commit_verifications(books, replica, step, kept)
     _commit_chunks(replica, step)
     drew += _commit_others(books, step, tokens, pooled)
     for last in drew:
@@ -43,26 +47,70 @@ def commit_result(books: Books, replica: Replica, result: StepResult) -> None:
         _commit_beams(books, replica, step, scores)
 
 
-def _check(replica: Replica, result: StepResult) -> tuple[Step, Ints]:
+Kept = dict[int, list[int]]
+"""By slot, what verifications gave to sequences that have not left since, without what comes after the end."""
+
+
+def _check(replica: Replica, result: StepResult) -> tuple[Step, Ints, Kept]:
+    """The step, and the first token of each slot."""
     if not replica.in_flight or result.step != replica.in_flight[0].number:
         expected = replica.in_flight[0].number if replica.in_flight else "none"
         raise BadFrame(f"result of step {result.step} where {expected} was expected")
     step = replica.in_flight[0]
-    tokens = as_u32(result.tokens)  # so that a negative one is too large
-    if len(tokens) != step.samples():
-        raise BadFrame(f"{len(tokens)} tokens for the {step.samples()} sample slots of step {step.number}")
-    if result.counts and result.counts != _ONE * len(tokens):
+    tokens, slots, places = as_u32(result.tokens), step.samples(), None  # so that a negative one is too large
+    if step.verifications:
+        places = _check_counts(replica, step, result, len(tokens))
+    elif len(tokens) != slots:
+        raise BadFrame(f"{len(tokens)} tokens for the {slots} sample slots of step {step.number}")
+    elif result.counts and result.counts != _ONE * len(tokens):
         raise BadFrame(f"step {step.number} draws one token for each slot")
     if result.failed:
-        tokens = tokens.copy()
-        tokens[_failed_slots(result, len(tokens))] = 0  # what stands there for a token means nothing
+        tokens, failed = tokens.copy(), _failed_slots(result, slots)
+        tokens[failed if places is None else places[failed]] = 0  # what stands there for a token means nothing
     if len(tokens) and (highest := tokens.item(tokens.argmax())) >= replica.vocab_size:
         raise BadFrame(f"token {highest} of a vocabulary of {replica.vocab_size}")
     if result.logprobs or result.logprob_slots:
-        _check_logprobs(result, len(tokens))
+        _check_logprobs(result, slots)
     if step.prompts or result.prompts:
         _check_prompts(step, result)
-    return step, tokens.view(np.int32)
+    if places is None:
+        return step, tokens.view(np.int32), {}
+    return step, tokens[places].view(np.int32), _kept(step, tokens.tolist(), places.tolist())
+
+
+def _check_counts(replica: Replica, step: Step, result: StepResult, tokens: int) -> Rows:
+    """Where each slot's tokens begin: one, or as many as a verification may give."""
+    counts, verified = np.array(from_i32(result.counts), np.intp), step.verified
+    if not isinstance(result, SpeculativeResult) or len(counts) != step.samples() or counts.sum() != tokens:
+        raise BadFrame(f"{tokens} tokens and {len(counts)} counts for the {step.samples()} slots of step {step.number}")
+    most = np.ones(len(counts), np.intp)
+    for slot, (seq, generation, first, stop) in zip(verified, step.verifications, strict=True):
+        start = max(first, seq.computed) if seq.generation == generation else first
+        most[slot] = min(stop - start, 1 + replica.drafts)
+    most[[failed.slot for failed in result.failed if 0 <= failed.slot < len(most)]] = 1
+    if (counts < 1).any() or (counts > most).any():
+        slot = int(((counts < 1) | (counts > most)).argmax())
+        raise BadFrame(f"slot {slot} of step {step.number} draws {counts[slot]} tokens, not 1 to {most[slot]}")
+    drafted = from_i32(result.drafted)
+    if len(drafted) != len(verified) or any(not 0 <= each <= replica.drafts for each in drafted):
+        raise BadFrame(f"{drafted[:8]} tokens were drafted for {len(verified)} rows of step {step.number}")
+    return counts.cumsum() - counts
+
+
+def _kept(step: Step, tokens: list[int], places: list[int]) -> Kept:
+    """Up to the token that ends its sequence, where one does."""
+    kept: Kept = {}
+    for slot, (seq, generation, _, _) in zip(step.verified, step.verifications, strict=True):
+        if seq.generation != generation:
+            continue
+        end = places[slot + 1] if slot + 1 < len(places) else len(tokens)
+        drawn, before = tokens[places[slot] : end], seq.output_len
+        for count, token in enumerate(drawn, 1):
+            if token in seq.stops and seq.request.finish_of(token, before + count)[0] is not Finish.NONE:
+                del drawn[count:]
+                break
+        kept[slot] = drawn
+    return kept
 
 
 def _failed_slots(result: StepResult, slots: int) -> list[int]:
@@ -74,13 +122,14 @@ def _failed_slots(result: StepResult, slots: int) -> list[int]:
 
 
 def _check_logprobs(result: StepResult, slots: int) -> None:
-    """Records of one token each, for slots that exist, in rising order."""
+    """Records of all tokens of slots that exist, in rising order."""
     given = from_i32(result.logprob_slots)
     if len(given) != len(result.logprobs) or any(a >= b for a, b in pairwise([-1, *given, slots])):
         raise BadFrame(f"{len(result.logprobs)} logprobs for the slots {given[:8]} of {slots}")
-    for record in result.logprobs:
-        if count_logprobs(record) != 1:
-            raise BadFrame("logprobs of one token were expected")
+    counts = from_i32(result.counts)
+    for slot, record in zip(given, result.logprobs, strict=True):
+        if count_logprobs(record) != (counts[slot] if counts else 1):
+            raise BadFrame(f"logprobs of another number of tokens than slot {slot} has")
 
 
 def _check_prompts(step: Step, result: StepResult) -> None:
@@ -127,7 +176,7 @@ def _check_pooled(step: Step, result: StepResult) -> dict[int, SlotPooled]:
     return given
 
 
-def _pass_on(books: Books, step: Step, result: StepResult, beams: Container[int]) -> None:
+def _pass_on(books: Books, step: Step, result: StepResult, beams: Container[int], kept: Kept) -> None:
     """What comes beside tokens, for the few who asked for it: prompt logprobs first, as they go out before tokens."""
     requests = {span.at: span.request for span in step.prompts}
     for piece in result.prompts:
@@ -148,7 +197,7 @@ def _pass_on(books: Books, step: Step, result: StepResult, beams: Container[int]
     for number, record in zip(from_i32(result.logprob_slots), result.logprobs, strict=True):
         seq = step.drawn_for(number)
         if seq is not None and number not in beams:
-            books.outbox.logprobs(seq, record)
+            books.outbox.logprobs(seq, first_logprobs(record, len(kept[number])) if number in kept else record)
 
 
 class Last(NamedTuple):
@@ -175,6 +224,18 @@ def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) ->
     return [Last(seqs[at], tokens.item(at), batch.place(at)) for at in last]
 
 
+def _commit_verifications(books: Books, replica: Replica, step: Step, kept: Kept) -> list[Last]:
+    """What was drafted and is right, and one token more, for each whose sequence has not left. Returns the last."""
+    drew = []
+    for slot, (seq, generation, _, _) in zip(step.verified, step.verifications, strict=True):
+        if seq.generation == generation:
+            tokens, before = kept[slot], seq.computed
+            seq.verified(tokens, replica.drafts)
+            replica.commit(seq, before, seq.computed)
+            drew.append(Last(seq, tokens[-1], books.outbox.tokens(seq, tokens)))
+    return drew
+
+
 def _commit_chunks(replica: Replica, step: Step) -> None:
     """The chunks of prompts that are computed."""
     for chunk in step.chunks:
@@ -188,10 +249,10 @@ def _commit_chunks(replica: Replica, step: Step) -> None:
 def _commit_others(books: Books, step: Step, tokens: Ints, pooled: dict[int, SlotPooled]) -> list[Last]:
     """What was drawn or pooled from the logits of prompts, for siblings forked from them as well. Returns what was
     drawn."""
-    drew = []
+    drew, verified = [], step.verified
     for number, slot in enumerate(step.others, len(step.decodes)):
         seq, request = slot.seq, slot.seq.request
-        if seq.generation != slot.generation or isinstance(seq, BeamGroup):
+        if seq.generation != slot.generation or isinstance(seq, BeamGroup) or number in verified:
             continue
         if request.pools:
             found = pooled[number]

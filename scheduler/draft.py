@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ..proto.codec import i32, u64
-from ..proto.messages import Admit, StepPlan
+from ..proto.messages import Admit, SpeculativePlan, StepPlan
 from .batch import NOBODY, Batch
 from .beam_group import BeamGroup
 from .block_pool import BlockPool
 from .columns import Ints, Rows
 from .replica import Replica
 from .request import Sequence
-from .step import Chunk, Search, Step
+from .step import Chunk, Search, Step, Verification
 
 _ONE = i32([1])
 FEW = 3
@@ -28,6 +28,7 @@ class Draft:
         self.decodes: Batch | None = None
         self.starts = self.ends = _NOWHERE  # of ``decodes``
         self.searches: list[Search] = []
+        self.verifications: list[Verification] = []
         self.chunks: list[Chunk] = []
         self.admits: list[Admit] = []
         self.admitted: set[int] = set()  # rows of ``admits``: they cannot be forked yet
@@ -40,7 +41,7 @@ class Draft:
         self.deltas: tuple[list[int], list[int], list[int]] = [], [], []  # rows, slots of their block tables, blocks
 
     def __bool__(self) -> bool:
-        return bool(self.decodes or self.searches or self.chunks)
+        return bool(self.decodes or self.searches or self.verifications or self.chunks)
 
     def spend(self, tokens: int) -> None:
         """So many tokens of the budget are scheduled."""
@@ -58,6 +59,12 @@ class Draft:
         self.searches.append(Search(group, group.generation, group.scheduled, [beam.row for beam in group.beams]))
         group.schedule_decodes()
         self.spend(len(group.beams))
+
+    def verify(self, seq: Sequence, first: int, stop: int) -> None:
+        """A decode of ``seq``, which is at ``first`` or further, and of drafted tokens before ``stop``."""
+        self.verifications.append(Verification(seq, seq.generation, first, stop))
+        seq.speculate(stop)
+        self.spend(stop - first)
 
     def chunk(self, seq: Sequence, count: int) -> bool:
         """The next ``count`` tokens of a prefill. True where they are the last, and draw."""
@@ -125,9 +132,19 @@ class Draft:
     def seal(self, replica: Replica, now: float) -> StepPlan:
         """Count the step as in flight and pack the columns."""
         number, decodes = replica.last_step + 1, self.decodes or NOBODY
-        step = Step(number, replica.columns, decodes, self.starts, self.ends, self.searches, self.chunks, now)
+        step = Step(
+            number,
+            replica.columns,
+            decodes,
+            self.starts,
+            self.ends,
+            self.searches,
+            self.chunks,
+            now,
+            self.verifications,
+        )
         drops = replica.launch(step)
-        message = StepPlan(
+        message = (SpeculativePlan if self.verifications else StepPlan)(
             lease=replica.lease,
             step=number,
             drops=i32(drops) if drops else b"",
@@ -148,6 +165,8 @@ class Draft:
             message.sample_src += sources
             message.sample_rows += rows
         self._seal_changes(message)
+        if isinstance(message, SpeculativePlan):
+            message.draft_rows = i32(step.verified)
         return message
 
     def _seal_changes(self, message: StepPlan) -> None:

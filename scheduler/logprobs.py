@@ -16,6 +16,15 @@ def count_logprobs(record: Logprobs) -> int:
     return count
 
 
+def first_logprobs(record: Logprobs, tokens: int) -> Logprobs:
+    """The first ``tokens`` tokens of the record."""
+    count = len(record.ranks) // 4
+    if tokens == count:
+        return record
+    group = tokens * (len(record.ids) // count)
+    return Logprobs(record.ids[:group], record.values[:group], record.ranks[: 4 * tokens])
+
+
 def skip_logprobs(record: Logprobs, tokens: int) -> Logprobs:
     """The record without its first ``tokens`` tokens."""
     if not tokens:

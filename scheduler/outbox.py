@@ -35,7 +35,7 @@ _NOTHING = Piece(b"", b"", b"", b"", b"")
 class TokenSink:
     """New tokens of one detokenizer's sequences, gathered while a step is committed."""
 
-    __slots__ = ("count", "finishes", "logprobs", "number", "pieces", "started")
+    __slots__ = ("count", "finishes", "logprobs", "number", "pieces", "several", "started")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -46,6 +46,7 @@ class TokenSink:
         self.pieces: list[Piece] = []
         self.count = 0  # sequences in them
         self.finishes: list[Ending] = []
+        self.several: dict[int, int] = {}  # by place, the tokens of those that have more than one
         self.logprobs: dict[tuple[int, int], Logprobs] = {}  # by (uid, index), of those who ask for them
         self.started: list[tuple[int, int]] = []  # (uid, cached prompt tokens)
 
@@ -109,8 +110,16 @@ class Outbox:
         """``seq`` has one token more. Returns its place in its detokenizer's batch."""
         return self._sink(seq.owner).add(1, _piece(seq, seq.output_len - 1, i32([token])))
 
+    def tokens(self, seq: Sequence, tokens: list[int]) -> int:
+        """``seq`` has these tokens more. Returns its place in its detokenizer's batch."""
+        sink, count = self._sink(seq.owner), len(tokens)
+        place = sink.add(1, _piece(seq, seq.output_len - count, i32(tokens)))
+        if count > 1:
+            sink.several[place] = count
+        return place
+
     def logprobs(self, seq: Sequence, record: Logprobs) -> None:
-        """Logprobs of the token that ``seq`` gets in this batch."""
+        """Logprobs of what ``seq`` gets in this batch."""
         self._sink(seq.owner).logprobs[seq.uid, seq.index] = record
 
     def finished(self, seq: Sequence, finish: Finish, stop_id: int, place: int | None) -> None:
@@ -137,7 +146,7 @@ class Outbox:
         return messages
 
     def flush(self) -> None:
-        """Close the batches: at most one token of a sequence may be in each."""
+        """Close the batches: a sequence may be in each only once."""
         for owner, sink in self._sinks.items():
             if sink.count or sink.started:
                 self._messages.append((owner, _batch(sink)))
@@ -155,6 +164,8 @@ def _batch(sink: TokenSink) -> TokenBatch:
     count, pieces, started, logprobs = sink.count, sink.pieces or [_NOTHING], sink.started, sink.logprobs
     found = pieces[0] if len(pieces) == 1 else Piece(*map(b"".join, zip(*pieces, strict=True)))
     counts, stop_ids, finishes = _ONE * count, _MINUS_ONE * count, bytes(count)
+    if sink.several:
+        counts = _with_several(sink.several, counts)
     if sink.finishes:
         counts, stop_ids, finishes = _with_endings(sink.finishes, counts, stop_ids, finishes)
     asked = []  # places of those with logprobs, and whose they are
@@ -177,6 +188,14 @@ def _batch(sink: TokenSink) -> TokenBatch:
     )
 
 
+def _with_several(several: dict[int, int], counts: bytes) -> bytes:
+    """The column of counts of a batch in which these have more tokens than one."""
+    column = array("i", counts)
+    for place, count in several.items():
+        column[place] = count
+    return column.tobytes()
+
+
 def _with_endings(endings: list[Ending], counts: bytes, stop_ids: bytes, finishes: bytes) -> tuple[bytes, bytes, bytes]:
     """The three columns of a batch in which these end. Most end with a token and by no stop id, as the columns say."""
     how = bytearray(finishes)
@@ -185,6 +204,8 @@ def _with_endings(endings: list[Ending], counts: bytes, stop_ids: bytes, finishe
     if any(ending.stop_id >= 0 or not ending.with_token for ending in endings):
         tokens, stops = array("i", counts), array("i", stop_ids)
         for ending in endings:
-            tokens[ending.place], stops[ending.place] = ending.with_token, ending.stop_id
+            stops[ending.place] = ending.stop_id
+            if not ending.with_token:
+                tokens[ending.place] = 0
         counts, stop_ids = tokens.tobytes(), stops.tobytes()
     return counts, stop_ids, bytes(how)

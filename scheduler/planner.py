@@ -56,13 +56,13 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
     if not replica.quarantined and not draft:
         wait = _decodes_wait(books, replica)
         if not wait:
-            _plan_decodes(books, replica, draft, replica.going)
+            _plan_going(books, replica, draft)
         for seq in list(replica.prefilling):
             _plan_chunk(books, replica, draft, seq)
         if not replica.draining:
             _admit(books, replica, draft)
         if wait and not draft:
-            _plan_decodes(books, replica, draft, replica.going)
+            _plan_going(books, replica, draft)
         replica.let_decodes_wait(wait)
     return draft.seal(replica, books.clock()) if draft else None
 
@@ -90,6 +90,45 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
 
 
 # -- decodes
+
+
+def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
+    """All that decode here: by verifications where this worker drafts and they are few."""
+    if not replica.drafts:
+        _plan_decodes(books, replica, draft, replica.going)
+        return
+    seqs = replica.going.batch().seqs
+    few = len(seqs) <= replica.draft_rows and 2 * len(seqs) * (1 + replica.drafts) <= draft.budget
+    if few and not any(isinstance(seq, BeamGroup) for seq in seqs):
+        for seq in seqs:
+            if seq.state is State.RUNNING:  # else it was preempted for one before it
+                _plan_verification(books, replica, draft, seq)
+        return
+    # Where somebody is comes to be known when its verification is answered; it waits until then.
+    exact = replica.going
+    if any(seq.loose for seq in seqs):
+        exact = Lineup(replica.columns)
+        for seq in seqs:
+            if not seq.loose:
+                exact.add(seq)
+    _plan_decodes(books, replica, draft, exact)
+
+
+def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> None:
+    """A decode of ``seq`` and of as many drafted tokens as the worker drafts at most. Nobody is preempted for those."""
+    start, pool, columns, size = seq.scheduled, replica.pool, seq.columns, replica.block_size
+    if not seq.loose and not _make_room(books, replica, draft, seq, start):
+        replica.going.discard(seq)
+        return
+    stop = min(start + 1 + replica.drafts, seq.end)
+    for slot in range(start // size, -(-stop // size)):
+        held = columns.block_at(seq.row, slot)
+        if (held is None or pool.refs[held] > 1) and pool.free_count <= replica.running:
+            stop = slot * size
+            break
+        columns.put_block(seq.row, slot, draft.own_block(pool, seq.row, slot, held))
+    if stop > start:
+        draft.verify(seq, seq.computed if seq.loose else start, stop)
 
 
 def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -> None:

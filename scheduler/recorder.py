@@ -94,7 +94,7 @@ class Recorder(Inputs):
     # -- inputs
 
     def worker(self, peer: str, message: Any) -> None:
-        if self._tokens or type(message) not in (StepResult, StepFailed):
+        if self._tokens or not isinstance(message, StepResult | StepFailed):
             self._turn.append((Kind.WORKER, peer, encode(message)))
             self.registry.on_worker(peer, message)
         elif isinstance(message, StepFailed):
@@ -105,7 +105,7 @@ class Recorder(Inputs):
 
     def _result(self, peer: str, message: StepResult) -> None:
         """Of nearly all results all that counts is how many tokens were drawn, and whom they ended."""
-        more = message.logprobs or message.prompts or message.failed or message.pooled
+        more = message.logprobs or message.prompts or message.failed or message.pooled or message.counts
         sequences = self._sequences(peer) if more else []
         steps, taken = self.core.steps, True
         try:
@@ -244,7 +244,9 @@ class Recorder(Inputs):
 def digests(out: Outgoing, tokens: bool) -> list[int]:
     """Of each plan; ``tokens``: with the token ids in it."""
     what = encode if tokens else redact.visible
-    return [zlib.crc32(what(message), zlib.crc32(peer.encode())) for peer, message in out if type(message) is StepPlan]
+    return [
+        zlib.crc32(what(message), zlib.crc32(peer.encode())) for peer, message in out if isinstance(message, StepPlan)
+    ]
 
 
 def open_ring(config: EngineArgs) -> Ring | None:

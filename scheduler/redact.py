@@ -138,8 +138,10 @@ def _kind(token: int, eos: Any, stops: Any) -> int:
 
 def result(message: StepResult, sequences: list[Sequence]) -> StepResult:
     """A step's result, given whose each slot is, where there is more in it than tokens."""
-    pairs = zip(sequences, from_i32(message.tokens), strict=True)
-    records = [_blank(1)] * len(message.logprobs)
+    counts = from_i32(message.counts) or [1] * len(sequences)
+    of_each = [seq for seq, count in zip(sequences, counts, strict=True) for _ in range(count)]
+    pairs = zip(of_each, from_i32(message.tokens), strict=True)
+    records = [_blank(len(record.ranks) // 4) for record in message.logprobs]
     for at, slot in enumerate(from_i32(message.logprob_slots)):
         if sequences[slot].width > 1:
             records[at] = _scores(message.logprobs[at], sequences[slot].request)

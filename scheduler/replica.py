@@ -41,10 +41,10 @@ class Replica:
     def __init__(
         self, number: int, lease: Lease, peer: str, num_rows: int, num_blocks: int, block_size: int,
         max_model_len: int, vocab_size: int, caching: bool = True, device: str = "", pools: bool = False,
-        whole: bool = False, adapter_slots: int = 0,
+        whole: bool = False, adapter_slots: int = 0, drafts: int = 0, draft_rows: int = 0,
     ):  # fmt: skip
         self.number, self.lease, self.peer, self.device = number, lease, peer, device
-        self.pools, self.whole = pools, whole  # as in Loaded
+        self.pools, self.whole, self.drafts, self.draft_rows = pools, whole, drafts, draft_rows  # as in Loaded
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
         self.pool = BlockPool(num_blocks, caching and not whole)
         self.adapters = AdapterSlots(lease, adapter_slots) if adapter_slots else None

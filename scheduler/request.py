@@ -144,8 +144,8 @@ class Sequence:
 
     __slots__ = (
         "_outputs", "adapter_slot", "attempt", "columns", "drew", "generation", "hashes", "index", "key", "limit",
-        "losses", "owner", "prefilling", "prompt_from", "prompt_len", "replica", "request", "row", "siblings", "state",
-        "stops", "uid",
+        "loose", "losses", "owner", "prefilling", "prompt_from", "prompt_len", "replica", "request", "row", "siblings",
+        "state", "stops", "uid",
     )  # fmt: skip
 
     width = 1  # rows it runs in
@@ -168,6 +168,7 @@ class Sequence:
         self.drew = False  # its first token here has come: from then on exactly the last token is not computed
         self.hashes: list[bytes] = []  # of its leading full blocks; more are made when somebody asks
         self.prompt_from = -1  # first prompt token whose logprobs this row computes, -1: none
+        self.loose = 0  # verifications in flight: with any, ``scheduled`` is the furthest that it can be
         # Workers lost, at points of ``computed``. What the loss before this attempt found is not known exactly.
         self.losses = Losses(losses, self.total - 1 if losses else -1)
 
@@ -215,7 +216,7 @@ class Sequence:
         self.replica, self.columns, self.row = -1, NOWHERE, -1
         self.adapter_slot = -1
         self.prefilling = self.drew = False
-        self.prompt_from = -1
+        self.prompt_from, self.loose = -1, 0
 
     def use_adapter(self, slot: int) -> None:
         """Its rows run with what is in this slot of the replica."""
@@ -320,6 +321,26 @@ class Sequence:
         self._outputs.append(token)
         self.columns.begin_drawn(self.row, total, self._tokens(total // size, size))
         self.drew = True
+
+    # -- speculation
+
+    def speculate(self, stop: int) -> None:
+        """A verification is planned that ends at ``stop`` at the furthest."""
+        self.loose += 1
+        self.scheduled = stop
+        self.columns.expect_end_of_room(self.row, stop)
+
+    def verified(self, tokens: list[int], drafts: int) -> None:
+        """A verification gave these, one or more. What was scheduled and not kept is taken back; blocks stay."""
+        self.keep_drawn(self.total)
+        self._outputs.extend(tokens)
+        self.loose -= 1
+        computed = self.computed = self.computed + len(tokens)
+        columns, row, size = self.columns, self.row, self.columns.block_size
+        columns.begin_drawn(row, computed, self._tokens(computed // size, size))
+        self.scheduled = min(self.scheduled, computed + self.loose * (1 + drafts))
+        columns.expect_end_of_room(row, self.scheduled)
+        self._expect_full_block(computed // size)
 
     # -- look-ahead
 

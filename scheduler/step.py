@@ -42,6 +42,15 @@ class Search(NamedTuple):
     rows: list[int]
 
 
+class Verification(NamedTuple):
+    """Drafted tokens of a sequence that decodes. It runs from where it is, ``first`` or later, to ``stop`` at most."""
+
+    seq: Sequence
+    generation: int
+    first: int
+    stop: int
+
+
 class PromptSpan(NamedTuple):
     """Prompt tokens from ``first`` to before ``end``, whose logprobs come of compute row ``at``."""
 
@@ -59,23 +68,24 @@ class Slot(NamedTuple):
 
 
 class Step:
-    """Decodes, with one compute row and one slot each; after those the ``others``: beams, then chunks that draw.
+    """Decodes, with one compute row and one slot each; after those the ``others``: beams, verifications, then chunks
+    that draw.
 
     Decodes are most of a step, and are kept as a batch and the positions where they start.
     """
 
     __slots__ = (
         "chunks", "columns", "compute_rows", "decodes", "departures", "draws", "ends", "number", "others", "prompts",
-        "searches", "sent_at", "starts",
+        "searches", "sent_at", "starts", "verifications",
     )  # fmt: skip
 
     def __init__(
         self, number: int, columns: Columns, decodes: Batch, starts: Ints, ends: Ints, searches: list[Search],
-        chunks: list[Chunk], sent_at: float,
+        chunks: list[Chunk], sent_at: float, verifications: list[Verification] | None = None,
     ):  # fmt: skip
         self.number, self.columns, self.sent_at = number, columns, sent_at
         self.decodes, self.starts, self.ends = decodes, starts, ends
-        self.searches, self.chunks = searches, chunks
+        self.searches, self.chunks, self.verifications = searches, chunks, verifications or []
         self.departures = columns.departures  # when it was planned
         # After the decodes, as flat tables of the plan:
         self.compute_rows: list[int] = []  # row, start, tokens of each
@@ -86,6 +96,9 @@ class Step:
             for row in rows:
                 self.draws += self._run(row, start, 1), row
                 self.others.append(Slot(group, generation))
+        for seq, generation, first, stop in self.verifications:
+            self.draws += self._run(seq.row, first, stop - first), seq.row
+            self.others.append(Slot(seq, generation))
         at = -1
         for seq, generation, start, tokens, draws in chunks:
             if tokens:
@@ -131,8 +144,14 @@ class Step:
         decodes = [Slot(seq, seq.generation if there else -1) for seq, there in here]
         return decodes + self.others
 
+    @property
+    def verified(self) -> range:
+        """The compute rows of verifications, and their slots, which have the same numbers."""
+        first = len(self.decodes) + sum(len(search.rows) for search in self.searches)
+        return range(first, first + len(self.verifications))
+
     def samples(self) -> int:
-        """Tokens the result must have."""
+        """Sample slots."""
         return len(self.decodes) + len(self.others)
 
     def drawn_for(self, number: int) -> Sequence | None:
@@ -151,4 +170,5 @@ class Step:
         """Those in this step that have not left since."""
         alive = list(compress(self.decodes.seqs, self._here().tolist()))
         alive += [search.group for search in self.searches if search.group.generation == search.generation]
+        alive += [each.seq for each in self.verifications if each.seq.generation == each.generation]
         return alive + [chunk.seq for chunk in self.chunks if chunk.seq.generation == chunk.generation]

@@ -21,6 +21,7 @@ from ..proto.messages import (
     Heartbeat,
     Peers,
     Reconcile,
+    SpeculativePlan,
     StepPlan,
     StepResult,
     Submit,
@@ -86,9 +87,13 @@ class Rows:
         for at, row in zip(from_i32(plan.sample_src), from_i32(plan.sample_rows), strict=True):
             draws.setdefault(at, []).append(self[row])
         decodes, lines = [], []
+        speculate = set(from_i32(plan.draft_rows)) if isinstance(plan, SpeculativePlan) else set()
         columns = zip(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts), strict=True)
         for at, (row, start, count) in enumerate(columns):
             name, drawn = self[row], draws.get(at, [])
+            if at in speculate:
+                lines.append(f"verify {name} from {start} to {start + count}")
+                continue
             if count == 1 and drawn == [name]:
                 decodes.append(f"{name} at {start}")
                 continue
@@ -193,6 +198,8 @@ def _result(message: StepResult, ids: bool) -> str:
     text = f"result of step {message.step} of lease {message.lease.counter}"
     tokens = from_i32(message.tokens)
     drawn = " ".join(map(str, tokens)) if ids else f"{len(tokens)} tokens"
+    if message.counts:
+        drawn += f" ({' '.join(map(str, from_i32(message.counts)))} by slot)"
     text += f": drawn {drawn}" if tokens else ": nothing drawn"
     if message.logprobs:
         text += f", logprobs of slots {' '.join(map(str, from_i32(message.logprob_slots)))}"

@@ -57,6 +57,8 @@ LEAST_NAME = 4
 MAX_BLOCKS, INT32_MAX = 2**22, 2**31 - 1
 """The most blocks of a worker that are used: 64 million tokens in blocks of 16 is plenty, and books cost memory."""
 MAX_LOST, MAX_SLOTS = 256, 4096
+MAX_DRAFTS = 64
+"""Tokens that a worker may draft for a row in one step."""
 
 
 class Worker:
@@ -173,6 +175,9 @@ class WorkerRegistry:
         if not all(1 <= size <= INT32_MAX for size in sizes) or not 0 <= message.adapter_slots <= MAX_SLOTS:
             self._expel(peer, f"it said Loaded{sizes}, with {message.adapter_slots} slots for adapters")
             return
+        if not (0 <= message.drafts <= MAX_DRAFTS and 0 <= message.draft_rows <= INT32_MAX):
+            self._expel(peer, f"it would draft {message.drafts} tokens for each of {message.draft_rows} rows")
+            return
         if message.num_blocks > MAX_BLOCKS:  # a tiny model has room for more than anybody could use
             log.info("worker %s has room for %d blocks; %d are used", peer, message.num_blocks, MAX_BLOCKS)
             message.num_blocks = MAX_BLOCKS
@@ -188,7 +193,7 @@ class WorkerRegistry:
         worker.replica = Replica(
             worker.lease.replica, worker.lease, peer, config.max_num_seqs, loaded.num_blocks, config.block_size,
             loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
-            loaded.whole, loaded.adapter_slots,
+            loaded.whole, loaded.adapter_slots, loaded.drafts, loaded.draft_rows,
         )  # fmt: skip
         self.core.add_replica(worker.replica)
         log.info(

@@ -103,6 +103,16 @@ def counters_of(stats: Stats) -> list[tuple[str, str, int]]:
             stats.compilations,
         ),
         ("quire:bad_frames", "messages dropped because they did not decode", stats.bad_frames),
+        *(_speculation(stats) if stats.accepted else ()),
+    ]
+
+
+def _speculation(stats: Stats) -> list[tuple[str, str, int]]:
+    """The same of workers that draft."""
+    return [
+        ("quire:spec_decode_num_drafts", "drafts verified", stats.drafts),
+        ("quire:spec_decode_num_draft_tokens", "tokens drafted", stats.draft_tokens),
+        ("quire:spec_decode_num_accepted_tokens", "drafted tokens that were kept", sum(stats.accepted)),
     ]
 
 

@@ -39,6 +39,8 @@ from .plans import (
     Ready,
     SlotFailed,
     SlotPooled,
+    SpeculativePlan,
+    SpeculativeResult,
     StepFailed,
     StepPlan,
     StepResult,
@@ -70,12 +72,12 @@ __all__ = [
     "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers", "GetStats", "Heartbeat", "Hello", "Lease",
     "LoadAdapter", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Peer", "Peers", "Pooled", "PromptChunk",
     "PromptLogprobs", "Quarantined", "Ready", "Reconcile", "Register", "Registered", "ReplicaStats", "Resume",
-    "SlotFailed", "SlotPooled", "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped", "Submit", "TextBatch",
-    "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch", "Tokenize", "Unknown", "Unregister",
-    "WorkerInfo",
+    "SlotFailed", "SlotPooled", "SpeculativePlan", "SpeculativeResult", "Stats", "StepFailed", "StepPlan", "StepResult",
+    "Stopped", "Submit", "TextBatch", "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch",
+    "Tokenize", "Unknown", "Unregister", "WorkerInfo",
 ]  # fmt: skip
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:
@@ -99,9 +101,21 @@ FromSchedulerFront = (
 """the scheduler's front socket -> detokenizer, Engine, operator."""
 
 ToSchedulerWorkers = (
-    Hello | Loaded | Ready | StepResult | StepFailed | Compiled | AdapterReady | Drain | Heartbeat | Bye
+    Hello
+    | Loaded
+    | Ready
+    | StepResult
+    | SpeculativeResult
+    | StepFailed
+    | Compiled
+    | AdapterReady
+    | Drain
+    | Heartbeat
+    | Bye
 )
 """worker -> the scheduler's worker socket."""
 
-FromSchedulerWorkers = Assign | Configure | StepPlan | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
+FromSchedulerWorkers = (
+    Assign | Configure | StepPlan | SpeculativePlan | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
+)
 """the scheduler's worker socket -> worker."""

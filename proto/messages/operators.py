@@ -73,6 +73,9 @@ class Stats(Message):
     bad_frames: int
     replicas: list[ReplicaStats]
     compilations: int = 0  # of kernels, while requests were served
+    drafts: int = 0  # verifications of drafted tokens
+    draft_tokens: int = 0  # tokens drafted
+    accepted: list[int] = []  # of the first, second, ... tokens of drafts, those that were kept
 
 
 class AdapterStats(Stats):

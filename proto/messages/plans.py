@@ -35,6 +35,8 @@ class Loaded(Message):
     pools: bool = False  # it answers prompts with vectors and generates nothing
     whole: bool = False  # every token sees all others: a prompt is neither split over steps nor cached
     adapter_slots: int = 0  # adapters that it can have ready at once (--max-loras); 0: it takes none
+    drafts: int = 0  # tokens that it drafts for a row in one step, at most; 0: it does not speculate
+    draft_rows: int = 0  # rows that it speculates for in one step, at most
 
 
 class Configure(Message):
@@ -101,6 +103,17 @@ class StepPlan(Message):
     sample_rows: bytes = b""  # i32, destination rows
 
 
+class SpeculativePlan(StepPlan):
+    """A StepPlan in which some rows speculate: the worker drafts tokens after those they have, and verifies them.
+
+    Such a compute row is run from wherever its row is, which is ``starts`` or later, over the last token it has and at
+    most ``drafts`` drafted ones, and never to or past position ``starts + counts``: there are blocks up to that. Its
+    slot, of the same number, answers with the drafts that are just what would have been drawn, and one token more.
+    """
+
+    draft_rows: bytes = b""  # i32, rising: the compute rows that speculate
+
+
 class PromptChunk(msgspec.Struct, array_like=True, gc=False):
     """Logprobs of prompt tokens ``start``, ... of compute row ``at``."""
 
@@ -137,10 +150,16 @@ class StepResult(Message):
     tokens: bytes  # i32
     counts: bytes = b""  # i32 tokens of each slot; empty: one each
     logprob_slots: bytes = b""  # i32, rising: slots whose rows ask for logprobs
-    logprobs: list[Logprobs] = []  # one for each of logprob_slots, of one token
+    logprobs: list[Logprobs] = []  # one for each of logprob_slots, of the tokens of its slot
     prompts: list[PromptChunk] = []
     failed: list[SlotFailed] = []
     pooled: list[SlotPooled] = []  # one for each slot of a pooling request, but for the failed; its token means nothing
+
+
+class SpeculativeResult(StepResult):
+    """The result of a SpeculativePlan; ``counts`` and logprobs are of the tokens that were kept."""
+
+    drafted: bytes = b""  # i32 for each of ``draft_rows``: how many tokens were drafted, kept or not
 
 
 class Compiled(Message):

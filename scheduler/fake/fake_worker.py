@@ -56,10 +56,12 @@ class FakeWorker:
 
     def __init__(
         self, num_blocks: int = 512, max_model_len: int = 2048, vocab_size: int = 1000, pages: bool = True,
-        pools: bool = False, whole: bool = False, adapter_slots: int = 0,
+        pools: bool = False, whole: bool = False, adapter_slots: int = 0, drafts: int = 0,
+        draft_rows: int = 0,
     ):  # fmt: skip
         self.num_blocks, self.max_model_len, self.vocab_size, self.pages = num_blocks, max_model_len, vocab_size, pages
         self.pools, self.whole, self.adapter_slots = pools, whole, adapter_slots
+        self.drafts, self.draft_rows = drafts, draft_rows
         self.store: PageStore | None = None
         self.poison: int | None = None  # the first token of prompts that kill this process
         self._assign: Assign | None = None
@@ -75,13 +77,17 @@ class FakeWorker:
         if isinstance(message, Assign):
             self._assign, self.store = message, None
             sizes = (self.num_blocks, self.max_model_len, self.vocab_size)
-            return [Loaded(message.lease, *sizes, self.pools, self.whole, self.adapter_slots)]
+            return [
+                Loaded(
+                    message.lease, *sizes, self.pools, self.whole, self.adapter_slots, self.drafts, self.draft_rows
+                )
+            ]  # fmt: skip
         if isinstance(message, Drain):
             return [Bye("drained")]
         if isinstance(message, Configure) and self._current(message.lease):
             assert self._assign is not None
             rows, size = self._assign.max_num_seqs, self._assign.block_size
-            self.store = PageStore(rows, message.num_blocks, size, self.vocab_size, self.pages, self.whole)
+            self.store = PageStore(rows, message.num_blocks, size, self.vocab_size, self.pages, self.whole, self.drafts)
             return [Ready(message.lease)]
         if isinstance(message, StepPlan) and self._current(message.lease) and self.store is not None:
             if self.poison is not None and any(from_i32(admit.ids)[0] == self.poison for admit in message.admits):

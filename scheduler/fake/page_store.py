@@ -10,7 +10,17 @@ from __future__ import annotations
 from array import array
 
 from ...proto.codec import from_i32, from_u64, i32
-from ...proto.messages import Admit, Logprobs, PromptChunk, SlotFailed, SlotPooled, StepPlan, StepResult
+from ...proto.messages import (
+    Admit,
+    Logprobs,
+    PromptChunk,
+    SlotFailed,
+    SlotPooled,
+    SpeculativePlan,
+    SpeculativeResult,
+    StepPlan,
+    StepResult,
+)
 from ...proto.params import SamplingParams
 from ...proto.work import Generate, Pool, child_seed
 from .fake_model import cell, distribution, draw, join, pooled, record
@@ -37,16 +47,17 @@ class Row:
 
 class PageStore:
     """Rows and pages of one lease. ``pages=False`` keeps none and draws ids in turn, for benches. ``whole`` prompts
-    must come in one piece.
+    must come in one piece. Where a plan has it speculate, it drafts up to ``drafts`` tokens, of which some are wrong.
 
     Slots of requests in ``failing`` (uids) draw nothing and are reported as failed.
     """
 
     def __init__(
-        self, num_rows: int, num_blocks: int, block_size: int, vocab_size: int, pages: bool = True, whole: bool = False
-    ):
+        self, num_rows: int, num_blocks: int, block_size: int, vocab_size: int, pages: bool = True,
+        whole: bool = False, drafts: int = 0,
+    ):  # fmt: skip
         self.num_rows, self.num_blocks, self.block_size = num_rows, num_blocks, block_size
-        self.vocab_size, self.whole = vocab_size, whole
+        self.vocab_size, self.whole, self.drafts = vocab_size, whole, drafts
         self.rows: dict[int, Row] = {}
         self.pages = [array("q", [UNWRITTEN] * block_size) for _ in range(num_blocks if pages else 0)]
         self._in_turn = b"" if pages else _ids_in_turn(vocab_size, num_rows)
@@ -71,10 +82,85 @@ class PageStore:
             self._admit(admit)
         self._set_tables(from_i32(plan.delta_rows), from_i32(plan.delta_slots), from_i32(plan.delta_blocks))
         self._append(from_i32(plan.append_rows), from_i32(plan.append_tokens))
+        if isinstance(plan, SpeculativePlan):
+            return self._speculate(plan)
         result = StepResult(plan.lease, plan.step, b"")
         ends = self._compute(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts), result)
         self._sample(ends, from_i32(plan.sample_src), from_i32(plan.sample_rows), result)
         return result
+
+    def _speculate(self, plan: SpeculativePlan) -> SpeculativeResult:
+        """The rows that speculate run first, so that the others' part is that of a plan without them."""
+        result = SpeculativeResult(plan.lease, plan.step, b"")
+        columns = list(zip(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts), strict=True))
+        marked, targets = from_i32(plan.draft_rows), from_i32(plan.sample_rows)
+        if marked != list(range(marked[0], marked[0] + len(marked))) or not marked[-1] < len(columns):
+            raise PlanError(f"rows {marked} of {len(columns)} speculate")
+        verified = []
+        for at in marked:
+            row, first, count = columns[at]
+            if targets[at] != row or from_i32(plan.sample_src)[at] != at:
+                raise PlanError(f"slot {at} is not that of row {row}, which speculates")
+            verified.append(self._verify(self._row(row), first, first + count))
+        rest = StepResult(plan.lease, plan.step, b"")
+        others = [column for at, column in enumerate(columns) if at not in marked]
+        kept = [slot for slot in range(len(targets)) if slot not in marked]
+        sources = [src - len(marked) * (src > marked[-1]) for src in (from_i32(plan.sample_src)[slot] for slot in kept)]
+        if others:
+            rows, starts, counts = ([column[n] for column in others] for n in range(3))
+            ends = self._compute(rows, starts, counts, rest)
+            self._sample(ends, sources, [targets[slot] for slot in kept], rest)
+        return self._join(result, rest, marked, verified, kept)
+
+    def _join(
+        self, result: SpeculativeResult, rest: StepResult, marked: list[int],
+        verified: list[tuple[list[int], Logprobs | None, int]], kept: list[int],
+    ) -> SpeculativeResult:  # fmt: skip
+        """The answers of rows that speculated and of the others, by the plan's slots."""
+        tokens = dict(zip(kept, ([token] for token in from_i32(rest.tokens)), strict=True))
+        found = dict(zip((kept[slot] for slot in from_i32(rest.logprob_slots)), rest.logprobs, strict=True))
+        for failed in rest.failed:
+            result.failed.append(SlotFailed(kept[failed.slot], failed.status, failed.message))
+        for slot, (drawn, logprobs, _) in zip(marked, verified, strict=True):
+            tokens[slot] = drawn or [-1]
+            if not drawn:
+                result.failed.append(SlotFailed(slot, 503, "the request fails"))
+            elif logprobs is not None:
+                found[slot] = logprobs
+        before = marked[0]  # compute rows of prompts come behind those that speculate
+        result.prompts = [PromptChunk(p.at + len(marked) * (p.at >= before), p.start, p.logprobs) for p in rest.prompts]
+        result.tokens = i32(token for slot in sorted(tokens) for token in tokens[slot])
+        result.counts = i32(len(tokens[slot]) for slot in sorted(tokens))
+        result.logprob_slots, result.logprobs = i32(sorted(found)), [found[slot] for slot in sorted(found)]
+        result.drafted = i32(tried for _, _, tried in verified)
+        return result
+
+    def _verify(self, row: Row, first: int, stop: int) -> tuple[list[int], Logprobs | None, int]:
+        """Draw as long as what is drafted is right; then there is one wrong token, whose cell is to be written over.
+        Returns tokens (none: it fails), logprobs, and how many were drafted."""
+        start, work = row.computed, row.admit.work
+        if not first <= start < stop or start != len(row.tokens) - 1 or not isinstance(work, Generate):
+            raise PlanError(f"a row at {start} of {len(row.tokens)} tokens speculates from {first} to {stop}")
+        if row.admit.uid in self.failing:
+            return [], None, 0
+        drawn: list[int] = []
+        records = []
+        tried = row.tokens[start] % (1 + min(self.drafts, stop - start - 1))
+        while len(drawn) <= tried:
+            position = start + len(drawn)
+            self._page(self._block(row, position))[position % self.block_size] = cell(position, row.tokens[position])
+            context = self._context(row, position + 1)
+            token = draw(row.seed, position + 1, context, self.vocab_size)
+            if work.params.logprobs is not None:
+                records.append(self._score(work.params, context, token)[1])
+            drawn.append(token)
+            row.tokens.append(token)
+            if token % 4 == 0:  # something else was drafted
+                break
+        row.computed = start + len(drawn)
+        for position in range(row.computed, start + 1 + tried):
+            self._page(self._block(row, position))[position % self.block_size] = cell(position, self.vocab_size)
+        return drawn, join(records) if records else None, tried
 
     def _row(self, row: int) -> Row:
         if row not in self.rows:

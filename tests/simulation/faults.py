@@ -32,7 +32,8 @@ DEATHS = (
 """Kinds whose effect lasts until another process serves in that place, or the same again."""
 
 EVENT_OF = {
-    b"StepPlan": "plan", b"StepResult": "result", b"Submit": "submit", b"Tokenize": "tokenize",
+    b"StepPlan": "plan", b"SpeculativePlan": "plan", b"StepResult": "result", b"SpeculativeResult": "result",
+    b"Submit": "submit", b"Tokenize": "tokenize",
     b"Accepted": "accepted", b"TextBatch": "text", b"Hello": "hello", b"Ready": "ready", b"Unknown": "unknown",
     b"Reconcile": "reconcile", b"Abort": "abort",
 }  # fmt: skip

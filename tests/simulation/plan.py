@@ -18,13 +18,15 @@ from .asks import Ask, draw_adapters, draw_asks
 
 class WorkerShape(msgspec.Struct, omit_defaults=True):
     """One worker: its blocks, how long a step takes it (seconds) and how long its weights. ``keeps_name``: it comes
-    back under the identity that it had, and with what it was doing."""
+    back under the identity that it had, and with what it was doing. ``drafts``, ``draft_rows``: as in Loaded."""
 
     blocks: int = 64
     step_low: float = 0.004
     step_high: float = 0.004
     load: float = 0.1
     keeps_name: bool = False
+    drafts: int = 0
+    draft_rows: int = 2
 
 
 class Shape(msgspec.Struct, omit_defaults=True):
@@ -122,6 +124,9 @@ def draw(seed: int) -> Plan:
             worker.step_low = worker.step_high = 0.2
     if more.random() < 0.15:
         shape.adapter_slots = more.choice([1, 1, 2, 4])
+    if (drafting := random.Random(f"{seed} drafts")).random() < 0.4 and not shape.pools:
+        for worker in shape.workers:
+            worker.drafts, worker.draft_rows = drafting.choice([0, 1, 3, 6]), drafting.choice([1, 2, 8])
     poison = frozenset(kind for kind in ("worker", "detokenizer", "scheduler") if rng.random() < 0.04)
     asks = draw_asks(rng, shape, rng.random() < 0.15, poison)
     if shape.adapter_slots:

@@ -30,6 +30,7 @@ class Worker(Process):
         self.fake = fake_worker.FakeWorker(
             shape.blocks, plan.max_model_len, world.vocab, pools=bool(plan.pools), whole=plan.whole,
             adapter_slots=plan.adapter_slots,
+            drafts=shape.drafts, draft_rows=shape.draft_rows,
         )  # fmt: skip
         world.sizes.add(shape.blocks)
         self._sessions = 0

@@ -1,0 +1,200 @@
+"""Sequences that speculate: the same tokens as without, whatever else happens, and books that balance."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from scheduler_rig import Rig
+
+from quire.proto.codec import encode, from_i32, i32
+from quire.proto.messages import Finish, SpeculativePlan, SpeculativeResult, StepPlan
+from quire.scheduler.fake.fake_model import expected_logprobs, expected_tokens
+from quire.scheduler.fake.page_store import PageStore
+from quire.scheduler.replica import Replica
+
+K = 4
+
+
+class Drafting(Rig):
+    """A rig whose workers draft."""
+
+    def __init__(self, *args: object, drafts: int = K, draft_rows: int = 8, **flags: object):
+        self.drafting = drafts, draft_rows
+        super().__init__(*args, **{"max_num_batched_tokens": 128, **flags})  # type: ignore[arg-type]
+
+    def add(self, number: int, blocks: int) -> Replica:
+        replica = super().add(number, blocks)
+        replica.drafts, replica.draft_rows = self.drafting
+        self.core.speculation.expect(replica.drafts)
+        config = self.core.config
+        self.stores[number] = PageStore(
+            config.max_num_seqs, blocks, config.block_size, self.vocab, drafts=self.drafting[0]
+        )
+        return replica
+
+
+def expect(rig: Rig, uid: int, prompt: int, count: int, index: int = 0) -> list[int]:
+    return expected_tokens(rig.prompt(prompt, uid), uid + index, count, rig.vocab)
+
+
+def test_the_same_tokens_in_fewer_steps() -> None:
+    rig, plain = Drafting(), Rig()
+    for each in (rig, plain):
+        each.submit(13, max_tokens=60)
+        each.run()
+        assert each.tokens[1, 0] == expect(each, 1, 13, 60)
+        assert each.ends[1, 0] == (Finish.LENGTH, -1)
+    assert rig.core.steps < 0.75 * plain.core.steps
+    stats = rig.core.stats()
+    assert stats.generation_tokens == 60 and 0 < sum(stats.accepted) < stats.draft_tokens and stats.drafts
+
+
+def test_blocks_of_what_was_not_kept_stay() -> None:
+    rig = Drafting(draft_rows=1)
+    rig.submit(13, max_tokens=200)
+    while rig.core.requests:
+        rig.step()
+        for seq in rig.replica.decoding:
+            assert len(seq.blocks) * 8 <= seq.scheduled + 8 + 2 * (K + 1)
+    rig.run()
+    assert rig.tokens[1, 0] == expect(rig, 1, 13, 200)
+
+
+def test_an_end_within_a_draft() -> None:
+    tokens = expect(Rig(), 1, 9, 40)
+    for at, stop in enumerate(tokens[:30]):
+        rig = Drafting()
+        rig.submit(9, uid=1, max_tokens=40, stop_token_ids=[stop], min_tokens=5)
+        rig.run()
+        first = next(n for n, token in enumerate(tokens) if token == stop and n >= 4) if stop in tokens[4:] else None
+        if first is not None:
+            assert rig.tokens[1, 0] == tokens[: first + 1], at
+            assert rig.ends[1, 0] == (Finish.STOP, stop)
+
+
+def test_logprobs_are_of_what_is_kept() -> None:
+    rig = Drafting(vocab=20)
+    tokens = expect(rig, 1, 9, 30)
+    rig.submit(9, uid=1, max_tokens=30, logprobs=2, prompt_logprobs=1, stop_token_ids=[tokens[20]], min_tokens=17)
+    rig.run()
+    kept = rig.tokens[1, 0]
+    want = expected_logprobs(rig.prompt(9, 1) + kept, 9, 2, 20)
+    found = rig.logprobs[1, 0]
+    assert b"".join(record.ids for record in found) == want.ids
+    assert b"".join(record.values for record in found) == want.values
+    assert any(len(record.ranks) > 4 for record in found)
+
+
+def test_children_share_their_prompt() -> None:
+    rig = Drafting()
+    rig.submit(21, max_tokens=50, n=3)
+    rig.run()
+    for index in range(3):
+        assert rig.tokens[1, index] == expect(rig, 1, 21, 50, index)
+
+
+def test_preemption_and_few_blocks() -> None:
+    for seed in range(8):
+        rig = Drafting(blocks=17, max_model_len=100)
+        for _ in range(4):
+            rig.submit(6 + seed, max_tokens=60)
+        rig.run()
+        for uid in range(1, 5):
+            assert rig.tokens[uid, 0] == expect(rig, uid, 6 + seed, 60)
+        assert rig.core.preemptions
+
+
+def test_many_rows_decode_plainly_and_few_speculate_again() -> None:
+    rig = Drafting(blocks=200, draft_rows=2)
+    kinds = set()
+    for uid in range(1, 6):
+        rig.submit(7, max_tokens=20 * uid)
+    while rig.core.requests:
+        while (plan := rig.plan()) is not None:
+            kinds.add((type(plan), len(plan.rows) // 4))
+        rig.work()
+        if len(rig.replica.decoding) == 1 and len(rig.tokens) == 5:
+            rig.submit(7, max_tokens=40, uid=9)
+            rig.submit(7, max_tokens=40, uid=8)
+    rig.run()
+    for uid in range(1, 6):
+        assert rig.tokens[uid, 0] == expect(rig, uid, 7, 20 * uid)
+    for uid in (8, 9):
+        assert rig.tokens[uid, 0] == expect(rig, uid, 7, 40)
+    assert (SpeculativePlan, 2) in kinds and (StepPlan, 3) in kinds
+    assert not any(kind is SpeculativePlan and rows > 3 for kind, rows in kinds)
+
+
+def test_beams_among_them() -> None:
+    rig = Drafting(vocab=30)
+    rig.submit(7, max_tokens=60)
+    rig.submit(7, max_tokens=6, n=2, best_of=2, use_beam_search=True, temperature=0)
+    rig.run()
+    assert rig.tokens[1, 0] == expect(rig, 1, 7, 60)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_lost_worker(seed: int) -> None:
+    rig, rng = Drafting(blocks=[60, 60]), random.Random(seed)
+    for _ in range(4):
+        rig.submit(rng.randint(1, 40), max_tokens=rng.randint(1, 80), n=rng.randint(1, 2))
+    asked = {request.uid: (request.prompt_len, request.max_tokens) for request in rig.core.requests.values()}
+    for turn in range(60):
+        for number in list(rig.core.replicas):
+            while rig.plan(number) is not None:
+                pass
+            if rig.plans[number] and rng.random() < 0.8:
+                rig.work(number)
+        if turn % 20 == 10:
+            lost = rng.choice(list(rig.core.replicas))
+            rig.core.end_lease(rig.core.replicas[lost], blame=False)
+            rig.add(lost, 60)
+    rig.run()
+    for (uid, index), tokens in rig.tokens.items():
+        prompt, count = asked[uid]
+        assert tokens == expect(rig, uid, prompt, count, index)
+
+
+def test_without_speculation_no_byte_of_a_plan_differs() -> None:
+    """What a worker that does not draft is sent is a StepPlan of the fields it always had."""
+    rig = Rig()
+    rig.submit(13, max_tokens=10)
+    plans = []
+    while rig.core.requests:
+        plans.append(rig.step())
+    assert {type(plan) for plan in plans} <= {StepPlan, type(None)}
+    names = StepPlan.__struct_fields__
+    assert not [name for name in names if "draft" in name]
+    few, _ = Drafting(draft_rows=0), None
+    few.submit(13, uid=1, max_tokens=10)
+    again = []
+    while few.core.requests:
+        again.append(few.step())
+    assert [encode(plan) for plan in again if plan] == [encode(plan) for plan in plans if plan]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda r: setattr(r, "counts", b""), "counts"),
+        (lambda r: setattr(r, "counts", i32([9])), "counts"),
+        (lambda r: setattr(r, "drafted", b""), "drafted"),
+        (lambda r: setattr(r, "drafted", i32([K + 1])), "drafted"),
+        (lambda r: (setattr(r, "counts", i32([K + 2])), setattr(r, "tokens", i32([1] * (K + 2)))), "draws 6 tokens"),
+        (lambda r: (setattr(r, "counts", i32([0])), setattr(r, "tokens", b"")), "draws 0 tokens"),
+    ],
+)
+def test_a_result_that_cannot_be(change, words: str) -> None:
+    from quire.proto.codec import BadFrame
+
+    rig = Drafting()
+    rig.submit(9, max_tokens=40)
+    rig.step()
+    plan = rig.plan()
+    assert isinstance(plan, SpeculativePlan)
+    result = rig.stores[0].run(plan)
+    assert isinstance(result, SpeculativeResult) and from_i32(result.counts)
+    change(result)
+    with pytest.raises(BadFrame, match=words):
+        rig.core.commit(rig.replica, result)
