@@ -106,7 +106,9 @@ class EngineArgs:
         "how the checkpoint is quantized (default: as it says), or, of a float one, what its weights become "
         "while they are loaded: fp8, int8, int4",
     )
-    quantize_lm_head: bool | None = _flag(None, _WORK, "with --quantization, the lm_head too, as int8 (default: yes)")
+    quantize_lm_head: bool | None = _flag(
+        None, _WORK, "with --quantization, the lm_head too (default: with int8, int4)"
+    )
     runner: str = _flag(
         "auto", _MODEL, "what the model is served for; auto: by its files", ("auto", "generate", "pooling")
     )

@@ -80,8 +80,7 @@ class Rig:
         self.weights = multiplied(self.model.spec)
         body, _, head = self.weights
         size = self.dtype.itemsize
-        head_size = WEIGHT_BYTES["int8"] if quantization else size
-        self.weight_bytes = body * WEIGHT_BYTES.get(quantization or "", size) + head * head_size
+        self.weight_bytes = (body + head) * WEIGHT_BYTES.get(quantization or "", size)
 
     def measure(self, rows: int, context: int, steps: int, limits: dict[str, float]) -> dict[str, Any]:
         """Milliseconds of a decode, tokens/s of a prefill, and what share of the machine's ceilings they reach."""

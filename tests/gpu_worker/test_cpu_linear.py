@@ -127,8 +127,15 @@ def int4_twin(x, weight):
     a, a_scale = quantized(x, GROUP)
     groups = by_groups(weight, GROUP)
     at = torch.sort(groups.abs(), dim=2, descending=True, stable=True)[1][..., :1]  # the first of equal ones
-    scale = (groups.gather(2, at)[..., 0] / -8).bfloat16().float()
-    b = (groups * torch.where(scale != 0, 1 / scale, 0)[..., None]).round().clamp(-8, 7)
+    b, scale = groups, at[..., 0]
+    least = torch.full(scale.shape, torch.inf)
+    for share in (1.0, 0.95, 0.9, 0.85):
+        other = (groups.gather(2, at)[..., 0] * share / -8).bfloat16().float()
+        values = (groups * torch.where(other != 0, 1 / other, 0)[..., None]).round().clamp(-8, 7)
+        lost = (values * other[..., None] - groups).square().sum(2)
+        better = lost < least
+        b, scale = torch.where(better[..., None], values, b), torch.where(better, other, scale)
+        least = torch.where(better, lost, least)
     sums = torch.einsum("tgi,ogi->tog", a.double(), b.double())
     return (sums * a_scale.double()[:, None] * scale.double()).sum(2)
 

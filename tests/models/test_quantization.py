@@ -43,7 +43,7 @@ def logits(model) -> torch.Tensor:
 def test_the_layers_are_quantized_and_compute_the_same_within_its_error(method):
     whole, narrow = load(DEMO), load(DEMO, method)
     assert narrow.layers[0].attention.qkv.packed.struct.type == KINDS[method]
-    assert narrow.lm_head.packed.struct.type == I8
+    assert narrow.lm_head.packed.struct.type == KINDS[method]
     want, got = logits(whole), logits(narrow)
     error = (got - want).norm() / want.norm()
     assert 0 < error < MOST_ERROR[method]
@@ -58,7 +58,10 @@ def test_a_bfloat16_model_is_quantized_too():
 
 
 @needs_kernels
-@pytest.mark.parametrize(("method", "asked", "kind"), [("int8", True, I8), ("int8", False, F32), ("int4", False, F32)])
+@pytest.mark.parametrize(
+    ("method", "asked", "kind"),
+    [("int8", None, I8), ("int8", False, F32), ("int4", None, I4), ("int4", True, I4), ("int4", False, F32)],
+)
 def test_the_lm_head_by_choice(method, asked, kind):
     assert load(DEMO, method, quantize_lm_head=asked).lm_head.packed.struct.type == kind
 

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-import threading
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
 
 import psutil
-
-from quire import LLM, SamplingParams
+from support.stack import Server
 
 PROMPTS = ["Once upon a time " * 20 + str(number) for number in range(12)]
-GREEDY = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+BODY = {"prompt": PROMPTS, "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+FLAGS = ("--dtype=float32", "--kv-cache-dtype=fp8", "--calculate-kv-scales")
 
 
-def answers(kill: bool, **flags) -> list[list[int]]:
-    """Greedy tokens; with ``kill`` the worker is killed while they are made."""
-    with LLM(dtype="float32", kv_cache_dtype="fp8", calculate_kv_scales=True, **flags) as llm:
-        workers = [
-            each for each in psutil.Process().children(recursive=True) if "gpu_worker" in " ".join(each.cmdline())
-        ]
-        timer = threading.Timer(0.5, workers[0].kill)
+def events(server: Server) -> Iterator[dict]:
+    """Those of one streamed answer to all prompts."""
+    request = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(BODY).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[len(b"data: ") :])
+
+
+def answers(kill: bool, *flags: str) -> list[str]:
+    """Greedy texts; with ``kill`` the worker is killed once the first of them has begun."""
+    with closing(Server(*FLAGS, *flags)) as server:
+        worker = next(each for each in server.children() if "gpu_worker" in " ".join(each.cmdline()))
+        texts = [""] * len(PROMPTS)
+        for number, event in enumerate(events(server)):
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+            if kill and number == 0:
+                worker.kill()
         if kill:
-            timer.start()
-        try:
-            found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        finally:
-            timer.cancel()
-        assert not kill or not workers[0].is_running()
-        return [list(each.outputs[0].token_ids) for each in found]
+            psutil.wait_procs([worker], timeout=15)
+            assert not worker.is_running()
+        return texts
 
 
-def test_a_killed_worker_changes_no_stream_over_an_fp8_cache():
-    assert answers(True, max_num_batched_tokens=280) == answers(False)
+def test_a_killed_worker_changes_no_stream_over_an_fp8_cache() -> None:
+    killed = answers(True, "--max-num-batched-tokens=280")
+    assert all(killed)
+    assert killed == answers(False)

@@ -1,8 +1,8 @@
 """``--quantization``: which weights become narrower while a float checkpoint is loaded.
 
 The weights of the layers, experts included. Routers and gates of one output stay, as choices hang on them, and so do
-embeddings. The lm_head becomes int8 with int8 and int4, as its outputs are what is drawn from, and stays as it is with
-``--no-quantize-lm-head``: beside narrow layers a float lm_head is much of what a step reads (docs/quantization.md).
+embeddings. With int8 and int4 the lm_head becomes narrower too, and stays as it is with ``--no-quantize-lm-head``:
+beside narrow layers a float lm_head is much of what a step reads (docs/quantization.md).
 With fp8 it stays, as in vLLM, but for ``--quantize-lm-head``.
 """
 
@@ -40,9 +40,8 @@ class AtLoad:
             return None
         made = METHODS[self.method]
         if name == "lm_head.weight":
-            integers = made in ("int8", "int4")
-            kept = not integers if self.lm_head is None else not self.lm_head
-            return None if kept else Online("int8" if integers else made, self.largest)
+            kept = made not in ("int8", "int4") if self.lm_head is None else not self.lm_head
+            return None if kept else Online(made, self.largest)
         return Online(made, self.largest) if name.startswith("layers.") and not name.endswith(CHOOSING) else None
 
 
