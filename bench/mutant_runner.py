@@ -30,8 +30,12 @@ from .mutations import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY = 4 << 30
-LEAST_S, FACTOR, WALL_S = 2.0, 8.0, 120
-"""A mutant may take so long: FACTOR times what its tests take, in seconds of the processor; WALL_S if it sleeps."""
+LEAST_S, FACTOR, WALL_S = 1.0, 8.0, 120
+"""A test may take so long with a mutant: FACTOR times what it takes without, and LEAST_S more, in seconds of the
+processor; WALL_S if it sleeps."""
+
+IMPORT_S = 60.0
+"""To import everything anew, and to collect the tests again."""
 
 LEAST_TEST_S = 0.002
 """What pytest takes for any test."""
@@ -109,10 +113,12 @@ class _Runner:
             found.append((at, list(lines)))
         return found
 
-    def _passes(self, tests: list[int]) -> bool:
+    def _passes(self, tests: list[int], limited: bool = False) -> bool:
         for number, at in enumerate(tests):
             after = self.items[tests[number + 1]] if number + 1 < len(tests) else None
             passed = False
+            if limited:
+                _limit(self.seconds[at])
             with suppress(BaseException):
                 _run_item(self.items[at], after)
                 passed = True
@@ -153,7 +159,7 @@ class _Runner:
             os.close(write)
             return pid, (mutant, read)
         os.close(read)
-        _limit(sum(self.seconds[at] for at in tests))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         self.failed, status = "", 1
         with suppress(BaseException):
             _silence()
@@ -164,10 +170,11 @@ class _Runner:
     def _try(self, mutant: Mutant, tests: list[int]) -> int:
         """0 where all pass."""
         if self._put_in_place(mutant):
-            return 0 if self._passes(tests) else 1
+            return 0 if self._passes(tests, limited=True) else 1
+        _limit(IMPORT_S)
         _forget_ours()
         _compile_as(mutant)
-        plugin = _First()
+        plugin = _First({self.items[at].nodeid: self.seconds[at] for at in tests})
         try:
             return _pytest(["-x", *(str(ROOT / self.items[at].nodeid) for at in tests)], plugin)
         finally:
@@ -211,9 +218,13 @@ def _run_item(item: Any, after: pytest.Item | None) -> None:
 
 
 class _First:
-    """Remembers which test failed first."""
+    """Remembers which test failed first. ``seconds`` are what each takes without a mutant."""
 
-    failed = ""
+    def __init__(self, seconds: dict[str, float]):
+        self.failed, self._seconds = "", seconds
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        _limit(self._seconds[nodeid])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and not self.failed:
@@ -250,12 +261,12 @@ def _silence() -> None:
 
 
 def _limit(seconds: float) -> None:
-    """End this process where it takes too long, or all memory."""
+    """End this process where its next test, which takes ``seconds`` of the processor without a fault, takes too
+    long."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, LEAST_S + FACTOR * seconds)
     signal.alarm(WALL_S)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def _tracer(files: set[str], lines: set[tuple[str, int]]) -> Callable[..., Any]:

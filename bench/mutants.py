@@ -8,7 +8,6 @@ line; bench/results/mutants-survivors.md says why each may."""
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shlex
 import time
@@ -49,57 +48,90 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Path, argv: list[str]) -> int:
-    """Try all mutants of the files; what is known of other files stays in ``out``."""
+    """Try all mutants of the files. What is known of other files stays in ``out``; each file is written when it is
+    done."""
     import quire  # the checkout is the package, and its functions name their files by way of it
 
-    from .mutant_runner import KILLED, TIMEOUT
     from .mutant_runner import run as run_all
 
+    head = commit()
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"schema": 1, "modules": {}}
-    modules = found["modules"]
-    room = args.files[0].parts[0]
-    mutants: dict[str, list[Mutant]] = {}
-    for file in map(str, args.files):
-        known = {one["mutant"] for one in modules.get(file, {}).get("survivors", [])}
-        mutants[file] = [
-            mutant
-            for mutant in mutants_of(Path(quire.__path__[0]) / file)
-            if args.only in mutant.name
-            and zlib.crc32(mutant.name.encode()) % args.every == 0
-            and (mutant.name in known or file not in modules or not args.again)
-        ]
+    files: list[_File] = []
+    for name in map(str, args.files):
+        path = Path(quire.__path__[0]) / name
+        files.append(_File(name, path, mutants_of(path), args, found["modules"].get(name), argv))
+    of = {file.path: file for file in files}
     fates: Counter[str] = Counter()
-    survivors: dict[str, list[dict[str, Any]]] = {file: [] for file in mutants}
+    total = sum(len(file.mutants) for file in files)
     began = time.monotonic()
 
     def done(mutant: Mutant, fate: str, test: str) -> None:
-        """Show one."""
+        """Count one, and show it."""
         fates[fate] += 1
-        if fate not in (KILLED, TIMEOUT):
-            file = mutant.file.relative_to(quire.__path__[0]).as_posix()
-            survivors[file].append({"line": mutant.line, "mutant": mutant.name, "fate": fate})
-            print(f"{file}:{mutant.line}: {fate}: {mutant.name}", flush=True)
+        file = of[mutant.file]
+        if file.take(mutant, fate):
+            print(f"{file.name}:{mutant.line}: {fate}: {mutant.name}", flush=True)
         elif args.verbose:
-            print(f"{mutant.file.name}:{mutant.line}: {fate} by {test}: {mutant.name}", flush=True)
+            print(f"{file.name}:{mutant.line}: {fate} by {test}: {mutant.name}", flush=True)
         if sum(fates.values()) % 50 == 0:
             print(f"{sum(fates.values())} of {total}, {time.monotonic() - began:.0f} s: {dict(fates)}", flush=True)
+        if not file.open:
+            result = file.result(head)
+            print(f"{file.name}: {result['mutants']} mutants, {result['killed']} seen: {result['score_percent']} %")
+            if not args.only:
+                found["modules"][file.name] = result
+                out.write_text(json.dumps(found, indent=1) + "\n")
 
-    total = sum(map(len, mutants.values()))
-    code = run_all(args.tests or TESTS.get(room, [f"tests/{room}"]), [*itertools.chain(*mutants.values())], args.jobs,
-                   args.longest, args.budget, done)  # fmt: skip
+    room = args.files[0].parts[0]
+    code = run_all(args.tests or TESTS.get(room, [f"tests/{room}"]), [one for file in files for one in file.mutants],
+                   args.jobs, args.longest, args.budget, done)  # fmt: skip
     if code or sum(fates.values()) != total:
         raise BenchError(f"the tests did not run: pytest ended with code {code}")
-    for file, tried in mutants.items():
-        count = modules[file]["mutants"] if args.again and file in modules else len(tried)
-        left = sorted(survivors[file], key=lambda one: one["line"])
-        score = round(100 * (1 - len(left) / max(1, count)), 1)
-        print(f"{file}: {count} mutants, {count - len(left)} seen: {score} %")
-        if not args.only:
-            modules[file] = {
-                "score_percent": score, "mutants": count, "killed": count - len(left), "every": args.every,
-                "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(),
-                "command": shlex.join(["python", "-m", "bench", *argv]), "survivors": left,
-            }  # fmt: skip
-    if not args.only:
-        out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+class _File:
+    """A file, those of its mutants that are tried, and what became of them. ``before`` is what is known of it."""
+
+    def __init__(
+        self, name: str, path: Path, every: list[Mutant], args: argparse.Namespace, before: Any, argv: list[str]
+    ):
+        self.name, self.path, self.before = name, path, before if args.again else None
+        self.share = self.before["every"] if self.before else args.every
+        chosen = [mutant for mutant in every if zlib.crc32(mutant.name.encode()) % self.share == 0]
+        if self.before and self.before["mutants"] != len(chosen):
+            raise BenchError(f"{name}: {len(chosen)} mutants, and {self.before['mutants']} the last time: the file is "
+                             "another since, try them all, without --again")  # fmt: skip
+        self.count = len(chosen)
+        known = {one["mutant"] for one in self.before["survivors"]} if self.before else None
+        self.mutants = [one for one in chosen if args.only in one.name and (known is None or one.name in known)]
+        self.open = len(self.mutants)
+        self.left: list[dict[str, Any]] = []
+        others = {str(file) for file in args.files} - {name}
+        gone = {at + step for at, word in enumerate(argv) if word == "--out" for step in (0, 1)}
+        self.command = shlex.join(
+            ["python", "-m", "bench", *(word for at, word in enumerate(argv) if at not in gone and word not in others)]
+        )
+
+    def take(self, mutant: Mutant, fate: str) -> bool:
+        """Count one; True where no test saw it."""
+        from .mutant_runner import KILLED, TIMEOUT
+
+        self.open -= 1
+        if fate in (KILLED, TIMEOUT):
+            return False
+        self.left.append({"line": mutant.line, "mutant": mutant.name, "fate": fate})
+        return True
+
+    def result(self, head: str) -> dict[str, Any]:
+        """What is kept of it; ``head`` is the commit that was tried."""
+        count = self.count if self.before else len(self.mutants)
+        commands = {"command": self.command}
+        if self.before:
+            commands = {"command": self.before["command"], "again": self.command}
+        return {
+            "score_percent": round(100 * (1 - len(self.left) / max(1, count)), 1), "mutants": count,
+            "killed": count - len(self.left), "every": self.share,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": head, **commands,
+            "survivors": sorted(self.left, key=lambda one: one["line"]),
+        }  # fmt: skip

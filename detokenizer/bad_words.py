@@ -38,12 +38,12 @@ class BadWords:
         tokens, or a token that the model lacks.
         """
         texts = [_forms(word) for word in words]
-        most = min(MAX_SPELLINGS, MAX_LISTED // max(1, sum(len(forms) for forms in texts)))
+        count = sum(len(forms) for forms in texts)
         found: dict[tuple[int, ...], None] = {}
         for word, forms in zip(words, texts, strict=True):
             for text in forms:
                 found[self._own(word, text, vocab_size)] = None
-                found.update(dict.fromkeys(self._spellings(text, most, vocab_size)))
+                found.update(dict.fromkeys(self._spellings(text, min(MAX_SPELLINGS, MAX_LISTED // count), vocab_size)))
         return [list(form) for form in found]
 
     def _own(self, word: str, text: str, vocab_size: int) -> tuple[int, ...]:
@@ -65,19 +65,20 @@ class BadWords:
     def _spellings(self, text: str, most: int, vocab_size: int) -> Iterator[tuple[int, ...]]:
         """At most ``most`` sequences of tokens whose texts joined are ``text``, those of few tokens first."""
         data, table = text.encode(), self._table()
-        if not table or most < 1 or len(data) > MAX_BYTES:
+        if not table or len(data) > MAX_BYTES:
             return
         steps = [
             [
                 (token, end)
-                for end in range(at + 1, len(data) + 1)
+                for end in range(len(data), at, -1)
                 for token in table.get(data[at:end], ())
                 if token < vocab_size
             ]
             for at in range(len(data))
         ]
         reach = _reach(steps)
-        yield from islice(chain.from_iterable(_walk(steps, 0, n, reach) for n in range(1, len(data) + 1)), most)
+        spellings = (_walk(steps, 0, count, reach) for count, starts in enumerate(reach) if 0 in starts)
+        yield from islice(chain.from_iterable(spellings), most)
 
     def _table(self) -> dict[bytes, list[int]]:
         """Token ids by the bytes that they add to a text."""

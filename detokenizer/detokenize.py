@@ -127,7 +127,7 @@ class Streams:
 class _Opener(Protocol):
     """Opens a stream after a prompt; Streams.open says what ``spaces`` is."""
 
-    def __call__(self, context: Sequence[int], spaces: bool = True) -> Stream: ...
+    def __call__(self, context: Sequence[int], spaces: bool = ...) -> Stream: ...
 
 
 def _decoder_kinds(backend: Tokenizer) -> set[str]:

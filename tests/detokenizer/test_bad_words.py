@@ -138,8 +138,8 @@ def forms(word: str, vocab_size: int = 6) -> list[tuple[int, ...]]:
 
 def test_the_tokenizers_own_spelling_is_first_then_those_of_few_tokens() -> None:
     assert forms("aaa") == [
-        (0, 0, 0), (2,), (0, 1), (1, 0),
-        (3, 0, 0, 0), (3, 2), (4, 1), (3, 0, 1), (3, 1, 0), (4, 0, 0),
+        (0, 0, 0), (2,), (1, 0), (0, 1),
+        (3, 0, 0, 0), (4, 1), (3, 2), (4, 0, 0), (3, 1, 0), (3, 0, 1),
     ]  # fmt: skip
 
 
