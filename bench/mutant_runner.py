@@ -70,10 +70,10 @@ class _Runner:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = session.items
         gc.collect()
+        self.functions = self._functions()  # before the freeze, which hides them
         gc.freeze()  # a fork would copy every page that the collector writes on
         self.seconds = dict(_in_child(self._time_all))
         self.lines = {at: {(file, line) for file, line in lines} for at, lines in _in_child(self._trace_all)}
-        self.functions = self._functions()
         print(f"{len(self.seconds)} of {len(self.items)} tests, {sum(self.seconds.values()):.1f} s", flush=True)
         waiting, running = list(reversed(self.mutants)), {}
         while waiting or running:
