@@ -138,6 +138,7 @@ def test_as_many_slots_as_logprobs(slots: list[int], records: int) -> None:
         (Logprobs(i32([1]), i32([0]), b"12345"), None), (Logprobs(i32([1]), i32([0, 0]), i32([1])), None),
         (Logprobs(i32([1, 2, 3]), i32([0] * 3), i32([1, 1])), None), (Logprobs(b"12", b"12", i32([1])), None),
         (Logprobs(i32([1]), i32([0]), i32([1]), texts=["a"]), None),
+        (Logprobs(i32([1]), i32([0]), i32([1]), raw={0: b"a"}), None),
     ],
 )  # fmt: skip
 def test_what_a_record_must_be(record: Logprobs, tokens: int | None) -> None:

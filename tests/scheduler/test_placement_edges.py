@@ -114,6 +114,17 @@ def test_a_longer_prefix_makes_up_for_rows_and_the_lower_number_wins() -> None:
     assert not belongs_elsewhere(seq, there, [0, 1], [here])
 
 
+def test_of_a_prompt_under_way_only_what_is_not_asked_for_yet_is_a_backlog() -> None:
+    rig = Rig(blocks=[64, 64])
+    here, there = rig.core.replicas[0], rig.core.replicas[1]
+    seq = one(rig, 60)
+    for replica, length, scheduled in ((here, 40, 32), (there, 24, 0)):
+        begun = one(rig, length)
+        replica.start(begun, [])
+        begun.schedule(scheduled)
+    assert belongs_elsewhere(seq, there, [], [here]) and not belongs_elsewhere(seq, here, [], [there])
+
+
 def test_a_stalled_worker_leaves_its_own_to_whoever_has_room() -> None:
     rig = Rig(blocks=[64, 64, 4])
     here, there, small = rig.core.replicas.values()

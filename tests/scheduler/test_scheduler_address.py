@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,22 @@ def test_a_full_disk_is_no_obstacle(
     monkeypatch.setattr(blame, "mmap", None)  # not used
     start(config)
     assert caplog.text.count("No space left on device") == 2
+
+
+def test_what_one_scheduler_writes_of_a_request_another_version_reads(tmp_path: Path) -> None:
+    """Byte by byte: behind the epoch whether one is being taken in, and its uid; then uid and deaths of 32."""
+    path = tmp_path / "lock"
+    deaths = [(uid, 2) for uid in range(100, 132)]
+    path.write_bytes(
+        b"1".ljust(64, b"\0") + b"".join(struct.pack("<qq", *pair) for pair in [(1, 7), *deaths, (200, 2)])
+    )
+    lock = os.open(path, os.O_RDWR)
+    found = Blame(lock)
+    assert (found.last, found.losses(7).count, found.losses(200).count) == (7, 1, 0)
+    assert [found.losses(uid).count for uid, _ in deaths] == [2] * 32
+    left = [*deaths[1:], (7, 1)]  # the latest stands last, and the first makes room for it
+    for busy in ((0, 0), (1, 9)):
+        data = path.read_bytes()[64 : 64 + 33 * 16]
+        assert list(struct.iter_unpack("<qq", data)) == [busy, *left]
+        found.begin(9)
+    os.close(lock)
