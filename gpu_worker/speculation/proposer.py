@@ -33,8 +33,8 @@ class Proposer:
         """The model has run these tokens, of prompts or drafted; which of those are kept is not known yet. ``hidden``
         [T, hidden_size], in the order of the tokens, where that is wanted."""
 
-    def kept(self, rows: np.ndarray, tried: np.ndarray, kept: np.ndarray) -> None:
-        """Of ``tried`` drafted tokens of each of ``rows`` so many were right; int64 [R] each."""
+    def kept(self, rows: list[int], tried: list[int], kept: list[int]) -> None:
+        """Of ``tried`` drafted tokens of each of ``rows`` so many were right."""
 
     def admit(self, row: int) -> None:
         """``row`` has a new owner."""

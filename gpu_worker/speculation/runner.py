@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ...proto.codec import i32
+from ...proto.codec import from_i32, i32
 from ...proto.messages import SpeculativePlan, StepPlan
 from ..device import LongSteps
 from ..kernels.columns import LOGPROBS, PENALTIES, USES
@@ -26,7 +26,7 @@ from ..state import PlanError, RowState, Run, Span, column
 from ..transfer import Arrival
 from .lengths import TOKEN_COST, Lengths
 from .proposer import Proposer
-from .verify import Drafted, Draws, SpeculativeOutcome, Wide, widen
+from .verify import Drafted, Draws, SpeculativeOutcome, Wide, wide_run, widen
 
 if TYPE_CHECKING:
     from ..models.model import Model
@@ -75,117 +75,127 @@ class SpeculativeRunner(Runner):
             proposer.copy_blocks(*blocks)
         for admit in plan.admits:
             proposer.admit(admit.row)
-        if plan.admits and self._lengths is not None:
-            self._lengths.forget([admit.row for admit in plan.admits])
+            if self._lengths is not None:
+                self._lengths.forget(admit.row)
 
     # -- drafts
 
     def _speculate(self, plan: SpeculativePlan) -> SpeculativeOutcome:
         state = self.state
-        exact, drafted = self._draft(plan)
-        run = state.checked_run(exact, self.max_tokens)
-        wide = widen(run, drafted)
+        drafted = self._draft(plan)
+        self._put(drafted)
+        if len(drafted.rows) * 4 == len(plan.rows) == len(plan.sample_rows):
+            wide = wide_run(drafted)
+            if len(wide.run.rows) and wide.run.counts.sum() > self.max_tokens:
+                raise PlanError(f"drafts make {wide.run.counts.sum()} tokens, over {self.max_tokens}")
+        else:
+            wide = widen(state.checked_run(self._exact(plan, drafted), self.max_tokens), drafted)
         spans = state.prompt_spans(wide.run, ROOM) if state.asking else []
         logits, slots, prompts = self._forward(wide.run, spans)
         draws = self._draw_all(logits, slots, wide, drafted)
         return self._answer(draws, wide, drafted, prompts)
 
-    def _draft(self, plan: SpeculativePlan) -> tuple[StepPlan, Drafted]:
-        """The plan with where its rows are, and drafted tokens in them."""
-        state = self.state
-        rows, starts, counts = (
-            column(name, data, limit)
-            for name, data, limit in (
-                ("rows", plan.rows, state.max_rows), ("starts", plan.starts, state.max_model_len),
-                ("counts", plan.counts, self.max_tokens + 1),
-            )
-        )  # fmt: skip
-        marked = column("draft_rows", plan.draft_rows, min(len(rows), len(starts), len(counts)))
-        if not len(marked) or (np.diff(marked) != 1).any():
-            raise PlanError(f"draft_rows {marked[:8].tolist()} do not follow each other")
-        at, drawn = marked.item(0), rows[marked]
-        slots = slice(at, at + len(marked))
-        sources, targets = np.frombuffer(plan.sample_src, np.int32), np.frombuffer(plan.sample_rows, np.int32)
-        if not (np.array_equal(sources[slots], marked) and np.array_equal(targets[slots], drawn)):
-            raise PlanError(f"slots {at} to {at + len(marked)} are not those of the rows that speculate")
-        where = state.known[drawn] - 1
-        stops = np.minimum(starts[marked] + counts[marked], state.blocks_set[drawn] * state.block_size)
-        wrong = (where < starts[marked]) | (where >= stops)
-        if wrong.any():
-            row, position = drawn[wrong][0], where[wrong][0]
-            raise PlanError(f"row {row} speculates at {position}, which its plan or its blocks do not cover")
-        drafted = Drafted(at, drawn, where, *self._propose(drawn, stops - where - 1))
-        starts[marked], counts[marked] = where, 1 + drafted.found
-        self._put(drafted)
-        exact = msgspec.structs.replace(plan, starts=i32(starts.tolist()), counts=i32(counts.tolist()))
-        return exact, drafted
+    def _draft(self, plan: SpeculativePlan) -> Drafted:
+        """What is drafted for the rows that speculate. Raises PlanError where the plan does not cover where they are.
 
-    def _propose(self, rows: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Drafts of ``rows``, int32 [R, K], and how many tokens of each count, int64 [R], ``limits`` at most."""
+        They are few, and so looked at one by one.
+        """
+        state, marked, at = self.state, from_i32(plan.draft_rows), 0
+        columns = [from_i32(column) for column in (plan.rows, plan.starts, plan.counts)]
+        sources, targets = from_i32(plan.sample_src), from_i32(plan.sample_rows)
+        if marked:
+            at = marked[0]
+        if not marked or at < 0 or marked != list(range(at, at + len(marked))):
+            raise PlanError(f"draft_rows {marked[:8]} do not follow each other")
+        part = slice(at, at + len(marked))
+        rows, firsts, counts = (column[part] for column in columns)
+        if not len(rows) == len(firsts) == len(counts) == len(marked):
+            raise PlanError(f"{len(marked)} of {[len(column) for column in columns]} compute rows speculate")
+        if sources[part] != marked or targets[part] != rows or len(set(rows)) != len(rows):
+            raise PlanError(f"slots {at} to {at + len(marked)} are not those of the rows that speculate")
+        starts, limits = [], []
+        for row, first, count in zip(rows, firsts, counts, strict=True):
+            if not 0 <= row < state.max_rows:
+                raise PlanError(f"row {row} of {state.max_rows} speculates")
+            start = state.known.item(row) - 1
+            stop = min(first + count, state.blocks_set.item(row) * state.block_size, state.max_model_len)
+            if not 0 <= first <= start < stop:
+                raise PlanError(f"row {row} speculates at {start}, which its plan or its blocks do not cover")
+            starts.append(start)
+            limits.append(stop - start - 1)
+        return Drafted(at, rows, starts, self._propose(rows, limits))
+
+    def _propose(self, rows: list[int], limits: list[int]) -> list[list[int]]:
+        """Drafts of ``rows``, ``limits`` tokens at most."""
         state, params = self.state, self.state.sampling.packed_host
-        most = np.minimum(limits, self.drafts)
+        most = [min(limit, self.drafts) for limit in limits]
         if self._lengths is not None:
             most = self._lengths.most(rows, most)
-        most[params[rows, LOGPROBS] > MANY_LOGPROBS] = 0
-        if state.failed:
-            most[[row in state.failed for row in rows.tolist()]] = 0
-        if not most.any():
-            return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int64)
-        drafts, found = self.proposer.propose(rows, most)
-        return drafts, np.minimum(found, most)
+        for at, row in enumerate(rows):
+            if params.item(row, LOGPROBS) > MANY_LOGPROBS or row in state.failed:
+                most[at] = 0
+        if not any(most):
+            return [[]] * len(rows)
+        drafts, found = self.proposer.propose(np.array(rows), np.array(most))
+        return [draft[: min(count, limit)] for draft, count, limit in
+                zip(drafts.tolist(), found.tolist(), most, strict=True)]  # fmt: skip
 
     def _put(self, drafted: Drafted) -> None:
-        """Write drafts behind the tokens that their rows have. Rows count as so long until it is known what is kept."""
-        state, found = self.state, drafted.found
-        at = np.repeat(np.arange(len(found)), found)
-        place = np.arange(len(at)) - np.repeat(found.cumsum() - found, found)
-        self._set_tokens(drafted.rows[at], (drafted.starts + 1)[at] + place, drafted.drafts[at, place])
-        state.known[drafted.rows] += found
-
-    def _set_tokens(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Write drafts behind the tokens that their rows have."""
         state = self.state
-        if state.on_host:
-            state.tokens_host[rows, positions] = tokens
-        elif len(rows):
-            rows_d, positions_d, tokens_d = state.upload(rows, positions, np.ascontiguousarray(tokens, np.int32))
-            state.tokens.index_put_((rows_d, positions_d), tokens_d)
+        for row, start, draft in zip(drafted.rows, drafted.starts, drafted.drafts, strict=True):
+            if draft and state.on_host:
+                state.tokens_host[row, start + 1 : start + 1 + len(draft)] = draft
+            elif draft:
+                (tokens,) = state.upload(np.array(draft, np.int32))
+                state.tokens[row, start + 1 : start + 1 + len(draft)] = tokens
+
+    def _exact(self, plan: SpeculativePlan, drafted: Drafted) -> StepPlan:
+        """The plan with where its rows are. They count as so long as their drafts make them, until it is known what is
+        kept."""
+        starts, counts = from_i32(plan.starts), from_i32(plan.counts)
+        for at, (row, start, draft) in enumerate(
+            zip(drafted.rows, drafted.starts, drafted.drafts, strict=True), drafted.at
+        ):
+            starts[at], counts[at] = start, 1 + len(draft)
+            self.state.known[row] = start + 1 + len(draft)
+        return msgspec.structs.replace(plan, starts=i32(starts), counts=i32(counts))
 
     # -- draws
 
     def _draw_all(self, logits: torch.Tensor, slots: SampleBatch, wide: Wide, drafted: Drafted) -> Draws:
         """Draw at every position whose draft may be right."""
-        draws, every = Draws(len(logits)), np.arange(len(logits))
-        ordered = self._ordered(drafted)
-        if not len(ordered):
+        draws, every = Draws(len(logits)), list(range(len(logits)))
+        ordered = self._ordered(slots, wide, drafted)
+        if not ordered:
             self._draw_some(logits, slots, every, draws)
             return draws
-        apart = np.zeros(len(logits), bool)
-        firsts = wide.slots[drafted.at + ordered]
-        for first, found in zip(firsts.tolist(), drafted.found[ordered].tolist(), strict=True):
-            apart[first : first + found + 1] = True
-        rest = every[~apart]
-        if len(rest):
+        apart = {slot for first, draft in ordered for slot in range(first, first + len(draft) + 1)}
+        if rest := [slot for slot in every if slot not in apart]:
             self._draw_some(logits[rest], self._batch_of(wide.run, rest), rest, draws)
         place = 0
-        while len(ordered):
-            now = firsts + place
+        while ordered:
+            now = [first + place for first, _ in ordered]
             tokens = self._draw_some(logits[now], self._batch_of(wide.run, now), now, draws)
-            going = place < drafted.found[ordered]
-            if going.any():
-                going &= tokens == drafted.drafts[ordered, place]
-            going &= [slot not in draws.failed for slot in now.tolist()]
-            ordered, firsts, place = ordered[going], firsts[going], place + 1
+            ordered = [
+                (first, draft)
+                for (first, draft), token in zip(ordered, tokens, strict=True)
+                if place < len(draft) and token == draft[place] and first + place not in draws.failed
+            ]
+            place += 1
         return draws
 
-    def _ordered(self, drafted: Drafted) -> np.ndarray:
-        """Which of the rows that speculate must be drawn for position by position."""
-        state, rows = self.state, drafted.rows
-        ordered = state.sampling.packed_host[rows, USES] & PENALTIES != 0
-        if any(follower.rows for follower in state.followers):
-            ordered |= [any(row in follower.rows for follower in state.followers) for row in rows.tolist()]
-        return np.flatnonzero(ordered & (drafted.found > 0))
+    def _ordered(self, slots: SampleBatch, wide: Wide, drafted: Drafted) -> list[tuple[int, list[int]]]:
+        """Of the rows that must be drawn for position by position, the first slot and the draft."""
+        followed = set().union(*(follower.rows for follower in self.state.followers))
+        if not followed and not slots.needs.penalties:
+            return []
+        uses, firsts = self.state.sampling.packed_host[:, USES], wide.firsts[drafted.at :]
+        rows = zip(drafted.rows, firsts, drafted.drafts, strict=False)
+        return [(first, draft) for row, first, draft in rows
+                if draft and (row in followed or uses.item(row) & PENALTIES)]  # fmt: skip
 
-    def _batch_of(self, run: Run, slots: np.ndarray) -> SampleBatch:
+    def _batch_of(self, run: Run, slots: list[int]) -> SampleBatch:
         """Some slots of the run."""
         part = Run(
             run.rows, run.starts, run.counts, run.ends, run.sample_src[slots], run.sample_rows[slots],
@@ -193,7 +203,7 @@ class SpeculativeRunner(Runner):
         )  # fmt: skip
         return self.state.sample_batch(part, *self.state.upload(part.sample_rows, part.positions))
 
-    def _draw_some(self, logits: torch.Tensor, batch: SampleBatch, slots: np.ndarray, draws: Draws) -> np.ndarray:
+    def _draw_some(self, logits: torch.Tensor, batch: SampleBatch, slots: list[int], draws: Draws) -> list[int]:
         """Draw for these slots of the run, and have what follows rows follow. Returns the tokens."""
         state = self.state
         sampled: Sampled = self._sample(logits, batch)
@@ -201,29 +211,47 @@ class SpeculativeRunner(Runner):
         if any(follower.rows for follower in state.followers):
             rows = batch.host_rows.tolist()
             kept = [row if state.grows[row] and at not in batch.failed else -1 for at, row in enumerate(rows)]
+            arrival = Arrival(torch.tensor(tokens, dtype=torch.int32), [], None)
             for follower in state.followers:
-                follower.drawn(kept, Arrival(torch.from_numpy(tokens), [], None))
+                follower.drawn(kept, arrival)
         return tokens
 
     # -- what is kept
 
     def _answer(self, draws: Draws, wide: Wide, drafted: Drafted, prompts: list[PromptGroup]) -> SpeculativeOutcome:
-        state, run = self.state, wide.run
-        kept = draws.keep(wide, drafted)
-        slots = draws.kept_slots(wide, kept)
-        rows, positions, tokens = run.sample_rows[slots], run.positions[slots], draws.tokens[slots]
-        self._set_tokens(rows, positions, tokens)
-        lasts = kept.cumsum() - 1
-        state.known[rows[lasts]] = positions[lasts] + state.grows[rows[lasts]]
+        state, firsts, at = self.state, wide.firsts, drafted.at
+        kept = [1] * len(firsts)
+        if len(firsts) > len(drafted.rows):  # others drew beside them
+            others = [slot for slot in range(len(firsts)) if not at <= slot < at + len(drafted.rows)]
+            wides = np.array([firsts[slot] for slot in others])
+            rows, positions = wide.run.sample_rows[wides], wide.run.positions[wides]
+            self._set_tokens(rows, positions, [draws.tokens[slot] for slot in wides.tolist()])
+            state.known[rows] = positions + state.grows[rows]
+        rights = []
+        for number, (row, start, draft) in enumerate(
+            zip(drafted.rows, drafted.starts, drafted.drafts, strict=True), at
+        ):
+            right = draws.right(firsts[number], draft)
+            kept[number] += right
+            state.known[row] = start + 2 + right
+            rights.append(right)
+            if draft and self._lengths is not None:
+                self._lengths.learn(row, len(draft), right)
+        lasts = [draws.tokens[first + right] for first, right in zip(firsts[at:], rights, strict=False)]
+        self._set_tokens(np.array(drafted.rows), np.array(drafted.starts) + 1 + rights, lasts)
         for slot, why in draws.failed.items():
-            if slot in wide.slots[:-1]:
-                state.failed[run.sample_rows.item(slot)] = why
-        right = kept[drafted.at : drafted.at + len(drafted.rows)] - 1
-        if self._lengths is not None:
-            self._lengths.learn(drafted.rows, drafted.found, right)
-        self.proposer.kept(drafted.rows, drafted.found, right)
-        on_device = torch.from_numpy(tokens).to(state.device)
-        return SpeculativeOutcome(self._download, on_device, draws, wide, kept, drafted, prompts)
+            if slot in firsts:
+                state.failed[wide.run.sample_rows.item(slot)] = why
+        self.proposer.kept(drafted.rows, [len(draft) for draft in drafted.drafts], rights)
+        return SpeculativeOutcome(self._download, state.device, draws, wide, kept, drafted, prompts)
+
+    def _set_tokens(self, rows: np.ndarray, positions: np.ndarray, tokens: list[int]) -> None:
+        state = self.state
+        if state.on_host:
+            state.tokens_host[rows, positions] = tokens
+        else:
+            rows_d, positions_d, tokens_d = state.upload(rows, positions, np.array(tokens, np.int32))
+            state.tokens.index_put_((rows_d, positions_d), tokens_d)
 
     def _forward(self, run: Run, spans: list[Span]) -> tuple[torch.Tensor, SampleBatch, list[PromptGroup]]:
         if not self.proposer.wants_hidden:

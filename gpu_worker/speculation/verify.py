@@ -31,91 +31,96 @@ class Drafted(NamedTuple):
     """The rows of a step that speculate: compute rows ``at`` and on, and slots of the same numbers."""
 
     at: int
-    rows: np.ndarray  # int64 [R]
-    starts: np.ndarray  # int64 [R], where each is
-    drafts: np.ndarray  # int32 [R, K]
-    found: np.ndarray  # int64 [R], how many of the drafts count
+    rows: list[int]
+    starts: list[int]  # where each is
+    drafts: list[list[int]]  # of each, what is drafted after the token that it has there
 
 
 class Wide(NamedTuple):
-    """``run`` with a slot for every position at which something is drawn; ``slots``: the first one of each slot of the
-    plan, and their number at the end."""
+    """A run with a slot for every position at which something is drawn; ``firsts``: the first one of each slot of the
+    plan."""
 
     run: Run
-    slots: np.ndarray  # int64 [S + 1]
+    firsts: list[int]
+
+
+def wide_run(drafted: Drafted) -> Wide:
+    """The run of a step in which nothing but these rows runs: something is drawn after every token of it."""
+    rows, starts = np.array(drafted.rows), np.array(drafted.starts)
+    counts = np.array([1 + len(draft) for draft in drafted.drafts])
+    ends, total = starts + counts, counts.cumsum()
+    src = np.arange(len(rows)).repeat(counts)
+    outputs = np.arange(total[-1])
+    positions = outputs + (ends + 1 - total)[src]
+    firsts = (total - counts).tolist()
+    return Wide(Run(rows, starts, counts, ends, src, rows[src], positions, len(src) == len(rows), outputs), firsts)
 
 
 def widen(run: Run, drafted: Drafted) -> Wide:
     """``run`` has in it one slot for each row, which draws from its last token."""
     counts = np.ones(len(run.sample_src), np.int64)
-    counts[drafted.at : drafted.at + len(drafted.rows)] += drafted.found
-    slots = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=slots[1:])
-    back = np.repeat(slots[1:], counts) - 1 - np.arange(slots[-1])  # from the last slot of each row
-    src, rows = np.repeat(run.sample_src, counts), np.repeat(run.sample_rows, counts)
-    positions = np.repeat(run.positions, counts) - back
+    counts[drafted.at : drafted.at + len(drafted.rows)] += [len(draft) for draft in drafted.drafts]
+    ends = counts.cumsum()
+    back = ends.repeat(counts) - 1 - np.arange(ends[-1])  # from the last slot of each row
+    src, rows = run.sample_src.repeat(counts), run.sample_rows.repeat(counts)
+    positions = run.positions.repeat(counts) - back
     outputs = run.counts.cumsum()[src] - 1 - back
     wide = Run(run.rows, run.starts, run.counts, run.ends, src, rows, positions, False, outputs)
-    return Wide(wide, slots)
+    return Wide(wide, (ends - counts).tolist())
 
 
 class Draws:
     """What a step draws, by slots of the wide run, on the host."""
 
     def __init__(self, slots: int):
-        self.tokens = np.zeros(slots, np.int32)
+        self.tokens = [-1] * slots  # -1: nothing was drawn there
         self.failed: dict[int, Failure] = {}
         self.records: dict[int, Record] = {}
 
-    def take(self, sampled: Sampled, failed: dict[int, Failure], slots: np.ndarray) -> np.ndarray:
-        """Take over what was sampled for these slots. Returns their tokens, int32."""
-        tokens = (sampled.tokens if sampled.told is None else sampled.told).cpu().numpy()
-        named = slots.tolist()
-        for at in np.flatnonzero(tokens < 0).tolist():
-            failed.setdefault(at, MARKS[int(tokens[at])])
-        self.failed |= {named[at]: why for at, why in failed.items()}
-        self.tokens[slots] = tokens = np.maximum(tokens, 0)
+    def take(self, sampled: Sampled, failed: dict[int, Failure], slots: list[int]) -> list[int]:
+        """Take over what was sampled for these slots. Returns their tokens."""
+        tokens: list[int] = (sampled.tokens if sampled.told is None else sampled.told).tolist()
+        if sampled.told is not None:
+            for at, token in enumerate(tokens):
+                if token < 0:
+                    failed.setdefault(at, MARKS[token])
+                    tokens[at] = 0
+        for at, why in failed.items():
+            self.failed[slots[at]] = why
+        for slot, token in zip(slots, tokens, strict=True):
+            self.tokens[slot] = token
         for group in sampled.logprobs or ():
             ids, values, ranks = group.ids.cpu().numpy(), group.values.cpu().numpy(), group.ranks.cpu().numpy()
             for at, slot in enumerate(group.slots.tolist()):
-                self.records[named[slot]] = ids[at], values[at], ranks[at : at + 1]
+                self.records[slots[slot]] = ids[at], values[at], ranks[at : at + 1]
         return tokens
 
-    def keep(self, wide: Wide, drafted: Drafted) -> np.ndarray:
-        """How many tokens each slot of the plan keeps, int64 [S]: those before the first that was not drafted, and that
-        one. A slot that fails at a later position than its first keeps what is before; it fails in the next step."""
-        kept = np.ones(len(wide.slots) - 1, np.int64)
-        for number, found in enumerate(drafted.found.tolist()):
-            if found:
-                first = wide.slots.item(drafted.at + number)
-                wrong = self.tokens[first : first + found] != drafted.drafts[number, :found]
-                right = int(wrong.argmax()) if wrong.any() else found
-                failed = [place for place in range(right + 1) if first + place in self.failed] if self.failed else []
-                if failed:
-                    right = max(0, failed[0] - 1)
-                kept[drafted.at + number] += right
-        return kept
-
-    def kept_slots(self, wide: Wide, kept: np.ndarray) -> np.ndarray:
-        """The slots of the wide run that count, int64, rising."""
-        ends = kept.cumsum()
-        return np.arange(ends[-1]) + np.repeat(wide.slots[:-1] - (ends - kept), kept)
+    def right(self, first: int, draft: list[int]) -> int:
+        """How many tokens of a draft are right, where ``first`` is the first slot of its row. A row that fails at a
+        later position than its first keeps what is before; it fails there in the next step."""
+        count = 0
+        for slot, token in enumerate(draft, first):
+            if self.tokens[slot] != token or (self.failed and (slot in self.failed or slot + 1 in self.failed)):
+                break
+            count += 1
+        return count
 
 
 class SpeculativeOutcome(Outcome):
-    """One launched step in which rows speculated. ``kept`` int64 [S] tokens of each slot of the plan."""
+    """One launched step in which rows speculated. ``kept``: tokens of each slot of the plan."""
 
     def __init__(
-        self, download: Download, tokens: torch.Tensor, draws: Draws, wide: Wide, kept: np.ndarray, drafted: Drafted,
+        self, download: Download, device: torch.device, draws: Draws, wide: Wide, kept: list[int], drafted: Drafted,
         prompts: list[PromptGroup],
     ):  # fmt: skip
-        firsts = wide.slots[:-1].tolist()
+        firsts, drawn = wide.firsts, draws.tokens
         failed = {slot: draws.failed[first] for slot, first in enumerate(firsts) if first in draws.failed}
-        super().__init__(download, tokens, (), prompts, failed)
-        self._kept, self._found = kept, drafted.found
+        tokens = [token for first, count in zip(firsts, kept, strict=True) for token in drawn[first : first + count]]
+        super().__init__(download, torch.tensor(tokens, dtype=torch.int32, device=device), (), prompts, failed)
+        self._kept, self._found = kept, [len(draft) for draft in drafted.drafts]
         self._records: dict[int, list[Record]] = {}
         if draws.records:
-            for slot, (first, count) in enumerate(zip(firsts, kept.tolist(), strict=True)):
+            for slot, (first, count) in enumerate(zip(firsts, kept, strict=True)):
                 if first in draws.records and slot not in failed:
                     self._records[slot] = [draws.records[first + place] for place in range(count)]
 
@@ -126,11 +131,11 @@ class SpeculativeOutcome(Outcome):
             ids, values, ranks = map(np.concatenate, zip(*records, strict=True))
             room -= logprob_bytes(len(records), len(records[0][0]) - 1)
             if room < 0:  # who asks for so many is not drafted for
-                failed.append(SlotFailed(slot, 503, NO_ROOM.format(k=len(ids) - 1), "logprobs"))
+                failed = [*failed, SlotFailed(slot, 503, NO_ROOM.format(k=len(ids) - 1), "logprobs")]
                 continue
             slots.append(slot)
             found.append(Logprobs(ids.tobytes(), values.tobytes(), ranks.tobytes()))
         return SpeculativeResult(
-            lease, step, plain.tokens, self._kept.astype(np.int32).tobytes(), i32(slots), found, plain.prompts, failed,
-            drafted=self._found.astype(np.int32).tobytes(),
+            lease, step, plain.tokens, i32(self._kept), i32(slots), found, plain.prompts, failed,
+            drafted=i32(self._found),
         )  # fmt: skip

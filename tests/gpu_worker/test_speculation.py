@@ -190,13 +190,16 @@ def test_suffix_votes_and_stops_where_it_is_unlikely() -> None:
 
 
 def test_lengths_follow_acceptance_and_company() -> None:
-    lengths, rows, most = Lengths(8, 0.1), np.arange(2), np.array([8, 8])
+    lengths, rows, most = Lengths(8, 0.1), [0, 1], [8, 8]
     start = lengths.most(rows, most)
     for _ in range(12):
-        lengths.learn(rows, np.array([4, 4]), np.array([4, 0]))
+        lengths.learn(0, 4, 4)
+        lengths.learn(1, 4, 0)
     good, bad = lengths.most(rows, most)
     assert good == 8 > start[0] > bad == 0
     assert [lengths.most(rows, most)[1] for _ in range(40)].count(1) == 2
-    assert (lengths.most(np.arange(2, 8), np.full(6, 8)) < start[0]).all()
-    lengths.forget([1])
+    assert max(lengths.most([2, 3, 4, 5, 6, 7], [8] * 6)) < start[0]
+    lengths.copy([0], [1])
+    assert lengths.most(rows, most)[1] == 8
+    lengths.forget(1)
     assert lengths.most(rows, most)[1] == start[1]
