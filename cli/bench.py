@@ -20,8 +20,8 @@ from .bench_serve import add_serve
 from .errors import CommandError
 
 _NOT_OFFLINE = (
-    "host", "port", "served_model_name", "api_key", "max_request_bytes", "api_server_count", "scheduler", "advertise",
-    "bind",
+    "host", "port", "served_model_name", "api_key", "admin_api_key", "max_request_bytes", "api_server_count",
+    "scheduler", "advertise", "bind",
 )  # fmt: skip
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

@@ -45,6 +45,7 @@ class Engine:
         self._changed = asyncio.Event()
         self._asked: dict[int, asyncio.Future[m.Stats]] = {}
         self._registering: dict[int, asyncio.Future[m.Registered]] = {}
+        self._told: dict[int, tuple[m.Sleep, asyncio.Future[m.Sleeping]]] = {}  # what administrators wait for
         self._asked_count = 0
         self._ticker: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -237,6 +238,46 @@ class Engine:
         finally:
             del self._asked[token]
 
+    async def sleep(self, level: int = 1, mode: str = "keep") -> list[str]:
+        """Have all workers give back the memory of their KV cache and (level 2) drop their weights, or (level 1) keep
+        them in the host's memory. Returns what is away when they have done it.
+
+        ``mode`` is what becomes of open requests: "keep": they go on when the workers wake, "wait": they end first,
+        "abort": they fail with 503. New ones wait in line. Raises RequestError 400 where a value is wrong.
+        """
+        return await self._tell(m.Sleep(0, "sleep", level, mode))
+
+    async def wake_up(self, tags: Collection[str] = ()) -> list[str]:
+        """Have the workers take back ``tags`` ("weights", "kv_cache"; none: both). Returns what is away still, when
+        they have done it: nothing, where they serve again. Raises RequestError 400 where a value is wrong."""
+        return await self._tell(m.Sleep(0, "wake_up", tags=list(tags)))
+
+    async def asleep(self) -> list[str]:
+        """What the workers have put away by order of an administrator: nothing where they are awake."""
+        return await self._tell(m.Sleep(0, "ask"))
+
+    async def _tell(self, message: m.Sleep) -> list[str]:
+        """Wait for the answer, also of another scheduler than was told first."""
+        self._asked_count += 1
+        message.token = self._asked_count
+        answer: asyncio.Future[m.Sleeping] = asyncio.get_running_loop().create_future()
+        self._told[message.token] = message, answer
+        try:
+            self._send_told()
+            sleeping = await answer
+        finally:
+            del self._told[message.token]
+        if sleeping.error:
+            raise RequestError(400, sleeping.error)
+        return sleeping.tags
+
+    def _send_told(self) -> None:
+        """Tell the scheduler, or tell it again: this or another one may not have heard it."""
+        wire = self._wires.get(SCHEDULER)
+        if wire is not None and self.core.peers is not None:
+            for message, _ in self._told.values():
+                wire.send(message)
+
     def _abandon(self, uid: int) -> None:
         """A stream was dropped, perhaps by the garbage collector in another thread."""
         if self._loop is not None:
@@ -283,6 +324,11 @@ class Engine:
             waiting = self._registering.get(message.token)
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
+        elif isinstance(message, m.Sleeping):
+            if message.token in self._told and not (told := self._told[message.token][1]).done():
+                told.set_result(message)
+        elif isinstance(message, m.Peers) and self._told:
+            self._send_told()
         self._flush()
 
     def _on_event(self, peer: str, event: str) -> None:

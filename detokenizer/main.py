@@ -20,7 +20,7 @@ from ..proto.process import (
     tell_ready,
     watch_parent,
 )
-from ..proto.wire.sockets import detokenizer_bind, load_keys, private_dir
+from ..proto.wire.sockets import load_keys, own_bind, private_dir
 from .gate import Checker
 from .loop import Detokenizer, check_bind
 from .tokenize import Preparer
@@ -63,7 +63,7 @@ async def serve(args: EngineArgs, preparer: Preparer, folder: str) -> str | None
     incarnation = new_incarnation("detokenizer")
     if args.scheduler.startswith("ipc://") and args.bind is None:
         private_dir(args.scheduler.removeprefix("ipc://"))
-    bind = args.bind or detokenizer_bind(args.scheduler, incarnation)
+    bind = args.bind or own_bind(args.scheduler, incarnation)
     check_bind(bind)
     process = Detokenizer(preparer, args.scheduler, incarnation, bind, args.advertise, load_keys(args.keys), checker)
     with ending_signals(asyncio.get_running_loop(), process.stop):

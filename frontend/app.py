@@ -9,6 +9,7 @@ from aiohttp import web
 from ..client.engine import Engine
 from ..client.results import RequestError
 from ..proto.version import __version__
+from .admin import admin_routes
 from .auth import auth_middleware, keys_of
 from .calls import json_body
 from .chat import chat_completions
@@ -24,8 +25,9 @@ from .scores import rerank, score
 def make_app(engine: Engine, settings: Settings) -> web.Application:
     """The application over an engine that somebody else starts and closes."""
     middlewares: list[Any] = [errors_middleware, _track]
+    admins = keys_of(settings.admin_api_key)
     if keys := keys_of(settings.api_key):
-        middlewares.append(auth_middleware(keys))
+        middlewares.append(auth_middleware([*keys, *admins]))
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_request_bytes)
     app[FRONT] = Front(engine, settings)
     app[PROBE] = Probe(engine, settings.generate_s, settings.pooler is not None)
@@ -48,6 +50,7 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
             web.post("/ping", ready),
             web.get("/version", version),
             web.get("/metrics", metrics),
+            *admin_routes(admins),
         ]
     )
     return app

@@ -36,6 +36,7 @@ class Settings:
 
     names: list[str]
     api_key: str | None = None
+    admin_api_key: str | None = None  # administrators'; None: there are no routes for them
     max_request_bytes: int = 8 * 2**20
     max_n: int = 128  # choices that may be asked for of one prompt
     max_queued: int = MAX_CHOICES  # requests that may wait in the scheduler; a longer list of prompts never fits

@@ -27,7 +27,7 @@ from .protocol import Runner
 
 log = logging.getLogger(__name__)
 
-API_KEY_ENV = "QUIRE_API_KEY"
+API_KEY_ENV, ADMIN_KEY_ENV = "QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY"
 BACKLOG = 2048
 KEEPALIVE_S = 75.0
 """How long a connection may be idle, or take to send its headers."""
@@ -66,10 +66,13 @@ def settings_of(args: EngineArgs) -> Settings:
     if defaults:
         log.info("requests start from %s", defaults)
     api_key = args.api_key or os.environ.get(API_KEY_ENV) or None
-    keys_of(api_key)
+    admin_key = args.admin_api_key or os.environ.get(ADMIN_KEY_ENV) or None
+    for text in (api_key, admin_key):
+        keys_of(text)
     return Settings(
         names=args.served_model_name or [args.model or DEMO_MODEL],
         api_key=api_key,
+        admin_api_key=admin_key,
         max_request_bytes=args.max_request_bytes,
         max_n=args.max_n,
         max_queued=args.max_num_queued_reqs,

@@ -28,7 +28,7 @@ from typing import Any
 import zmq
 
 from ..proto.codec import encode
-from ..proto.messages import PROTOCOL, Bye, FromSchedulerWorkers, Heartbeat, Hello
+from ..proto.messages import PROTOCOL, Assign, Bye, FromSchedulerWorkers, Heartbeat, Hello, Rest
 from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import DISCONNECTED, Dealer, Keys
 
@@ -38,8 +38,8 @@ HEARTBEAT_S = 1.0
 RETRY_S = (0.05, 2.0)
 """First and longest wait before a new session after one that the scheduler did not answer."""
 
-MAX_QUEUED = 64
-"""Messages that may wait for the compute thread; a scheduler has at most two plans in flight."""
+MAX_QUEUED = 256
+"""Messages that may wait for the compute thread: at most two plans in flight, and some dozens of moves."""
 
 HUNG_S = 10.0
 """Dismissed for so long with the compute thread still in a step: that step hangs, and the process must end."""
@@ -100,7 +100,10 @@ class Link:
     """Threads: one creates, starts, gets and closes; any sends and posts; the keeper belongs to the link."""
 
     def __init__(self, endpoint: str, device: str, keys: Keys | None = None):
-        self.loaded = False  # told in the next Hello
+        self.loaded = False  # told in the next Hello, and so is
+        self.asleep = -1  # the level of the last Rest, -1: none
+        self.endpoint = ""  # where it takes pages of other workers
+        self.role = "both"
         self.last_step = 0  # told in each Heartbeat
         self.bad_frames = 0
         self._endpoint, self._device, self._keys = endpoint, device, keys
@@ -208,6 +211,8 @@ class Link:
             if isinstance(message, Bye) and message.again and not self._dismissed:
                 self._lose(message.reason)
             elif not isinstance(message, Heartbeat):
+                if isinstance(message, Assign | Rest):  # known at once: the model may be loading still
+                    self.asleep = message.level if isinstance(message, Rest) else -1
                 self._dismissed |= isinstance(message, Bye)
                 self._inbox.put((self._session, message))
                 if self._waiting:
@@ -285,7 +290,12 @@ class Link:
             self._wire, self._linger_ms = wire, 0
             self._answered = self._dismissed = False
             identity = wire.socket.getsockopt(zmq.IDENTITY).decode("ascii")
-            wire.send(Hello("gpu_worker", identity, PROTOCOL, os.getpid(), device=self._device, loaded=self.loaded))
+            wire.send(
+                Hello(
+                    "gpu_worker", identity, PROTOCOL, os.getpid(), self.endpoint, self._device, self.loaded,
+                    self.asleep, self.role,
+                )
+            )  # fmt: skip
         self._wake.ring()  # who waits for a message polls this socket from now on
 
     def _look(self, wire: Dealer[Any]) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from .models.model import Model
+    from .moving import Mover
     from .parallel.group_link import Leader, Member
     from .parallel.parallel import Group
     from .spec import Shard
@@ -172,20 +173,22 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     imported = time.monotonic()
     log.info("%s on %s in %s", path, describe(device, threads), str(dtype).removeprefix("torch."))
     shard = shard_of(args.rank, args.tensor_parallel_size, args.pipeline_parallel_size)
-    if count > 1:
-        from .parallel.rendezvous import check
-
-        check(config, pooler, args)
+    _check_parts(config, pooler, args)
     check_footprint(args, config, pooler, dtype, device, shard, cache_dtype)
-    functions = load_functions(args.logits_processor or [])
-    grammars = Grammars(config, args)
+    functions, grammars = load_functions(args.logits_processor or []), Grammars(config, args)
     group = _join(args, config, dtype, device, shard, keys, links) if count > 1 else Group()
+    mover: Mover | None = None
     if links.link is None:
         shared = f", one of {count}" if count > 1 else ""
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
+        mover = _mover(args, keys, own) if count == 1 and pooler is None else None
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
+
+    def load() -> Model:
+        return _model(args, config, dtype, cache_dtype, device, group, pooler)
+
     try:
-        model = _model(args, config, dtype, cache_dtype, device, group, pooler)
+        model = load()
     except Exception as error:
         if out_of_memory(error):
             raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error
@@ -193,7 +196,24 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         raise
     links.link.loaded = True
     log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
-    return Worker(args, config, model, dtype, device, grammars, functions, group, links.others, pooler)
+    return Worker(args, config, model, dtype, device, grammars, functions, group, links.others, pooler, load, mover)
+
+
+def _check_parts(config: ModelConfig, pooler: PoolerConfig | None, args: EngineArgs) -> None:
+    """Raises ConfigError where the model cannot be shared out as the flags say."""
+    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+        from .parallel.rendezvous import check
+
+        check(config, pooler, args)
+
+
+def _mover(args: EngineArgs, keys: Keys | None, link: Link) -> Mover | None:
+    """What exchanges pages with other workers, and what the scheduler is told of it."""
+    from .moving import mover_for
+
+    mover = mover_for(args, keys, link.post)
+    link.role, link.endpoint = args.worker_role, "" if mover is None else mover.endpoint
+    return mover
 
 
 def _model(

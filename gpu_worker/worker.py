@@ -7,10 +7,8 @@ have arrived and sends them, so that step N + 1 is launched while the GPU runs s
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -27,35 +25,43 @@ from ..proto.messages import (
     Compiled,
     Configure,
     Drain,
+    Forget,
+    Give,
     Lease,
     Loaded,
+    Pages,
     Ready,
+    Rest,
+    Rested,
     StepFailed,
     StepPlan,
+    Take,
 )  # fmt: skip
 from ..proto.params import MAX_BEAMS
 from ..proto.pooling import PoolingParams
-from ..proto.process import tell_ready
+from ..proto.process import resident_bytes, tell_ready
 from ..proto.speculation import speculative_config
 from ..proto.work import Pool, Work
 from . import compilations
 from .device import choose_long_steps, parameter_estimate, usable_cores
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
-from .memory import Budget, available_memory, cpu_budget, cuda_budget, device_used, fit, out_of_memory, step_bytes
-from .outcome import ROOM, Outcome
+from .memory import Budget, available_memory, cpu_budget, cuda_budget, device_used, fit, gib, out_of_memory, step_bytes
+from .outcome import ROOM
 from .parallel.parallel import Group, Ranks
 from .pooling import Pooler
+from .rest import Weights
+from .results import DeviceFailure, Results
 from .runner import PROMPT_SLICE, Runner
 from .sampling.followers import Follower, Histories
 from .sampling.processors import Function, Processors
 from .speculation.methods import ROWS, speculative_runner
 from .state import PlanError, RowState, logprob_bytes
-from .transfer import RING
 from .warmup import every_stage, warm_up, warm_up_pieces
 
 if TYPE_CHECKING:
     from .models.model import Model
+    from .moving import Mover
     from .parallel import group_link
     from .sampling.grammar import Grammars
 
@@ -72,24 +78,19 @@ class Phase(Enum):
     UNASSIGNED = "it has no lease"
     ASSIGNED = "it has a lease, and tells how many blocks fit"
     READY = "it has its cache, and takes plans"
+    RESTING = "it has a lease, and has given its cache back"
 
 
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
-    Phase.UNASSIGNED: frozenset({Phase.ASSIGNED}),  # Assign
+    Phase.UNASSIGNED: frozenset({Phase.ASSIGNED, Phase.RESTING}),  # Assign; Rest
     Phase.ASSIGNED: frozenset({Phase.READY, Phase.UNASSIGNED}),  # Configure; the lease ends
     Phase.READY: frozenset({Phase.UNASSIGNED}),  # the lease ends: a step fails, the link breaks, another Assign comes
+    Phase.RESTING: frozenset({Phase.UNASSIGNED}),  # the lease ends: the link breaks, Assign comes, or another Rest
 }
 
 
 class Broken(Exception):
     """A step failed in one process of a replica of several, which are in different places now: all must end."""
-
-
-class _DeviceFailure:
-    """Posted by the thread that waits for a GPU: this step failed there."""
-
-    def __init__(self, lease: Lease, step: int, error: Exception):
-        self.lease, self.step, self.error = lease, step, error
 
 
 class Worker:
@@ -111,9 +112,13 @@ class Worker:
         group: Group | None = None,
         others: group_link.Leader | None = None,
         pooler: PoolerConfig | None = None,
+        load: Callable[[], Model] | None = None,
+        mover: Mover | None = None,
     ):
+        """``load`` reads the model again, after a sleep; ``mover`` exchanges pages with other workers."""
+        self._mover = mover
         self._group, self._others = group or Group(), others
-        self._args, self._config, self._model, self._pooler = args, config, model, pooler
+        self._args, self._config, self._weights, self._pooler = args, config, Weights(model, load), pooler
         self._dtype, self._device = dtype, device
         self._grammars: Follower[Any] | None = None if grammars is None else Follower(grammars)
         self._processors: Follower[Any] = Follower(Processors(functions or {}))
@@ -134,7 +139,7 @@ class Worker:
         """Until Drain, or until nobody is there to ask. Raises Dismissed on Bye and ConfigError where the model does
         not fit."""
         self._link: Any = link  # either has what is used of it
-        self._results = _Results(link, threaded=self._device.type != "cpu")
+        self._results = Results(link, threaded=self._device.type != "cpu")
         if self._device.type == "cuda":
             compilations.watch(self._compiled)
         while True:
@@ -145,8 +150,12 @@ class Worker:
             match link.get(left):
                 case StepPlan() as plan:
                     self._step(plan)
+                case (Take() | Give() | Forget() | Pages()) as message:
+                    self._move(message)
                 case Assign() as assign:
                     self._open(assign)
+                case Rest() as rest:
+                    self._rest(rest)
                 case Configure() as configure:
                     self._configure(configure)
                 case Leave() if self._leave_by is None:
@@ -159,7 +168,7 @@ class Worker:
                     return  # what ran here goes on elsewhere
                 case LeaseLost():
                     self._end_lease()
-                case _DeviceFailure() as failure if failure.lease == self._lease:
+                case DeviceFailure() as failure if failure.lease == self._lease:
                     self._fail(failure.step, failure.error)
                 case Drain(reason=reason):
                     log.info("draining: %s", reason or "the scheduler asks")
@@ -170,14 +179,36 @@ class Worker:
 
     # ------------------------------------------------------------ leases
 
-    def _open(self, assign: Assign) -> None:
-        if assign.lease.epoch < self._epoch:
-            log.warning("ignoring an Assign of epoch %d; %d has begun", assign.lease.epoch, self._epoch)
-            return
-        self._pass_on(assign)
+    @property
+    def _model(self) -> Model:
+        return self._weights.model
+
+    def _begin(self, message: Assign | Rest, phase: Phase) -> bool:
+        """A lease begins; False for one of a scheduler before the one that is there."""
+        if message.lease.epoch < self._epoch:
+            log.warning("ignoring a lease of epoch %d; %d has begun", message.lease.epoch, self._epoch)
+            return False
+        self._pass_on(message)
         self._end_lease()
-        self._lease, self._epoch = assign.lease, assign.lease.epoch
-        self._enter(Phase.ASSIGNED)
+        self._lease, self._epoch = message.lease, message.lease.epoch
+        self._enter(phase)
+        return True
+
+    def _rest(self, rest: Rest) -> None:
+        """Give back all memory that Rest asks for. What keeps tensors beside the model lets go of them here."""
+        if not self._begin(rest, Phase.RESTING):
+            return
+        self._runner = self._state = self._assigned = None
+        self._weights.put_away(rest.level)
+        if self._others is not None:
+            self._others.collect(Rested, rest.lease)
+        self._link.send(Rested(rest.lease))
+        log.info("asleep at level %d; %s resident", rest.level, gib(resident_bytes()))
+
+    def _open(self, assign: Assign) -> None:
+        if not self._begin(assign, Phase.ASSIGNED):
+            return
+        self._weights.bring_back()
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
         if wanted[0] not in (8, 16, 32) or not 1 <= wanted[1] <= wanted[2] < 2**31:  # no scheduler's flags say so
             self._fail(
@@ -208,7 +239,15 @@ class Worker:
         if self._speculation is not None and pooler is None:
             loaded.drafts = self._speculation.drafts
             loaded.draft_rows = self._speculation.draft_rows(ROWS[self._device.type])
+        if self._mover is not None:
+            loaded.kv_format, loaded.block_bytes = self._pages(assign.block_size)
         self._link.send(loaded)
+
+    def _pages(self, block_size: int) -> tuple[str, int]:
+        """The format of this worker's pages, and the bytes of a block's."""
+        model = self._model
+        of = model.spec, block_size, model.cache_dtype
+        return KVCache.format_of(*of, self._device, model.kv_scales), KVCache.block_bytes(*of)
 
     def _fit(self, budget: Budget, max_rows: int) -> int:
         """The number of blocks. An encoder keeps nothing in them: there are as many as its rows could ever fill."""
@@ -281,6 +320,8 @@ class Worker:
         if self._others is not None:
             self._others.collect(Ready, configure.lease)
         self._enter(Phase.READY)
+        if self._mover is not None:
+            self._mover.begin(configure.num_blocks)
         self._next_step = 1
         self._link.last_step = 0
         self._link.send(Ready(configure.lease))
@@ -319,7 +360,7 @@ class Worker:
             return speculative_runner(config, self._model, state, kv, max_tokens, group=self._group, long=long)
         return Runner(self._model, state, kv, max_tokens, pooler, self._group, long)
 
-    def _pass_on(self, message: Assign | Configure | StepPlan) -> None:
+    def _pass_on(self, message: Assign | Rest | Configure | StepPlan) -> None:
         """To the other processes of this replica, before it is done here."""
         if self._others is not None:
             self._others.send(message)
@@ -330,6 +371,8 @@ class Worker:
         if self._phase is not Phase.UNASSIGNED:
             self._enter(Phase.UNASSIGNED)
         self._lease = None
+        if self._mover is not None:
+            self._mover.end()
         if self._state is not None:
             self._state.reset()
 
@@ -337,6 +380,13 @@ class Worker:
         if phase not in TRANSITIONS[self._phase]:
             raise RuntimeError(f"a worker went from {self._phase.name} to {phase.name}, which its table does not have")
         self._phase = phase
+
+    def _move(self, message: Take | Give | Forget | Pages) -> None:
+        """Pages go to another worker, or come from one. They are no part of a step: what fails ends the move alone."""
+        if self._mover is not None and self._runner is not None:
+            answer = self._mover.handle(message, self._lease, self._runner.kv)
+            if answer is not None:
+                self._link.send(answer)
 
     # ------------------------------------------------------------ steps
 
@@ -372,44 +422,6 @@ class Worker:
             torch.cuda.synchronize()  # raises, and so ends the process, where the device itself is lost
             torch.cuda.empty_cache()
         self._end_lease()
-
-
-class _Results:
-    """Sends each step's tokens when they are there: at once on a CPU, from a waiting thread on a GPU.
-
-    The thread has one step in hand and one in the queue; with the one being launched that is the ring of buffers.
-    """
-
-    def __init__(self, link: Any, threaded: bool):
-        self._link = link
-        self._queue: queue.Queue[tuple[Lease, int, Outcome]] = queue.Queue(maxsize=RING - 2)
-        self._threaded = threaded
-        if threaded:
-            threading.Thread(target=self._run, name="results", daemon=True).start()
-
-    def put(self, lease: Lease, step: int, outcome: Outcome) -> None:
-        if self._threaded:
-            self._queue.put((lease, step, outcome))
-        else:
-            self._send(lease, step, outcome)
-
-    def drain(self) -> None:
-        """Wait until all is sent."""
-        self._queue.join()
-
-    def _send(self, lease: Lease, step: int, outcome: Outcome) -> None:
-        self._link.send(outcome.result(lease, step))
-        self._link.last_step = step
-
-    def _run(self) -> None:
-        while True:
-            lease, step, outcome = self._queue.get()
-            try:
-                self._send(lease, step, outcome)
-            except Exception as error:  # noqa: BLE001  # CUDA reports a kernel's failure here
-                self._link.post(_DeviceFailure(lease, step, error))
-            finally:
-                self._queue.task_done()
 
 
 def worst_case(state: RowState, max_tokens: int, work: Work) -> StepPlan:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import numbers
 import os
 import tempfile
 import types
@@ -19,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .config_error import ConfigError as ConfigError
+from .config_values import check_values
 from .flag_parser import FlagParser as FlagParser
 from .flag_parser import Several, human_length
 from .flag_parser import human_int as human_int
-from .speculation import resolve_speculation
 
 SERVICES = ("frontend", "detokenizer", "scheduler", "gpu_worker")
 EVERY = SERVICES
@@ -51,15 +49,8 @@ _CORE = ("scheduler",)
 _WORK = ("gpu_worker",)
 _TEXT = ("detokenizer",)
 _HTTP = ("frontend",)
+_LISTENS = ("detokenizer", "gpu_worker")
 _WORDS = ("detokenizer", "gpu_worker")  # the worker's grammars are made of the tokenizer's tokens
-
-
-QUANTIZATIONS = (
-    "awq", "gptq", "squeezellm", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf", "int8", "int4",
-    "fp8_per_tensor", "fp8_per_channel", "fp8_per_block",
-    "auto_awq", "awq_marlin", "auto_gptq", "gptq_marlin", "marlin", "fbgemm_fp8", "modelopt", "gpt_oss_mxfp4",
-)  # fmt: skip
-"""Methods of quantization, and other names of some (``checkpoint/quantization.py``)."""
 
 
 @dataclass
@@ -230,6 +221,10 @@ class EngineArgs:
     api_key: str | None = _flag(
         None, _HTTP, "required as a bearer token; several with spaces or commas; also QUIRE_API_KEY", several=True
     )
+    admin_api_key: str | None = _flag(
+        None, _HTTP, "the key that routes of administrators ask for, which are there only with one (/sleep, /wake_up, "
+        "/is_sleeping); several as for --api-key; also QUIRE_ADMIN_API_KEY", several=True
+    )  # fmt: skip
     max_request_bytes: int = _flag(8 * 2**20, _HTTP, "largest request body in bytes; more gets 413")
     max_n: int = _flag(128, _HTTP, "most choices of one prompt, n and best_of, that a request may ask for")
 
@@ -253,10 +248,15 @@ class EngineArgs:
     )  # fmt: skip
     master_port: int = _flag(29501, _WORK, "the port there")
 
+    worker_role: str = _flag(
+        "both", _WORK, "prefill: computes prompts, and hands what it began to a worker that decodes; decode: takes it "
+        "over; of either kind none, and the other does both", ("prefill", "decode", "both"),
+    )  # fmt: skip
+
     # Wires
     scheduler: str | None = _flag(None, EVERY, "the scheduler's address: ipc://FOLDER or tcp://HOST:PORT")
-    advertise: str | None = _flag(None, _TEXT, "address others reach this process at, when not the one it binds")
-    bind: str | None = _flag(None, _TEXT, "address to listen on (default: a socket file beside the scheduler's)")
+    advertise: str | None = _flag(None, _LISTENS, "address others reach this process at, when not the one it binds")
+    bind: str | None = _flag(None, _LISTENS, "address to listen on (default: a socket file beside the scheduler's)")
     keys: str | None = _flag(None, EVERY, "CURVE key file made by `quire keygen`; needed for tcp:// off loopback")
     log_level: str = _flag("info", EVERY, "least severe level to log", ("debug", "info", "warning", "error"))
 
@@ -268,85 +268,8 @@ class EngineArgs:
 
     def check(self) -> EngineArgs:
         """Refuse values that cannot work. Returns self. Raises ConfigError."""
-        self._check_numbers()
-        if self.block_size not in (8, 16, 32):
-            raise ConfigError(f"block_size must be 8, 16 or 32, got {self.block_size}.")
-        for name in ("max_num_seqs", "data_parallel_size", "api_server_count",
-                     "tensor_parallel_size", "pipeline_parallel_size",
-                     "detokenizer_count", "max_num_queued_reqs", "max_request_bytes", "max_n"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.max_model_len in ("auto", -1):
-            self.max_model_len = -1
-        elif self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1, or auto, got {self.max_model_len}.")
-        for name in ("hf_overrides", "rope_scaling", "override_generation_config", "pooler_config"):
-            if isinstance(value := getattr(self, name), dict):  # LLM's callers write it so
-                setattr(self, name, json.dumps(value))
-        if isinstance(self.api_key, list):  # the command line's values
-            self.api_key = ",".join(self.api_key)
-        for name in ("max_num_batched_tokens", "num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
-                     "kv_cache_memory_bytes", "max_requests_per_key", "max_seq_len_to_capture"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}.")
-        for name in ("worker_timeout", "step_timeout", "drain_timeout", "shutdown_timeout", "queue_timeout"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise ConfigError(f"{name} must be a number of seconds of at least 0, got {value}.")
-        if not 1 <= self.flight_recorder_size < float("inf"):
-            raise ConfigError(f"flight_recorder_size must be at least 1 (MB), got {self.flight_recorder_size}.")
-        if self.max_logprobs < -1:
-            raise ConfigError(f"max_logprobs must be at least -1 (no limit), got {self.max_logprobs}.")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port}.")
-        if self.swap_space < 0:
-            raise ConfigError(f"swap_space must be at least 0, got {self.swap_space}.")
-        workers = self.tensor_parallel_size * self.pipeline_parallel_size
-        if not 0 <= self.rank < workers:
-            raise ConfigError(
-                f"rank must be in [0, {workers - 1}], as tensor_parallel_size * pipeline_parallel_size is {workers}, "
-                f"got {self.rank}."
-            )
-        if not 0 < self.master_port <= 65535:
-            raise ConfigError(f"master_port must be in [1, 65535], got {self.master_port}.")
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            known = list(QUANTIZATIONS)
-            raise ConfigError(f"Unknown quantization method: {self.quantization}. Must be one of {known}.")
-        self._check_together()
-        for fld in dataclasses.fields(self):
-            choices = fld.metadata["choices"]
-            value = getattr(self, fld.name)
-            if choices and value not in choices and not (value is None and fld.default is None):
-                raise ConfigError(f"Unknown {fld.name}: {value!r}. Must be one of {list(choices)}.")
+        check_values(self, _hints(EngineArgs))
         return self
-
-    def _check_together(self) -> None:
-        """Refuse values that are sound by themselves."""
-        resolve_speculation(self)
-        if (budget := self.max_num_batched_tokens) is not None and budget < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}); raise the first or lower the second."
-            )
-        if self.batch_invariant and self.attention_backend == "flash":
-            raise ConfigError(
-                "attention_backend=flash cannot be batch_invariant, as FlashAttention chooses by the step; use "
-                "--attention-backend=triton, or leave --batch-invariant out."
-            )
-
-    def _check_numbers(self) -> None:
-        """Refuse what is no number where one is due, which a program may give and the command line cannot."""
-        hints = _hints(EngineArgs)
-        for fld in dataclasses.fields(self):
-            value, kinds = getattr(self, fld.name), set(typing.get_args(hints[fld.name])) or {hints[fld.name]}
-            if value is None or (fld.name == "max_model_len" and value == "auto"):
-                continue
-            for kind, number, what in ((int, numbers.Integral, "a whole number"), (float, numbers.Real, "a number")):
-                if kind in kinds and (not isinstance(value, number) or isinstance(value, bool)):
-                    raise ConfigError(f"{fld.name} must be {what}, got {value!r}.")
 
     def token_budget(self, cpu: bool = False) -> int:
         """The most tokens of one step: max_num_batched_tokens, or a default for a ``cpu`` or for any other worker.

@@ -1,9 +1,9 @@
 """What the processes of one replica tell each other (``gpu_worker/parallel/group_link.py``): beside what comes of the
-scheduler (Assign, Configure, StepPlan) and its answers (Loaded, Ready), how they meet."""
+scheduler (Assign, Rest, Configure, StepPlan) and its answers (Loaded, Rested, Ready), how they meet."""
 
 from __future__ import annotations
 
-from .messages import Assign, Bye, Configure, Drain, Heartbeat, Loaded, Message, Ready, StepPlan
+from .messages import Assign, Bye, Configure, Drain, Heartbeat, Loaded, Message, Ready, Rest, Rested, StepPlan
 
 
 class Join(Message):
@@ -22,8 +22,8 @@ class Meet(Message):
     port: int
 
 
-FromLeader = Meet | Assign | Configure | StepPlan | Drain | Heartbeat | Bye
+FromLeader = Meet | Assign | Rest | Configure | StepPlan | Drain | Heartbeat | Bye
 """leader -> another process. Drain: the replica is done, end with code 0."""
 
-ToLeader = Join | Loaded | Ready | Drain | Bye
+ToLeader = Join | Loaded | Rested | Ready | Drain | Bye
 """another process -> leader. Drain: it was asked to end."""

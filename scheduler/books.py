@@ -21,7 +21,7 @@ from .block_pool import PoolError
 from .outbox import Outbox
 from .placement import can_ever_hold
 from .queue import WaitingQueue
-from .replica import Replica
+from .replica import Landing, Replica
 from .request import Request, Sequence, State
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Books:
         self.loading: set[int] = set()  # replicas on their way, by number: nobody knows yet what they will hold
         self.shrunk = False  # a worker left, or never came: those who wait for one of its size may wait in vain
         self.lost_owners: set[str] = set()  # detokenizers whose connection broke; they may come back
+        self.paused = False  # nobody in line is admitted: the workers are about to sleep
         self.quarantine_waits = False  # somebody in line may be what ends workers
         self._deadlines: dict[int, tuple[float, Request]] = {}  # of those who wait, and may only so long; in order
         self._unplaced: dict[int, float] = {}  # uids that no replica could hold, and since when
@@ -74,6 +75,7 @@ class Books:
         # Counters since the start.
         self.preemptions = self.steps = self.bad_messages = 0
         self.speculation = Speculation()
+        self.moves = self.moved_tokens = self.recomputed_tokens = 0
         self.prefix_queries = self.prefix_hits = self.prompt_tokens = self.generation_tokens = 0
 
     def token_budget(self, replica: Replica) -> int:
@@ -261,6 +263,8 @@ class Books:
         if seq.generation == 0:
             self.prefix_queries += seq.total
             self.prefix_hits += computed
+        else:
+            self.recomputed_tokens += max(0, seq.total - 1 - computed)
         if not request.started:
             request.start()
             self._has_started(request)
@@ -278,12 +282,26 @@ class Books:
         seq.requeue()
         self.enqueue(seq)
 
+    def take_over(self, replica: Replica, landing: Landing) -> None:
+        """A sequence that runs elsewhere goes on at ``replica``, where its keys and values are by now."""
+        seq = landing.seq
+        computed = seq.computed
+        self.replicas[seq.replica].release(seq)
+        seq.requeue()
+        replica.arrive(landing, computed)
+        self.moves += 1
+        self.moved_tokens += computed
+
     def finish_step(self, replica: Replica) -> None:
         """The result of its oldest step is being committed."""
         self.steps += 1
         replica.finish_step(self.clock())
 
     # -- replicas
+
+    def pause(self, paused: bool) -> None:
+        """Whether those in line wait although there may be room."""
+        self.paused = paused
 
     def expect_replica(self, number: int) -> None:
         """A worker joins as this replica, and loads; what it will hold is not known yet."""
@@ -353,6 +371,9 @@ class Books:
             drafts=self.speculation.drafts,
             draft_tokens=self.speculation.draft_tokens,
             accepted=list(self.speculation.accepted),
+            moves=self.moves,
+            moved_tokens=self.moved_tokens,
+            recomputed_tokens=self.recomputed_tokens,
         )  # fmt: skip
         most = max((len(r.adapters.slots) for r in replicas if r.adapters is not None), default=0)
         return self._with_adapters(stats, most, live) if most else stats

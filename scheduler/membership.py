@@ -29,6 +29,7 @@ from ..proto.messages import (
     Reconcile,
     Register,
     Registered,
+    Sleep,
     Stopped,
     Submit,
     TokenBatch,
@@ -40,7 +41,9 @@ from .adapter_names import Wish
 from .adapters import Answer
 from .blame import Blame
 from .core import Scheduler
-from .worker_registry import WorkerRegistry, count, wrong_protocol
+from .operators import manage
+from .worker import count, wrong_protocol
+from .worker_registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +102,15 @@ class Membership:
                 self.core.bad(peer, error)
         elif isinstance(message, GetStats):
             self.core.outbox.put(peer, self.core.stats(message.token, self.bad_frames(), self.registry.compilations))
+        elif isinstance(message, Sleep):
+            self.registry.sleep(peer, message)
         elif isinstance(message, Heartbeat):
             self.front[peer].bad_frames = count(message.bad_frames)
         elif isinstance(message, Bye):
             self.front_gone(peer)
         elif isinstance(message, Manage):
             if self.front[peer].hello.kind == "operator":
-                self.core.outbox.put(peer, self.registry.manage(message))
+                self.core.outbox.put(peer, manage(self.registry, message))
             else:
                 self.core.bad(peer, f"Manage of a {self.front[peer].hello.kind}")
         elif isinstance(message, Adapters | Register | Unregister):
@@ -191,7 +196,8 @@ class Membership:
         elif isinstance(message, Reconcile):
             self.core.outbox.put(peer, Unknown(message.uids, message.attempts))
         elif not isinstance(
-            message, Abort | Stopped | BeamStopped | GetStats | Adapters | Register | Unregister | Heartbeat | Bye
+            message,
+            Abort | Stopped | BeamStopped | GetStats | Sleep | Adapters | Register | Unregister | Heartbeat | Bye,
         ):
             self.core.bad(peer, f"{type(message).__name__} before Hello")
 

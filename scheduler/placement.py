@@ -44,7 +44,7 @@ def has_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:
 
 def elsewhere(here: Replica, replicas: Iterable[Replica], now: float) -> list[Replica]:
     """The replicas beside ``here`` that would take somebody who waits at their next step."""
-    return [r for r in replicas if r is not here and not r.draining and not r.quarantined and not r.stalled(now)]
+    return [r for r in replicas if r is not here and r.takes_prompts and not r.quarantined and not r.stalled(now)]
 
 
 def belongs_elsewhere(

@@ -22,7 +22,7 @@ from .books import Books
 from .columns import Ints, Rows
 from .draft import Draft
 from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, elsewhere, has_room
-from .replica import MAX_IN_FLIGHT, Replica
+from .replica import MAX_IN_FLIGHT, Landing, Replica
 from .request import Sequence, State
 
 TOGETHER = 8
@@ -48,7 +48,8 @@ def plan_step(books: Books, replica: Replica) -> StepPlan | None:
 
 def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
     draft = Draft(books.token_budget(replica))
-    quarantine_next = books.quarantine_waits and not replica.quarantined and not replica.draining
+    closed = replica.draining or books.paused
+    quarantine_next = books.quarantine_waits and not replica.quarantined and not closed
     if quarantine_next and _take_quarantined(books, replica, draft):
         return None
     if replica.quarantined:
@@ -57,9 +58,11 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
         wait = _decodes_wait(books, replica)
         if not wait:
             _plan_going(books, replica, draft)
+        for landing in replica.take_landed() if replica.landed else ():
+            _take_over(books, replica, draft, landing)
         for seq in list(replica.prefilling):
             _plan_chunk(books, replica, draft, seq)
-        if not replica.draining:
+        if not closed:
             _admit(books, replica, draft)
         if wait and not draft:
             _plan_going(books, replica, draft)
@@ -217,6 +220,15 @@ def _fork(books: Books, replica: Replica, draft: Draft, parent: Sequence, seq: S
     draft.draw_too(seq)
 
 
+def _take_over(books: Books, replica: Replica, draft: Draft, landing: Landing) -> None:
+    """A sequence of another replica goes on here, if it is as it was."""
+    if landing.seq.generation != landing.generation:
+        replica.give_up(landing.move)
+    else:
+        books.take_over(replica, landing)
+        draft.admit(landing.seq)
+
+
 # -- those who wait
 
 
@@ -236,7 +248,11 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     stalled = bool(others) and replica.stalled(now)
     passed = without = 0
 
+    prefillers = [] if replica.role != "decode" else [r for r in books.replicas.values() if r.takes_prompts]
+
     def fits(seq: Sequence) -> bool:
+        if prefillers and any(can_ever_hold(each, seq) for each in prefillers):
+            return False
         return can_ever_hold(replica, seq) and not (seq.request.asks_prompt and seq.request.carried())
 
     for seq in books.queue.in_turn(books.running_by_account, fits):

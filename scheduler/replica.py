@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,21 @@ sound for all that: it loses nothing but what it would have been given."""
 
 _key = attrgetter("key")
 _ONE = np.ones(1, np.int32)
+
+
+class Reserved(NamedTuple):
+    """A row and blocks for a sequence that is on its way here. ``blocks`` grows with it."""
+
+    row: int
+    blocks: list[int]
+
+
+class Landing(NamedTuple):
+    """A sequence whose blocks are all here; the next plan takes it over, unless its generation has passed."""
+
+    move: int
+    seq: Sequence
+    generation: int
 
 
 class Replica:
@@ -56,12 +72,17 @@ class Replica:
         self.going = Lineup(self.columns)  # those of ``decoding`` that have something left to schedule
         self.prefilling: list[Sequence] = []
         self.quarantined: list[Sequence] = []  # those who run here and may be what ends workers
+        self.held: set[Sequence] = set()  # of ``decoding``: on their way to another replica, and not planned here
+        self.reserved: dict[int, Reserved] = {}  # by the number of the move
+        self.landed: list[Landing] = []
         self.drops: list[int] = []  # rows given up since the last plan
         self.in_flight: deque[Step] = deque()
         self.last_step = 0
         self.progress_at = 0.0  # when the last result came
         self.decodes_waited = False  # the last plan left the decodes out to take a whole prompt
         self.draining = False
+        # What is known of its worker where blocks may move between workers:
+        self.role, self.endpoint, self.kv_format, self.block_bytes = "both", "", "", 0
 
     @property
     def running(self) -> int:
@@ -128,7 +149,10 @@ class Replica:
         fresh = blocks_for(seq.total, self.block_size) - len(cached)
         blocks = cached + self.pool.allocate_many(fresh)
         rows = [self.free_rows.pop() for _ in range(seq.width)]
-        seq.start(self.number, self.columns, rows, blocks, len(cached) * self.block_size)
+        self._begin(seq, rows, blocks, len(cached) * self.block_size)
+
+    def _begin(self, seq: Sequence, rows: list[int], blocks: list[int], computed: int) -> None:
+        seq.start(self.number, self.columns, rows, blocks, computed)
         self._use_adapter(seq)
         self.stop_ids.add(seq.stops)
         _insert(self.prefilling, seq)
@@ -169,6 +193,7 @@ class Replica:
         running = self.prefilling if seq.prefilling else self.decoding
         del running[_find(running, seq)]
         self.going.discard(seq)
+        self.held.discard(seq)
         self.stop_ids.remove(seq.stops)
         if self.adapters is not None and seq.adapter_slot >= 0:
             self.adapters.leave(seq.adapter_slot)
@@ -179,6 +204,70 @@ class Replica:
         self.drop_rows(filled)
         for table in tables:
             self.pool.release_table(table)
+
+    # -- moves
+
+    @property
+    def takes_prompts(self) -> bool:
+        """It is for those who wait."""
+        return self.role != "decode" and not self.draining
+
+    def set_place(self, role: str, endpoint: str, kv_format: str, block_bytes: int) -> None:
+        """What its worker said of itself."""
+        self.role, self.endpoint, self.kv_format, self.block_bytes = role, endpoint, kv_format, block_bytes
+
+    def hold(self, seq: Sequence) -> None:
+        """``seq``, which decodes, is planned no more: it goes elsewhere."""
+        self.held.add(seq)
+        self.going.discard(seq)
+
+    def let_go_on(self, seq: Sequence) -> None:
+        """It stays after all."""
+        self.held.discard(seq)
+        if seq.scheduled < seq.end:
+            self.going.add(seq)
+
+    def reserve(self, move: int, cached: list[int], fresh: int) -> Reserved:
+        """A row, and blocks: the ``cached`` ones, and so many more. There must be room."""
+        for block in cached:
+            self.pool.share(block)
+        reserved = self.reserved[move] = Reserved(self.free_rows.pop(), cached + self.pool.allocate_many(fresh))
+        return reserved
+
+    def reserve_more(self, move: int, count: int) -> list[int]:
+        """So many blocks more. There must be room."""
+        blocks = self.pool.allocate_many(count)
+        self.reserved[move].blocks.extend(blocks)
+        return blocks
+
+    def offer(self, move: int, seq: Sequence, first: int, full: int) -> None:
+        """The pages of these slots have come, and the blocks are full: others may share them."""
+        if self.pool.caching and full > first:
+            hashes = seq.hash_blocks(full, self.block_size)
+            self.pool.register_many(self.reserved[move].blocks[first:full], hashes[first:full])
+
+    def give_up(self, move: int) -> None:
+        """Nobody comes by this move."""
+        reserved = self.reserved.pop(move)
+        self.free_rows.append(reserved.row)
+        self.pool.release_table(reserved.blocks)
+        self.landed = [landing for landing in self.landed if landing.move != move]
+
+    def land(self, landing: Landing) -> None:
+        """All its pages are here."""
+        self.landed.append(landing)
+
+    def take_landed(self) -> list[Landing]:
+        """Those whom a plan takes over now."""
+        landed, self.landed = self.landed, []
+        return landed
+
+    def arrive(self, landing: Landing, computed: int) -> None:
+        """``landing.seq``, which waits, goes on here with so much computed."""
+        row, blocks = self.reserved.pop(landing.move)
+        need = blocks_for(landing.seq.total, self.block_size)
+        self.pool.release_table(blocks[need:])
+        self._begin(landing.seq, [row], blocks[:need], computed)
 
     def drop_rows(self, rows: list[int]) -> None:
         """The worker is told with the next plan that these rows are given up."""
@@ -228,8 +317,10 @@ class Replica:
     def check_integrity(self) -> None:
         """Raises PoolError where rows, lists or blocks do not add up."""
         running = self.sequences()
-        self.pool.check_integrity([table for seq in running for table in seq.holdings().tables])
-        held = [row for seq in running for row in seq.holdings().rows]
+        coming = list(self.reserved.values())
+        tables = [table for seq in running for table in seq.holdings().tables] + [each.blocks for each in coming]
+        self.pool.check_integrity(tables)
+        held = [row for seq in running for row in seq.holdings().rows] + [each.row for each in coming]
         if sorted(held + self.free_rows) != list(range(self.num_rows)):
             raise PoolError(f"rows {sorted(held)} are held and {sorted(self.free_rows)} free of {self.num_rows}")
         for seq in running:
@@ -255,7 +346,10 @@ class Replica:
             raise PoolError("plans go by before somebody is at its horizon")
         if columns.milestone.overlooks(rows, columns.computed.of(rows) + 1):
             raise PoolError("commits go by before somebody is at its milestone")
-        if any(seq not in batch.seqs and seq.scheduled < seq.limit - 1 for seq in self.decoding):
+        if not self.held.issubset(self.decoding) or self.held.intersection(batch.seqs):
+            raise PoolError("a sequence is held that does not decode here, or goes on all the same")
+        left_out = (seq for seq in self.decoding if seq not in batch.seqs and seq not in self.held)
+        if any(seq.scheduled < seq.limit - 1 for seq in left_out):
             raise PoolError("a sequence that decodes is left out")
         if {seq.key for seq in self.quarantined} != {seq.key for seq in running if seq.quarantined}:
             raise PoolError(f"{[seq.key for seq in self.quarantined]} run in quarantine, and others must")

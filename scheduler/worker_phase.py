@@ -1,7 +1,8 @@
 """What a worker under a lease goes through: ``TRANSITIONS`` is the whole of it.
 
-A lease begins with a Hello and is in the table until it ends. What ends it does so in every phase: a Bye, a failed
-step, a second Hello, a broken connection, a time limit, and every event that the table does not have.
+A lease begins with a Hello, or where the workers fall asleep or wake up, and is in the table until it ends. What ends
+it does so in every phase: a Bye, a failed step, a second Hello, a broken connection, a time limit, and every event that
+the table does not have.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ class Phase(Enum):
 
     LOADING = "loading"
     """Assign was sent. It loads weights, and measures how many blocks fit."""
+    RESTING = "asleep"
+    """Rest was sent in place of Assign. It gives back its memory, and has no replica until it is woken."""
     CONFIGURING = "configuring"
     """Configure was sent. It allocates the blocks, compiles kernels and captures graphs."""
     READY = "ready"
@@ -31,6 +34,7 @@ class Event(Enum):
 
     LOADED = "Loaded"
     READY = "Ready"
+    RESTED = "Rested"
     RESULT = "result"
     """Of a step."""
     DRAIN = "drain"
@@ -42,6 +46,10 @@ class Event(Enum):
 TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
     Phase.LOADING: {
         Event.LOADED: Phase.CONFIGURING,
+        Event.DRAIN: Phase.RECALLED,
+    },
+    Phase.RESTING: {
+        Event.RESTED: Phase.RESTING,
         Event.DRAIN: Phase.RECALLED,
     },
     Phase.CONFIGURING: {
@@ -64,11 +72,12 @@ TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
     Phase.RECALLED: {
         Event.LOADED: Phase.RECALLED,
         Event.READY: Phase.RECALLED,
+        Event.RESTED: Phase.RECALLED,
         Event.DRAIN: Phase.RECALLED,
     },
 }
 
-STARTING = (Phase.LOADING, Phase.CONFIGURING)
+STARTING = (Phase.LOADING, Phase.RESTING, Phase.CONFIGURING)
 """It will have a replica, and nobody knows yet how large."""
 GOING = (Phase.DRAINING, Phase.LEAVING, Phase.RECALLED)
 """It was asked to leave. Operators read of all three as draining."""

@@ -18,6 +18,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..proto.codec import BadFrame
 from ..proto.messages import (
     PROTOCOL,
@@ -31,18 +33,24 @@ from ..proto.messages import (
     Hello,
     Lease,
     Loaded,
-    Manage,
-    Managed,
+    NotMoved,
     Ready,
+    Rest,
+    Rested,
+    Sleep,
+    Sleeping,
     StepFailed,
     StepResult,
-    WorkerInfo,
+    Taken,
 )
 from ..proto.standstill import Standstill
 from .adapters import Answer, loads_lost, loads_overdue
 from .core import Scheduler
+from .moves import Moves
 from .replica import Replica
-from .worker_phase import GOING, STARTING, TRANSITIONS, Event, Phase
+from .slumber import Slumber
+from .worker import INT32_MAX, Worker, count, wrong_protocol
+from .worker_phase import GOING, STARTING, Event, Phase
 
 log = logging.getLogger(__name__)
 
@@ -52,43 +60,12 @@ LEAST_TIMEOUT_S = 2.0
 """``worker_timeout`` and ``step_timeout`` are no shorter: heartbeats come, and are checked, once a second."""
 STOPPED_S = 15.0
 """After this process itself stood still, connections that break for so long say nothing about what ran there."""
-LEAST_NAME = 4
-"""What is shorter is a replica's number, and of one that has left, it must not be taken for the beginning of a name."""
-MAX_BLOCKS, INT32_MAX = 2**22, 2**31 - 1
+MAX_BLOCKS = 2**22
 """The most blocks of a worker that are used: 64 million tokens in blocks of 16 is plenty, and books cost memory."""
 MAX_LOST, MAX_SLOTS = 256, 4096
 MAX_DRAFTS = 64
 """Tokens that a worker may draft for a row in one step."""
-
-
-class Worker:
-    """One worker under one lease. ``since`` is when its phase began, ``leave_by`` when a drain's patience ends."""
-
-    __slots__ = (
-        "bad_frames", "drained", "heartbeat_at", "hello", "lease", "leave_by", "loaded", "phase", "reason", "replica",
-        "since",
-    )  # fmt: skip
-
-    def __init__(self, hello: Hello, lease: Lease, now: float):
-        self.hello, self.lease, self.heartbeat_at, self.since = hello, lease, now, now
-        self.phase = Phase.LOADING
-        self.bad_frames = 0  # it has counted, by its last Heartbeat
-        self.loaded: Loaded | None = None
-        self.replica: Replica | None = None
-        self.leave_by, self.reason, self.drained = math.inf, "", 0
-
-    def follow(self, event: Event, now: float) -> bool:
-        """Go where the table says; False, and nowhere, where it does not know the event in this phase."""
-        after = TRANSITIONS[self.phase].get(event)
-        if after is None:
-            return False
-        if after is not self.phase:
-            self.phase, self.since = after, now
-        return True
-
-    def running(self) -> int:
-        """Sequences there."""
-        return len(self.replica.sequences()) if self.replica is not None else 0
+ROLES = ("both", "prefill", "decode")
 
 
 class WorkerRegistry:
@@ -103,14 +80,15 @@ class WorkerRegistry:
         self.workers: dict[str, Worker] = {}
         self.to_workers: list[tuple[str, Any]] = []
         self.compilations = 0  # of kernels while requests were served, as workers told
+        self.slumber, self.moves = Slumber(), Moves(core)
         self.lost: dict[str, str] = {}  # the last MAX_LOST workers that ended without leaving, and how
         self._leases = 0
         self._stood_still = -math.inf  # when this process last did
 
     @property
     def ready(self) -> bool:
-        """Some replica takes requests."""
-        return any(not replica.draining for replica in self.core.replicas.values())
+        """Some replica takes requests, or will when it is woken."""
+        return bool(self.slumber.tags) or any(not replica.draining for replica in self.core.replicas.values())
 
     def on_worker(self, peer: str, message: Any) -> None:
         """One message of a worker. What belongs to another lease than its current one is dropped."""
@@ -135,10 +113,15 @@ class WorkerRegistry:
             self._loaded(peer, worker, message)
         elif isinstance(message, Ready):
             self._ready(peer, worker)
+        elif isinstance(message, Rested):
+            self._rested(peer, worker)
         elif isinstance(message, StepResult):
             self._result(peer, worker, message)
         elif isinstance(message, AdapterReady):
             self._adapter_ready(peer, worker, message)
+        elif isinstance(message, Taken | NotMoved):
+            if worker.replica is not None:
+                self.moves.heard(worker.replica, message)
         elif isinstance(message, Compiled):
             self.compilations = count(self.compilations + 1)
         elif isinstance(message, StepFailed):
@@ -150,23 +133,34 @@ class WorkerRegistry:
         if hello.protocol != PROTOCOL:
             self.to_workers.append((peer, wrong_protocol(hello)))
             return
-        if hello.kind != "gpu_worker" or hello.incarnation != peer:
-            self.core.bad(peer, f"Hello of {hello.kind!r} as {hello.incarnation!r}")
+        if hello.kind != "gpu_worker" or hello.incarnation != peer or hello.role not in ROLES:
+            self.core.bad(peer, f"Hello of {hello.kind!r} as {hello.incarnation!r}, for {hello.role!r}")
             return
         if peer in self.workers:
             self.gone(peer, "said Hello again")
+        if hello.asleep >= 0 and self.slumber.adopt(min(hello.asleep, 2)):
+            log.info("worker %s sleeps since before this scheduler; so do all", peer)
+            self._all_again()
+        self._begin(peer, hello)
+        self.changed()
+
+    def _begin(self, peer: str, hello: Hello) -> None:
+        """A lease begins: the worker is to load, or to rest where all sleep."""
         taken = {w.lease.replica for w in self.workers.values()}
         number = next(i for i in range(len(taken) + 1) if i not in taken)
         self._leases += 1
         lease = Lease(self.epoch, number, self._leases)
-        self.workers[peer] = Worker(hello, lease, self.core.clock())
+        rest, config = self.slumber.rest, self.config
+        self.workers[peer] = Worker(hello, lease, self.core.clock(), rest is not None)
         self.core.expect_replica(number)
-        config = self.config
+        if rest is not None:
+            log.info("worker %s (%s) is replica %d, and sleeps", peer, hello.device, number)
+            self.to_workers.append((peer, Rest(lease, rest)))
+            return
         log.info("worker %s (%s) joins as replica %d%s", peer, hello.device, number,
                  ", its weights still loaded" if hello.loaded else "")  # fmt: skip
         assign = Assign(lease, config.block_size, config.max_num_seqs, config.token_budget())
         self.to_workers.append((peer, assign))
-        self.changed()
 
     def _loaded(self, peer: str, worker: Worker, message: Loaded) -> None:
         if not self._starts(peer, worker, Event.LOADED):
@@ -190,20 +184,30 @@ class WorkerRegistry:
         config, loaded = self.config, worker.loaded
         assert loaded is not None  # it was configured
         worker.heartbeat_at = worker.since
-        worker.replica = Replica(
+        replica = Replica(
             worker.lease.replica, worker.lease, peer, config.max_num_seqs, loaded.num_blocks, config.block_size,
             loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
             loaded.whole, loaded.adapter_slots, loaded.drafts, loaded.draft_rows,
         )  # fmt: skip
-        self.core.add_replica(worker.replica)
+        if not loaded.pools and loaded.block_bytes > 0:
+            hello = worker.hello
+            replica.set_place(hello.role, hello.endpoint, loaded.kv_format, loaded.block_bytes)
+        worker.serve(replica)
+        self.core.add_replica(replica)
         log.info(
             "replica %d is ready: %d blocks of %d tokens; %d replicas, %d sequences wait",
             worker.lease.replica, loaded.num_blocks, config.block_size, len(self.core.replicas), len(self.core.queue),
         )  # fmt: skip
         self.changed()
+        self._tell_awaiting()
+
+    def _rested(self, peer: str, worker: Worker) -> None:
+        if self._starts(peer, worker, Event.RESTED):
+            worker.rested, worker.heartbeat_at = True, self.core.clock()
+            self._tell_awaiting()
 
     def _starts(self, peer: str, worker: Worker, event: Event) -> bool:
-        """True where Loaded or Ready moves the worker on; it is expelled where neither can be in its phase."""
+        """True where Loaded, Ready or Rested moves the worker on; it is expelled where neither can be in its phase."""
         if not worker.follow(event, self.core.clock()):
             self._expel(peer, f"it said {event.value} while {worker.phase.value}")
             return False
@@ -228,11 +232,20 @@ class WorkerRegistry:
 
     def plans(self) -> None:
         """Plan for every replica until it has enough in flight."""
+        if self.slumber.falling and not any(replica.sequences() for replica in self.core.replicas.values()):
+            self._fall_asleep(self.slumber.falling)
+        if moving := self.moves.due:
+            self.moves.advance()
+            self.to_workers += self.moves.take()
         for replica in self.core.replicas.values():
             while (plan := self.core.plan(replica)) is not None:
                 self.to_workers.append((replica.peer, plan))
             if replica.adapters is not None:
                 self.to_workers += [(replica.peer, load) for load in replica.adapters.take_loads()]
+        if moving:
+            for peer, worker in list(self.workers.items()):
+                if worker.phase is Phase.DRAINING and not worker.running():
+                    self._let_go(peer, worker)
 
     def _adapter_ready(self, peer: str, worker: Worker, message: AdapterReady) -> None:
         if worker.replica is None:
@@ -273,6 +286,7 @@ class WorkerRegistry:
             peer, worker.lease.replica, worker.phase.value, why, running, len(self.core.replicas),
         )  # fmt: skip
         self.changed()
+        self._tell_awaiting()
 
     def _expel(self, peer: str, why: str) -> None:
         """A worker that breaks the protocol is not to be trusted: it must end, and start again from nothing."""
@@ -318,6 +332,80 @@ class WorkerRegistry:
         worker.follow(Event.EMPTY, now)
         self.to_workers.append((peer, Drain(worker.reason)))
 
+    # -- sleep
+
+    def sleep(self, peer: str, message: Sleep) -> None:
+        """What an administrator asks for. It is answered when every worker that is here has done it."""
+        slumber = self.slumber
+        if error := slumber.refusal(message):
+            self.core.outbox.put(peer, Sleeping(message.token, list(slumber.tags), error))
+            return
+        if message.action == "sleep" and not slumber.tags:
+            self._fall_asleep_by(message)
+        elif message.action == "sleep":
+            self._fall_asleep(message.level)
+        elif message.action == "wake_up":
+            self.core.pause(False)
+            if slumber.wake(message.tags):
+                log.info(
+                    "an administrator wakes the workers; %s is away still", " and ".join(slumber.tags) or "nothing"
+                )
+                self._all_again()
+        else:
+            self.core.outbox.put(peer, Sleeping(message.token, list(slumber.tags)))
+            return
+        slumber.wait(peer, message.token)
+        self._tell_awaiting()
+
+    def _fall_asleep_by(self, message: Sleep) -> None:
+        """What is open is kept, waited for, or aborted."""
+        if message.mode == "abort":
+            for request in list(self.core.requests.values()):
+                text = "The request was aborted, because an administrator had the server sleep; send it again."
+                self.core.fail(request, 503, text)
+        if message.mode == "wait":
+            self.core.pause(True)
+            self.slumber.fall(message.level)
+        else:
+            self._fall_asleep(message.level)
+
+    def _fall_asleep(self, level: int) -> None:
+        self.core.pause(False)
+        if self.slumber.sleep(level):
+            log.info("the workers sleep at level %d, as an administrator asked; %d sequences wait", self.slumber.level,
+                     len(self.core.queue) + sum(w.running() for w in self.workers.values()))  # fmt: skip
+            self._all_again()
+        self._tell_awaiting()
+
+    def _all_again(self) -> None:
+        """Every worker that stays begins a lease anew, asleep or awake; what ran there goes back in line."""
+        for peer, worker in list(self.workers.items()):
+            if worker.phase is Phase.DRAINING:
+                worker.leave_by = -math.inf
+                self._let_go(peer, worker)
+            elif worker.phase not in GOING:
+                if worker.replica is not None:
+                    self.core.end_lease(worker.replica, blame=False)
+                else:
+                    self.core.give_up_replica(worker.lease.replica)
+                del self.workers[peer]
+                self._begin(peer, replace(worker.hello, loaded=True))
+        self.changed()
+
+    def _tell_awaiting(self) -> None:
+        """Answer those who wait for the workers to sleep or to wake, where they do."""
+        slumber = self.slumber
+        if not slumber.awaited or slumber.falling:
+            return
+        staying = [worker for worker in self.workers.values() if worker.phase not in GOING]
+        if slumber.tags:
+            done = all(worker.rested for worker in staying)
+        else:
+            done = bool(staying) and all(worker.phase is Phase.READY for worker in staying)
+        if done:
+            for peer, token in slumber.take_waiting():
+                self.core.outbox.put(peer, Sleeping(token, list(slumber.tags)))
+
     # -- time
 
     def tick(self) -> None:
@@ -329,12 +417,16 @@ class WorkerRegistry:
 
     def _check(self, peer: str, worker: Worker, now: float) -> None:
         replica = worker.replica
+        silent, hung = (max(LEAST_TIMEOUT_S, t) for t in (self.config.worker_timeout, self.config.step_timeout))
+        if worker.rested and worker.phase is Phase.RESTING:
+            if now - worker.heartbeat_at > silent:
+                self._end(peer, f"it was silent for {silent:g} s", again=True)
+            return
         if replica is None:
             limit = LOADED_LIMIT_S if worker.hello.loaded else LOADING_LIMIT_S
             if now - worker.since > limit:
                 self._end(peer, f"it was {worker.phase.value} for {limit:g} s")
             return
-        silent, hung = (max(LEAST_TIMEOUT_S, t) for t in (self.config.worker_timeout, self.config.step_timeout))
         if now - worker.heartbeat_at > silent:
             self._end(peer, f"it was silent for {silent:g} s", again=True)
         elif replica.waited(now) > hung:
@@ -352,62 +444,3 @@ class WorkerRegistry:
             worker.leave_by = standstill.until(worker.leave_by)
             if worker.replica is not None:
                 worker.replica.forgive(standstill)
-
-    # -- operators
-
-    def manage(self, message: Manage) -> Managed:
-        """What an operator asks for: list, drain, remove. A list that names a worker also says whether it was lost."""
-        error = ""
-        if message.action in ("drain", "remove"):
-            patience = message.timeout if 0 <= message.timeout < math.inf else self.config.drain_timeout
-            try:
-                self.drain(
-                    self._find(message.worker), f"an operator's {message.action}",
-                    0.0 if message.action == "remove" else patience,
-                )  # fmt: skip
-            except LookupError as no:
-                error = str(no)
-        elif message.action == "list":
-            if why := self.lost.get(message.worker):
-                error = f"{message.worker} did not leave: it {why}. One started in its place serves: drain that."
-        else:
-            error = f"unknown action {message.action!r}; it must be list, drain or remove."
-        return Managed(message.token, [_info(peer, worker) for peer, worker in self.workers.items()], error)
-
-    def _find(self, name: str) -> str:
-        """The worker of a replica's number, an incarnation, or a beginning of one. Raises LookupError."""
-        for peer, worker in self.workers.items():
-            if name in (peer, _short(peer), str(worker.lease.replica)):
-                return peer
-        found = []
-        if len(name) >= LEAST_NAME:
-            found = [peer for peer in self.workers if peer.startswith(name) or _short(peer).startswith(name)]
-        if len(found) == 1:
-            return found[0]
-        many = f"{len(found)} workers begin with {name!r}" if found else f"no worker {name!r} is here"
-        names = ", ".join(f"{w.lease.replica} ({_short(peer)[:8]})" for peer, w in self.workers.items())
-        raise LookupError(f"{many}; name one of: {names}." if names else f"{many}: there are no workers.")
-
-
-def _short(peer: str) -> str:
-    return peer.rpartition("-")[2]
-
-
-def _info(peer: str, worker: Worker) -> WorkerInfo:
-    state = (Phase.DRAINING if worker.phase in GOING else worker.phase).value
-    replica, pid = worker.replica, count(worker.hello.pid)
-    blocks = (replica.pool.num_blocks, replica.pool.used, replica.last_step) if replica is not None else (0, 0, 0)
-    return WorkerInfo(peer, worker.lease.replica, state, worker.hello.device, pid, worker.running(), *blocks)
-
-
-def count(claimed: int) -> int:
-    """A peer's own count, kept where sums of it still fit a message."""
-    return max(0, min(claimed, INT32_MAX))
-
-
-def wrong_protocol(hello: Hello) -> Bye:
-    """The answer to a Hello of another version."""
-    return Bye(
-        f"this {hello.kind} speaks protocol {hello.protocol} and the scheduler {PROTOCOL}; install the same version of "
-        "quire for both."
-    )

@@ -16,7 +16,7 @@ FLOORS = {
     "proto": [
         "proto",
         "proto.messages proto.checkpoint proto.wire",
-        "proto.checks proto.group proto.grammars",
+        "proto.checks proto.group proto.grammars proto.taking",
     ],
     "scheduler": [
         "scheduler.block_pool scheduler.columns scheduler.logprobs scheduler.blame scheduler.adapter_names",
@@ -27,8 +27,10 @@ FLOORS = {
         "scheduler.placement scheduler.draft scheduler.books",  # all of the state, and its transitions
         "scheduler.intake scheduler.beams scheduler.planner scheduler.commit "  # what is done with it
         "scheduler.adapters",
+        "scheduler.moves",
         "scheduler.core",
-        "scheduler.worker_phase scheduler.worker_registry scheduler.membership",
+        "scheduler.worker_phase scheduler.worker scheduler.slumber scheduler.worker_registry scheduler.operators "
+        "scheduler.membership",
         "scheduler.inputs scheduler.recording scheduler.redact scheduler.snapshot scheduler.transcript",
         "scheduler.recorder scheduler.replay",
         "scheduler",

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...proto.checkpoint.pooler_config import pooler_of
 from ...proto.config import EngineArgs
@@ -30,6 +30,8 @@ from .outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, Requ
 from .prompts import Input
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRY_S = 1.0
 """Pause before a prompt that was refused for load is sent again, where the refusal names none."""
@@ -139,6 +141,26 @@ class Offline:
 
         return thread.run(metrics()).result()
 
+    def sleep(self, level: int, mode: str) -> None:
+        """Have the workers sleep. ValueError where a value is wrong, RuntimeError once closed."""
+        thread = self._alive()
+        self._wait(thread.run(thread.engine.sleep(level, mode)))
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Wake them. ValueError where a value is wrong, RuntimeError once closed."""
+        thread = self._alive()
+        self._wait(thread.run(thread.engine.wake_up(tags)))
+
+    def _wait(self, answer: concurrent.futures.Future[T]) -> T:
+        """Its result; RuntimeError where everything ends before it comes."""
+        while True:
+            try:
+                return answer.result(POLL_S)
+            except TimeoutError:
+                self._alive()
+            except RequestError as error:
+                raise ValueError(error.message) from None
+
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Encode and decode with another tokenizer from now on. RuntimeError while anything runs."""
         with self._gate:
@@ -147,12 +169,8 @@ class Offline:
                 raise RuntimeError("the tokenizer cannot be changed while generate, chat or beam_search is running.")
             old = thread.engine.detokenizers
             self.supervisor.set_tokenizer(self._save(tokenizer))
-            ready = thread.run(thread.engine.wait_ready(None, without=old))
-            while True:
-                try:
-                    return ready.result(POLL_S)
-                except TimeoutError:
-                    self._alive()  # a tokenizer that cannot be loaded ends everything, and says why
+            # A tokenizer that cannot be loaded ends everything, and says why.
+            self._wait(thread.run(thread.engine.wait_ready(None, without=old)))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from .prompts import (
 )
 from .tokenizer import load_tokenizer
 
-_ACCEPTED_AND_UNUSED = {"disable_log_stats", "disable_log_requests", "enable_log_requests"}
+_ACCEPTED_AND_UNUSED = {"enable_sleep_mode", "disable_log_stats", "disable_log_requests", "enable_log_requests"}
 
 
 class LLM(PoolingMethods):
@@ -271,6 +271,20 @@ class LLM(PoolingMethods):
             self._running.limits.no_structure = (
                 "structured_outputs cannot be used after set_tokenizer with another vocabulary; start an LLM with it."
             )
+
+    def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Give back the memory of the KV cache, and of the weights, which are dropped (level 2) or go to the host (1);
+        a CPU's are there already. Returns when it is done.
+
+        Requests wait until ``wake_up``. ``mode``: what becomes of those that other threads have open: "keep": they go
+        on then, "wait": they end first, "abort": they fail. ValueError where a value is wrong.
+        """
+        self._running.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take back what is named, of "weights" and "kv_cache"; both by default, and requests run again. Weights that
+        were dropped are read again from where they were read first."""
+        self._running.wake_up(tags or [])
 
     def get_metrics(self) -> list[Metric]:
         """Counters, gauges and histograms under the names of the server's /metrics. RuntimeError once closed."""

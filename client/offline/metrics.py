@@ -96,6 +96,9 @@ def counters_of(stats: Stats) -> list[tuple[str, str, int]]:
         ("quire:num_preemptions", "sequences put back for want of blocks", stats.preemptions),
         ("quire:prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
         ("quire:prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hits),
+        ("quire:kv_moves", "sequences that went on at another worker with their keys and values", stats.moves),
+        ("quire:kv_moved_tokens", "their tokens, that were not computed again", stats.moved_tokens),
+        ("quire:recomputed_tokens", "tokens of sequences that had run before, computed again", stats.recomputed_tokens),
         ("quire:scheduler_steps", "steps run", stats.steps),
         (
             "quire:kernel_compilations",

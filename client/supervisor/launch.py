@@ -76,9 +76,11 @@ class Supervisor:
         self.run_dir: str | None = None
         self.args = dataclasses.replace(
             args, model=os.path.abspath(model), tokenizer=tokenizer, revision=None, tokenizer_revision=None,
-            served_model_name=served, api_key=None, max_num_batched_tokens=budget,
+            served_model_name=served, api_key=None, admin_api_key=None, max_num_batched_tokens=budget,
         )  # fmt: skip
-        self._api_key = args.api_key  # travels in the environment: a command line can be read by every user
+        # Keys travel in the environment: a command line can be read by every user.
+        found = {"QUIRE_API_KEY": args.api_key, "QUIRE_ADMIN_API_KEY": args.admin_api_key}
+        self._api_keys = {name: key for name, key in found.items() if key is not None}
         self._watch: Watch[Child] = Watch(self._spawn, time.monotonic, cpu_count())
         self._places = self._watch.places
         self._selector = selectors.DefaultSelector()
@@ -145,7 +147,8 @@ class Supervisor:
         devices = devices_of(counts["gpu_worker"], args.device)
         places: list[Place[Child]] = []
         for service, count in counts.items():
-            command = command_of(service, args)
+            own_address = {} if service == "detokenizer" else {"bind": None, "advertise": None}
+            command = command_of(service, dataclasses.replace(args, **own_address))
             for number in range(count):
                 own = dict(environment)
                 if service == "gpu_worker" and count > 1:
@@ -154,8 +157,8 @@ class Supervisor:
                     own[LOCAL_WORKERS] = str(count)
                 if service == "gpu_worker" and args.logits_processor:
                     own["PYTHONPATH"] = import_path()
-                if service == "frontend" and self._api_key is not None:
-                    own["QUIRE_API_KEY"] = self._api_key
+                if service == "frontend":
+                    own |= self._api_keys
                 if service == "gpu_worker" and self._ranks > 1:
                     replica, rank = divmod(number, self._ranks)
                     part = [f"--rank={rank}", f"--master-addr=ipc://{self.make_run_dir()}/replica{replica}"]

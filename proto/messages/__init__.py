@@ -5,9 +5,8 @@ the current one is dropped. ``attempt`` is in every message about a request: a h
 everywhere, and lower ones are dropped everywhere. The first is 0; a later one is never refused for load. A request
 has a ``uid`` (int64, chosen by Engine, never reused); its n children are (uid, index).
 
-One room a kind of conversation: ``requests``, ``plans`` (the worker link), ``membership``, ``operators``,
-``adapters``. What is sent
-where is told by the unions below.
+One room a kind of conversation: ``requests``, ``plans`` (the worker link), ``moves`` (blocks between workers),
+``membership``, ``operators``, ``adapters``. What is sent where is told by the unions below.
 
 Columns are little-endian arrays as bytes; the comment beside each says its item. Columns of one group have one
 length unless said otherwise.
@@ -27,7 +26,18 @@ from .adapters import (
 )
 from .base import Logprobs, Message
 from .membership import Bye, Drain, Heartbeat, Hello, Peer, Peers
-from .operators import AdapterStats, GetStats, Manage, Managed, ReplicaStats, Stats, WorkerInfo
+from .moves import Forget, Give, NotMoved, Pages, Take, Taken
+from .operators import (
+    AdapterStats,
+    GetStats,
+    Manage,
+    Managed,
+    ReplicaStats,
+    Sleep,
+    Sleeping,
+    Stats,
+    WorkerInfo,
+)
 from .plans import (
     Admit,
     Assign,
@@ -37,6 +47,8 @@ from .plans import (
     Loaded,
     PromptChunk,
     Ready,
+    Rest,
+    Rested,
     SlotFailed,
     SlotPooled,
     SpeculativePlan,
@@ -68,16 +80,17 @@ from .requests import (
 
 __all__ = [
     "PROTOCOL", "Abort", "Accepted", "AdapterEntry", "AdapterReady", "AdapterStats", "Adapters", "Admit", "Assign",
-    "BeamStopped", "BeamTokens", "Bye", "Child", "Compiled", "Configure", "Drain", "DropAdapter", "Failed", "Finish",
-    "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers", "GetStats", "Heartbeat", "Hello", "Lease",
-    "LoadAdapter", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Peer", "Peers", "Pooled", "PromptChunk",
-    "PromptLogprobs", "Quarantined", "Ready", "Reconcile", "Register", "Registered", "ReplicaStats", "Resume",
-    "SlotFailed", "SlotPooled", "SpeculativePlan", "SpeculativeResult", "Stats", "StepFailed", "StepPlan", "StepResult",
-    "Stopped", "Submit", "TextBatch", "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch",
+    "BeamStopped", "BeamTokens", "BetweenWorkers", "Bye", "Child", "Compiled", "Configure", "Drain", "DropAdapter",
+    "Failed", "Finish", "Forget", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers", "GetStats", "Give",
+    "Heartbeat", "Hello", "Lease", "LoadAdapter", "Loaded", "Logprobs", "Manage", "Managed", "Message", "NotMoved",
+    "Pages", "Peer", "Peers", "Pooled", "PromptChunk", "PromptLogprobs", "Quarantined", "Ready", "Reconcile",
+    "Register", "Registered", "ReplicaStats", "Rest", "Rested", "Resume", "Sleep", "Sleeping", "SlotFailed",
+    "SlotPooled", "SpeculativePlan", "SpeculativeResult", "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped",
+    "Submit", "Take", "Taken", "TextBatch", "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch",
     "Tokenize", "Unknown", "Unregister", "WorkerInfo",
 ]  # fmt: skip
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:
@@ -89,33 +102,28 @@ FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Pooled | Failed | Quar
 """detokenizer -> Engine."""
 
 ToSchedulerFront = (
-    Hello | Submit | Abort | Stopped | BeamStopped | Reconcile | GetStats | Manage | Adapters | Register | Unregister
-    | Heartbeat | Bye
+    Hello | Submit | Abort | Stopped | BeamStopped | Reconcile | GetStats | Manage | Sleep | Adapters | Register
+    | Unregister | Heartbeat | Bye
 )  # fmt: skip
 """detokenizer, Engine, operator -> the scheduler's front socket."""
 
 FromSchedulerFront = (
     Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Unknown | Stats | AdapterStats | Managed
-    | Adapters | Registered | Heartbeat | Bye
+    | Sleeping | Adapters | Registered | Heartbeat | Bye
 )  # fmt: skip
 """the scheduler's front socket -> detokenizer, Engine, operator."""
 
 ToSchedulerWorkers = (
-    Hello
-    | Loaded
-    | Ready
-    | StepResult
-    | SpeculativeResult
-    | StepFailed
-    | Compiled
-    | AdapterReady
-    | Drain
-    | Heartbeat
-    | Bye
-)
+    Hello | Loaded | Ready | Rested | StepResult | SpeculativeResult | StepFailed | Compiled | AdapterReady | Taken
+    | NotMoved | Drain | Heartbeat | Bye
+)  # fmt: skip
 """worker -> the scheduler's worker socket."""
 
 FromSchedulerWorkers = (
-    Assign | Configure | StepPlan | SpeculativePlan | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
-)
+    Assign | Rest | Configure | StepPlan | SpeculativePlan | LoadAdapter | DropAdapter | Take | Give | Forget | Drain
+    | Heartbeat | Bye
+)  # fmt: skip
 """the scheduler's worker socket -> worker."""
+
+BetweenWorkers = Pages
+"""worker -> another worker's socket for pages."""

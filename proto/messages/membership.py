@@ -17,6 +17,8 @@ class Hello(Message):
     endpoint: str = ""
     device: str = ""
     loaded: bool = False  # a worker that kept its weights through a lost lease
+    asleep: int = -1  # the level of the Rest that a worker was given last, by this scheduler or the one before it
+    role: str = "both"  # a worker's: "prefill", "decode" or "both"
 
 
 class Peer(msgspec.Struct, array_like=True, gc=False):

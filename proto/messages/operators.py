@@ -38,6 +38,25 @@ class Managed(Message):
     error: str = ""
 
 
+class Sleep(Message):
+    """frontend -> scheduler, for an administrator. ``action`` is "sleep", "wake_up" or "ask". Sent again after a loss
+    on the way, it does nothing twice."""
+
+    token: int
+    action: str
+    level: int = 1  # of sleep: 1 keeps the weights in the host's memory, 2 drops them
+    mode: str = "keep"  # of sleep, what becomes of open requests: "abort", "wait" until they have ended, "keep" them
+    tags: list[str] = []  # of wake_up: "weights", "kv_cache"; none: both
+
+
+class Sleeping(Message):
+    """scheduler -> frontend, answering Sleep when every worker has done it. ``tags`` are still away; none: awake."""
+
+    token: int
+    tags: list[str]
+    error: str = ""
+
+
 class GetStats(Message):
     """frontend -> scheduler."""
 
@@ -76,6 +95,9 @@ class Stats(Message):
     drafts: int = 0  # verifications of drafted tokens
     draft_tokens: int = 0  # tokens drafted
     accepted: list[int] = []  # of the first, second, ... tokens of drafts, those that were kept
+    moves: int = 0  # sequences that went on at another worker with their keys and values
+    moved_tokens: int = 0  # theirs, that were not computed again
+    recomputed_tokens: int = 0  # of sequences that had run before, computed again
 
 
 class AdapterStats(Stats):

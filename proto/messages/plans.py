@@ -37,6 +37,8 @@ class Loaded(Message):
     adapter_slots: int = 0  # adapters that it can have ready at once (--max-loras); 0: it takes none
     drafts: int = 0  # tokens that it drafts for a row in one step, at most; 0: it does not speculate
     draft_rows: int = 0  # rows that it speculates for in one step, at most
+    kv_format: str = ""  # workers of one format may send each other pages; "": this one's stay
+    block_bytes: int = 0  # of one block's pages
 
 
 class Configure(Message):
@@ -44,6 +46,20 @@ class Configure(Message):
 
     lease: Lease
     num_blocks: int
+
+
+class Rest(Message):
+    """scheduler -> worker, in place of Assign: opens a lease without plans. The worker gives its KV cache back, and at
+    ``level`` 1 moves its weights to the host's memory, at 2 drops them; at 0 it has its weights. Assign ends it."""
+
+    lease: Lease
+    level: int
+
+
+class Rested(Message):
+    """worker -> scheduler: it is as Rest said, and the memory is given back."""
+
+    lease: Lease
 
 
 class Ready(Message):

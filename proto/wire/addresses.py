@@ -41,8 +41,8 @@ def worker_endpoint(address: str) -> str:
     return _endpoint(address, "scheduler.workers", 1)
 
 
-def detokenizer_bind(address: str, incarnation: str) -> str:
-    """Where a detokenizer listens by default, given the scheduler's address: a socket file beside its."""
+def own_bind(address: str, incarnation: str) -> str:
+    """Where a detokenizer or a worker listens by default, given the scheduler's address: a socket file beside its."""
     if address.startswith("tcp://"):
         return "tcp://127.0.0.1:*"
     return f"{address}/{incarnation[:20]}"
@@ -71,7 +71,8 @@ def ip_of(endpoint: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None
     return getattr(address, "ipv4_mapped", None) or address
 
 
-def _is_loopback(endpoint: str) -> bool:
+def is_loopback(endpoint: str) -> bool:
+    """Whether a tcp endpoint is of this machine alone."""
     address = ip_of(endpoint)
     return host_of(endpoint) == "localhost" if address is None else address.is_loopback
 
@@ -82,6 +83,6 @@ def needs_curve(endpoint: str, keys: Keys | None) -> bool:
         return False
     if not endpoint.startswith("tcp://"):
         raise ConfigError(f"{endpoint!r} must look like ipc:///path or tcp://host:port.")
-    if keys is None and not _is_loopback(endpoint):
+    if keys is None and not is_loopback(endpoint):
         raise ConfigError(f"{endpoint} is off loopback and needs --keys; make a file with `quire keygen`.")
     return keys is not None

@@ -28,11 +28,12 @@ from ..codec import MAX_FRAME, BadFrame, encode
 from ..config import ConfigError
 from .addresses import (
     MAX_FOLDER,
-    detokenizer_bind,
     front_endpoint,
     host_of,
     ip_of,
+    is_loopback,
     needs_curve,
+    own_bind,
     private_dir,
     worker_endpoint,
 )
@@ -50,10 +51,11 @@ __all__ = [
     "Keys",
     "Router",
     "Wire",
-    "detokenizer_bind",
     "front_endpoint",
+    "is_loopback",
     "load_keys",
     "needs_curve",
+    "own_bind",
     "private_dir",
     "worker_endpoint",
 ]

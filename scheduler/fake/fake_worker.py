@@ -27,17 +27,25 @@ from ...proto.messages import (
     Configure,
     Drain,
     DropAdapter,
+    Forget,
     FromSchedulerWorkers,
+    Give,
     Heartbeat,
     Hello,
     Lease,
     LoadAdapter,
     Loaded,
+    NotMoved,
+    Pages,
     Ready,
+    Rest,
+    Rested,
     StepFailed,
     StepPlan,
+    Take,
 )
 from ...proto.process import EXIT_CONFIG, die, new_incarnation, setup_logging, watch_parent
+from ...proto.taking import Taking
 from ...proto.wire.sockets import DISCONNECTED, Dealer, worker_endpoint
 from .fake_model import tag
 from .page_store import PageStore, PlanError
@@ -49,6 +57,14 @@ BAD, POISON = "bad-adapter", "poison-adapter"
 
 class Poisoned(Exception):
     """A prompt has come that kills this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendPages:
+    """To be done: send these to the worker that takes pages at ``endpoint``."""
+
+    endpoint: str
+    pages: Pages
 
 
 class FakeWorker:
@@ -64,30 +80,33 @@ class FakeWorker:
         self.drafts, self.draft_rows = drafts, draft_rows
         self.store: PageStore | None = None
         self.poison: int | None = None  # the first token of prompts that kill this process
+        self.asleep, self.endpoint, self.role = -1, "", "both"  # as in Hello; with an endpoint it takes pages there
+        self._taking = Taking(0)
         self._assign: Assign | None = None
 
     def hello(self, incarnation: str, loaded: bool = False, pid: int = 0) -> Hello:
         """The first message of a connection."""
-        return Hello("gpu_worker", incarnation, PROTOCOL, pid, device="fake", loaded=loaded)
+        place = {"endpoint": self.endpoint, "asleep": self.asleep, "role": self.role}
+        return Hello("gpu_worker", incarnation, PROTOCOL, pid, device="fake", loaded=loaded, **place)
 
-    def handle(
-        self, message: Assign | Configure | StepPlan | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
-    ) -> list:
+    def handle(self, message: Any) -> list:
         """The answers to one message; messages of another lease than the last are ignored. Raises Poisoned."""
         if isinstance(message, Assign):
-            self._assign, self.store = message, None
+            self._assign, self.store, self.asleep = message, None, -1
             sizes = (self.num_blocks, self.max_model_len, self.vocab_size)
-            return [
-                Loaded(
-                    message.lease, *sizes, self.pools, self.whole, self.adapter_slots, self.drafts, self.draft_rows
-                )
-            ]  # fmt: skip
+            drafts = self.drafts, self.draft_rows
+            pages = ("cells", 8 * message.block_size) if self.endpoint and not self.pools else ("", 0)
+            return [Loaded(message.lease, *sizes, self.pools, self.whole, self.adapter_slots, *drafts, *pages)]
+        if isinstance(message, Rest):
+            self._assign, self.store, self.asleep = None, None, message.level
+            return [Rested(message.lease)]
         if isinstance(message, Drain):
             return [Bye("drained")]
         if isinstance(message, Configure) and self._current(message.lease):
             assert self._assign is not None
             rows, size = self._assign.max_num_seqs, self._assign.block_size
             self.store = PageStore(rows, message.num_blocks, size, self.vocab_size, self.pages, self.whole, self.drafts)
+            self._taking = Taking(message.num_blocks)
             return [Ready(message.lease)]
         if isinstance(message, StepPlan) and self._current(message.lease) and self.store is not None:
             if self.poison is not None and any(from_i32(admit.ids)[0] == self.poison for admit in message.admits):
@@ -100,6 +119,31 @@ class FakeWorker:
             return [self._load(message, self.store)]
         if isinstance(message, DropAdapter) and self._current(message.lease) and self.store is not None:
             self.store.adapters.pop(message.slot, None)
+        if isinstance(message, Pages) and self._current(message.to):
+            return self._move(message)
+        if isinstance(message, Take | Give | Forget) and self._current(message.lease):
+            return self._move(message)
+        return []
+
+    def _move(self, message: Take | Give | Forget | Pages) -> list:
+        lease = message.to if isinstance(message, Pages) else message.lease
+        try:
+            if self.store is None:
+                raise PlanError("there is no cache yet")
+            if isinstance(message, Take):
+                return [self._taking.take(message)]
+            if isinstance(message, Give):
+                blocks = from_i32(message.blocks)
+                data = self.store.read_blocks(blocks)
+                pages = Pages(message.to, message.move, message.first, len(blocks), data)
+                return [SendPages(message.endpoint, pages)]
+            if isinstance(message, Forget):
+                self._taking.forget(message)
+            elif (places := self._taking.places(message)) is not None:
+                self.store.write_blocks(places, message.data)
+                return [self._taking.placed(message)]
+        except (PlanError, BadFrame) as error:
+            return [NotMoved(lease, message.move, f"{type(error).__name__}: {error}")]
         return []
 
     def _load(self, message: LoadAdapter, store: PageStore) -> AdapterReady:

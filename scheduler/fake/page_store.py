@@ -162,6 +162,18 @@ class PageStore:
             self._page(self._block(row, position))[position % self.block_size] = cell(position, self.vocab_size)
         return drawn, join(records) if records else None, tried
 
+    def read_blocks(self, blocks: list[int]) -> bytes:
+        """The pages of these, as they go to another worker."""
+        return b"".join(self._page(block).tobytes() for block in blocks)
+
+    def write_blocks(self, blocks: list[int], data: bytes) -> None:
+        """Pages that came from another worker. PlanError where they are not of these blocks' size."""
+        size = 8 * self.block_size
+        if len(data) != size * len(blocks):
+            raise PlanError(f"{len(data)} bytes for {len(blocks)} pages")
+        for at, block in enumerate(blocks):
+            self._page(block)[:] = array("q", data[size * at : size * (at + 1)])
+
     def _row(self, row: int) -> Row:
         if row not in self.rows:
             raise PlanError(f"row {row} is empty")

@@ -34,6 +34,8 @@ from quire.proto.messages import (
     PromptLogprobs,
     Ready,
     Reconcile,
+    Rest,
+    Rested,
     Stats,
     StepFailed,
     StepResult,
@@ -358,8 +360,12 @@ def test_drain_ends_when_its_time_is_up(house: House) -> None:
 def reach(house: House, phase: Phase) -> Lease:
     """Bring ``w1`` into ``phase``; where it has a replica, a request runs there and two steps are in flight."""
     house.hello("d1")
+    if phase is Phase.RESTING:
+        house.registry.slumber.sleep(1)
     house.hello("w1", "gpu_worker")
-    (assign,) = house.sent("w1", Assign)
+    (assign,) = house.sent("w1", Rest if phase is Phase.RESTING else Assign)
+    if phase is Phase.RESTING:
+        return assign.lease
     if phase not in (Phase.LOADING, Phase.RECALLED):
         house.registry.on_worker("w1", Loaded(assign.lease, 64, 128, 1000))
     if phase not in (Phase.LOADING, Phase.RECALLED, Phase.CONFIGURING):
@@ -387,6 +393,7 @@ def test_a_worker_goes_where_the_table_says_and_is_expelled_for_the_rest(
     messages = {
         Event.LOADED: Loaded(lease, 64, 128, 1000),
         Event.READY: Ready(lease),
+        Event.RESTED: Rested(lease),
         Event.RESULT: StepResult(lease, 1, i32([5])),
         Event.DRAIN: Drain("enough"),
     }

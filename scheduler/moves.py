@@ -1,0 +1,238 @@
+"""Sequences that go from one replica to another with their keys and values: from a worker that drains, and from one
+that prefills to one that decodes. A room above the planner. No IO.
+
+A sequence goes on decoding while its full blocks are copied (pre-copy). Then it is held, its last blocks follow what is
+in flight, and the next plan of the taker takes it over: what it waits is the copy of those last blocks. One that comes
+from a worker for prefills is held at once, because its next step there would have the length of somebody's prompt.
+
+A move changes nothing until it is complete: whatever fails, a sequence that still runs at the giver goes on there, and
+one that does not is in line as after any loss. Pages for a move that was given up are dropped by the taker: Forget goes
+before every plan that gives its blocks to somebody else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..proto.codec import i32
+from ..proto.messages import Forget, Give, NotMoved, Take, Taken
+from .beam_group import BeamGroup
+from .block_pool import blocks_for
+from .books import Books
+from .placement import cached_prefix, can_ever_hold
+from .replica import Landing, Replica
+from .request import Sequence, State
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 4
+"""Moves from one giver at once."""
+PIECE_BYTES, WINDOW_BYTES = 4 * 2**20, 32 * 2**20
+"""Of one Give, and of a move's pages that were asked for and are not known to have come."""
+PATIENCE_S = 5.0
+"""A move that gets no further for so long is given up, and those two workers are left alone for as long."""
+SPARE_BLOCKS = 2
+"""Reserved beyond what a sequence has, for tokens that it draws while it is on its way."""
+
+
+class Move:
+    """One sequence on its way. Slots: places of its block table."""
+
+    __slots__ = ("generation", "given", "giver", "held", "known", "number", "offered", "pages", "seq", "since", "taker")
+
+    def __init__(self, number: int, seq: Sequence, giver: Replica, taker: Replica, cached: int, now: float):
+        self.number, self.seq, self.generation = number, seq, seq.generation
+        self.giver, self.taker, self.since = giver, taker, now
+        self.given = self.pages = self.offered = cached  # slots asked for, there, and to be found in the taker's cache
+        self.known = 0  # slots whose blocks the taker has been told, and has said so
+        self.held = False
+
+    @property
+    def alive(self) -> bool:
+        """The sequence is where it was."""
+        return self.seq.generation == self.generation and self.seq.state is State.RUNNING
+
+    def next_pages(self, goal: int) -> tuple[int, int] | None:
+        """The slots to ask for next, where some are wanted before ``goal`` and the window has room: from, to before."""
+        piece, window = (max(1, size // self.giver.block_bytes) for size in (PIECE_BYTES, WINDOW_BYTES))
+        end = min(goal, self.known, self.given + piece, self.pages + window)
+        return (self.given, end) if end > self.given else None
+
+
+class Moves:
+    """All that are under way. ``take`` hands over what workers are owed, each message with its peer."""
+
+    def __init__(self, books: Books):
+        self._books = books
+        self._moves: dict[int, Move] = {}
+        self._moving: dict[Sequence, Move] = {}
+        self._numbers = 0
+        self._apart: dict[tuple[int, int], float] = {}  # leases of giver and taker, and until when they are left alone
+        self._outgoing: list[tuple[str, Any]] = []
+
+    @property
+    def due(self) -> bool:
+        """Something moves, or is to move."""
+        replicas = self._books.replicas.values()
+        return bool(self._moves) or any(replica.draining or replica.role == "prefill" for replica in replicas)
+
+    def patience(self, giver: Replica | None) -> float:
+        """Seconds that a worker which is to leave at once may take to give away what runs there: none where nobody is
+        there to take it."""
+        others = [] if giver is None or not giver.kv_format else self._books.replicas.values()
+        could = any(r is not giver and not r.draining and r.kv_format == giver.kv_format for r in others)  # type: ignore[union-attr]
+        return min(PATIENCE_S, self._books.config.drain_timeout) if could else 0.0
+
+    def take(self) -> list[tuple[str, Any]]:
+        """What is to be sent, in order, before the plans that are made next."""
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def heard(self, replica: Replica, message: Taken | NotMoved) -> None:
+        """A worker says how far a move is, or that it cannot be done."""
+        move = self._moves.get(message.move)
+        if move is None:
+            return
+        if isinstance(message, NotMoved):
+            if replica in (move.giver, move.taker):
+                self._give_up(move, f"worker {replica.number} says: {message.error}"[:300], apart=True)
+        elif replica is move.taker and move.number in replica.reserved and message.pages <= move.given:
+            blocks = len(replica.reserved[move.number].blocks)
+            move.known, move.since = max(move.known, min(message.slots, blocks)), self._books.clock()
+            move.pages = max(move.pages, message.pages)
+
+    def advance(self) -> None:
+        """Begin moves, and bring those under way as far as they can go. To be called before plans are made."""
+        for move in list(self._moves.values()):
+            self._advance(move)
+        for giver in self._books.replicas.values():
+            if giver.kv_format and (giver.draining or giver.role == "prefill") and giver.decoding:
+                self._begin_from(giver)
+
+    # -- where to
+
+    def _begin_from(self, giver: Replica) -> None:
+        room = AT_ONCE - sum(move.giver is giver for move in self._moves.values())
+        for seq in giver.decoding:
+            if room <= 0:
+                return
+            if self._may_move(seq):
+                if (taker := self._taker(giver, seq)) is None:
+                    continue
+                self._begin(giver, taker, seq)
+                room -= 1
+
+    def _may_move(self, seq: Sequence) -> bool:
+        """It decodes and nothing binds it: a beam search and one that may be what ends workers stay, and one with an
+        adapter, which the taker may not have ready."""
+        if not seq.drew or seq in self._moving or isinstance(seq, BeamGroup):
+            return False
+        return not seq.quarantined and seq.request.adapter is None
+
+    def _taker(self, giver: Replica, seq: Sequence) -> Replica | None:
+        """The best of the replicas that have room: one that decodes, if there is one, and the least loaded."""
+        now, found = self._books.clock(), None
+        best: tuple[bool, int] = (False, 0)
+        for replica in self._books.replicas.values():
+            if replica is giver or replica.draining or replica.quarantined or replica.kv_format != giver.kv_format:
+                continue
+            if replica.role == "prefill" and not giver.draining:
+                continue
+            if self._apart.get((giver.lease.counter, replica.lease.counter), now) > now or replica.stalled(now):
+                continue
+            rank = (replica.role != "prefill", -replica.running)
+            if (found is None or rank > best) and replica.endpoint and self._has_room(replica, seq):
+                found, best = replica, rank
+        return found
+
+    def _has_room(self, replica: Replica, seq: Sequence) -> bool:
+        if not replica.free_rows or not can_ever_hold(replica, seq):
+            return False
+        need = blocks_for(seq.total, replica.block_size) + SPARE_BLOCKS
+        return replica.pool.free_count - need > replica.running
+
+    def _begin(self, giver: Replica, taker: Replica, seq: Sequence) -> None:
+        self._numbers += 1
+        seq.keep_drawn(seq.total)
+        cached = cached_prefix(taker, seq)
+        reserved = taker.reserve(
+            self._numbers, cached, blocks_for(seq.total, taker.block_size) + SPARE_BLOCKS - len(cached)
+        )
+        move = Move(self._numbers, seq, giver, taker, len(cached), self._books.clock())
+        self._moves[move.number] = self._moving[seq] = move
+        self._outgoing.append((taker.peer, Take(taker.lease, move.number, 0, i32(reserved.blocks), len(cached))))
+        if not giver.draining:
+            self._hold(move)
+
+    # -- how far
+
+    def _advance(self, move: Move) -> None:
+        books, giver, taker, seq = self._books, move.giver, move.taker, move.seq
+        if books.replicas.get(taker.number) is not taker:
+            self._end(move, "its taker is gone")
+        elif move.number not in taker.reserved:  # a plan has taken it over, or found that it has ended
+            self._outgoing.append((taker.peer, Forget(taker.lease, move.number)))
+            del self._moves[move.number], self._moving[seq]
+        elif not move.alive:
+            self._give_up(move)
+        elif books.clock() - move.since > PATIENCE_S:
+            self._give_up(move, f"it got no further for {PATIENCE_S:g} s", apart=True)
+        elif taker.draining:
+            self._give_up(move, "its taker drains")
+        elif not any(landing.move == move.number for landing in taker.landed):
+            goal = blocks_for(seq.scheduled, giver.block_size) if move.held else seq.computed // giver.block_size
+            if not move.held and move.pages >= goal:
+                self._hold(move)
+                goal = blocks_for(seq.scheduled, giver.block_size)
+            if not self._ask(move, goal):
+                self._give_up(move, f"worker {taker.number} has no room any more")
+            elif move.held and move.pages >= goal and seq.computed == seq.scheduled:
+                taker.land(Landing(move.number, seq, move.generation))
+
+    def _hold(self, move: Move) -> None:
+        move.held = True
+        move.giver.hold(move.seq)
+
+    def _ask(self, move: Move, goal: int) -> bool:
+        """Have pages of slots before ``goal`` sent, and blocks reserved for them. False where there is no room."""
+        giver, taker, seq = move.giver, move.taker, move.seq
+        full = min(move.pages, seq.computed // giver.block_size)
+        if full > move.offered:
+            seq.keep_drawn(seq.total)
+            taker.offer(move.number, seq, move.offered, full)
+            move.offered = full
+        blocks = taker.reserved[move.number].blocks
+        if (missing := goal - len(blocks)) > 0:
+            if taker.pool.free_count - missing < taker.running:
+                return False
+            more = taker.reserve_more(move.number, missing)
+            take = Take(taker.lease, move.number, len(blocks) - len(more), i32(more))
+            self._outgoing.append((taker.peer, take))
+        table = seq.blocks
+        while (slots := move.next_pages(goal)) is not None:
+            first, end = slots
+            give = Give(giver.lease, move.number, first, i32(table[first:end]), taker.endpoint, taker.lease)
+            self._outgoing.append((giver.peer, give))
+            move.given = end
+        return True
+
+    # -- how it ends early
+
+    def _give_up(self, move: Move, why: str = "", apart: bool = False) -> None:
+        """The taker forgets it. ``apart``: these two workers are left alone for a while."""
+        move.taker.give_up(move.number)
+        self._outgoing.append((move.taker.peer, Forget(move.taker.lease, move.number)))
+        if apart:
+            until = self._books.clock() + PATIENCE_S
+            self._apart = {pair: at for pair, at in self._apart.items() if at > self._books.clock()}
+            self._apart[move.giver.lease.counter, move.taker.lease.counter] = until
+        self._end(move, why)
+
+    def _end(self, move: Move, why: str) -> None:
+        if why:
+            log.info("sequence %d.%d does not move from replica %d to %d: %s", move.seq.uid, move.seq.index,
+                     move.giver.number, move.taker.number, why)  # fmt: skip
+        if move.alive and move.held:
+            move.giver.let_go_on(move.seq)
+        del self._moves[move.number], self._moving[move.seq]

@@ -1,0 +1,59 @@
+"""What operators ask of the workers: list, drain, remove. A room above the registry. No IO."""
+
+from __future__ import annotations
+
+import math
+
+from ..proto.messages import Manage, Managed, WorkerInfo
+from .worker import Worker, count
+from .worker_phase import GOING, Phase
+from .worker_registry import WorkerRegistry
+
+LEAST_NAME = 4
+"""What is shorter is a replica's number, and of one that has left, it must not be taken for the beginning of a name."""
+
+
+def manage(registry: WorkerRegistry, message: Manage) -> Managed:
+    """Do what an operator asks for. A list that names a worker also says whether it was lost."""
+    error = ""
+    if message.action in ("drain", "remove"):
+        patience = message.timeout if 0 <= message.timeout < math.inf else registry.config.drain_timeout
+        try:
+            registry.drain(
+                peer := _find(registry, message.worker), f"an operator's {message.action}",
+                patience if message.action == "drain" else registry.moves.patience(registry.workers[peer].replica),
+            )  # fmt: skip
+        except LookupError as no:
+            error = str(no)
+    elif message.action == "list":
+        if why := registry.lost.get(message.worker):
+            error = f"{message.worker} did not leave: it {why}. One started in its place serves: drain that."
+    else:
+        error = f"unknown action {message.action!r}; it must be list, drain or remove."
+    return Managed(message.token, [_info(peer, worker) for peer, worker in registry.workers.items()], error)
+
+
+def _find(registry: WorkerRegistry, name: str) -> str:
+    """The worker of a replica's number, an incarnation, or a beginning of one. Raises LookupError."""
+    workers, found = registry.workers, []
+    for peer, worker in workers.items():
+        if name in (peer, _short(peer), str(worker.lease.replica)):
+            return peer
+    if len(name) >= LEAST_NAME:
+        found = [peer for peer in workers if peer.startswith(name) or _short(peer).startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    many = f"{len(found)} workers begin with {name!r}" if found else f"no worker {name!r} is here"
+    names = ", ".join(f"{w.lease.replica} ({_short(peer)[:8]})" for peer, w in workers.items())
+    raise LookupError(f"{many}; name one of: {names}." if names else f"{many}: there are no workers.")
+
+
+def _short(peer: str) -> str:
+    return peer.rpartition("-")[2]
+
+
+def _info(peer: str, worker: Worker) -> WorkerInfo:
+    state = (Phase.DRAINING if worker.phase in GOING else worker.phase).value
+    replica, pid = worker.replica, count(worker.hello.pid)
+    blocks = (replica.pool.num_blocks, replica.pool.used, replica.last_step) if replica is not None else (0, 0, 0)
+    return WorkerInfo(peer, worker.lease.replica, state, worker.hello.device, pid, worker.running(), *blocks)

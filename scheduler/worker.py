@@ -1,0 +1,59 @@
+"""One worker, as the scheduler knows it under one lease."""
+
+from __future__ import annotations
+
+import math
+
+from ..proto.messages import PROTOCOL, Bye, Hello, Lease, Loaded
+from .replica import Replica
+from .worker_phase import TRANSITIONS, Event, Phase
+
+INT32_MAX = 2**31 - 1
+
+
+class Worker:
+    """One worker under one lease. ``since`` is when its phase began, ``leave_by`` when a drain's patience ends."""
+
+    __slots__ = (
+        "bad_frames", "drained", "heartbeat_at", "hello", "lease", "leave_by", "loaded", "phase", "reason", "replica",
+        "rested", "since",
+    )  # fmt: skip
+
+    def __init__(self, hello: Hello, lease: Lease, now: float, rests: bool = False):
+        self.hello, self.lease, self.heartbeat_at, self.since = hello, lease, now, now
+        self.phase = Phase.RESTING if rests else Phase.LOADING
+        self.rested = False  # it has given back its memory
+        self.bad_frames = 0  # it has counted, by its last Heartbeat
+        self.loaded: Loaded | None = None
+        self.replica: Replica | None = None
+        self.leave_by, self.reason, self.drained = math.inf, "", 0
+
+    def follow(self, event: Event, now: float) -> bool:
+        """Go where the table says; False, and nowhere, where it does not know the event in this phase."""
+        after = TRANSITIONS[self.phase].get(event)
+        if after is None:
+            return False
+        if after is not self.phase:
+            self.phase, self.since = after, now
+        return True
+
+    def serve(self, replica: Replica) -> None:
+        """It is ready, and this is what plans are made with."""
+        self.replica = replica
+
+    def running(self) -> int:
+        """Sequences there."""
+        return len(self.replica.sequences()) if self.replica is not None else 0
+
+
+def count(claimed: int) -> int:
+    """A peer's own count, kept where sums of it still fit a message."""
+    return max(0, min(claimed, INT32_MAX))
+
+
+def wrong_protocol(hello: Hello) -> Bye:
+    """The answer to a Hello of another version."""
+    return Bye(
+        f"this {hello.kind} speaks protocol {hello.protocol} and the scheduler {PROTOCOL}; install the same version of "
+        "quire for both."
+    )

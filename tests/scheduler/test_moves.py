@@ -1,0 +1,250 @@
+"""Sequences that go from one worker to another with their blocks: two fake workers, whose pages know their content."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from scheduler_house import House
+
+from quire.proto.codec import from_i32, from_i64, i32
+from quire.proto.messages import PROTOCOL, Drain, Forget, Give, Hello, Pages, StepPlan, Submit, Take, TokenBatch
+from quire.proto.params import SamplingParams
+from quire.proto.work import Generate
+from quire.scheduler.fake.fake_model import expected_tokens
+from quire.scheduler.fake.fake_worker import FakeWorker, SendPages
+
+
+class Pair(House):
+    """Workers that do what they are told, one message at a time."""
+
+    def __init__(self, **flags: Any) -> None:
+        super().__init__(**{"max_num_batched_tokens": 64, **flags})
+        self.workers: dict[str, FakeWorker] = {}
+        self.inboxes: dict[str, deque[Any]] = {}
+        self.seen: list[Any] = []
+        self.loses: Any = ()  # what does not reach "b"
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+        self.hello("d")
+
+    def start(self, name: str, role: str = "both", blocks: int = 64) -> None:
+        worker = self.workers[name] = FakeWorker(blocks, 512, 1000)
+        worker.endpoint, worker.role = f"ipc://{name}", role
+        self.inboxes[name] = deque()
+        self.registry.on_worker(name, worker.hello(name))
+        self.settle(only=name)
+
+    def ask(self, uid: int, prompt: int = 20, max_tokens: int = 60, **params: Any) -> None:
+        ids = list(range(100 * uid, 100 * uid + prompt))
+        work = Generate(SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params), uid)
+        self.members.on_front("d", Submit(uid, 0, i32(ids), b"", work, float(uid)))
+
+    def hand_out(self) -> None:
+        self.registry.plans()
+        messages, self.registry.to_workers = self.registry.to_workers, []
+        for peer, message in messages:
+            self.seen.append(message)
+            if peer in self.inboxes:
+                self.inboxes[peer].append(message)
+
+    def do_next(self, name: str) -> bool:
+        """The worker handles one message. False where there is none."""
+        if not self.inboxes[name]:
+            return False
+        message = self.inboxes[name].popleft()
+        if name == "b" and isinstance(message, self.loses):
+            return True
+        for answer in self.workers[name].handle(message):
+            if isinstance(answer, SendPages):
+                if (peer := answer.endpoint.removeprefix("ipc://")) in self.inboxes:
+                    self.inboxes[peer].append(answer.pages)
+            else:
+                self.registry.on_worker(name, answer)
+        return True
+
+    def turn(self) -> None:
+        """Everybody does one thing."""
+        self.hand_out()
+        for name in list(self.workers):
+            if name in self.inboxes:
+                self.do_next(name)
+        self.core.check_integrity()
+        for _, message in self.core.outbox.take():
+            if isinstance(message, TokenBatch):
+                self.note(message)
+
+    def note(self, batch: TokenBatch) -> None:
+        tokens, at = from_i32(batch.tokens), 0
+        columns = zip(from_i64(batch.uids), from_i32(batch.counts), batch.finishes, strict=True)
+        for uid, count, finish in columns:
+            self.tokens.setdefault(uid, []).extend(tokens[at : at + count])
+            at += count
+            if finish:
+                self.ended.add(uid)
+
+    def settle(self, only: str) -> None:
+        while self.registry.workers[only].replica is None:
+            self.turn()
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.turn()
+
+    def finish(self, *uids: int) -> None:
+        """Until these have ended, with exactly their tokens."""
+        for _ in range(2000):
+            if self.ended.issuperset(uids):
+                break
+            self.turn()
+        for uid in uids:
+            asked = self.tokens[uid]
+            assert asked == expected_tokens(list(range(100 * uid, 100 * uid + 20)), uid, len(asked), 1000)
+        assert self.ended.issuperset(uids)
+
+    def kill(self, name: str) -> None:
+        del self.workers[name], self.inboxes[name]
+        self.registry.gone(name, "died")
+
+    def replica_of(self, uid: int) -> int:
+        return self.core.requests[uid].live[0].replica
+
+
+@pytest.fixture
+def pair() -> Pair:
+    made = Pair()
+    made.start("a")
+    return made
+
+
+def test_a_drain_moves_what_runs_and_computes_nothing_again(pair: Pair) -> None:
+    for uid in (1, 2, 3):
+        pair.ask(uid)
+    pair.turns(12)
+    pair.start("b")
+    pair.registry.drain("a", "asked", 30.0)
+    pair.turns(40)
+    assert [pair.replica_of(uid) for uid in (1, 2, 3)] == [1, 1, 1]
+    assert any(isinstance(message, Drain) for message in pair.seen)
+    pair.finish(1, 2, 3)
+    stats = pair.core.stats()
+    assert stats.moves == 3 and stats.recomputed_tokens == 0 and stats.moved_tokens > 60
+    assert [len(pair.tokens[uid]) for uid in (1, 2, 3)] == [60, 60, 60]
+    assert all(isinstance(m, StepPlan) is False or not m.admits or m.admits[0].prompt_len == 20 for m in pair.seen)
+
+
+def test_it_decodes_on_while_its_full_blocks_are_copied(pair: Pair) -> None:
+    pair.ask(1)
+    pair.turns(12)
+    pair.start("b")
+    pair.registry.drain("a", "asked", 30.0)
+    seen = len(pair.tokens[1])
+    while not any(isinstance(message, Give) for message in pair.seen):
+        pair.turn()
+    assert not pair.core.replicas[0].held
+    while not pair.core.replicas[0].held:
+        pair.turn()
+    assert len(pair.tokens[1]) > seen
+    gives = [message for message in pair.seen if isinstance(message, Give)]
+    firsts = [give.first for give in gives]
+    assert firsts == sorted(set(firsts)) and gives[0].first == 0
+    pair.finish(1)
+
+
+@pytest.mark.parametrize("steps", range(14))
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_either_side_killed_at_any_moment_changes_no_token(pair: Pair, steps: int, victim: str) -> None:
+    for uid in (1, 2):
+        pair.ask(uid)
+    pair.turns(10)
+    pair.start("b")
+    pair.registry.drain("a", "asked", 30.0)
+    pair.turns(steps)
+    if victim in pair.registry.workers:
+        pair.kill(victim)
+    if victim == "b":
+        pair.start("c")
+    pair.finish(1, 2)
+
+
+@pytest.mark.parametrize("lost", ["pages", "take"])
+def test_what_is_lost_on_the_way_ends_the_move_and_not_the_sequence(pair: Pair, lost: str) -> None:
+    pair.ask(1, max_tokens=200)
+    pair.turns(12)
+    pair.start("b")
+    pair.registry.drain("a", "asked", 300.0)
+    pair.loses = Pages if lost == "pages" else Take
+    pair.turns(30)
+    assert pair.replica_of(1) == 0
+    for _ in range(7):
+        pair.later(1.0)
+        for worker in pair.registry.workers.values():
+            worker.heartbeat_at = pair.now
+        pair.turn()
+    assert any(isinstance(message, Forget) for message in pair.seen)
+    pair.finish(1)
+    assert len(pair.tokens[1]) == 200
+
+
+def test_one_that_ends_on_its_way_leaves_nothing_behind(pair: Pair) -> None:
+    pair.ask(1)
+    pair.turns(12)
+    pair.start("b")
+    pair.registry.drain("a", "asked", 30.0)
+    while not pair.core.replicas[1].reserved:
+        pair.turn()
+    pair.core.abort(1, 0)
+    pair.turns(4)
+    assert not pair.core.replicas[1].reserved and not pair.core.replicas[1].pool.used
+    assert any(isinstance(message, Forget) for message in pair.seen)
+
+
+def test_without_room_elsewhere_it_goes_on_until_it_ends(pair: Pair) -> None:
+    pair.ask(1)
+    pair.turns(12)
+    pair.start("b", blocks=8)
+    pair.registry.drain("a", "asked", 300.0)
+    pair.finish(1)
+    assert not any(isinstance(message, Take) for message in pair.seen)
+
+
+def test_a_shared_prefix_is_not_sent_again(pair: Pair) -> None:
+    pair.ask(1, prompt=20, n=2)
+    pair.turns(12)
+    pair.start("b")
+    pair.registry.drain("a", "asked", 30.0)
+    pair.turns(60)
+    takes = [message for message in pair.seen if isinstance(message, Take) and message.first == 0]
+    assert len(takes) >= 2
+    assert pair.core.stats().recomputed_tokens == 0
+
+
+def test_prompts_are_computed_by_one_worker_and_go_on_at_another() -> None:
+    pair = Pair()
+    pair.start("p", role="prefill")
+    pair.start("q", role="decode")
+    for uid in (1, 2, 3):
+        pair.ask(uid)
+    pair.turns(30)
+    assert [pair.replica_of(uid) for uid in (1, 2, 3)] == [1, 1, 1]
+    pair.finish(1, 2, 3)
+    assert pair.core.stats().moves == 3 and pair.core.stats().recomputed_tokens == 0
+
+
+@pytest.mark.parametrize(("stays", "dies"), [("prefill", "decode"), ("decode", "prefill")])
+def test_where_one_kind_is_gone_the_other_does_both(stays: str, dies: str) -> None:
+    pair = Pair()
+    pair.start("p", role=stays)
+    pair.start("q", role=dies)
+    for uid in (1, 2):
+        pair.ask(uid)
+    pair.turns(14)
+    pair.kill("q")
+    pair.ask(3)
+    pair.finish(1, 2, 3)
+
+
+def test_a_role_that_is_none_is_refused(pair: Pair) -> None:
+    pair.registry.on_worker("x", Hello("gpu_worker", "x", PROTOCOL, 1, role="both ways"))
+    assert "x" not in pair.registry.workers and pair.core.bad_messages == 1
