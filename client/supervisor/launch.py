@@ -147,8 +147,8 @@ class Supervisor:
         devices = devices_of(counts["gpu_worker"], args.device)
         places: list[Place[Child]] = []
         for service, count in counts.items():
-            own_address = {} if service == "detokenizer" else {"bind": None, "advertise": None}
-            command = command_of(service, dataclasses.replace(args, **own_address))
+            own_args = args if service == "detokenizer" else dataclasses.replace(args, bind=None, advertise=None)
+            command = command_of(service, own_args)
             for number in range(count):
                 own = dict(environment)
                 if service == "gpu_worker" and count > 1:

@@ -86,8 +86,8 @@ class FakeWorker:
 
     def hello(self, incarnation: str, loaded: bool = False, pid: int = 0) -> Hello:
         """The first message of a connection."""
-        place = {"endpoint": self.endpoint, "asleep": self.asleep, "role": self.role}
-        return Hello("gpu_worker", incarnation, PROTOCOL, pid, device="fake", loaded=loaded, **place)
+        place = self.asleep, self.role
+        return Hello("gpu_worker", incarnation, PROTOCOL, pid, self.endpoint, "fake", loaded, *place)
 
     def handle(self, message: Any) -> list:
         """The answers to one message; messages of another lease than the last are ignored. Raises Poisoned."""
