@@ -148,7 +148,9 @@ class PageStore:
         tried = row.tokens[start] % (1 + min(self.drafts, stop - start - 1))
         while len(drawn) <= tried:
             position = start + len(drawn)
-            self._page(self._block(row, position))[position % self.block_size] = cell(position, row.tokens[position])
+            self._page(self._block(row, position))[position % self.block_size] = cell(
+                position, row.tokens[position], row.adapter
+            )
             context = self._context(row, position + 1)
             token = draw(row.seed, position + 1, context, self.vocab_size)
             if work.params.logprobs is not None:
