@@ -14,7 +14,7 @@ their scales, so that a block's copy has them too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -38,6 +38,8 @@ class KVCache:
 
     def __init__(self, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.on_write: Callable[[Sequence[int]], None] | None = None
+        """Told which blocks ``write_blocks`` gives other content; a drafting model has none of that in its own."""
         self.bytes_of_block = self.block_bytes(spec, block_size, dtype)
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
@@ -104,6 +106,8 @@ class KVCache:
         self._check_pages(blocks, data)
         if len(set(blocks)) < len(blocks):
             raise ValueError(f"blocks {list(blocks)[:8]} are written, one of them twice")
+        if self.on_write is not None:
+            self.on_write(blocks)
         if data.is_cuda or self._pools[0].is_cuda:
             for first in range(0, len(blocks), step := self._staged_blocks()):
                 at, start = self._places(blocks[first : first + step]), 0

@@ -37,6 +37,7 @@ from .graphs import (
 )  # fmt: skip
 from .kernels import marks
 from .kv_cache import KVCache
+from .models.decoder import Decoder
 from .models.program import Program, program_of
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
 from .parallel.parallel import Group
@@ -62,15 +63,19 @@ class Runner:
     def __init__(
         self, model: Model, state: RowState, kv: KVCache, max_tokens: int, pooler: Pooler | None = None,
         group: Group | None = None, long: LongSteps | None = None, extra: int = 0,
+        taps: tuple[int, ...] = (),
     ):  # fmt: skip
         """With a ``pooler`` nothing is generated. ``group``: the processes this one shares the model with. ``long``:
         which steps on a CPU take more threads than one; None: all take torch's number. ``extra``: slots that a step may
-        have beyond one for each row."""
+        have beyond one for each row. ``taps``: layers before which a step's hidden states are kept."""
         self.group = group or Group()
         self.model, self.state, self.kv = model, state, kv
         self.max_tokens = max_tokens
         slots = state.max_rows + extra
-        self.program = program_of(model, kv, state.tokens, state.tables, max(slots, PROMPT_SLICE), long)
+        self.taps = taps
+        self.program = program_of(model, kv, state.tokens, state.tables, max(slots, PROMPT_SLICE), long, taps)
+        if taps and isinstance(model, Decoder):
+            model.taps = taps
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
         self.pooler = pooler

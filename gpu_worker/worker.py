@@ -55,6 +55,7 @@ from .results import DeviceFailure, Results
 from .runner import PROMPT_SLICE, Runner
 from .sampling.followers import Follower, Histories
 from .sampling.processors import Function, Processors
+from .speculation.loading import Drafts
 from .speculation.methods import ROWS, speculative_runner
 from .state import PlanError, RowState, logprob_bytes
 from .warmup import every_stage, warm_up, warm_up_pieces
@@ -114,6 +115,7 @@ class Worker:
         pooler: PoolerConfig | None = None,
         load: Callable[[], Model] | None = None,
         mover: Mover | None = None,
+        drafts: Drafts | None = None,
     ):
         """``load`` reads the model again, after a sleep; ``mover`` exchanges pages with other workers."""
         self._mover = mover
@@ -124,7 +126,7 @@ class Worker:
         self._processors: Follower[Any] = Follower(Processors(functions or {}))
         if not self._group.leader:
             self._grammars, self._processors = Follower(Histories()), Follower(Histories())
-        self._speculation = speculative_config(args)
+        self._speculation, self._drafts = speculative_config(args), drafts or Drafts()
         self._lease: Lease | None = None
         self._epoch = 0
         self._phase = Phase.UNASSIGNED
@@ -199,6 +201,7 @@ class Worker:
         if not self._begin(rest, Phase.RESTING):
             return
         self._runner = self._state = self._assigned = None
+        self._drafts.put_away(rest.level)
         self._weights.put_away(rest.level)
         if self._others is not None:
             self._others.collect(Rested, rest.lease)
@@ -209,6 +212,7 @@ class Worker:
         if not self._begin(assign, Phase.ASSIGNED):
             return
         self._weights.bring_back()
+        self._drafts.bring_back(self._model)
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
         if wanted[0] not in (8, 16, 32) or not 1 <= wanted[1] <= wanted[2] < 2**31:  # no scheduler's flags say so
             self._fail(
@@ -263,6 +267,7 @@ class Worker:
     def _measure(self, block_size: int, max_rows: int, max_tokens: int) -> Budget:
         spec, length = self._model.spec, self._config.max_model_len
         block_bytes = KVCache.block_bytes(spec, block_size, self._model.cache_dtype)
+        block_bytes += self._drafts.block_bytes(block_size)
         vocab = self._config.vocab_size
         rows = RowState.device_bytes(max_rows, length, block_size, vocab)
         if self._device.type == "cpu" and rows > (available := available_memory()):
@@ -275,6 +280,7 @@ class Worker:
         if self._device.type == "cpu":
             activations = step_bytes(spec, max_tokens, max_rows + PROMPT_SLICE, self._dtype.itemsize)
             activations += rows + logprob_bytes(max_rows, most) + min(logprob_bytes(max_tokens, most), ROOM)
+            activations += self._drafts.step_bytes(max_tokens, max_rows)
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
         runner = self._runner_of(
             KVCache(spec, 1, block_size, self._model.cache_dtype, self._device), self._state, max_tokens
@@ -357,7 +363,9 @@ class Worker:
         pooler = None if self._pooler is None else Pooler(self._pooler, self._model)
         long = choose_long_steps(self._args.cpu_threads, usable_cores(), parameter_estimate(self._config))
         if (config := self._speculation) is not None and pooler is None:
-            return speculative_runner(config, self._model, state, kv, max_tokens, group=self._group, long=long)
+            return speculative_runner(
+                config, self._model, state, kv, max_tokens, self._drafts.loaded, group=self._group, long=long
+            )
         return Runner(self._model, state, kv, max_tokens, pooler, self._group, long)
 
     def _pass_on(self, message: Assign | Rest | Configure | StepPlan) -> None:

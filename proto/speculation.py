@@ -9,7 +9,7 @@ import msgspec
 
 from .config_error import ConfigError
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
 """How tokens may be drafted."""
 LOOKUPS = ("ngram", "suffix")
 """Those of the methods that need no model."""

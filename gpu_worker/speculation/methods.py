@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...proto.speculation import SpeculativeConfig
+from ..device import LongSteps
 from ..kv_cache import KVCache
 from ..models.model import Model
+from ..models.program import Program
+from ..parallel.parallel import Group
 from ..state import RowState
+from .loading import Drafting
 from .ngram import Ngram, Suffix
 from .proposer import Proposer
 from .runner import SpeculativeRunner
@@ -26,10 +28,19 @@ def lookup(config: SpeculativeConfig, state: RowState) -> Proposer:
 
 
 def speculative_runner(
-    config: SpeculativeConfig, model: Model, state: RowState, kv: KVCache, max_tokens: int, **more: Any
-) -> SpeculativeRunner:
-    """A runner whose rows speculate as ``config`` says; ``more``: of Runner's arguments."""
+    config: SpeculativeConfig, model: Model, state: RowState, kv: KVCache, max_tokens: int,
+    drafting: Drafting | None = None, group: Group | None = None, long: LongSteps | None = None,
+) -> SpeculativeRunner:  # fmt: skip
+    """A runner whose rows speculate as ``config`` says, with what was loaded for it; ``group`` and ``long`` as
+    ``Runner`` has them."""
+
+    def proposer(program: Program | None) -> Proposer:
+        if drafting is None:
+            return lookup(config, state)
+        return drafting.proposer(state, kv, max_tokens, long, program)
+
     return SpeculativeRunner(
-        model, state, kv, max_tokens, proposer=lookup(config, state), drafts=config.drafts,
-        draft_rows=config.draft_rows(ROWS[state.device.type]), adapt=config.adapt, **more,
+        model, state, kv, max_tokens, proposer=proposer, drafts=config.drafts,
+        draft_rows=config.draft_rows(ROWS[state.device.type]), adapt=config.adapt, group=group, long=long,
+        taps=() if drafting is None else drafting.taps,
     )  # fmt: skip

@@ -6,6 +6,7 @@ and this process knows the place. On a GPU a step with drafts waits for its toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +18,8 @@ from ...proto.messages import SpeculativePlan, StepPlan
 from ..device import LongSteps
 from ..kernels.columns import LOGPROBS, PENALTIES, USES
 from ..kv_cache import KVCache
+from ..models.decoder import Decoder
+from ..models.program import Program
 from ..outcome import ROOM, Outcome, PromptGroup
 from ..parallel.parallel import Group
 from ..runner import Runner, outputs_of
@@ -36,14 +39,19 @@ MANY_LOGPROBS = 1024
 
 
 class SpeculativeRunner(Runner):
-    """A Runner whose rows speculate where a plan says so. ``drafts``: tokens for a row at most."""
+    """A Runner whose rows speculate where a plan says so.
+
+    ``proposer`` makes what drafts, given the native program of this model, where there is one. ``drafts``: tokens for a
+    row at most.
+    """
 
     def __init__(
-        self, model: Model, state: RowState, kv: KVCache, max_tokens: int, *, proposer: Proposer, drafts: int,
-        draft_rows: int, adapt: bool = True, group: Group | None = None, long: LongSteps | None = None,
+        self, model: Model, state: RowState, kv: KVCache, max_tokens: int, *,
+        proposer: Callable[[Program | None], Proposer], drafts: int, draft_rows: int, adapt: bool = True,
+        group: Group | None = None, long: LongSteps | None = None, taps: tuple[int, ...] = (),
     ):  # fmt: skip
-        super().__init__(model, state, kv, max_tokens, None, group, long, drafts * draft_rows)
-        self.proposer, self.drafts = proposer, drafts
+        super().__init__(model, state, kv, max_tokens, None, group, long, drafts * draft_rows, taps)
+        self.proposer, self.drafts = proposer(self.program), drafts
         self._lengths = Lengths(self.state.max_rows, TOKEN_COST[self.state.device.type]) if adapt else None
 
     @torch.inference_mode()
@@ -266,7 +274,15 @@ class SpeculativeRunner(Runner):
             slots = self.state.sample_batch(run, *self.state.upload(run.sample_rows, run.positions))
             hidden = self.program.hidden(run.rows, run.starts, run.counts, np.arange(run.counts.sum()))
             head = self.program.head
-        self.proposer.ran(run, hidden)
+        self.proposer.ran(run, self._tapped() if self.taps else hidden)
         chosen = hidden[self.state.upload(outputs_of(run, spans))[0]]
         prompts = self._prompts(chosen[len(slots) :], run, spans, head) if spans else []
         return head(chosen[: len(slots)]) if len(slots) else chosen, slots, prompts
+
+    def _tapped(self) -> torch.Tensor:
+        """The hidden states between layers of all tokens of the run, those of several layers side by side."""
+        if self.program is not None:
+            return self.program.tapped()
+        assert isinstance(self.model, Decoder)
+        assert self.model.tapped is not None
+        return self.model.tapped

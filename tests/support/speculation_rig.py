@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from quire.gpu_worker.kv_cache import KVCache
+from quire.gpu_worker.models.program import Program
 from quire.gpu_worker.outcome import Outcome
 from quire.gpu_worker.runner import Runner
 from quire.gpu_worker.sampling.followers import Follower
 from quire.gpu_worker.sampling.processors import Processors
+from quire.gpu_worker.speculation.loading import Drafting
 from quire.gpu_worker.speculation.proposer import Proposer
 from quire.gpu_worker.speculation.runner import SpeculativeRunner
 from quire.gpu_worker.state import RowState
@@ -32,12 +34,12 @@ Make = Callable[[RowState], Proposer]
 
 
 class Driven:
-    """``proposer`` of the rows makes what drafts; None: nothing does."""
+    """``proposer`` of the rows makes what drafts, or ``drafting``'s does; None: nothing does."""
 
     def __init__(
         self, model: Any, vocab: int, proposer: Make | None = None, drafts: int = 4, draft_rows: int = 8, rows: int = 8,
         length: int = 256, blocks: int = 128, budget: int = 128, grammars: Any = None, functions: Any = None,
-        adapt: bool = False,
+        adapt: bool = False, drafting: Drafting | None = None,
     ):  # fmt: skip
         cpu = torch.device("cpu")
         self.vocab, self.length = vocab, length
@@ -51,13 +53,20 @@ class Driven:
         )  # fmt: skip
         self.kv = KVCache(model.spec, blocks, BLOCK, model.cache_dtype, cpu)
         self.runner: Runner
-        if proposer is None:
+        if proposer is None and drafting is None:
             self.runner = Runner(model, self.state, self.kv, budget)
         else:
             self.replica.drafts, self.replica.draft_rows = drafts, draft_rows
+
+            def make(program: Program | None) -> Proposer:
+                if drafting is not None:
+                    return drafting.proposer(self.state, self.kv, budget, None, program)
+                assert proposer is not None
+                return proposer(self.state)
+
             self.runner = SpeculativeRunner(
-                model, self.state, self.kv, budget, proposer=proposer(self.state), drafts=drafts,
-                draft_rows=draft_rows, adapt=adapt,
+                model, self.state, self.kv, budget, proposer=make, drafts=drafts, draft_rows=draft_rows, adapt=adapt,
+                taps=drafting.taps if drafting else (),
             )  # fmt: skip
         self.core.add_replica(self.replica)
         self.flying: deque[tuple[StepPlan, Outcome]] = deque()

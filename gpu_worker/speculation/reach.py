@@ -1,0 +1,80 @@
+"""How far the keys and values of a drafting model reach in each row, and in which blocks they are whole.
+
+They lie in pages of their own under the block tables of the target, so a block that the prefix cache hands to another
+sequence brings the drafting model's keys and values with it, where there were any: a drafting model may be behind the
+target, which draws without it. So each block remembers whether it was filled since its content last changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class Reach:
+    """Of ``max_rows`` rows with blocks of ``block_size`` tokens, of which there are ``num_blocks``.
+
+    ``computed`` [max_rows] int64: so many leading positions of each row have keys and values.
+    """
+
+    def __init__(self, max_rows: int, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.computed = np.zeros(max_rows, np.int64)
+        self._seen = np.zeros(max_rows, np.int64)  # leading blocks of each table that were looked at
+        self._fresh = np.ones(max_rows, bool)  # rows that have not run since they were admitted
+        self._filled = np.zeros(num_blocks, bool)
+
+    def admit(self, row: int) -> None:
+        """``row`` begins anew: what it has is known when it first runs."""
+        self.computed[row] = self._seen[row] = 0
+        self._fresh[row] = True
+
+    def fork(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Rows ``dst`` become what rows ``src`` are."""
+        for array in (self.computed, self._seen, self._fresh):
+            array[list(dst)] = array[list(src)]
+
+    def copy_blocks(self, src: np.ndarray, dst: np.ndarray) -> None:
+        """Blocks ``dst`` have become copies of blocks ``src``."""
+        self._filled[dst] = self._filled[src]
+
+    def written(self, blocks: Sequence[int]) -> None:
+        """The target's pages of ``blocks`` came from elsewhere."""
+        self._filled[list(blocks)] = False
+
+    def reset(self) -> None:
+        """Nothing is known of any row or block."""
+        self.computed[:] = self._seen[:] = 0
+        self._fresh[:] = True
+        self._filled[:] = False
+
+    def ran(self, rows: np.ndarray, starts: np.ndarray, tables: np.ndarray, blocks: np.ndarray) -> None:
+        """The target runs ``rows`` from positions ``starts`` on: blocks that are new to their rows hold nothing yet,
+        but for those that came with a cached prefix.
+
+        Args:
+            rows, starts: int64 [R].
+            tables: int32 [max_rows, max_blocks], the block tables.
+            blocks: int64 [max_rows], how many leading entries of each table are set.
+        """
+        changed = blocks[rows] > self._seen[rows]
+        if not np.count_nonzero(changed):
+            return
+        for row, start in zip(rows[changed].tolist(), starts[changed].tolist(), strict=True):
+            first, count = int(self._seen[row]), int(blocks[row])
+            if self._fresh[row]:
+                first, self._fresh[row] = start // self.block_size, False
+                whole = self._filled[tables[row, :first]]
+                leading = first if whole.all() else int(whole.argmin())
+                self.computed[row] = leading * self.block_size
+            self._filled[tables[row, first:count]] = False
+            self._seen[row] = count
+
+    def reached(self, rows: np.ndarray, ends: np.ndarray, tables: np.ndarray) -> None:
+        """``rows`` have keys and values of all tokens before ``ends``, which are known tokens; int64 [R] each."""
+        before = self.computed[rows] // self.block_size
+        self.computed[rows] = ends
+        whole = ends // self.block_size
+        for at in np.flatnonzero(whole > before).tolist():
+            self._filled[tables[rows[at], before[at] : whole[at]]] = True

@@ -1,0 +1,439 @@
+"""Draft models and heads: what they draft is what plain torch says they would, and what is kept is what the target
+draws without them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import draft_rig
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from draft_rig import CPU, HIDDEN, LENGTH, VOCAB, DraftRig
+from safetensors.torch import load_file, save_file
+from speculation_rig import Driven
+
+from quire.gpu_worker.kernels.cpu.library import library
+from quire.gpu_worker.kv_cache import KVCache
+from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.speculation.draft_model import DraftModel
+from quire.gpu_worker.speculation.eagle import Eagle
+from quire.gpu_worker.speculation.heads import load_head, taps_of
+from quire.gpu_worker.speculation.loading import Drafting, load_drafting
+from quire.gpu_worker.speculation.medusa import Medusa, load_medusa
+from quire.gpu_worker.speculation.passes import TorchPasses, passes_of
+from quire.proto.checkpoint.model_config import load_model_config
+from quire.proto.config import ConfigError, EngineArgs
+from quire.proto.params import SamplingParams
+from quire.proto.speculation import speculative_config
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no native CPU kernels: not compiled, or switched off")
+
+GREEDY, RANDOM = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=50, top_p=0.95)
+PROMPTS = ([5, 9, 200, 31], list(range(40, 75)), [7, 7, 7, 8, 300, 2, 1, 19, 4])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of four layers."""
+    return tiny_models.make("llama", tmp_path_factory.mktemp("target"), 3, num_hidden_layers=4)
+
+
+def load(folder: Path):
+    config = load_model_config(str(folder), LENGTH)
+    return load_model(config, torch.float32, CPU), config
+
+
+def draft_model(rig: DraftRig, model, max_tokens: int = 256, length: int = LENGTH) -> DraftModel:
+    kv = KVCache(model.spec, rig.kv.num_blocks, rig.kv.block_size, model.cache_dtype, CPU)
+    passes = passes_of(model, kv, rig.state, None, rig.program)
+    return DraftModel(rig.state, kv, passes, max_tokens, length)
+
+
+def head_proposer(rig: DraftRig, head, native: bool = True) -> Eagle:
+    kv = KVCache(head.spec, rig.kv.num_blocks, rig.kv.block_size, head.cache_dtype, CPU)
+    passes = passes_of(head, kv, rig.state, None, rig.program) if native else TorchPasses(head, kv, rig.state)
+    return Eagle(rig.state, kv, head, passes, 4)
+
+
+def plain(target, params: SamplingParams, count: int) -> list[list[int]]:
+    """The tokens of PROMPTS without drafts."""
+    rig = DraftRig(target)
+    for row, ids in enumerate(PROMPTS):
+        rig.admit(row, ids, params, seed=row)
+    while rig.state.known[: len(PROMPTS)].min() < max(map(len, PROMPTS)) + count:
+        rig.step(list(range(len(PROMPTS))), 0)
+    return [rig.tokens(row, len(ids) + count) for row, ids in enumerate(PROMPTS)]
+
+
+def drafted(rig: DraftRig, params: SamplingParams, count: int, chunk: int = 1000) -> list[list[int]]:
+    """The same with the rig's proposer."""
+    for row, ids in enumerate(PROMPTS):
+        rig.admit(row, ids, params, seed=row, chunk=chunk)
+    rows, most = list(range(len(PROMPTS))), 4
+    for _ in range(200):
+        going = [row for row in rows if rig.state.known[row] < len(PROMPTS[row]) + count]
+        if not going:
+            break
+        rig.step(going, most)
+        most = 4 if most == 2 else 2
+    return [rig.tokens(row, len(ids) + count) for row, ids in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_a_draft_like_the_target_is_always_right(folder: Path, params: SamplingParams) -> None:
+    target, _ = load(folder)
+    rig = DraftRig(target)
+    rig.proposer = draft_model(rig, target)
+    assert drafted(rig, params, 30, chunk=11) == plain(target, params, 30)
+    assert rig.right == rig.tried > 50
+
+
+def test_another_draft_changes_no_token_and_is_right_at_times(folder: Path, tmp_path: Path) -> None:
+    target, _ = load(folder)
+    # The same weights but for the layers, so that it is of the target's mind now and then.
+    other = tiny_models.make("llama", tmp_path / "other", 3, num_hidden_layers=4)
+    weights = load_file(other / "model.safetensors")
+    for name, tensor in weights.items():
+        if "down_proj" in name:
+            tensor *= 0.8
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    for params in (GREEDY, RANDOM):
+        rig = DraftRig(target)
+        rig.proposer = draft_model(rig, load(other)[0])
+        assert drafted(rig, params, 40) == plain(target, params, 40)
+        assert 0.1 < rig.right / rig.tried < 1
+
+
+def test_a_draft_that_is_behind_catches_up_a_pass_at_a_time(folder: Path) -> None:
+    target, _ = load(folder)
+    rig = DraftRig(target)
+    rig.proposer = draft_model(rig, target, max_tokens=16)
+    rig.admit(0, PROMPTS[1], GREEDY)
+    tried = []
+    for _ in range(4):
+        before = rig.tried
+        rig.step([0], 3)
+        tried.append(rig.tried - before)
+    assert tried == [0, 0, 3, 3] and rig.right == rig.tried  # 35 tokens by 16
+
+
+def test_a_cached_prefix_brings_the_drafts_keys_along(folder: Path) -> None:
+    target, _ = load(folder)
+    rig = DraftRig(target)
+    rig.proposer = draft_model(rig, target)
+    rig.admit(0, PROMPTS[1], GREEDY)
+    rig.step([0], 2)
+    shared = rig.state.tables_host[0, :4].tolist()  # four blocks of eight
+    rig.admit(1, PROMPTS[1][:34], GREEDY, cached=shared)
+    rig.step([1], 2)
+    assert rig.proposer.reach.computed[1] >= 32 and rig.right == rig.tried == 4
+    # Blocks that get other content hold nothing any more, whoever had them before.
+    assert not rig.proposer.reach._filled[rig.state.tables_host[1, 4]]
+    rig.proposer.reach.written(shared)
+    rig.admit(2, PROMPTS[1], GREEDY, cached=shared)
+    assert rig.proposer.reach.computed[2] == 0  # nothing is known of them: all is computed again
+    rig.step([2], 2)
+    assert rig.right == rig.tried == 6
+
+
+def test_drafts_end_at_the_length_of_the_draft(folder: Path) -> None:
+    target, _ = load(folder)
+    rig = DraftRig(target)
+    rig.proposer = draft_model(rig, target, length=len(PROMPTS[1]) + 3)
+    rig.admit(0, PROMPTS[1], GREEDY)
+    rig.step([0], 4)
+    assert rig.tried == 3  # the last is drawn from the last position that it has
+    rig.step([0], 4)
+    assert rig.tried == 3
+
+
+def hidden_of(target, ids: list[int], taps: tuple[int, ...] = ()) -> torch.Tensor:
+    """Final hidden states of ``ids``, or those before layers ``taps`` side by side."""
+    rig = DraftRig(target, taps=taps)
+    rig.admit(0, ids, GREEDY)
+    one = np.zeros(1, np.int64)
+    hidden = rig.program.hidden(one, one, np.array([len(ids)]), np.arange(len(ids)))
+    return rig.program.tapped() if taps else hidden
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def expected_drafts(method: str, w, target_folder: Path, target, ids: list[int], count: int) -> list[int]:
+    """Greedy drafts after ``ids``, the last of which is not in the cache yet, by the twin."""
+    own = weights_of(target_folder)
+    embed = own["model.embed_tokens.weight"]
+    output = own.get("lm_head.weight", embed)
+    hidden = hidden_of(target, ids[:-1], taps_of(method, 4))
+    if method == "eagle3":
+        hidden = hidden @ w["fc.weight"].T
+    found = []
+    for _ in range(count):
+        embedded = embed[torch.tensor([*ids[1:], *found])]
+        if method != "eagle3":
+            made = getattr(draft_rig, f"{method}_twin")(w, embedded, hidden)[-1]
+            found.append(int((made @ output.T).argmax()))
+        else:
+            made = draft_rig.eagle3_twin(w, embedded, hidden)[-1]
+            place = int((draft_rig.norm(made, w["norm.weight"]) @ w["lm_head.weight"].T).argmax())
+            found.append(place + int(w["d2t"][place]))
+        hidden = torch.cat((hidden, made[None]))
+    return found
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_heads_draft_what_their_twins_do(folder: Path, tmp_path: Path, method: str, native: bool) -> None:
+    target, config = load(folder)
+    w = getattr(draft_rig, method)(tmp_path)
+    head = load_head(method, str(tmp_path), config, target)
+    rig = DraftRig(target, taps=taps_of(method, 4))
+    rig.proposer = head_proposer(rig, head, native)
+    for row, ids in enumerate(PROMPTS):
+        rig.admit(row, ids, GREEDY, chunk=20)
+    for _ in range(5):
+        rows = np.arange(len(PROMPTS))
+        drafts, found = rig.proposer.propose(rows, np.full(len(rows), 3))
+        assert found.tolist() == [3] * len(rows)
+        for row in rows.tolist():
+            ids = rig.tokens(row, rig.state.known[row])
+            assert drafts[row].tolist() == expected_drafts(method, w, folder, target, ids, 3)
+        rig.step(rows.tolist(), 3)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_mtp_drafts_what_its_twin_does(tmp_path: Path, native: bool) -> None:
+    tiny_models.make("qwen2", tmp_path, 3, num_hidden_layers=4)
+    w = draft_rig.mtp(tmp_path)
+    target, config = load(tmp_path)
+    rig = DraftRig(target)
+    rig.proposer = head_proposer(rig, load_head("mtp", None, config, target), native)
+    for row, ids in enumerate(PROMPTS):
+        rig.admit(row, ids, GREEDY, chunk=20)
+    for _ in range(3):
+        drafts, _ = rig.proposer.propose(np.arange(3), np.full(3, 2))
+        for row in range(3):
+            ids = rig.tokens(row, rig.state.known[row])
+            assert drafts[row].tolist() == expected_drafts("mtp", w, tmp_path, target, ids, 2)
+        rig.step([0, 1, 2], 2)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+def test_heads_change_no_token(folder: Path, tmp_path: Path, method: str) -> None:
+    target, config = load(folder)
+    getattr(draft_rig, method)(tmp_path)
+    for params in (GREEDY, RANDOM):
+        rig = DraftRig(target, taps=taps_of(method, 4))
+        if method == "medusa":
+            rig.proposer = Medusa(rig.state, load_medusa(str(tmp_path), target), target.dtype, HIDDEN)
+        else:
+            rig.proposer = head_proposer(rig, load_head(method, str(tmp_path), config, target))
+        assert drafted(rig, params, 30, chunk=13) == plain(target, params, 30)
+        assert rig.tried > 50
+
+
+def test_medusa_drafts_what_its_heads_say(folder: Path, tmp_path: Path) -> None:
+    target, _ = load(folder)
+    w = draft_rig.medusa(tmp_path)
+    rig = DraftRig(target)
+    rig.proposer = Medusa(rig.state, load_medusa(str(tmp_path), target), target.dtype, HIDDEN)
+    rig.admit(0, PROMPTS[2], GREEDY)
+    for _ in range(4):
+        ids = rig.tokens(0, rig.state.known[0])
+        hidden = hidden_of(target, ids[:-1])[-1]
+        wanted = []
+        for head in range(3):
+            x = hidden + torch.nn.functional.silu(w[f"{head}.0.linear.weight"] @ hidden + w[f"{head}.0.linear.bias"])
+            wanted.append(int((w[f"{head}.1.weight"] @ x).argmax()))
+        assert rig.proposer.propose(np.zeros(1, np.int64), np.array([3]))[0].tolist() == [wanted]
+        rig.step([0], 3)
+
+
+def test_a_head_whose_hidden_states_are_gone_does_not_draft(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    draft_rig.eagle(tmp_path)
+    rig = DraftRig(target)
+    rig.proposer = head_proposer(rig, load_head("eagle", str(tmp_path), config, target))
+    rig.admit(0, PROMPTS[1], GREEDY)
+    shared = rig.state.tables_host[0, :4].tolist()
+    rig.proposer.reach.reset()
+    rig.admit(1, PROMPTS[1], GREEDY, cached=shared)
+    assert rig.proposer.propose(np.array([1]), np.array([3]))[1].tolist() == [0]
+
+
+def test_steps_without_drafts_are_worked_off(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    w = draft_rig.eagle(tmp_path)
+    rig = DraftRig(target)
+    rig.proposer = head_proposer(rig, load_head("eagle", str(tmp_path), config, target))
+    rig.admit(0, PROMPTS[2], GREEDY)
+    for _ in range(37):  # more than it has room to keep
+        rig.step([0], 0)
+    ids = rig.tokens(0, rig.state.known[0])
+    drafts, _ = rig.proposer.propose(np.array([0]), np.array([2]))
+    assert drafts[0].tolist() == expected_drafts("eagle", w, folder, target, ids, 2)
+
+
+# ---------------------------------------------------------------- with the scheduler
+
+REQUESTS: list[dict] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "logprobs": 0},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.0, "n": 3, "logprobs": 1},
+    {"temperature": 0.9, "prompt_logprobs": 2, "bad_words": [[7, 8], [9]]},
+]
+
+
+def all_done(driven: Driven) -> Driven:
+    """REQUESTS with prompts that have a beginning in common, twice, so that the second finds it in the cache."""
+    shared = list(range(20, 60))
+    for uid, asked in enumerate([*REQUESTS, *REQUESTS], 1):
+        driven.submit(uid, [*shared[: 13 * (uid % 4)], uid, 7 + uid], seed=uid, max_tokens=18 + uid, **asked)
+    return driven.run()
+
+
+def drafting_of(method: str, folder: Path, tmp_path: Path, target, config, drafts: int = 4) -> Drafting:
+    if method == "draft_model":
+        model = str(folder)  # the target itself
+    else:
+        getattr(draft_rig, method)(tmp_path)
+        model = str(tmp_path)
+    text = json.dumps({"method": method, "model": model, "num_speculative_tokens": drafts})
+    args = EngineArgs(model=str(folder), speculative_config=text)
+    found = load_drafting(speculative_config(args), args, config, target)
+    assert found is not None and found.step_bytes(100, 8) > 0
+    assert (found.block_bytes(8) > 0) == (method != "medusa")
+    return found
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa"])
+def test_all_requests_are_as_without_drafts(folder: Path, tmp_path: Path, method: str) -> None:
+    """In one batch, with cached prefixes, in chunks, and with preemption."""
+    target, config = load(folder)
+    plain = all_done(Driven(target, VOCAB, blocks=160))
+    drafting = drafting_of(method, folder, tmp_path, target, config, 4 if method != "medusa" else 3)
+    for more in ({"blocks": 160}, {"blocks": 26, "adapt": True}, {"budget": 24, "draft_rows": 3}):
+        found = all_done(Driven(target, VOCAB, drafting=drafting, drafts=drafting.config.drafts, **more))
+        assert found.outcome() == plain.outcome()
+        if method == "draft_model" and more == {"blocks": 160}:
+            assert found.steps < 0.75 * plain.steps
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    text = json.dumps({"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2})
+    args = EngineArgs(model=str(folder), speculative_config=text)
+    tiny_models.make("llama", tmp_path, 1, vocab_size=VOCAB + 8)
+    with pytest.raises(ConfigError, match=rf"has {VOCAB + 8} tokens, the target's {VOCAB}"):
+        load_drafting(speculative_config(args), args, config, target)
+    tiny_models.make("llama", tmp_path, 1)
+    assert load_drafting(speculative_config(args), args, config, target) is not None
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    first, second = list(tokenizer["model"]["vocab"])[:2]
+    vocab = tokenizer["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="a draft model must have the target's tokenizer"):
+        load_drafting(speculative_config(args), args, config, target)
+
+
+def test_what_does_not_fit_a_method_is_refused(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+
+    def refused(said: str, **values) -> None:
+        args = EngineArgs(model=str(folder), speculative_config=json.dumps({"num_speculative_tokens": 4, **values}))
+        with pytest.raises(ConfigError, match=said):
+            load_drafting(speculative_config(args), args, config, target)
+
+    draft_rig.medusa(tmp_path)
+    refused("num_speculative_tokens 4 is more than the 3 heads", method="medusa", model=str(tmp_path))
+    refused("method 'mtp' is for MiMoForCausalLM", method="mtp")
+    refused("does not exist", method="draft_model", model="/nowhere/at/all")
+    (tmp_path / "config.json").write_text("{}")
+    refused(r"config.json: medusa_num_heads must be a positive integer", method="medusa", model=str(tmp_path))
+
+
+def damage(folder: Path, how: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if how == "shape":
+        tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+    elif how == "missing":
+        del tensors[next(name for name in tensors if "o_proj" in name)]
+    elif how == "more":
+        tensors["layers.1.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    elif how == "d2t":
+        tensors["d2t"] = tensors["d2t"] + 10_000
+    elif how == "quantized":
+        tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "said"),
+    [
+        ("eagle", "shape", r"model.safetensors: fc.weight has shape \(48, 95\) where config.json makes it \(48, 96\)"),
+        ("eagle", "missing", r"lack layers.0.self_attn.o_proj.weight"),
+        ("eagle", "more", r"hold layers.1.mlp.up_proj.weight, which this head has no place for"),
+        ("eagle", "quantized", r"model.safetensors: fc.weight is int8"),
+        ("eagle", "cut", r"model.safetensors is cut short"),
+        ("eagle3", "missing", r"lack midlayer.self_attn.o_proj.weight"),
+        ("eagle3", "d2t", r"d2t holds ids from"),
+    ],
+)
+def test_damaged_heads_are_refused_by_file_and_tensor(
+    folder: Path, tmp_path: Path, method: str, how: str, said: str
+) -> None:
+    target, config = load(folder)
+    getattr(draft_rig, method)(tmp_path)
+    damage(tmp_path, how)
+    with pytest.raises(ConfigError, match=said):
+        load_head(method, str(tmp_path), config, target)
+
+
+def test_a_head_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    draft_rig.eagle(tmp_path)
+    for key, value, said in (
+        ("hidden_size", 64, "hidden_size 64 is not the target's 48"),
+        ("num_hidden_layers", 2, "num_hidden_layers 2 is not supported"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(draft_rig.CONFIG | {key: value}))
+        with pytest.raises(ConfigError, match=said):
+            load_head("eagle", str(tmp_path), config, target)
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        load_head("eagle", str(tmp_path / "nowhere"), config, target)
+
+
+def test_pickled_heads_with_an_embedding_are_read(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    w = draft_rig.eagle(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    embed = weights_of(folder)["model.embed_tokens.weight"]
+    torch.save(w | {"embed_tokens.weight": embed}, tmp_path / "pytorch_model.bin")
+    assert load_head("eagle", str(tmp_path), config, target).embed is target.embed
+    torch.save(w | {"embed_tokens.weight": embed + 1}, tmp_path / "pytorch_model.bin")
+    assert load_head("eagle", str(tmp_path), config, target).embed is not target.embed
+
+
+def test_vocabulary_is_a_heads_own(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    w = draft_rig.eagle3(tmp_path, own=50)
+    head = load_head("eagle3", str(tmp_path), config, target)
+    logits = head.logits(torch.randn(2, HIDDEN))
+    known = (torch.arange(50) + w["d2t"]).tolist()
+    assert logits.shape == (2, VOCAB)
+    assert torch.isfinite(logits[0]).nonzero().flatten().tolist() == known
