@@ -6,5 +6,5 @@
 
 PARTS = (
     "control-plane", "chain", "worker-python", "kernels", "sampling", "steps", "offline", "serve", "startup",
-    "prefix-caching", "preemption", "quantization", "llamacpp", "quality", "idle", "simulation",
+    "prefix-caching", "preemption", "quantization", "llamacpp", "quality", "idle", "simulation", "speculation",
 )  # fmt: skip

@@ -1,0 +1,189 @@
+"""Speculation on and off: tokens/s of one row and of many, what is accepted at each place, and what coupling costs.
+
+One request at a time (``rows`` 1) or many at once, of the demo model's own kind of conversation. With --coupling no
+engine is started: along the target's own text the probability is summed that a draft is accepted, by shared noise as
+quire does it and by the rejection test of arXiv 2211.17192 on the same two distributions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from typing import Any
+
+from ..machine import ROOT
+from ..report import BenchError, Report
+
+DEMO = ROOT / "demo_model"
+METHODS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "suffix": {"method": "suffix"},
+    "draft_model": {"method": "draft_model", "model": str(DEMO / "draft")},
+    "eagle": {"method": "eagle", "model": str(DEMO / "eagle")},
+}
+QUESTIONS = (
+    "Tell me a story about a fox.", "Count to 12.", "Write a poem.", "Tell me a joke.",
+    "Explain the theory of plate tectonics.",
+    "Give me a JSON object with name and age", "Who are you?", "How do I repair a steam engine?",
+)  # fmt: skip
+"""Of PROBES in examples/train_demo_model.py, and of their kind."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Which methods, how many rows, how often."""
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens (default: %(default)s)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--requests", type=int, default=48, help="for each of rows (default: %(default)s)")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--coupling", action="store_true", help="acceptance by shared noise and by rejection, on paper")
+    parser.add_argument("--positions", type=int, default=4000, help="of --coupling (default: %(default)s)")
+
+
+def measure(report: Report, args: argparse.Namespace) -> None:
+    """A sample for each method, number of rows, temperature and turn."""
+    if args.coupling:
+        measure_coupling(report, args)
+        return
+    for turn in range(args.turns):
+        for method in args.methods:
+            config = {**METHODS[method], "num_speculative_tokens": args.tokens} if method != "off" else None
+            one_engine(report, args, method, config, turn)
+
+
+def one_engine(report: Report, args: argparse.Namespace, method: str, config: dict[str, Any] | None, turn: int) -> None:
+    """All that is measured of one engine. What it says of its drafts is of each sample alone."""
+    from quire import LLM
+
+    options = {} if config is None else {"speculative_config": json.dumps(config)}
+    with LLM(model=str(DEMO), max_model_len=1024, max_num_seqs=max(args.rows), **options) as llm:
+        run(llm, 2 * max(args.rows), max(args.rows), 0.0, 16)  # warm
+        for rows in args.rows:
+            for temperature in args.temperatures:
+                before = counters(llm)
+                labels = {"method": method, "rows": rows, "temperature": temperature, "drafted": args.tokens}
+                with report.sample(**labels, turn=turn) as values:
+                    tokens, seconds = run(llm, args.requests, rows, temperature, args.max_tokens)
+                    values["tokens_per_s"], values["output_tokens"] = tokens / seconds, tokens
+                    values |= accepted(before, counters(llm))
+
+
+def run(llm: Any, requests: int, rows: int, temperature: float, max_tokens: int) -> tuple[int, float]:
+    """(tokens, seconds) of so many requests, ``rows`` at a time."""
+    from quire import SamplingParams
+
+    tokens, began = 0, time.monotonic()
+    for first in range(0, requests, rows):
+        numbers = range(first, min(first + rows, requests))
+        chats = [[{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}] for number in numbers]
+        params = [SamplingParams(temperature=temperature, seed=number, max_tokens=max_tokens) for number in numbers]
+        for output in llm.chat(chats, params, use_tqdm=False):
+            tokens += len(output.outputs[0].token_ids)
+    return tokens, time.monotonic() - began
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """The engine's counters of speculation; those by place are named ..._pos0 and on."""
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:").removesuffix("_total")
+        if not name.startswith("spec_decode_"):
+            continue
+        values = getattr(metric, "values", None)
+        if values is not None:
+            found |= {f"{name}{place}": float(value) for place, value in enumerate(values)}
+        else:
+            place = (getattr(metric, "labels", None) or {}).get("position", "")
+            found[f"{name}{place}"] = float(metric.value)
+    return found
+
+
+def accepted(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """What was drafted and kept between two readings."""
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    drafts, tokens = grown.get("spec_decode_num_drafts", 0.0), grown.get("spec_decode_num_draft_tokens", 0.0)
+    if not drafts:
+        return {}
+    kept = grown.get("spec_decode_num_accepted_tokens", 0.0)
+    values: dict[str, Any] = {"accepted_pct": 100 * kept / max(1.0, tokens), "mean_length_tokens": 1 + kept / drafts}
+    by_place = "spec_decode_num_accepted_tokens_per_pos"
+    for place in range(16):
+        if (count := grown.get(f"{by_place}{place}")) is not None:
+            values[f"place_{place}_pct"] = 100 * count / drafts
+    return values
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def measure_coupling(report: Report, args: argparse.Namespace) -> None:
+    """A sample for each temperature: means over positions of the target's text."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (DEMO, DEMO / "draft")
+    )
+    for temperature in (each for each in args.temperatures if each > 0):
+        with report.sample(method="draft_model", temperature=temperature, part="coupling") as values:
+            values |= coupling(target, draft, texts(args.positions), temperature)
+
+
+def texts(positions: int) -> Any:
+    """Rows of 256 ids of the demo model's corpus that it was not trained on."""
+    import torch
+    from transformers import AutoTokenizer
+
+    path = ROOT / "examples" / "train_demo_model.py"
+    found = importlib.util.spec_from_file_location("train_demo_model", path)
+    if found is None or found.loader is None:
+        raise BenchError(f"{path} cannot be read.")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    corpus, tokenizer = module.Corpus(12345), AutoTokenizer.from_pretrained(DEMO)
+    ids: list[int] = []
+    while len(ids) < positions:
+        text = "".join(part for part, _ in corpus.document())
+        ids += tokenizer(text, add_special_tokens=False).input_ids
+    return torch.tensor(ids[: positions // 256 * 256]).view(-1, 256)
+
+
+def coupling(target: Any, draft: Any, rows: Any, temperature: float) -> dict[str, float]:
+    """Means of the probability that one draft is accepted: by shared noise sum_i 1 / sum_j max(p_j/p_i, q_j/q_i), by
+    the rejection test 1 - TV = sum_i min(p_i, q_i), of the most likely token of the draft p(argmax q), and the bound
+    (1 - TV) / (1 + TV) of arXiv 2408.07978."""
+    import torch
+
+    found: dict[str, list[float]] = {"shared_noise": [], "rejection": [], "greedy_draft": [], "bound": []}
+    with torch.inference_mode():
+        for row in rows:
+            p, q = ((model(row[None]).logits[0].double() / temperature).softmax(-1) for model in (target, draft))
+            overlap = torch.minimum(p, q).sum(-1)
+            found["rejection"] += overlap.tolist()
+            found["bound"] += (overlap / (2 - overlap)).tolist()
+            found["greedy_draft"] += p.gather(1, q.argmax(-1, keepdim=True))[:, 0].tolist()
+            found["shared_noise"] += [shared_noise(a, b) for a, b in zip(p, q, strict=True)]
+    return {f"{name}_pct": 100 * sum(each) / len(each) for name, each in found.items()}
+
+
+def shared_noise(p: Any, q: Any) -> float:
+    """Sum over tokens i of 1 / sum over j of max(p_j / p_i, q_j / q_i), for two distributions over V tokens.
+
+    With the tokens in the order of r = p / q, max(p_j / p_i, q_j / q_i) is p_j / p_i where r_j >= r_i, and q_j / q_i
+    elsewhere: so the inner sums are two cumulative sums.
+    """
+    import torch
+
+    alive = (p > 1e-300) & (q > 1e-300)
+    order = (p[alive] / q[alive]).argsort()
+    a, b = p[alive][order], q[alive][order]
+    # Tokens that one side alone has count for that side.
+    only_p, only_q = float(p[~alive].sum()), float(q[~alive].sum())
+    above = a.flip(0).cumsum(0).flip(0) + only_p  # of p, from i on
+    below = torch.cat((b.new_zeros(1), b.cumsum(0)[:-1])) + only_q
+    return float((1 / (above / a + below / b)).sum())
