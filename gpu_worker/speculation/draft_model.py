@@ -65,7 +65,7 @@ class DraftModel(KeysAndValues):
         self._passes, self._max_tokens, self._length = passes, max_tokens, length
         self._base = np.zeros(state.max_rows, np.int64)  # where each row's last drafts begin
 
-    def kept(self, rows: np.ndarray, tried: np.ndarray, kept: np.ndarray) -> None:
+    def kept(self, rows: list[int], tried: list[int], kept: list[int]) -> None:
         self.reach.computed[rows] = np.minimum(self.reach.computed[rows], self._base[rows] + kept)
 
     def propose(self, rows: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

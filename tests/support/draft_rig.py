@@ -255,7 +255,7 @@ class DraftRig:
             self.state.known[row] += count
         self.tried, self.right = self.tried + int(found.sum()), self.right + int(kept.sum())
         if self.proposer and most:
-            self.proposer.kept(np.array(rows), found, kept)
+            self.proposer.kept(rows, found.tolist(), kept.tolist())
 
     def tokens(self, row: int, count: int) -> list[int]:
         """The first ``count`` tokens of ``row``."""
