@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,7 +14,6 @@ from ..proto.checkpoint.model_config import ModelConfig, config_of, model_folder
 from ..proto.checkpoint.pooler_config import PoolerConfig, pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.process import EXIT_CONFIG, collect_from_now, die, ignore_signals, setup_logging, watch_parent
-from ..proto.speculation import speculative_config
 from ..proto.wire.sockets import Keys, load_keys, needs_curve, worker_endpoint
 from .device import choose_device, choose_threads, describe, parameter_estimate, usable_cores
 from .link import Dismissed, Link
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .parallel.group_link import Leader, Member
     from .parallel.parallel import Group
     from .spec import Shard
-    from .speculation.loading import Drafting
     from .worker import Worker
 
 log = logging.getLogger(__name__)
@@ -162,7 +161,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     from .parallel.parallel import Group, shard_of
     from .sampling.grammar import Grammars
     from .sampling.processors import load_functions
-    from .speculation.loading import Drafts, load_drafting
+    from .speculation.loading import drafts_of
     from .worker import Worker
 
     collect_from_now()
@@ -187,15 +186,10 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         mover = _mover(args, keys, own) if count == 1 and pooler is None else None
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
 
-    def load() -> Model:
-        return _model(args, config, dtype, cache_dtype, device, group, pooler)
-
-    def draft(model: Model) -> Drafting | None:
-        return load_drafting(speculative_config(args), args, config, model) if pooler is None else None
-
+    load = partial(_model, args, config, dtype, cache_dtype, device, group, pooler)
     try:
         model = load()
-        drafting = draft(model)
+        drafts = drafts_of(args, config, model)
     except Exception as error:
         if out_of_memory(error):
             raise ConfigError(f"the weights of {path} do not fit the device: {error}") from error
@@ -203,10 +197,8 @@ def _load(args: EngineArgs, links: Links) -> Worker:
         raise
     links.link.loaded = True
     log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
-    return Worker(
-        args, config, model, dtype, device, grammars, functions, group, links.others, pooler, load, mover,
-        Drafts(drafting, draft),
-    )  # fmt: skip
+    how = args, config, model, dtype, device
+    return Worker(*how, grammars, functions, group, links.others, pooler, load, mover, drafts)
 
 
 def _check_parts(config: ModelConfig, pooler: PoolerConfig | None, args: EngineArgs) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...proto.checkpoint.model_config import ModelConfig, load_model_config, read_json, resolve_model
 from ...proto.config import ConfigError, EngineArgs
-from ...proto.speculation import SpeculativeConfig
+from ...proto.speculation import SpeculativeConfig, speculative_config
 from ..device import LongSteps
 from ..kv_cache import KVCache
 from ..memory import step_bytes
@@ -107,11 +107,20 @@ class Drafts:
         return 0 if self.loaded is None else self.loaded.step_bytes(tokens, rows)
 
 
+def drafts_of(args: EngineArgs, model_config: ModelConfig, target: Model) -> Drafts:
+    """What the flags ask to draft with. Raises ConfigError."""
+
+    def load(target: Model) -> Drafting | None:
+        return load_drafting(speculative_config(args), args, model_config, target)
+
+    return Drafts(load(target), load)
+
+
 def load_drafting(
     config: SpeculativeConfig | None, args: EngineArgs, model_config: ModelConfig, target: Model
 ) -> Drafting | None:
     """What ``config`` needs, as the target is; None where it needs no weights. Raises ConfigError."""
-    if config is None or config.method not in MODELS:
+    if config is None or config.method not in MODELS or target.whole.outputs >= 0:
         return None
     length = min(model_config.max_model_len, config.max_model_len or model_config.max_model_len)
     if config.method == "draft_model":
