@@ -126,8 +126,8 @@ def _many(report: Report, args: argparse.Namespace, slices: Sequence[tuple[str, 
 
 def _one(args: argparse.Namespace) -> None:
     """Print one history, or the smallest that fails as it does."""
+    from simulation.draw import draw
     from simulation.kept import Kept, load, save
-    from simulation.plan import draw
     from simulation.show import transcript
     from simulation.shrink import size
 
@@ -167,8 +167,8 @@ def shrunk(plan: Any, limit_s: float, tries: int) -> tuple[Any, str]:
 def _broken(report: Report, args: argparse.Namespace) -> None:
     """A sample for each fault: the seed at which it is found, and how small the plan gets."""
     from simulation.broken import BROKEN
+    from simulation.draw import draw
     from simulation.kept import Kept, file_of, save
-    from simulation.plan import draw
     from simulation.show import transcript
     from simulation.shrink import size
 

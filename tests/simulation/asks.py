@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -66,11 +67,19 @@ def draw_adapters(rng: random.Random, shape: Any, asks: list[Ask]) -> None:
 
 
 def draw_asks(
-    rng: random.Random, shape: Any, overload: bool = False, poison: frozenset[str] = frozenset()
+    rng: random.Random,
+    shape: Any,
+    overload: bool = False,
+    poison: frozenset[str] = frozenset(),
+    count: int = 0,
+    habits: Mapping[str, Any] | None = None,
 ) -> list[Ask]:
-    """Some requests. ``overload``: many at once; ``poison``: one for each of these kinds of process."""
+    """Some requests, or ``count``. ``overload``: many at once; ``poison``: one for each of these kinds of process;
+    ``habits`` that are not left to chance, by their names in ``_Drawer``."""
     drawer = _Drawer(rng, shape)
-    count = rng.choice([12, 20, 30]) if overload else rng.choice([1, 2, 3, 4, 6, 8, 12])
+    for name, value in (habits or {}).items():
+        setattr(drawer, name, value)
+    count = count or (rng.choice([12, 20, 30]) if overload else rng.choice([1, 2, 3, 4, 6, 8, 12]))
     asks = [drawer.ask(f"ask{number}", overload) for number in range(count)]
     for kind in sorted(poison):
         victim = rng.choice([ask for ask in asks if not ask.poison] or asks)
@@ -93,6 +102,8 @@ class _Drawer:
         self.odd = rng.choice([0.0, 0.0, 0.1])  # how often a request cannot be served
         self.span = rng.choice([0.0, 0.1, 1.0, 6.0])  # seconds in which they come
         self.length = rng.choice([4, 12, 40])
+        self.prompts = [0, 1, 2, 5, 9, 20]  # tokens of them that are not shared
+        self.texts = 0.3  # how often a prompt is a text
         self.arrival = 0.0
 
     def ask(self, name: str, overload: bool) -> Ask:
@@ -126,13 +137,13 @@ class _Drawer:
     def _prompt(self, ask: Ask) -> None:
         rng = self.rng
         room = max(1, self._most())
-        if rng.random() < 0.3:
+        if rng.random() < self.texts:
             ask.text = self._text(rng.randint(1, max(1, min(30, room // 2))))
             ask.chat = ask.pooling is None and rng.random() < 0.1
             ask.add_special_tokens = rng.random() < 0.7
             return
         shared = rng.choice([[], *self.prefixes])[: rng.randint(0, room)]
-        own = self._ids(rng.choice([0, 1, 2, 5, 9, 20]))
+        own = self._ids(rng.choice(self.prompts))
         ask.ids = [*shared, *own][:room] or [A]
 
     def _text(self, count: int) -> str:

@@ -11,12 +11,15 @@ from typing import Any
 
 from quire.client.supervisor.watch import SILENCE_S
 
-from .errors import LINKS
+from .errors import LINKS, miscounted
 
 LATE_S = 2.0
 """What is looked at once a second may come so much later."""
 LEAVE_S = 5.0
 """A worker that is told to leave has loaded, or ended its step, within this time."""
+MOST_ATTEMPTS = 3
+"""As often one blow may have a request sent again: the loss of a process, a connection that breaks with it, and word of
+what was lost that comes late."""
 NOTICED_S = 5.0
 """The supervisor hears and looks often enough to find within this time that somebody has been silent too long."""
 
@@ -58,6 +61,20 @@ def without_cause(world: Any) -> list[str]:
             lines.append(f"waited too long | {name}: expected 503 after {limit:g} s, and it ran after {waited:.2f}")
     lost = world.scheduler.membership.registry.lost if world.scheduler is not None and not world.blows else {}
     return lines + [f"lease ended | {worker}: expected nothing, and it {why}" for worker, why in lost.items()]
+
+
+def counted_too_often(world: Any) -> list[str]:
+    """Requests that were sent again more often, or that more losses count to, than what went wrong can explain: each
+    blow that struck meanwhile has a request sent again ``MOST_ATTEMPTS`` times at most."""
+    lines = []
+    for consumer in world.consumers:
+        name, attempt = consumer.ask.name, consumer.request.attempt if consumer.request is not None else 0
+        most = MOST_ATTEMPTS * sum(blow[0] <= consumer.ended for blow in world.blows) if attempt else 0
+        if attempt > most:
+            lines.append(f"sent too often | {name}: expected at most {most} more attempts, got {attempt}")
+        if (wrong := miscounted(consumer, world)) is not None:
+            lines.append(f"losses miscounted | {name}: {wrong}")
+    return lines
 
 
 def late_to_leave(world: Any, place: str) -> list[str]:

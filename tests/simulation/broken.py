@@ -104,7 +104,11 @@ BROKEN: dict[str, Fault] = {
     ),
     "silence ignored": Fault(
         "a worker that sends no heartbeat keeps its lease",
-        ("scheduler.worker_registry:WorkerRegistry._check", "if now - worker.heartbeat_at > silent:", "if False:"),
+        (
+            "scheduler.worker_registry:WorkerRegistry._check",
+            "return\n    if now - worker.heartbeat_at > silent:",
+            "return\n    if False:",
+        ),
     ),
     "a hung step waited for": Fault(
         "a step may take for ever",
@@ -373,6 +377,10 @@ BROKEN: dict[str, Fault] = {
     "the times of the last attempt": Fault(
         "a request's time in line is that of its last attempt",
         ("client.request:OpenRequest.start", "if self.metrics.first_scheduled_time is None:", "if True:"),
+    ),
+    "a place lost over a resume": Fault(
+        "a request that is sent again stands in line as if it came now",
+        ("client.request:OpenRequest.again", "attempt=self.attempt,", "attempt=self.attempt, arrival=4e9,"),
     ),
     "an end of quarantine forgotten": Fault(
         "a detokenizer prepares nothing after a request in quarantine",

@@ -243,8 +243,8 @@ def _state(link: Link) -> str:
 
 def _text(watch: Watch) -> None:
     watch.cause(DetokenizerCore, {
-        "_compare": "not listed", "_lose_engine": "its Engine is lost", "_tokenize": "replaced", "_lose": "out of step",
-        "_begin_alone": "let begin", "_settle": "", "_peers": "",
+        "_compare": "not listed", "_lose_engine": "its Engine is lost", "_tokenize": "replaced",
+        "_beams": "out of step", "_tokens": "tokens missing", "_begin_alone": "let begin", "_settle": "", "_peers": "",
     })  # fmt: skip
 
     def state(core: DetokenizerCore, request: Request) -> str:
@@ -295,7 +295,6 @@ def _text(watch: Watch) -> None:
     watch.before(DetokenizerCore, "_on_scheduler", received)
     watch.replace(DetokenizerCore, "_gone", gone)
     watch.before(Step, "_ended", ended)
-    watch.before(Step, "_lose", lambda *_: ("text", "submitted", "tokens missing", "over"))
 
 
 # -- a process, as its supervisor has it

@@ -148,6 +148,19 @@ def possible_losses(consumer: Consumer, world: Any) -> int:
     request = consumer.request
     if request is not None and consumer.ask.params.n == 1 and not consumer.held:
         last = max(last, request.metrics.last_token_time or last)
+    return _losses_since(last, consumer, world)
+
+
+def miscounted(consumer: Consumer, world: Any) -> str | None:
+    """Why the losses that its client has counted to a request are too many: there were not so many that could be."""
+    request = consumer.request
+    if request is None or consumer.ask.poison in DEADLY:
+        return None
+    count, most = request.losses.count, _losses_since(consumer.begun, consumer, world)
+    return f"expected at most {most} losses, got {count}" if count > most else None
+
+
+def _losses_since(last: float, consumer: Consumer, world: Any) -> int:
     blows = {
         (at, kind, kind not in LINKS and target): kind
         for at, until, kind, target in world.blows

@@ -33,6 +33,7 @@ class Exchange:
     def __init__(self, fail: Fail, struck: Callable[[str], bool]):
         self._fail, self._struck = fail, struck
         self._asked: dict[int, int] = {}  # the last attempt of each request that its Engine has sent
+        self.places: dict[int, tuple[int, float]] = {}  # of each request when it was sent first: priority and arrival
         self._submitted: set[tuple[int, int]] = set()
         self._unnamed = 0  # messages that make no sense, under a name that ZeroMQ made
 
@@ -44,6 +45,7 @@ class Exchange:
         if message.attempt <= last:
             self._fail(f"attempt not raised | {message.uid}: attempt {message.attempt} is sent after {last}")
         self._asked[message.uid] = message.attempt
+        self.places.setdefault(message.uid, (message.priority, message.arrival))
 
     def submitted(self, message: m.Submit, aborted: dict[int, int]) -> None:
         """A detokenizer submits an attempt: once, and not after it was told that nobody wants it."""

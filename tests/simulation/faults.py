@@ -26,6 +26,7 @@ DEATHS = (
     "hang",
     "stop",
     "step_hangs",
+    "load_hangs",
     "answers_twice",
     "poison",
 )
@@ -36,8 +37,10 @@ EVENT_OF = {
     b"Submit": "submit", b"Tokenize": "tokenize",
     b"Accepted": "accepted", b"TextBatch": "text", b"Hello": "hello", b"Ready": "ready", b"Unknown": "unknown",
     b"Reconcile": "reconcile", b"Abort": "abort",
+    b"Manage": "manage", b"Drain": "drain", b"Assign": "assign", b"Configure": "configure",
+    b"TokenBatch": "tokens", b"BeamTokens": "beams", b"Quarantined": "quarantined",
 }  # fmt: skip
-"""The tags of messages that faults may wait for (``plan.EVENTS``)."""
+"""The tags of messages that faults may wait for: those of ``plan.EVENTS``, and those that scenes know."""
 
 
 def strike(world: World, fault: Fault) -> None:
@@ -104,6 +107,11 @@ def _trouble(world: World, fault: Fault, process: Any) -> None:
     process.trouble.append((fault.kind, fault.value))
 
 
+def _load_hangs(world: World, fault: Fault, process: Any) -> None:
+    """Of the next lease that it loads for, whenever that comes."""
+    process.load_hangs = True
+
+
 def _shrinks(world: World, fault: Fault, process: Any) -> None:
     """It dies, and its next process has less memory."""
     shape = world.shapes[fault.target]
@@ -111,6 +119,14 @@ def _shrinks(world: World, fault: Fault, process: Any) -> None:
         max(1, int(shape.blocks * fault.value)), shape.step_low, shape.step_high, shape.load, shape.keeps_name
     )
     _kill(world, fault, process)
+
+
+# -- users
+
+
+def _leaves(world: World, fault: Fault, process: Any) -> None:
+    """All clients of a frontend leave."""
+    process.host.do(process.leave)
 
 
 # -- operators
@@ -161,6 +177,6 @@ _LINKS: dict[str, Callable[[Any, str, str], None]] = {
 }
 _KINDS: dict[str, Callable[[World, Fault, Any], None]] = {
     "kill": _kill, "vanish": _vanish, "term": _term, "stop": _stop, "hang": _stop, "clock": _clock,
-    "shrinks": _shrinks, "drain": _manage, "remove": _manage,
+    "shrinks": _shrinks, "load_hangs": _load_hangs, "leaves": _leaves, "drain": _manage, "remove": _manage,
     **{kind: _trouble for kind in WORKER if kind != "shrinks"},
 }  # fmt: skip

@@ -1,19 +1,17 @@
 """What is going to happen in one history, as plain data: the cluster's shape, what users ask, what goes wrong.
 
-A plan is drawn from its seed alone. Whatever chance decides later (how long a message takes, or a step) is a hash of
-the seed and of what it is about, so that to leave out a part of a plan changes nothing else: that is how a failing one
-is made smaller. Every field's default is its plainest value.
+A plan is drawn from its seed alone (``draw.py``). Whatever chance decides later (how long a message takes, or a step)
+is a hash of the seed and of what it is about, so that to leave out a part of a plan changes nothing else: that is how a
+failing one is made smaller. Every field's default is its plainest value.
 """
 
 from __future__ import annotations
-
-import random
 
 import msgspec
 
 from quire.proto.config import EngineArgs
 
-from .asks import Ask, draw_adapters, draw_asks
+from .asks import Ask
 
 
 class WorkerShape(msgspec.Struct, omit_defaults=True):
@@ -108,122 +106,7 @@ PROCESS = ("kill", "kill", "kill", "stop", "stop", "hang", "vanish", "term")
 LINK = ("cut", "cut", "one_way", "slow", "stall", "reset", "reset")
 WORKER = ("step_fails", "step_hangs", "step_late", "answers_twice", "shrinks", "slot_fails")
 OPERATOR = ("drain", "remove", "join", "clock")
+LOADS = ("load_hangs",)
+USERS = ("leaves",)
 FAMILIES = (PROCESS, LINK, WORKER, OPERATOR)
-
-
-def draw(seed: int) -> Plan:
-    """The plan of this seed."""
-    rng = random.Random(seed)
-    shape = draw_shape(rng)
-    more = random.Random(f"{seed} more")  # of what is newer than the rest, which a seed means as it did before
-    for worker in shape.workers:
-        worker.keeps_name = more.random() < 0.15
-    if more.random() < 0.04:  # a slow cluster whose line is soon full: what it tells those whom it refuses shows there
-        shape.max_num_queued_tokens = more.choice([20, 60])
-        for worker in shape.workers:
-            worker.step_low = worker.step_high = 0.2
-    if more.random() < 0.15:
-        shape.adapter_slots = more.choice([1, 1, 2, 4])
-    if (drafting := random.Random(f"{seed} drafts")).random() < 0.4 and not shape.pools:
-        for worker in shape.workers:
-            worker.drafts, worker.draft_rows = drafting.choice([0, 1, 3, 6]), drafting.choice([1, 2, 8])
-    poison = frozenset(kind for kind in ("worker", "detokenizer", "scheduler") if rng.random() < 0.04)
-    asks = draw_asks(rng, shape, rng.random() < 0.15, poison)
-    if shape.adapter_slots:
-        draw_adapters(more, shape, asks)
-    return Plan(seed, rng.random() < 0.15, shape, asks, draw_faults(rng, shape, asks))
-
-
-def draw_shape(rng: random.Random) -> Shape:
-    """A small cluster."""
-    choice, chance = rng.choice, rng.random
-    shape = Shape(frontends=choice([1, 1, 2]), detokenizers=choice([1, 2, 2]))
-    shape.block_size, shape.max_model_len = choice([8, 8, 16]), choice([40, 64, 120])
-    shape.rows = choice([1, 2, 3, 6, 10])
-    shape.budget = shape.rows + choice([0, 1, 5, 40, 200])
-    shape.prefix_caching, shape.chunked = chance() < 0.7, chance() < 0.75
-    shape.policy = choice(["fcfs", "priority"])
-    if chance() < 0.06:
-        shape.pools = choice(["embed", "classify"])
-        shape.whole = chance() < 0.5
-        if shape.whole:
-            shape.chunked, shape.budget = False, shape.max_model_len
-    if chance() < 0.2:
-        shape.max_num_queued_reqs = choice([1, 2, 4])
-    if chance() < 0.1:
-        shape.max_num_queued_tokens = choice([20, 60, 200])
-    if chance() < 0.1:
-        shape.max_requests_per_key = choice([1, 2, 3])
-    if chance() < 0.05:
-        shape.queue_timeout = choice([0.5, 2.0, 10.0])
-    shape.worker_timeout, shape.step_timeout = choice([2.0, 3.0, 15.0]), choice([2.0, 4.0, 30.0])
-    shape.drain_timeout = choice([0.0, 0.3, 2.0, 30.0])
-    need = -(-(shape.max_model_len - 1) // shape.block_size)
-    slow = choice([0.002, 0.01, 0.04])
-    shape.workers = [
-        WorkerShape(need + choice([0, 1, 3, 10, 40]), slow / choice([1, 2, 10]), slow, choice([0.0, 0.1, 0.1, 1.0]))
-        for _ in range(choice([1, 1, 2, 2, 3]))
-    ]
-    return shape
-
-
-def draw_faults(rng: random.Random, shape: Shape, asks: list[Ask]) -> list[Fault]:
-    """What goes wrong. Each history has kinds of its own, and a number of its own, so that rare pairs are reached:
-    many have one kind alone, and some nothing that goes wrong."""
-    count = rng.choice([0, 1, 1, 2, 2, 3, 4, 6, 12])
-    families = rng.sample(FAMILIES, rng.choice([1, 1, 1, 2, 2, 3, 4]))
-    kinds = sorted({rng.choice(rng.choice(families)) for _ in range(rng.choice([1, 2, 3]))})
-    places = shape.places()
-    if rng.random() < 0.3:  # one kind of process has all the bad luck
-        letter = rng.choice("wwsdf")
-        places = [place for place in places if place[0] == letter]
-    last = max((ask.when for ask in asks), default=0.0)
-    by_event, begin = rng.random() < 0.5, rng.choice([0.0, 0.05])
-    faults: list[Fault] = []
-    for at in range(count):
-        fault = Fault(f"fault{at}", rng.choice(kinds))
-        if faults and rng.random() < 0.25:  # several at once
-            fault.when, fault.after, fault.nth = faults[-1].when, faults[-1].after, faults[-1].nth
-        elif by_event and rng.random() < 0.8:
-            fault.after = rng.choice(sorted(EVENTS))
-            fault.nth = 1 + int(rng.random() ** 2 * EVENTS[fault.after] * (2 + len(asks)))
-            fault.when = rng.choice([0.0, 0.0, 0.0003, 0.003])
-        else:
-            fault.when = round(begin + rng.random() * (last + rng.choice([0.1, 0.3, 1.0, 4.0])), 4)
-        _draw_rest(rng, fault, shape, places)
-        faults.append(fault)
-    return faults
-
-
-def _draw_rest(rng: random.Random, fault: Fault, shape: Shape, places: list[str]) -> None:
-    """Whom it strikes, for how long and how hard."""
-    workers = [f"w{at}" for at in range(len(shape.workers))]
-    fault.target = rng.choice(places)
-    if fault.kind in (*WORKER, "drain", "remove"):
-        fault.target = rng.choice(workers)
-    elif fault.kind == "join":
-        fault.target = rng.choice(["w", "w", "d"]) + str(rng.choice([5, 6]))
-    elif fault.kind == "clock":
-        fault.target, fault.value = rng.choice(["s", "s", "f0"]), rng.choice([-3600.0, -5.0, -0.5, 3600.0])
-    elif fault.kind in LINK:
-        fault.target, fault.other = _draw_link(rng, shape)
-    if fault.kind in ("stop", "hang", "cut", "one_way", "stall"):
-        fault.seconds = rng.choice([0.05, 0.5, 1.5, 2.5, 4.0, 8.0, 13.0, 25.0])
-        if fault.kind in ("stop", "hang") and rng.random() < 0.1:
-            fault.seconds = 70.0  # its supervisor kills it
-        if fault.kind == "stop" and rng.random() < 0.05:
-            fault.target = "v"  # the supervisor itself
-    elif fault.kind == "slow":
-        fault.seconds, fault.value = rng.choice([0.5, 3.0, 10.0]), rng.choice([0.05, 0.3, 2.0])
-    elif fault.kind == "step_late":
-        fault.value = rng.choice([0.3, 1.5, 3.0, 6.0])
-    elif fault.kind == "shrinks":
-        fault.value = rng.choice([0.3, 0.6, 0.9])
-
-
-def _draw_link(rng: random.Random, shape: Shape) -> tuple[str, str]:
-    """Two places that are connected, in either order."""
-    links = [("s", place) for place in shape.places()[1:]]
-    links += [(f"f{f}", f"d{d}") for f in range(shape.frontends) for d in range(shape.detokenizers)]
-    pair = rng.choice(links)
-    return pair if rng.random() < 0.5 else pair[::-1]
+"""Those of which most histories have some. Of the others only scenes have any (``scenes.py``)."""

@@ -73,7 +73,7 @@ class Scheduler(Process):
         self._born = host.clock()
         epoch = main.next_epoch(world.lock, int(host.wall_clock() * 1000))
         self.core = core.Scheduler(world.args, host.clock)
-        watch_line(self.core, world.fail)
+        watch_line(self.core, world.exchange.places, world.fail)
         self._submit, self.core.submit = self.core.submit, self._submitted  # type: ignore[method-assign]
         self.membership = membership.Membership(self.core, epoch, blame.Blame(world.lock))
         watch_scheduler(self.membership, world.fail, self._stood_still)
@@ -283,6 +283,12 @@ class Frontend(Process):
         if consumer.ask.abort_at is not None:
             self.host.after(consumer.ask.abort_at, self._abort, consumer)
         self.flush()
+
+    def leave(self) -> None:
+        """All its clients leave."""
+        for consumer in list(self.consumers):
+            if consumer.request is not None and not consumer.over:
+                self._abort(consumer)
 
     def _abort(self, consumer: Consumer) -> None:
         request = consumer.request

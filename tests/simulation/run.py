@@ -28,7 +28,8 @@ import msgspec
 
 from .broken import BROKEN
 from .coverage import watched
-from .plan import Plan, draw
+from .draw import draw
+from .plan import Plan
 from .world import World
 
 LIMIT_S = 60.0

@@ -14,7 +14,7 @@ from quire.client.supervisor.place import TRANSITIONS as PLACE_TRANSITIONS
 from quire.scheduler.worker_phase import TRANSITIONS as WORKER_TRANSITIONS
 
 from .phases import PHASES
-from .plan import LINK, OPERATOR, PROCESS, WORKER
+from .plan import LINK, LOADS, OPERATOR, PROCESS, USERS, WORKER
 
 Mark = tuple[str, ...]
 
@@ -32,7 +32,8 @@ MACHINES = {
         waiting | given a row | prefill
         prefill | prompt scheduled | decode
         prefill / decode | preempted / lease ended / drained | waiting
-        decode | answered / answer lost | over
+        decode | answered | over
+        waiting / prefill / decode | answer lost | over
         waiting / prefill / decode | aborted / not believed in / replaced / owner forgotten / failed | over
         waiting / prefill / decode | undelivered | over""",
     "pooling": """
@@ -54,7 +55,7 @@ MACHINES = {
         sent, in quarantine | lost, not counted / lost, counted | waits, in quarantine
         accepted | lost, not counted | accepted / waits again
         runs | lost, counted / lost, not counted | accepted / waits again
-        runs | finished | over
+        accepted / runs | finished | over
         new / sent / accepted / runs / waits / waits again | aborted / failed | over
         sent, in quarantine / waits, in quarantine | aborted / failed | over
         sent / sent, in quarantine / accepted | refused | over""",
@@ -86,8 +87,10 @@ UNREACHABLE: dict[str, str] = {
     "worker | ready | Bye | over": "a worker says Bye in answer to Drain only",
     "worker | draining | Bye | over": "a worker says Bye in answer to Drain only",
     "worker | loading | breach of the protocol | over": "the only breach here is a result that comes twice",
-    "worker | configuring | breach of the protocol | over": "as above",
-    "worker | recalled | breach of the protocol | over": "as above",
+    "worker | configuring | breach of the protocol | over": "the only breach here is a result that comes twice",
+    "worker | recalled | breach of the protocol | over": "the only breach here is a result that comes twice",
+    "worker | asleep | * | *": "no plan has an administrator who lets the server sleep yet",
+    "worker | recalled | Rested | recalled": "no plan has an administrator who lets the server sleep yet",
     "process | ended | scheduler | left": "only a gpu_worker leaves",
     "process | ended | detokenizer | left": "only a gpu_worker leaves",
     "process | ended | frontend | left": "only a gpu_worker leaves",
@@ -98,6 +101,10 @@ UNREACHABLE: dict[str, str] = {
     "pooling | * | preempted | waiting": "only decodes need more blocks, and where prompts are pooled nothing decodes",
     "pooling | prefill | failed | over": "a prompt fails with its last chunk, which is scheduled then",
     "beam search | prefill | failed | over": "a prompt fails with its last chunk, which is scheduled then",
+    "text | preparing | accepted | over": "a child's last token and its end come in one row of each message, so "
+    "that of a request that is sent again some child has not ended",
+    "text | submitted | out of step | over": "a beam search asks one question at a time, and ends where one is lost "
+    "with the connection (Books._drop_unanswered, Membership.undelivered)",
     "text | * | not listed | over": "on one connection the Abort comes before the Reconcile that leaves it out",
 }
 """What no history can reach, as patterns, and why."""
@@ -111,7 +118,7 @@ def every() -> Iterator[Mark]:
     for phase, events in WORKER_TRANSITIONS.items():
         for event, after in events.items():
             yield "worker", phase.value, event.value, after.value
-        for end in LOADING_ENDS if phase.value in ("loading", "configuring", "recalled") else READY_ENDS:
+        for end in LOADING_ENDS if phase.value in ("loading", "asleep", "configuring", "recalled") else READY_ENDS:
             yield "worker", phase.value, end, "over"
     for (state, after_it), service in product(PLACE_TRANSITIONS, SERVICES):
         yield "process", state.value, service, after_it.value
@@ -120,7 +127,8 @@ def every() -> Iterator[Mark]:
 
 def faults() -> Iterator[Mark]:
     """Every kind of fault with every phase of what it may strike."""
-    for kinds, struck in ((PROCESS, PHASES), (LINK, PHASES), (WORKER, ("worker",)), (OPERATOR, ("worker",))):
+    of_workers = (*WORKER, *LOADS, *OPERATOR)
+    for kinds, struck in ((PROCESS, PHASES), (LINK, PHASES), (of_workers, ("worker",)), (USERS, ("frontend",))):
         for kind in dict.fromkeys(kinds):
             for what in ("scheduler", "frontend") if kind == "clock" else struck:
                 if kind != "join":  # it strikes nobody: somebody comes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simulation.bounds import late_to_leave, over_limits, overlooked, without_cause
+from simulation.bounds import counted_too_often, late_to_leave, over_limits, overlooked, without_cause
 
 SHAPE = SimpleNamespace(
     max_num_queued_reqs=2, max_num_queued_tokens=10, max_requests_per_key=2, queue_timeout=5.0, drain_timeout=2.0
@@ -61,6 +61,25 @@ def test_what_comes_without_a_cause_is_found(attempt: int, waited: Any, blows: l
     request = SimpleNamespace(attempt=attempt, metrics=SimpleNamespace(time_in_queue=waited))
     consumers = [SimpleNamespace(request=each, ask=SimpleNamespace(name="ask0")) for each in (request, None)]
     found = without_cause(world(consumers=consumers, blows=blows))
+    assert [line.partition(" | ")[0] for line in found] == rules
+
+
+@pytest.mark.parametrize(
+    ("attempt", "losses", "blows", "rules"),
+    [
+        (0, 0, [], []),
+        (3, 1, [[1.0, 2.0, "kill", "d0"]], []),
+        (4, 1, [[1.0, 2.0, "kill", "d0"]], ["sent too often"]),
+        (1, 2, [[1.0, 2.0, "kill", "d0"]], ["losses miscounted"]),
+        (1, 0, [[9.0, 9.0, "kill", "d0"]], ["sent too often"]),
+        (1, 1, [[1.0, 2.0, "drain", "w0"]], ["losses miscounted"]),
+    ],
+)
+def test_what_is_counted_has_as_many_causes(attempt: int, losses: int, blows: list[Any], rules: list[str]) -> None:
+    request = SimpleNamespace(attempt=attempt, losses=SimpleNamespace(count=losses))
+    ask = SimpleNamespace(name="ask0", poison="")
+    consumers = [SimpleNamespace(request=each, ask=ask, begun=0.5, ended=5.0) for each in (request, None)]
+    found = counted_too_often(world(consumers=consumers, blows=blows))
     assert [line.partition(" | ")[0] for line in found] == rules
 
 

@@ -11,7 +11,7 @@ TESTS = Path(__file__).resolve().parent.parent
 SEEDS = range(500, 520)
 CODE = """
 import sys, zlib
-from simulation.plan import draw
+from simulation.draw import draw
 from simulation.run import run_plan
 for seed in map(int, sys.argv[1:]):
     lines = []

@@ -27,7 +27,7 @@ def exchange(failed: list[str]) -> Exchange:
 
 
 def asked(attempt: int) -> Any:
-    return SimpleNamespace(uid=7, attempt=attempt)
+    return SimpleNamespace(uid=7, attempt=attempt, priority=0, arrival=5.0 + attempt)
 
 
 def test_an_engine_sends_higher_attempts_only(exchange: Exchange, failed: list[str]) -> None:
@@ -36,6 +36,7 @@ def test_an_engine_sends_higher_attempts_only(exchange: Exchange, failed: list[s
     assert failed == []
     exchange.asked(asked(3))
     assert failed == ["attempt not raised"]
+    assert exchange.places == {7: (0, 5.0)}
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from simulation.asks import Ask
+from simulation.draw import draw
 from simulation.kept import PLANS, load
-from simulation.plan import Fault, Plan, draw
+from simulation.plan import Fault, Plan
 from simulation.show import transcript
 from simulation.world import World
 

@@ -38,6 +38,8 @@ class Worker(Process):
         self.identity = ""
         self._wire: Any = None
         self._inbox: deque[Any] = deque()
+        self.load_hangs = False  # what it is told to load for the next lease, which is not its first
+        self._leases = 0
         self._busy = self._dismissed = self._served = False
         self._doubled: m.StepResult | None = None
         self.later(shape.load / 2, shape.load, self._start)
@@ -95,6 +97,11 @@ class Worker(Process):
                     return
                 self.world.blow(kind, self.place, late)
         elif isinstance(message, m.Assign | m.Configure):
+            self._leases += isinstance(message, m.Assign)
+            if self.load_hangs and self._leases > 1 and (isinstance(message, m.Configure) or self._draw() < 0.5):
+                self.hung = True
+                self.world.blow("load_hangs", self.place)
+                return
             low, high = self.shape.load / 8, self.shape.load / 4
         self.later(low + late, high + late, self._run, self.identity, message)
 

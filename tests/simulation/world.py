@@ -306,7 +306,7 @@ class World:
         self._until(lambda: not leftovers(self), self.timeline.now + CLEAN_S, LOOK_S)
         if self.scheduler is not None and self.scheduler.host.alive:
             self.scheduler.core.check_integrity()
-        for line in [*check_end(self), *bounds.without_cause(self)]:
+        for line in [*check_end(self), *bounds.without_cause(self), *bounds.counted_too_often(self)]:
             self.fail(line)
 
     def _until(self, reached: Callable[[], bool], until: float, every: float = 0.0) -> bool:
@@ -332,7 +332,7 @@ class World:
         """The faults stop."""
         self.quiet = True
         self.say("! the faults stop")
-        self._hung = any(worker.hung for worker in self.workers if worker.host.alive)
+        self._hung = any(worker.hung or worker.load_hangs for worker in self.workers if worker.host.alive)
         for a, b in sorted(self.links):
             self.network.heal(a, b)
         for stands in [*self.supervisors, *self.processes.values()]:
