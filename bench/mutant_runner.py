@@ -92,14 +92,19 @@ class _Runner:
     # -- what the tests are
 
     def _time_all(self) -> list[tuple[int, float]]:
-        """Seconds of the processor of each test that passes."""
+        """Seconds of the processor of each test that passes in time."""
         found = []
-        for at in range(len(self.items)):
+        signal.signal(signal.SIGPROF, _too_long)
+        for at, item in enumerate(self.items):
             began = time.process_time()
-            if self._passes([at]):
-                took = time.process_time() - began
-                if took <= self.longest:
-                    found.append((at, took))
+            signal.setitimer(signal.ITIMER_PROF, self.longest)
+            passed = self._passes([at])
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            if passed:
+                found.append((at, time.process_time() - began))
+            else:
+                with suppress(BaseException):
+                    item.session._setupstate.teardown_exact(None)
         return found
 
     def _trace_all(self) -> list[tuple[int, list[tuple[str, int]]]]:
@@ -215,6 +220,14 @@ def _run_item(item: Any, after: pytest.Item | None) -> None:
     item.ihook.pytest_runtest_setup(item=item)
     item.ihook.pytest_runtest_call(item=item)
     item.ihook.pytest_runtest_teardown(item=item, nextitem=after)
+
+
+class _TooLong(BaseException):
+    """A test takes longer than those that are wanted."""
+
+
+def _too_long(*_: object) -> None:
+    raise _TooLong
 
 
 class _First:
