@@ -136,7 +136,7 @@ class _Runner:
         """By file, qualified name and first line: every function that is there now."""
         found = defaultdict(list)
         for thing in gc.get_objects():
-            if isinstance(thing, FunctionType) and thing.__code__.co_filename in self.files:
+            if type(thing) is FunctionType and thing.__code__.co_filename in self.files:
                 code = thing.__code__
                 found[code.co_filename, code.co_qualname, code.co_firstlineno].append(thing)
         return found
