@@ -25,7 +25,7 @@ from quire.proto.messages import (
 )
 from quire.proto.pooling import PoolingParams
 from quire.proto.work import Pool
-from quire.scheduler.logprobs import count_logprobs, skip_logprobs
+from quire.scheduler.logprobs import count_logprobs, first_logprobs, skip_logprobs
 from quire.scheduler.replica import Replica
 from quire.scheduler.step import Step
 
@@ -154,6 +154,13 @@ def test_a_record_without_its_first_tokens() -> None:
     assert skip_logprobs(record, 0) is record
     assert skip_logprobs(record, 1) == Logprobs(i32(range(2, 6)), i32(range(12, 16)), i32([8, 9]))
     assert skip_logprobs(record, 3) == Logprobs(b"", b"", b"")
+
+
+def test_the_first_tokens_of_a_record() -> None:
+    record = Logprobs(i32(range(6)), i32(range(10, 16)), i32([7, 8, 9]))
+    assert first_logprobs(record, 3) is record
+    assert first_logprobs(record, 2) == Logprobs(i32(range(4)), i32(range(10, 14)), i32([7, 8]))
+    assert first_logprobs(record, 1) == Logprobs(i32([0, 1]), i32([10, 11]), i32([7]))
 
 
 def test_logprobs_of_one_who_has_left_go_to_nobody() -> None:

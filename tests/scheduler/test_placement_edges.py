@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from adapter_rig import AdapterRig, adapter
 from scheduler_rig import VOCAB, Rig
 
 from quire.proto.messages import Lease
 from quire.scheduler.placement import (
+    HELD,
     TOKENS_PER_ROW,
     belongs_elsewhere,
     cached_prefix,
@@ -135,3 +137,39 @@ def test_a_stalled_worker_leaves_its_own_to_whoever_has_room() -> None:
     assert not belongs_elsewhere(seq, here, [], [small], stalled=True)  # it can never hold it
     there.pool.allocate_many(60)
     assert not belongs_elsewhere(seq, here, [], [small, there], stalled=True)
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def test_who_needs_an_adapter_goes_where_it_is_and_nobody_else_does() -> None:
+    rig = AdapterRig(blocks=[400, 400])
+    here, there = rig.core.replicas[0], rig.core.replicas[1]
+    wanted = adapter("a")
+    seq, plain = one(rig, 60, adapter=wanted), one(rig, 60)
+    assert not belongs_elsewhere(seq, here, [], [there])
+    assert there.adapters is not None
+    there.adapters.begin_turn(wanted)
+    there.adapters.end_turn(0.0)  # it is on its way
+    assert belongs_elsewhere(seq, here, [], [there]) and not belongs_elsewhere(seq, there, [], [here])
+    assert not belongs_elsewhere(plain, here, [], [there]) and belongs_elsewhere(plain, there, [], [here])
+    blocks = list(range(HELD // 8))
+    assert not belongs_elsewhere(seq, here, blocks, [there])  # so long a prefix is worth as much
+    assert belongs_elsewhere(seq, here, blocks[1:], [there])
+
+
+def test_a_worker_without_a_slot_for_it_is_no_place_for_who_needs_an_adapter() -> None:
+    rig = AdapterRig(adapter_slots=1, blocks=[64, 64])
+    here, there = rig.core.replicas[0], rig.core.replicas[1]
+    seq, plain = one(rig, 60, adapter=adapter("a")), one(rig, 60)
+    none = add(rig, 2)
+    assert can_ever_hold(none, plain) and not can_ever_hold(none, seq)
+    assert belongs_elsewhere(plain, here, [], [none], stalled=True)
+    assert not belongs_elsewhere(seq, here, [], [none], stalled=True)
+    assert belongs_elsewhere(seq, none, [], [here])
+    assert belongs_elsewhere(seq, here, [], [there], stalled=True)
+    assert there.adapters is not None
+    there.adapters.begin_turn(adapter("b"))
+    there.adapters.end_turn(0.0)  # another takes its only slot
+    assert not belongs_elsewhere(seq, here, [], [there], stalled=True)
+    assert belongs_elsewhere(plain, here, [], [there], stalled=True)

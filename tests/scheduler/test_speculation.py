@@ -198,3 +198,19 @@ def test_a_result_that_cannot_be(change, words: str) -> None:
     change(result)
     with pytest.raises(BadFrame, match=words):
         rig.core.commit(rig.replica, result)
+
+
+def test_a_loss_counts_for_those_whose_drafts_were_being_verified() -> None:
+    rig = Drafting()
+    rig.submit(9, max_tokens=40)
+    rig.step()
+    rig.submit(9, max_tokens=40)
+    assert isinstance(rig.plan(), SpeculativePlan)
+    (seq,) = rig.core.requests[1].live
+    rig.core.end_lease(rig.replica)
+    assert seq.losses.count == 1
+    rig.plans[0].clear()
+    rig.add(0, 64)
+    rig.run()
+    for uid in (1, 2):
+        assert rig.tokens[uid, 0] == expect(rig, uid, 9, 40)
