@@ -44,6 +44,7 @@ from quire.proto.messages import (
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
 from quire.scheduler.blame import SLOTS, START, Blame
+from quire.scheduler.inputs import Inputs
 from quire.scheduler.membership import LOST_FRONT_S, STOOD_STILL_S
 from quire.scheduler.worker_phase import Phase
 from quire.scheduler.worker_registry import (
@@ -139,7 +140,7 @@ def test_heartbeats_say_how_many_frames_were_bad(house: House) -> None:
     house.hello("d1")
     house.hello("f1", "frontend")
     house.worker("w1")
-    house.members.wire_bad_frames = 3
+    Inputs(house.members).bad_frames(3)
     house.core.count_bad()
     house.later(0.0)
     assert house.told("d1", Heartbeat) == [Heartbeat(bad_frames=4)]
