@@ -11,6 +11,7 @@ from scheduler_rig import VOCAB, Rig
 from quire.proto.codec import from_i32, i32
 from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import Child, StepResult
+from quire.proto.standstill import Standstill
 from quire.scheduler.batch import Lineup
 from quire.scheduler.block_pool import PoolError
 from quire.scheduler.fake.fake_model import expected_tokens
@@ -193,6 +194,20 @@ def test_how_long_a_step_has_run() -> None:
     rig.plan()
     assert rig.replica.waited(21.5) == 1.5
     assert [rig.replica.stalled(20.0 + seconds) for seconds in (2.0, 2.1)] == [False, True]
+
+
+def test_a_standstill_of_the_scheduler_is_no_time_of_a_step() -> None:
+    rig = Rig()
+    rig.submit(8, max_tokens=9)
+    rig.plan()
+    rig.now = 1.0
+    rig.plan()
+    rig.now = 3.0
+    rig.work()
+    standstill = Standstill(5.0, rig.now)
+    assert standstill.notice(103.0)
+    rig.replica.forgive(standstill)
+    assert rig.replica.waited(104.0) == 1.0  # since the step before it was done
 
 
 # ---------------------------------------------------------------- who decodes
