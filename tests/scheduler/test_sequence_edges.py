@@ -250,3 +250,25 @@ def test_a_batch_names_its_rows_and_whose_they_are() -> None:
     some = batch.only(np.array([True, False, True]))
     assert (from_i32(some.packed), [seq.uid for seq in some.seqs]) == ([0, 2], [1, 3])
     assert [batch.place(at) for at in range(3)] == [0, 1, 2]
+
+
+def test_the_children_of_a_suspect_are_suspects_each_until_its_own_first_token() -> None:
+    rig = Rig()
+    rig.submit(8, attempt=1, losses=2, n=3, max_tokens=30)
+    rig.submit(8, max_tokens=30)
+    rig.plan()
+    assert [seq.index for seq in rig.replica.quarantined] == [0, 1, 2]
+    rig.work()
+    suspects = len(rig.replica.quarantined)
+    while suspects:
+        plan = rig.step()
+        assert plan is not None and len(from_i32(plan.rows)) == 1  # alone
+        assert len(rig.replica.quarantined) == suspects - 1
+        suspects -= 1
+    while rig.core.requests[1].live[0].output_len < 20:
+        rig.step()
+    for seq in rig.replica.sequences():
+        rig.core.preempt(seq)
+    rig.run()
+    for uid, index in ((1, 0), (1, 1), (1, 2), (2, 0)):
+        assert rig.tokens[uid, index] == expected_tokens(rig.prompt(8, uid), uid + index, 30, VOCAB)
