@@ -109,7 +109,7 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
         return
     # Where somebody is comes to be known when its verification is answered; it waits until then.
     exact = replica.going
-    if any(seq.loose for seq in seqs):
+    if any(step.verifications for step in replica.in_flight):
         exact = Lineup(replica.columns)
         for seq in seqs:
             if not seq.loose:

@@ -60,7 +60,9 @@ class MembersWorld(World):
     def add_worker(self, number: int = 0, fake: FakeWorker | None = None) -> None:
         if fake is None:
             need = -(-(self.max_model_len - 1) // self.config.block_size)
-            fake = FakeWorker(need + self.rng.choice([0, 1, 3, 10, 40]), self.max_model_len, VOCAB)
+            drafts, draft_rows = self.drafts()
+            blocks = need + self.rng.choice([0, 1, 3, 10, 40])
+            fake = FakeWorker(blocks, self.max_model_len, VOCAB, drafts=drafts, draft_rows=draft_rows)
         self.names += 1
         peer = f"gpu_worker-{self.names}"
         self.sims[peer] = Sim(fake, self.now)

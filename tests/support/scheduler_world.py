@@ -32,6 +32,7 @@ from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_model import expected_beams, expected_logprobs, expected_tokens, join
 from quire.scheduler.fake.page_store import PageStore
+from quire.scheduler.logprobs import first_logprobs, skip_logprobs
 from quire.scheduler.replica import Replica
 
 VOCAB = 40
@@ -107,6 +108,12 @@ class Client:
             assert got == [(tokens, finish) for tokens, finish, _ in expected], self.uid
 
 
+def one_by_one(record: Logprobs) -> list[Logprobs]:
+    """A record for each token of ``record``."""
+    count = len(record.ranks) // 4
+    return [first_logprobs(skip_logprobs(record, at), 1) for at in range(count)]
+
+
 def stop_string(outputs: list[int]) -> bool:
     return sum(outputs[-2:]) % 11 == 0
 
@@ -114,6 +121,7 @@ def stop_string(outputs: list[int]) -> bool:
 class World:
     def __init__(self, seed: int):
         rng = self.rng = random.Random(seed)
+        self.drafting = random.Random(f"{seed} drafts")  # apart, so that a seed means what it meant before
         self.now = 0.0
         rows = rng.choice([1, 2, 3, 6, 10])
         self.config = EngineArgs(
@@ -145,12 +153,17 @@ class World:
         blocks = need + rng.choice([0, 1, 3, 10, 40])
         self.leases += 1
         lease = Lease(1, number, self.leases)
-        self.stores[number] = PageStore(self.config.max_num_seqs, blocks, size, VOCAB)
+        drafts, draft_rows = self.drafts()
+        self.stores[number] = PageStore(self.config.max_num_seqs, blocks, size, VOCAB, drafts=drafts)
         self.plans[number] = []
         self.core.add_replica(
             Replica(number, lease, f"worker{self.leases}", self.config.max_num_seqs, blocks, size, self.max_model_len,
-                    VOCAB, self.config.enable_prefix_caching)
+                    VOCAB, self.config.enable_prefix_caching, drafts=drafts, draft_rows=draft_rows)
         )  # fmt: skip
+
+    def drafts(self) -> tuple[int, int]:
+        """What a worker drafts, and for how many rows: half of them nothing."""
+        return self.drafting.choice([0, 0, 0, 1, 3, 6]), self.drafting.choice([1, 2, 8])
 
     def arrive(self) -> None:
         rng = self.rng
@@ -295,7 +308,8 @@ class World:
                 continue
             assert offset == len(client.tokens[index])
             client.tokens[index] += new
-            client.logprobs[index] += [records[row]] if row in records else []
+            if row in records:
+                client.logprobs[index] += one_by_one(records[row])
             client.finishes[index] = Finish(finish)
         assert at == len(tokens)
         for uid in from_i64(batch.started_uids):
