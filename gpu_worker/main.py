@@ -21,6 +21,7 @@ from .link import Dismissed, Link
 if TYPE_CHECKING:
     import torch
 
+    from .lora.slots import LoraSpec
     from .models.model import Model
     from .moving import Mover
     from .parallel.group_link import Leader, Member
@@ -229,10 +230,20 @@ def _model(
     kv_scales = scales_to_read(cache_dtype, args.calculate_kv_scales)
     model = load_model(
         config, dtype, device, args.load_format, args.seed, group.leader, group, pooler, args.quantization,
-        args.quantize_lm_head, kv_scales,
+        args.quantize_lm_head, kv_scales, _lora(args, dtype),
     )  # fmt: skip
     set_scales(model, cache_dtype, args.calculate_kv_scales, kv_scales, config.max_model_len)
     return model
+
+
+def _lora(args: EngineArgs, dtype: torch.dtype) -> LoraSpec | None:
+    """Which adapters the model may have."""
+    if not args.enable_lora:
+        return None
+    from .lora.slots import LoraSpec
+    from .models.adapter_reader import adapter_dtype
+
+    return LoraSpec(args.max_loras, args.max_lora_rank, adapter_dtype(args.lora_dtype, dtype))
 
 
 def _suit(args: EngineArgs, device: torch.device) -> None:

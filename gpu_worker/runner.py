@@ -38,7 +38,8 @@ from .graphs import (
 from .kernels import marks
 from .kv_cache import KVCache
 from .models.decoder import Decoder
-from .models.program import Program, program_of
+from .models.program import Program, program_of, runs_natively
+from .models.program_adapters import AdaptedProgram
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
 from .parallel.parallel import Group
 from .sampling.followers import Follower
@@ -57,6 +58,10 @@ PROMPT_SLICE = 128
 """Prompt positions whose logits are computed at a time, so that a long prompt's need no more memory than so many."""
 
 
+Head = Callable[[torch.Tensor, int], torch.Tensor]
+"""(hidden states of outputs of a step, the number of the first) -> logits."""
+
+
 class Runner:
     """Owns the step of one device. Not thread-safe: one compute thread, one compute stream."""
 
@@ -72,10 +77,17 @@ class Runner:
         self.model, self.state, self.kv = model, state, kv
         self.max_tokens = max_tokens
         slots = state.max_rows + extra
-        self.taps = taps
-        self.program = program_of(model, kv, state.tokens, state.tables, max(slots, PROMPT_SLICE), long, taps)
+        self.taps, most = taps, max(slots, PROMPT_SLICE)
+        self.program = program_of(model, kv, state.tokens, state.tables, most, long, taps)
         if taps and isinstance(model, Decoder):
             model.taps = taps
+        self.slots = model.adapters
+        """The adapters that rows may have, where they may."""
+        self.adapted: AdaptedProgram | None = None
+        """What runs the steps in which some row has one, where ``program`` runs the others."""
+        if self.slots is not None and self.program is not None and runs_natively(model, kv):
+            rows = self.slots, state.adapters
+            self.adapted = AdaptedProgram(self.program, *rows, model, kv, state.tokens, state.tables, most, long, taps)
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
         self.pooler = pooler
@@ -147,18 +159,54 @@ class Runner:
 
     def _forward(self, run: Run, spans: list[Span]) -> tuple[torch.Tensor, SampleBatch, list[PromptGroup]]:
         """Logits [S, V] of the sample slots, or this process's share of them; the slots; what ``spans`` tell."""
-        if self.program is None:
+        self._look_up_adapters(run)
+        program = self._program
+        if program is None:
             batch, slots = self._batch(run, spans)
-            hidden, head = self._hidden(batch), self.model.logits
+            hidden = self._hidden(batch)
         else:
             slots = self.state.sample_batch(run, *self.state.upload(run.sample_rows, run.positions))
             outputs = outputs_of(run, spans)
             if not spans:
-                return self.program.logits(run.rows, run.starts, run.counts, outputs), slots, []
-            hidden, head = self._hidden_of(self.program, run, outputs), self.program.head
-        prompts = self._prompts(hidden[len(slots) :], run, spans, head) if spans else []
+                return program.logits(run.rows, run.starts, run.counts, outputs), slots, []
+            hidden = self._hidden_of(program, run, outputs)
+        head = self._head(program, run, spans)
+        prompts = self._prompts(hidden, len(slots), run, spans, head) if spans else []
         drawn = hidden[: len(slots)] if spans else hidden
-        return head(drawn) if len(slots) else drawn, slots, prompts
+        return head(drawn, 0) if len(slots) else drawn, slots, prompts
+
+    @property
+    def _adapts(self) -> bool:
+        """Whether some row of this step has an adapter."""
+        return self.slots is not None and self.slots.active
+
+    @property
+    def _program(self) -> Program | None:
+        """What runs this step; None: torch does."""
+        return (self._adapts and self.adapted) or self.program
+
+    def _look_up_adapters(self, run: Run) -> None:
+        """See whether some row of this step has an adapter."""
+        if self.slots is not None:
+            self.slots.active = bool((self.state.adapters[run.rows] >= 0).any())
+
+    def _head(self, program: Program | None, run: Run, spans: list[Span]) -> Head:
+        """Call it behind the forward pass of the step."""
+        slots = self.slots
+        if slots is None or not slots.active:
+            plain = self.model.logits if program is None else program.head
+            return lambda hidden, first: plain(hidden)
+        native = self.adapted
+        if native is None:
+            logits = self.model.logits
+
+            def adapted(hidden: torch.Tensor, first: int) -> torch.Tensor:
+                slots.to_outputs(slice(first, first + len(hidden)))
+                return logits(hidden)
+
+            return adapted
+        rows = np.repeat(self.state.adapters[run.rows], run.counts)[outputs_of(run, spans)]
+        return lambda hidden, first: native.adapted_head(hidden, rows[first : first + len(hidden)])
 
     def _hidden_of(self, program: Program, run: Run, outputs: np.ndarray) -> torch.Tensor:
         """Hidden states float32 [S, hidden] of the tokens ``outputs`` of the step, in any order."""
@@ -167,6 +215,7 @@ class Runner:
 
     def _hand_on(self, run: Run) -> Outcome:
         """A step of a stage that others come after: hidden states go to the next, tokens come back from the last."""
+        self._look_up_adapters(run)
         batch, slots = self._batch(run, [])
         self.group.send_hidden(self._hidden(batch))
         if len(slots) and self.pooler is None:
@@ -177,10 +226,11 @@ class Runner:
     def _pool(self, pooler: Pooler, run: Run) -> Outcome:
         """A step of prompts that are pooled: hidden states in place of tokens."""
         state = self.state
+        self._look_up_adapters(run)
         pieces = pooler.pieces(run, state.pooled)
         wanted = np.concatenate([np.arange(each.first, each.first + each.count) for each in pieces] or [run.rows[:0]])
-        if self.program is not None:
-            hidden = self._hidden_of(self.program, run, wanted).to(self.model.dtype)
+        if (program := self._program) is not None:
+            hidden = self._hidden_of(program, run, wanted).to(self.model.dtype)
             return pooler.outcome(self._download, pieces, hidden, len(run.sample_src))
         batch = self._batch(run, [])[0]
         batch.host_query_starts = [0, *run.counts.cumsum().tolist()]
@@ -190,11 +240,13 @@ class Runner:
             first = np.repeat(np.where(type_starts < 0, state.max_model_len, type_starts), run.counts)
             (batch.types,) = state.upload((at >= first).astype(np.int64))
         (batch.outputs,) = state.upload(wanted)
+        if self.slots is not None and self.slots.active:
+            self.slots.begin(np.repeat(state.adapters[run.rows], run.counts), wanted)
         return pooler.outcome(self._download, pieces, self._hidden(batch), len(run.sample_src))
 
     def _hidden(self, batch: StepBatch) -> torch.Tensor:
         """The forward pass: hidden states of the tokens ``batch.outputs``; of every token where a stage follows."""
-        for graphs in (self.graphs, self.pieces):
+        for graphs in () if self._adapts else (self.graphs, self.pieces):
             if graphs is not None and graphs.covers(batch):
                 hidden = graphs.run(batch)
                 return hidden if batch.outputs is None else hidden.index_select(0, batch.outputs)
@@ -272,27 +324,25 @@ class Runner:
             for follower in state.followers:
                 follower.drawn(kept, outcome.arrival)
 
-    def _prompts(
-        self, hidden: torch.Tensor, run: Run, spans: list[Span], head: Callable[[torch.Tensor], torch.Tensor]
-    ) -> list[PromptGroup]:
-        """Logprobs of the prompt tokens ``spans`` from the hidden states before them, a slice at a time.
-
-        ``head``: from hidden states to logits.
+    def _prompts(self, hidden: torch.Tensor, first: int, run: Run, spans: list[Span], head: Head) -> list[PromptGroup]:
+        """Logprobs of the prompt tokens ``spans`` from the hidden states before them, a slice at a time: those of the
+        outputs ``hidden`` from ``first`` on.
         """
         state = self.state
         raw = "raw_logits" if state.sampling.logprobs_mode.endswith("logits") else "raw_logprobs"
         at, positions = _places(spans)
         tokens = state.tokens[tuple(state.upload(run.rows[at], positions))].long()
-        groups, start = [], 0
+        groups, start = [], first
         for k, same in groupby(spans, key=lambda span: span.k):
             members = list(same)
             end = start + sum(span.count for span in members)
             parts = []
             for low in range(start, end, PROMPT_SLICE):
                 part = slice(low, min(low + PROMPT_SLICE, end))
-                logits = self.group.gather_logits(head(hidden[part]), state.vocab_size)
+                logits = self.group.gather_logits(head(hidden[part], low), state.vocab_size)
                 if logits is not None:
-                    parts.append(token_logprobs(logits, tokens[part], k, raw))
+                    asked = slice(part.start - first, part.stop - first)
+                    parts.append(token_logprobs(logits, tokens[asked], k, raw))
             if parts:
                 groups.append(PromptGroup(members, *(torch.cat(column) for column in zip(*parts, strict=True))))
             start = end
@@ -314,6 +364,8 @@ class Runner:
         slots = state.tables_host[token_rows, positions // size].astype(np.int64) * size + positions % size
         longest_context = int(run.ends.max())
         orders = () if state.on_host or run.pure_decode else longest_first(run.counts, run.ends, num_decodes)
+        if self.slots is not None and self.slots.active:
+            self.slots.begin(state.adapters[token_rows], outputs_of(run, spans))
         (
             rows_d, token_rows_d, positions_d, slots_d, outputs_d, sample_rows_d, sample_positions_d, starts_d, ends_d,
             *orders_d,

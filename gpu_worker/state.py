@@ -30,6 +30,7 @@ from .sampling.sampling_state import SamplingState
 from .transfer import PLAN_BYTES, Upload
 
 if TYPE_CHECKING:
+    from .lora.slots import Slots
     from .sampling.grammar import Grammars
     from .sampling.processors import Processors
 
@@ -120,7 +121,8 @@ class RowState:
     [max_rows, max_blocks] int32 are on the device; ``tables_host`` and ``known`` (tokens of each row) on the host.
     ``tokens_host`` is ``tokens`` as an array, of no rows where the device is not the host. Neither array moves.
     ``failed`` rows cannot draw any more: their slots answer with the status and message given here. ``draws`` is
-    False in a process of a replica whose tokens another one draws.
+    False in a process of a replica whose tokens another one draws. ``adapters`` [max_rows] says which of the
+    adapters in ``slots`` each row has; it does not move, and has no rows where there are no ``slots``.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class RowState:
         grammars: Follower[Grammars] | None = None,
         processors: Follower[Processors] | None = None,
         draws: bool = True,
+        slots: Slots | None = None,
     ):
         self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
         self.vocab_size, self.device = vocab_size, device
@@ -146,6 +149,8 @@ class RowState:
         self.asking: dict[int, tuple[int, int]] = {}  # rows that want prompt logprobs: from which position, how many
         self.failed: dict[int, Failure] = {}
         self.pooled: dict[int, Pool] = {}  # rows that draw nothing
+        self.slots = slots  # of adapters, where rows may have any
+        self.adapters = np.full(max_rows if slots is not None else 0, -1, np.int32)  # the slot of each row's, -1: none
         self.grammars, self.processors = grammars, processors
         self.followers: list[Follower[Any]] = [each for each in (grammars, processors) if each is not None]
         self.on_host = device.type == "cpu"
@@ -197,6 +202,8 @@ class RowState:
             self.asking.pop(row, None)
             self.failed.pop(row, None)
             self.pooled.pop(row, None)
+        if self.slots is not None:
+            self.adapters[rows] = -1
         self.sampling.drop(gone)
         for follower in self.followers:
             follower.drop(gone)
@@ -215,6 +222,8 @@ class RowState:
         # A right-hand side is gathered in full before anything is written, so a source may be a destination too.
         for array in (self.known, self.blocks_set, self.prompt_len, self.grows, self.tables_host):
             array[dst] = array[src]
+        if self.slots is not None:
+            self.adapters[dst] = self.adapters[src]
         from_rows, to_rows = self.upload(src, dst)
         self.tokens[to_rows, :length] = self.tokens[from_rows, :length]
         if not self.on_host:
@@ -245,6 +254,8 @@ class RowState:
                 self._drop(np.array([row]))
             self.known[row], self.prompt_len[row], self.blocks_set[row] = length, admit.prompt_len, 0
             self.tokens[row, :length] = tokens
+            if self.slots is not None:
+                self.adapters[row] = admit.adapter_slot
             if isinstance(work, Generate):
                 self._admit_drawing(admit, work, ids)
             else:
@@ -272,6 +283,8 @@ class RowState:
             raise PlanError(f"admits holds prompt_len {admit.prompt_len} for {len(ids)} ids")
         if admit.prompt_logprobs_from < -1:
             raise PlanError(f"admits holds prompt_logprobs_from {admit.prompt_logprobs_from}, which is below -1")
+        if (slot := admit.adapter_slot) != -1 and not (self.slots is not None and self.slots.holds(slot)):
+            raise PlanError(f"admits holds adapter slot {slot}, which is empty, or not there")
         if isinstance(work := admit.work, Generate):
             column("admits.suppressed_ids", work.suppressed_ids, self.vocab_size)
             self._check_ids("bad_words", [token for word in work.bad_words for token in word])

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from ..proto.codec import i32
+from ..proto.messages import Admit, Lease, StepPlan
 from ..proto.params import SamplingParams
-from ..proto.work import Generate
+from ..proto.work import Generate, Work
 from .batch import StepShape, idle_batch
 from .kernels import marks, sampling
 from .kernels.attention_flash import flash_in_use
@@ -33,6 +34,7 @@ from .sampling.sampling_state import PLAIN, SamplingNeeds
 
 if TYPE_CHECKING:
     from .parallel.parallel import Group
+    from .state import RowState
 
 log = logging.getLogger(__name__)
 
@@ -183,3 +185,18 @@ def _slots(runner: Runner, rows: int, needs: SamplingNeeds) -> SampleBatch:
 def _powers(limit: int) -> list[int]:
     """Powers of two up to ``limit``."""
     return [1 << n for n in range(max(limit, 0).bit_length())]
+
+
+def worst_case(state: RowState, max_tokens: int, work: Work) -> StepPlan:
+    """A plan of ``max_tokens`` tokens over all rows, each to do ``work``; all use block 0."""
+    rows = min(state.max_rows, max_tokens)
+    length = min(state.max_model_len, max_tokens // rows)
+    blocks = -(-length // state.block_size)
+    ids, every = i32([0] * length), i32(range(rows))
+    return StepPlan(
+        Lease(0, 0, 0), 0,
+        admits=[Admit(row, 0, row, ids, length, work, 1) for row in range(rows)],
+        delta_rows=i32(row for row in range(rows) for _ in range(blocks)),
+        delta_slots=i32(list(range(blocks)) * rows), delta_blocks=i32([0] * (rows * blocks)),
+        rows=every, starts=i32([0] * rows), counts=i32([length] * rows), sample_src=every, sample_rows=every,
+    )  # fmt: skip

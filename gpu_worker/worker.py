@@ -16,18 +16,18 @@ import torch
 
 from ..proto.checkpoint.model_config import AUTO_LENGTH, ModelConfig
 from ..proto.checkpoint.pooler_config import PoolerConfig
-from ..proto.codec import i32
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.messages import (
-    Admit,
     Assign,
     Bye,
     Compiled,
     Configure,
     Drain,
+    DropAdapter,
     Forget,
     Give,
     Lease,
+    LoadAdapter,
     Loaded,
     Pages,
     Ready,
@@ -43,6 +43,7 @@ from ..proto.process import resident_bytes, tell_ready
 from ..proto.speculation import speculative_config
 from ..proto.work import Pool, Work
 from . import compilations
+from .adapters import Adapters, Read, Told
 from .device import choose_long_steps, parameter_estimate, usable_cores
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
@@ -58,7 +59,7 @@ from .sampling.processors import Function, Processors
 from .speculation.loading import Drafts
 from .speculation.methods import ROWS, speculative_runner
 from .state import PlanError, RowState, logprob_bytes
-from .warmup import every_stage, warm_up, warm_up_pieces
+from .warmup import every_stage, warm_up, warm_up_pieces, worst_case
 
 if TYPE_CHECKING:
     from .models.model import Model
@@ -136,12 +137,15 @@ class Worker:
         self._leave_by: float | None = None  # when a worker that asked to leave goes without an answer
         self._state: RowState | None = None
         self._runner: Runner | None = None
+        self._adapters: Adapters | None = None
 
     def serve(self, link: Link | group_link.Member) -> None:
         """Until Drain, or until nobody is there to ask. Raises Dismissed on Bye and ConfigError where the model does
         not fit."""
         self._link: Any = link  # either has what is used of it
         self._results = Results(link, threaded=self._device.type != "cpu")
+        if (slots := self._model.adapters) is not None:
+            self._adapters = Adapters(slots, self._args.max_cpu_loras or slots.count, link, self._others)
         if self._device.type == "cuda":
             compilations.watch(self._compiled)
         while True:
@@ -160,6 +164,8 @@ class Worker:
                     self._rest(rest)
                 case Configure() as configure:
                     self._configure(configure)
+                case LoadAdapter() | DropAdapter() | Read() | Told() as changed if self._adapters is not None:
+                    self._adapters.change(changed, self._lease)
                 case Leave() if self._leave_by is None:
                     if self._phase is not Phase.READY:  # nothing can run here
                         return
@@ -215,9 +221,8 @@ class Worker:
         self._drafts.bring_back(self._model)
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
         if wanted[0] not in (8, 16, 32) or not 1 <= wanted[1] <= wanted[2] < 2**31:  # no scheduler's flags say so
-            self._fail(
-                0, PlanError("Assign asks for blocks of {} tokens, {} rows and {} tokens a step".format(*wanted))
-            )
+            said = "Assign asks for blocks of {} tokens, {} rows and {} tokens a step".format(*wanted)
+            self._fail(0, PlanError(said))
             return
         if wanted != self._assigned:
             self._runner = self._state = None  # the old cache is freed before the new one is measured
@@ -245,6 +250,7 @@ class Worker:
             loaded.draft_rows = self._speculation.draft_rows(ROWS[self._device.type])
         if self._mover is not None:
             loaded.kv_format, loaded.block_bytes = self._pages(assign.block_size)
+        loaded.adapter_slots = 0 if self._adapters is None else self._adapters.use(self._model)
         self._link.send(loaded)
 
     def _pages(self, block_size: int) -> tuple[str, int]:
@@ -274,7 +280,7 @@ class Worker:
             raise MemoryError(f"the rows alone take {rows} bytes and {available} are available")
         self._state = RowState(
             max_rows, length, block_size, vocab, self._device, self._args.logprobs_mode, self._grammars,
-            self._processors, self._group.leader,
+            self._processors, self._group.leader, self._model.adapters,
         )  # fmt: skip
         most = vocab if self._args.max_logprobs < 0 else min(vocab, max(self._args.max_logprobs, 2 * MAX_BEAMS))
         if self._device.type == "cpu":
@@ -383,6 +389,8 @@ class Worker:
             self._mover.end()
         if self._state is not None:
             self._state.reset()
+        if self._adapters is not None:
+            self._adapters.forget()
 
     def _enter(self, phase: Phase) -> None:
         if phase not in TRANSITIONS[self._phase]:
@@ -430,18 +438,3 @@ class Worker:
             torch.cuda.synchronize()  # raises, and so ends the process, where the device itself is lost
             torch.cuda.empty_cache()
         self._end_lease()
-
-
-def worst_case(state: RowState, max_tokens: int, work: Work) -> StepPlan:
-    """A plan of ``max_tokens`` tokens over all rows, each to do ``work``; all use block 0."""
-    rows = min(state.max_rows, max_tokens)
-    length = min(state.max_model_len, max_tokens // rows)
-    blocks = -(-length // state.block_size)
-    ids, every = i32([0] * length), i32(range(rows))
-    return StepPlan(
-        Lease(0, 0, 0), 0,
-        admits=[Admit(row, 0, row, ids, length, work, 1) for row in range(rows)],
-        delta_rows=i32(row for row in range(rows) for _ in range(blocks)),
-        delta_slots=i32(list(range(blocks)) * rows), delta_blocks=i32([0] * (rows * blocks)),
-        rows=every, starts=i32([0] * rows), counts=i32([length] * rows), sample_src=every, sample_rows=every,
-    )  # fmt: skip

@@ -3,7 +3,22 @@ scheduler (Assign, Rest, Configure, StepPlan) and its answers (Loaded, Rested, R
 
 from __future__ import annotations
 
-from .messages import Assign, Bye, Configure, Drain, Heartbeat, Loaded, Message, Ready, Rest, Rested, StepPlan
+from .messages import (
+    AdapterReady,
+    Assign,
+    Bye,
+    Configure,
+    Drain,
+    DropAdapter,
+    Heartbeat,
+    LoadAdapter,
+    Loaded,
+    Message,
+    Ready,
+    Rest,
+    Rested,
+    StepPlan,
+)
 
 
 class Join(Message):
@@ -22,8 +37,8 @@ class Meet(Message):
     port: int
 
 
-FromLeader = Meet | Assign | Rest | Configure | StepPlan | Drain | Heartbeat | Bye
+FromLeader = Meet | Assign | Rest | Configure | StepPlan | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
 """leader -> another process. Drain: the replica is done, end with code 0."""
 
-ToLeader = Join | Loaded | Rested | Ready | Drain | Bye
+ToLeader = Join | Loaded | Rested | Ready | AdapterReady | Drain | Bye
 """another process -> leader. Drain: it was asked to end."""

@@ -43,6 +43,7 @@ FLOORS = {
         "gpu_worker.parallel.parallel gpu_worker.parallel.group_link gpu_worker.parallel.one_shot",
         "gpu_worker.layers.formats",
         "gpu_worker.layers",
+        "gpu_worker.lora",
         "gpu_worker.models.families",
         "gpu_worker.models",
         "gpu_worker.sampling",

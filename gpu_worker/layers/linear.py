@@ -85,6 +85,9 @@ class ExpertLinear:
     ``packed``: of each expert, as ``Linear.packed``, or None.
     """
 
+    adapted = False
+    """Whether ``add`` does anything."""
+
     def __init__(self, format: Format, tensors: Tensors, weight: Weight, bias: torch.Tensor | None = None) -> None:
         """``tensors`` of ``weight``, as ``format`` names them, each with a first dim of ``weight.experts``."""
         self._count = weight.experts or 0
@@ -116,6 +119,9 @@ class ExpertLinear:
 
     def __len__(self) -> int:
         return self._count
+
+    def add(self, expert: int, rows: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add to ``y`` [T, out], in place, what adapters make of ``x`` [T, in], the step's tokens ``rows``."""
 
     def one(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """x [T, in] -> [T, out] by one expert, on a CPU."""

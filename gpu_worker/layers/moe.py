@@ -114,7 +114,13 @@ def experts_cpu(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local
             continue
         start, stop = stop, stop + count
         mine = tokens[start:stop]
-        wide = gate_up.one(F.pad(x[mine], (0, 0, 0, -count % LEAST_ROWS)), expert)
-        result = down.one(gated_activation(wide, activation), expert)[:count]
+        own = F.pad(x[mine], (0, 0, 0, -count % LEAST_ROWS))
+        wide = gate_up.one(own, expert)
+        if gate_up.adapted:
+            gate_up.add(expert, mine, own[:count], wide[:count])
+        wide = gated_activation(wide, activation)
+        result = down.one(wide, expert)[:count]
+        if down.adapted:
+            down.add(expert, mine, wide[:count], result)
         out.index_add_(0, mine, result.float() * factors[start:stop])
     return out.to(x.dtype)

@@ -17,6 +17,8 @@ from ..layers import dispatch
 from ..layers.attention import Attention, StepContext
 from ..layers.mlp import MLP, MoEBlock
 from ..layers.norm import NoNorm, Norm, ResidualFromNorm
+from ..lora.linear import AdaptedLinear
+from ..lora.slots import Slots
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
 from .weights import Weights
@@ -33,11 +35,12 @@ Maybe = TypeVar("Maybe", torch.Tensor, torch.Tensor | None)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers of one step are given. ``context`` is None on a GPU."""
+    """What all layers of one step are given. ``context`` is None on a GPU, ``adapters`` where rows cannot have any."""
 
     batch: StepBatch
     kv: KVCache
     context: StepContext | None
+    adapters: Slots | None = None
 
 
 class Block:
@@ -66,6 +69,7 @@ class Block:
             self.mlp = MoEBlock(spec, weights.linears, weights.experts, weights.tensors, prefix, group.shard)
         else:
             self.mlp = MLP(spec, weights.linears, prefix)
+        self.undivided = isinstance(self.mlp, MoEBlock) or isinstance(self.mlp.up, AdaptedLinear)
         self.group, self.scale = group, spec.residual_scale
         self.sum = group.all_reduce if self.scale == 1.0 else self._scaled_sum
 
@@ -83,11 +87,15 @@ class Block:
     def sampled(self, x: Maybe, step: Step) -> Maybe:
         """``x`` [T, hidden] of the tokens that go on behind the attention: in the last layer those that are sampled."""
         outputs = step.batch.outputs
-        return x if outputs is None or x is None or not self.last else x.index_select(0, outputs)
+        if outputs is None or x is None or not self.last:
+            return x
+        if step.adapters is not None:
+            step.adapters.to_outputs()
+        return x.index_select(0, outputs)
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP or the experts: this rank's part of the sum."""
-        if dispatch.use_kernels(x) or x.shape[0] <= _MLP_ROWS or isinstance(self.mlp, MoEBlock):
+        if dispatch.use_kernels(x) or x.shape[0] <= _MLP_ROWS or self.undivided:
             return self.mlp(x) if len(x) else x
         out = torch.empty_like(x)
         for part, into in zip(x.split(_MLP_ROWS), out.split(_MLP_ROWS), strict=True):

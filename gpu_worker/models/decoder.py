@@ -67,7 +67,7 @@ class Decoder(Model):
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: KVCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
         x = self._enter(batch) if hidden is None else hidden
-        step = Step(batch, kv, None if dispatch.use_kernels(x) else StepContext(batch))
+        step = Step(batch, kv, None if dispatch.use_kernels(x) else StepContext(batch), self.adapters)
         residual: torch.Tensor | None = None
         taken: dict[int, torch.Tensor] = {}
         for number, layer in enumerate(self.layers):
@@ -82,14 +82,18 @@ class Decoder(Model):
     def choosers(self) -> set[Chooser]:
         return super().choosers().union(*(layer.mlp.choosers(self.dtype) for layer in self.layers))
 
-    def _enter(self, batch: StepBatch) -> torch.Tensor:
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.embed is not None  # the first stage has it
+        x, adapters = embedding(ids, self.embed), self.adapters
+        return x if adapters is None or not adapters.active else adapters.add_embedding(ids, x)
+
+    def _enter(self, batch: StepBatch) -> torch.Tensor:
         if len(self.vocabulary) == self.whole.vocab_size:
-            x = embedding(batch.token_ids, self.embed)
+            x = self._embedded(batch.token_ids)
         else:
             ids = batch.token_ids - self.vocabulary.start
             others = (ids < 0) | (ids >= len(self.vocabulary))
-            x = embedding(ids.masked_fill(others, 0), self.embed).masked_fill_(others[:, None], 0.0)
+            x = self._embedded(ids.masked_fill(others, 0)).masked_fill_(others[:, None], 0.0)
             x = self.group.all_reduce(x)
         if self.whole.embed_scale != 1.0:
             x = x * self.embed_scale

@@ -29,8 +29,11 @@ from ..layers.formats.at_load import NOTHING, AtLoad, check_quantization
 from ..layers.formats.base import TensorError
 from ..layers.formats.registry import Found
 from ..layers.formats.registry import quantization as checkpoint_quantization
+from ..lora.linear import AdaptedExperts, AdaptedLinear
+from ..lora.slots import LoraSpec, Slots
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec, Shard, WeightNames
+from .adapter_targets import targets_of
 from .decoder import Decoder
 from .dtypes import resolve_dtype
 from .encoder import Encoder
@@ -43,6 +46,7 @@ from .parameters import parameters
 from .parts import Parts, in_tensors
 from .places import Gathering, Place, formats_of, places, put
 from .pooled import find_pooled
+from .weights import Weights
 
 __all__ = ["load_model", "resolve_dtype"]
 
@@ -66,13 +70,14 @@ def load_model(
     quantization: str | None = None,
     quantize_lm_head: bool | None = None,
     kv_scales: CheckpointScales | None = None,
+    lora: LoraSpec | None = None,
 ) -> Model:
     """The model of ``config`` on ``device`` in ``dtype``, or the part of it that ``group.shard`` says.
 
     ``load_format``: auto or safetensors read the folder, pt its pickled tensors; dummy makes random weights from
     ``seed``, no file needed. An architecture that the table does not know is left to ``fallback.py``. Raises
     ConfigError, one line that names the file and the remedy. ``quantization``: the flag's; see ``formats.at_load``.
-    ``kv_scales`` takes what the checkpoint says of the scales of an fp8 cache.
+    ``kv_scales`` takes what the checkpoint says of the scales of an fp8 cache. ``lora``: which adapters it may have.
     """
     check_load_format(load_format)
     group = group or Group()
@@ -80,13 +85,8 @@ def load_model(
     with _named(config):
         foreign = pooler is None and uses_fallback(config)
         check_quantization(at_load, device, foreign)
+        _check_served(config, foreign, lora is not None and (foreign or (pooler is not None and pooler.whole)))
         if foreign:
-            if config.hf.get("quantization_config"):
-                raise ConfigError("quantized weights are supported for the architectures that quire knows, and "
-                                  "transformers runs this one; use the model's float weights.")  # fmt: skip
-            if batch_invariant():
-                raise ConfigError("batch_invariant is for the architectures that quire knows, and this one is run by "
-                                  "transformers; leave it out.")  # fmt: skip
             return load_fallback(config, dtype, device, load_format, seed, group)
         spec, names = _family(config, pooler)
         found = checkpoint_quantization(config.hf)
@@ -111,7 +111,37 @@ def load_model(
             log.info("%s", line)
         if pooler is not None and pooler.whole:
             return Encoder(spec, weights)
-        return Decoder(spec, weights, config.max_model_len, group)
+        return _decoder(spec, weights, config.max_model_len, group, names, lora)
+
+
+def _check_served(config: ModelConfig, foreign: bool, lora: bool) -> None:
+    """Raises ConfigError for what a model cannot do: one that transformers runs, or one without places for adapters."""
+    if lora:
+        raise ConfigError(f"enable_lora is for decoders that quire knows, and {config.architecture} is none; leave it "
+                          "out.")  # fmt: skip
+    if foreign and config.hf.get("quantization_config"):
+        raise ConfigError("quantized weights are supported for the architectures that quire knows, and "
+                          "transformers runs this one; use the model's float weights.")  # fmt: skip
+    if foreign and batch_invariant():
+        raise ConfigError("batch_invariant is for the architectures that quire knows, and this one is run by "
+                          "transformers; leave it out.")  # fmt: skip
+
+
+def _decoder(
+    spec: DecoderSpec, weights: Weights, max_model_len: int, group: Group, names: WeightNames, lora: LoraSpec | None
+) -> Decoder:
+    if lora is None:
+        return Decoder(spec, weights, max_model_len, group)
+    dtype = weights.dtype if lora.dtype is None else lora.dtype
+    slots = Slots(targets_of(spec, names, group.shard), lora.slots, lora.max_rank, dtype, weights.device)
+    for name, linear in weights.linears.items():
+        if name in slots.targets.targets:
+            weights.linears[name] = AdaptedLinear(linear, slots, name)
+    for name, experts in weights.experts.items():
+        weights.experts[name] = AdaptedExperts(experts, slots, name)
+    model = Decoder(spec, weights, max_model_len, group)
+    model.adapters = slots
+    return model
 
 
 def size_of(

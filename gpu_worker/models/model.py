@@ -11,6 +11,7 @@ from ..kernels.attention import LayerShape
 from ..kernels.linear import ByRows
 from ..kernels.narrow import is_narrow
 from ..kv_cache import KVCache
+from ..lora.slots import Slots
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
 
@@ -31,6 +32,8 @@ class Model:
         self.products: frozenset[Chooser] = frozenset()
         """What is chosen for products whose format chooses otherwise than float weights' (``Linear.choosers``)."""
         self.cache_dtype = dtype
+        self.adapters: Slots | None = None
+        """Where rows may have LoRA adapters: those that are served."""
         self.kv_scales: Sequence[tuple[float, float]] = [(1.0, 1.0)] * self.spec.num_layers
 
     def set_kv_scales(self, scales: Sequence[tuple[float, float]]) -> None:

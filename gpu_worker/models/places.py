@@ -94,7 +94,7 @@ def formats_of(
         if parameter.kind in ("linear", "experts") or parameter.name == "embed.weight":
             modules = [
                 module.replace("{e}", str(expert))
-                for module in _modules(parameter, names)[0] for expert in range(parameter.experts or 1)
+                for module in modules_of(parameter, names)[0] for expert in range(parameter.experts or 1)
             ]  # fmt: skip
             columns, each = parameter.columns.total if parameter.columns is not None else 1, parameter.experts or 1
             found_each = [format_of(module, columns) for module in modules]
@@ -117,7 +117,7 @@ def places(parts: Parts, names: WeightNames, present: Collection[str] = ()) -> d
     """
     found: dict[str, Place | Gathering] = {}
     for parameter in parameters(parts.spec):
-        modules, whole = _modules(parameter, names)
+        modules, whole = modules_of(parameter, names)
         module, suffix = parameter.stem.rsplit(".", 1)
         layout = names.layouts.get(parameter.stem) or names.layouts.get(module) or Layout()
         for each in in_tensors(parameter, parts.formats, parts.dtype, parts.device):
@@ -125,7 +125,7 @@ def places(parts: Parts, names: WeightNames, present: Collection[str] = ()) -> d
             if whole:  # "gate_up_proj" itself, "gate_up_proj_scale", "gate_up_proj_blocks"
                 tail = tail.removeprefix(f".{suffix}").replace(".", "_")
             own = _layout_of(each, layout) if parameter.name in parts.formats else layout
-            for name, place in _places_of(each, tuple(module + tail for module in modules), own):
+            for name, place in places_of(each, tuple(module + tail for module in modules), own):
                 if each.stored is not None and each.stored.part not in (None, place.parts[0] % _parts_of_one(each)):
                     continue
                 if each.stored is None or each.stored.sources is None:
@@ -160,7 +160,7 @@ def _gather(
     gathering.places[stored.name] = place
 
 
-def _modules(parameter: Parameter, names: WeightNames) -> tuple[tuple[str, ...], bool]:
+def modules_of(parameter: Parameter, names: WeightNames) -> tuple[tuple[str, ...], bool]:
     """The checkpoint's modules whose rows ``parameter`` stacks, and whether these are the names of tensors already."""
     module = parameter.stem.rsplit(".", 1)[0]
     if parameter.layer < 0:
@@ -186,7 +186,7 @@ def _layout_of(parameter: Parameter, layout: Layout) -> Layout:
     return replace(layout, transposed=stored.transposed, convert=stored.convert, order=order if ordered else None)
 
 
-def _places_of(parameter: Parameter, modules: tuple[str, ...], layout: Layout) -> Iterator[tuple[str, Place]]:
+def places_of(parameter: Parameter, modules: tuple[str, ...], layout: Layout) -> Iterator[tuple[str, Place]]:
     count = len(parameter.parts)
     experts = parameter.experts or count
     each = count // experts  # parts of one expert, or of one head

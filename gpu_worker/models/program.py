@@ -74,6 +74,7 @@ class Program:
         )  # fmt: skip
         threads = long.threads if long else torch.get_num_threads()
         self._keep = (callback, kv, tokens, tables)
+        self._add_to(parts)
         sections = builder.body, builder.tail, builder.head
         self._program: native.NativeProgram = native.NativeProgram(
             parts, *sections, threads, beside._program if beside else None
@@ -90,6 +91,9 @@ class Program:
     def _write(self, model: Decoder, kv: KVCache, outputs: int) -> Builder:
         """The operations; ``self._logits`` is what the head fills."""
         return Builder(model, kv, outputs, self._logits, self._taps)
+
+    def _add_to(self, parts: native.Parts) -> None:
+        """What else there is to say of the program, before it is made."""
 
     def logits(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, outputs: np.ndarray) -> torch.Tensor:
         """Run a step, and give logits float32 [S, vocabulary].

@@ -87,6 +87,7 @@ class Builder(Writer):
         if model.project_in is not None:
             x = self.area("embedded", model.embed.shape[1])
         self.add(native.Embed(*self._rows_of(model.embed), model.embed_scale, x.buffer), x)
+        self.embedded(x)
         if model.project_in is not None:
             self.product(x, model.project_in, self.stream)
         if model.positions is not None:
@@ -95,6 +96,9 @@ class Builder(Writer):
             operation = native.Position(*table, whole.position_offset, scratch.buffer, self.stream.buffer)
             self.add(operation, self.stream)
         self._norm(model.embed_norm, self.stream, self.stream)
+
+    def embedded(self, out: Area) -> None:
+        """``out`` has the embeddings."""
 
     def _rows_of(self, table: Table) -> tuple[int | None, int | None, int, int, int]:
         """What an Embed says of a table: its address or that of its codes, and as ``_table``."""

@@ -6,17 +6,16 @@ are added up from the lowest expert on, as ``layers/moe.py`` does.
 
 from __future__ import annotations
 
-from ctypes import addressof, c_void_p
+from ctypes import addressof
 
 import torch
 
 from ..kernels.cpu import program as native
-from ..kernels.cpu.linear import ADD, GATED, STORE, PackedWeight
-from ..kernels.cpu.structs import Epilogue, Rows
+from ..kernels.cpu.linear import ADD, GATED, STORE
 from ..layers.mlp import MoEBlock
 from ..layers.moe import MoE
 from ..spec import MoESpec
-from .program_writer import ACTIVATIONS, TYPES, Area, Writer
+from .program_writer import Area, Writer
 
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 """In the order of route.h's Q_SOFTMAX and those after it."""
@@ -67,7 +66,8 @@ def write_experts(
 
 def _each_expert(to: Writer, routing: native.Routing, moe: MoE, source: Area, logits: Area, scale: float) -> Area:
     """The results of each row's experts, in the order of the experts; ``routing`` says which are whose."""
-    gate_up, down = moe.local.gate_up.packed, moe.local.down.packed
+    of_gate_up, of_down = moe.local.gate_up, moe.local.down
+    gate_up, down = of_gate_up.packed, of_down.packed
     assert gate_up is not None and down is not None  # experts_run_in_c
     top_k, first = moe.spec.top_k, gate_up[0].struct
     rows = to.inputs(source, gate_up[0])
@@ -76,22 +76,10 @@ def _each_expert(to: Writer, routing: native.Routing, moe: MoE, source: Area, lo
     size = first.padded_inputs * dispatched.tensor.element_size()
     to.add(native.Dispatch(addressof(routing), rows, slots, size, first.groups), dispatched)
     wide = to.area("wide of each expert", moe.spec.width, to.input_type(down[0]), top_k)
-    _product(to, routing, gate_up, slots, wide, GATED, moe.spec.activation)
+    to.experts(routing, of_gate_up, source, slots, wide, GATED, moe.spec.activation)
     results = to.area("results of each expert", down[0].struct.outputs, each=top_k)
-    _product(to, routing, down, to.inputs(wide, down[0]), results, STORE)
+    to.experts(routing, of_down, wide, to.inputs(wide, down[0]), results, STORE)
     return results
-
-
-def _product(
-    to: Writer, routing: native.Routing, weights: list[PackedWeight], rows: Rows, out: Area, action: int,
-    kind: str = "silu",
-) -> None:  # fmt: skip
-    """Each expert's rows times its own weight, to ``out``."""
-    listed = (c_void_p * len(weights))(*(addressof(weight.struct) for weight in weights))
-    to.keep.append(listed)
-    buffer = out.buffer
-    epilogue = Epilogue(action, TYPES[out.tensor.dtype], ACTIVATIONS.index(kind), 1.0, buffer.data, buffer.stride)
-    to.add(native.Experts(addressof(routing), addressof(listed), rows, epilogue), out)
 
 
 def _router(to: Writer, moe: MoE, scale: float) -> native.Router:

@@ -7,7 +7,7 @@ it. What C cannot do is a *call*: torch does it on views of the same buffers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import Structure, addressof
+from ctypes import Structure, addressof, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from ..kernels.cpu.library import BF16, F32
 from ..kernels.cpu.linear import ACTIVATED, ADD, GATED, GROUP, STORE, PackedWeight, row_dtype
 from ..kernels.cpu.structs import Epilogue, Rows, Weight
 from ..layers.activation import activation, gated_activation
-from ..layers.linear import Linear
+from ..layers.linear import ExpertLinear, Linear
 
 TYPES = {torch.float32: F32, torch.bfloat16: BF16}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "swiglu_oai")
@@ -164,6 +164,18 @@ class Writer:
         rows, to = self.inputs(source, linear.packed), out.buffer
         epilogue = Epilogue(action, TYPES[out.tensor.dtype], ACTIVATIONS.index(kind), scale, to.data, to.stride)
         self.add(native.Linear(addressof(linear.packed.struct), rows, epilogue), out)
+
+    def experts(
+        self, routing: native.Routing, of: ExpertLinear, source: Area, rows: Rows, out: Area, action: int,
+        kind: str = "silu",
+    ) -> None:  # fmt: skip
+        """Each expert's rows times its own weight, to ``out``. ``rows`` were made of ``source``."""
+        assert of.packed is not None  # experts_run_in_c
+        listed = (c_void_p * len(of.packed))(*(addressof(weight.struct) for weight in of.packed))
+        self.keep.append(listed)
+        buffer = out.buffer
+        epilogue = Epilogue(action, TYPES[out.tensor.dtype], ACTIVATIONS.index(kind), 1.0, buffer.data, buffer.stride)
+        self.add(native.Experts(addressof(routing), addressof(listed), rows, epilogue), out)
 
 
 def _torch_product(linear: Linear, action: int, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:

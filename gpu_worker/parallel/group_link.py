@@ -28,7 +28,7 @@ import zmq
 
 from ...proto.codec import encode
 from ...proto.group import FromLeader, Join, Meet, ToLeader
-from ...proto.messages import PROTOCOL, Bye, Drain, Heartbeat
+from ...proto.messages import PROTOCOL, AdapterReady, Bye, Drain, Heartbeat
 from ...proto.process import heartbeat, new_incarnation
 from ...proto.wire.sockets import DISCONNECTED, Dealer, Keys, Router
 from ..link import LINGER_MS, LOOK_S, MAX_QUEUED, Leave
@@ -186,6 +186,7 @@ class Leader(_GroupLink):
         self._missing, self._settings, self._on_leave = set(others), settings, on_leave
         self._numbers: dict[str, int] = {}
         self._complete = threading.Event()
+        self._told: Callable[[int, AdapterReady], Any] = lambda number, answer: None
 
     def meet(self, file: str, port: int) -> None:
         """Wait for all, and tell them where torch's store is."""
@@ -199,6 +200,12 @@ class Leader(_GroupLink):
         """Tell all to end, with code 0 where the replica is ``done``, let it leave, and end the thread. Safe to call
         twice."""
         self._close(Drain(reason) if done else Bye(reason))
+
+    def watch_adapters(self, told: Callable[[int, AdapterReady], Any]) -> int:
+        """From now on call ``told``, in the thread here, with what a process says of an adapter. How many processes the
+        replica has, this one among them."""
+        self._told = told
+        return len(self._numbers) + 1
 
     def collect(self, kind: type[T], lease: Any) -> list[T]:
         """Each other process's answer of ``kind`` under ``lease``; those of other leases are dropped."""
@@ -219,6 +226,8 @@ class Leader(_GroupLink):
         elif isinstance(message, Bye):
             if not self._closing:
                 end(f"process {number} of this replica has left: {message.reason}")
+        elif isinstance(message, AdapterReady):
+            self._told(number, message)
         elif isinstance(message, Drain):
             log.info("process %d of this replica was asked to end", number)
             self._on_leave()
@@ -284,6 +293,10 @@ class Member(_GroupLink):
             return take(self._inbox, timeout)
         except queue.Empty:
             return None
+
+    def post(self, message: Any) -> None:
+        """Put a message of this process's own before the compute thread; safe from any thread."""
+        self._inbox.put(message)
 
     def leave(self) -> None:
         """Put Leave before the compute thread; safe in a signal handler."""

@@ -266,23 +266,25 @@ class SpeculativeRunner(Runner):
             found = super()._forward(run, spans)
             self.proposer.ran(run, None)
             return found
-        if self.program is None:
-            batch, slots = self._batch(run, [])
+        self._look_up_adapters(run)
+        program = self._program
+        if program is None:
+            batch, slots = self._batch(run, spans)
             batch.outputs = None
-            hidden, head = self._hidden(batch), self.model.logits
+            hidden = self._hidden(batch)
         else:
             slots = self.state.sample_batch(run, *self.state.upload(run.sample_rows, run.positions))
-            hidden = self.program.hidden(run.rows, run.starts, run.counts, np.arange(run.counts.sum()))
-            head = self.program.head
+            hidden = program.hidden(run.rows, run.starts, run.counts, np.arange(run.counts.sum()))
+        head = self._head(program, run, spans)
         self.proposer.ran(run, self._tapped() if self.taps else hidden)
         chosen = hidden[self.state.upload(outputs_of(run, spans))[0]]
-        prompts = self._prompts(chosen[len(slots) :], run, spans, head) if spans else []
-        return head(chosen[: len(slots)]) if len(slots) else chosen, slots, prompts
+        prompts = self._prompts(chosen, len(slots), run, spans, head) if spans else []
+        return head(chosen[: len(slots)], 0) if len(slots) else chosen, slots, prompts
 
     def _tapped(self) -> torch.Tensor:
         """The hidden states between layers of all tokens of the run, those of several layers side by side."""
-        if self.program is not None:
-            return self.program.tapped()
+        if (program := self._program) is not None:
+            return program.tapped()
         assert isinstance(self.model, Decoder)
         assert self.model.tapped is not None
         return self.model.tapped

@@ -14,7 +14,7 @@ from quire.proto.codec import from_f32, from_i32, i32, u64
 from quire.proto.messages import Admit, Lease, StepPlan
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
-from quire.proto.work import Generate
+from quire.proto.work import Generate, with_adapter
 
 VOCAB, HIDDEN, LAYERS, HEADS, DIM = 97, 16, 2, 2, 8
 GREEDY = SamplingParams(temperature=0.0)
@@ -24,6 +24,8 @@ LEASE = Lease(0, 0, 0)
 
 class ToyModel:
     """Attention over every earlier token through the block table: a wrong block or position changes the logits."""
+
+    adapters = None
 
     def __init__(self, seed=0):
         gen = torch.Generator().manual_seed(seed)
@@ -92,7 +94,7 @@ class Hand:
         self.block_size = block_size
         self.state = RowState(
             rows, length, block_size, vocab, device, mode, grammars and Follower(grammars),
-            Follower(Processors(functions or {})),
+            Follower(Processors(functions or {})), slots=model.adapters,
         )  # fmt: skip
         self.kv = KVCache(model.spec, blocks, block_size, dtype, device)
         self.runner = Runner(model, self.state, self.kv, max_tokens)
@@ -103,11 +105,12 @@ class Hand:
         self.result = None  # of the last step
         self.drawn_elsewhere = False  # a process whose results say nothing
 
-    def admit(self, row, ids, params=GREEDY, seed=0, table=(), done=0, prompt_len=None, **more):
-        """Queue a sequence; the first ``done`` tokens are already in the blocks of ``table``. ``more`` is of Generate
-        and of Admit."""
+    def admit(self, row, ids, params=GREEDY, seed=0, table=(), done=0, prompt_len=None, slot=-1, **more):
+        """Queue a sequence; the first ``done`` tokens are already in the blocks of ``table``. ``slot``: of its adapter.
+        ``more`` is of Generate and of Admit."""
         told = {name: more.pop(name) for name in ("prompt_logprobs_from",) if name in more}
-        admit = Admit(row, row, 0, i32(ids), prompt_len or len(ids), Generate(params, seed, **more), **told)
+        work = with_adapter(Generate(params, seed, **more), None, slot)
+        admit = Admit(row, row, 0, i32(ids), prompt_len or len(ids), work, **told)
         self.queue.setdefault("admits", []).append(admit)
         self.tables[row], self.lengths[row], self.done[row] = [], len(ids), done
         for block in table:

@@ -179,9 +179,27 @@ class GatedSum(Structure):
     _fields_ = [("size", c_int32), ("scale", c_float), ("gate", Buffer), ("source", Buffer), ("out", Buffer)]
 
 
+class Adapt(Structure):
+    """out += what the rows' adapters make of source."""
+
+    _fields_ = [
+        ("of", c_void_p), ("routing", c_void_p), ("source", Buffer), ("out", Buffer), ("shrunk", c_void_p),
+        ("scale", c_float), ("source_type", c_int32), ("tail", c_int32), ("dense", c_int32),
+    ]  # fmt: skip
+
+
+class Activate(Structure):
+    """out = activation(source), or activation(first half) * second half."""
+
+    _fields_ = [
+        ("kind", c_int32), ("gated", c_int32), ("size", c_int32), ("each", c_int32), ("out_type", c_int32),
+        ("source", Buffer), ("out", Buffer),
+    ]  # fmt: skip
+
+
 KINDS: tuple[type[Structure], ...] = (
-    Linear, Attend, Gather, Call, Dispatch, Experts, Embed, Position, RowNorm, HeadNorm, Prepare, Sum, Clamp, Grow,
-    Softcap, Route, Combine, GatedSum,
+    Linear, Attend, Gather, Call, Dispatch, Experts, Adapt, Embed, Position, RowNorm, HeadNorm, Prepare, Sum, Clamp,
+    Grow, Softcap, Route, Combine, GatedSum, Activate,
 )  # fmt: skip
 """The operations in the order of program.h's q_kind."""
 
@@ -204,6 +222,7 @@ class Parts(Structure):
         ("outputs", c_int32),
         ("result", Buffer), ("hidden_size", c_int64), ("tokens", c_void_p), ("tables", c_void_p),
         ("token_stride", c_int64), ("table_stride", c_int64),
+        ("adapters", c_void_p), ("slots", c_int32), ("body_slots", c_void_p), ("tail_slots", c_void_p),
     ]  # fmt: skip
 
 

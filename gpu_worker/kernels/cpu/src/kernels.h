@@ -178,6 +178,7 @@ struct q_router;   /* route.h */
 struct q_choice;   /* choose.h */
 struct q_edit;     /* edit.h */
 struct q_logprobs; /* logprobs.h */
+struct q_adapter;  /* adapt.h */
 
 /* ---------------------------------------------------------------- the table of one instruction set */
 
@@ -224,6 +225,15 @@ typedef struct {
    * ``stride`` is in bytes. */
   void (*combine)(const float *rows, int64_t stride, const int32_t *slots, const float *weights, int32_t count,
                   int32_t add, float *out, int32_t size);
+
+  /* Of ``rows`` rows [inputs] of ``x_type``, ranks [first, last): out[row][k] = scale * (row k of A times x). */
+  void (*shrink)(const struct q_adapter *of, int32_t inputs, int32_t x_type, const void *const *x, int32_t rows,
+                 int32_t first, int32_t last, float scale, float *const *out);
+  /* out[row] += B t[row], for panels [first, last) of B. */
+  void (*expand)(const struct q_adapter *of, int32_t outputs, const float *const *t, int32_t rows, int32_t first,
+                 int32_t last, float *const *out);
+  /* One row: out = activation(x), or, ``gated``, of x [2 * size] activation(first half) * second half; of out_type. */
+  void (*activated)(int32_t kind, int32_t gated, const float *x, int32_t size, int32_t out_type, void *out);
 
   /* The token of one slot (choose.h). */
   void (*choose)(const struct q_choice *choice, int32_t slot, float *scratch);

@@ -36,12 +36,14 @@ struct q_program {
   int32_t unwanted;          /* tokens whose result is not wanted */
   int32_t next_row;          /* where the next pass begins: in this row of the step, */
   int64_t next_token;        /* so many tokens into it; */
+  int64_t step_tokens;
   int64_t tokens_before;     /* as many tokens of the step came before this pass */
   int32_t num_wanted, next_output;
   wanted_token *wanted;      /* [parts.outputs] */
   int32_t ids[Q_PASS], positions[Q_PASS];
   int64_t slots[Q_PASS];
   q_tile tiles[Q_PASS], wanted_tiles[Q_PASS];
+  q_adapted_rows adapted[2]; /* the rows of the body, and of the tail and the head, by their adapters */
 };
 
 /* ---------------------------------------------------------------- the tokens of a pass */
@@ -64,6 +66,7 @@ static void add_tokens(q_program *program, int32_t row, int64_t position, int32_
         (q_tile){first + at, left < Q_TILE ? left : Q_TILE, (int32_t)position + at, row};
   }
   program->split |= count > Q_TILE;
+  for (int32_t at = 0; parts->adapters != NULL && at < count; at++) parts->body_slots[first + at] = parts->adapters[row];
   program->batch.tokens += count;
 }
 
@@ -101,6 +104,19 @@ static void find_wanted(q_program *program) {
     int32_t row = program->num_wanted++;
     program->wanted[row] = (wanted_token){(int32_t)(step->output[program->next_output] - first), row};
   }
+}
+
+/* The rows of this pass and of its tail, by their adapters. Behind the last pass all of a step's outputs are known. */
+static void sort_adapted(q_program *program) {
+  const q_program_parts *parts = &program->parts;
+  if (parts->adapters == NULL) return;
+  q_sort_by_slot(&program->adapted[0], parts->body_slots, program->batch.tokens);
+  for (int32_t at = 0; at < program->num_wanted; at++)
+    parts->tail_slots[program->wanted[at].row] = parts->body_slots[program->wanted[at].token];
+  int32_t rows = program->step->hidden == NULL ? program->step->outputs : program->num_wanted;
+  int64_t done = program->tokens_before + program->batch.tokens;
+  if (program->step->hidden != NULL || done == program->step_tokens)
+    q_sort_by_slot(&program->adapted[1], parts->tail_slots, rows);
 }
 
 /* The tiles of the wanted tokens: those of the pass, or the parts of them that are wanted. */
@@ -172,6 +188,12 @@ static void route_row(const q_route_op *op, int32_t row) {
   q_kernel->route(&op->router, (const float *)row_of(&op->logits, row), op->to->ids + first, op->to->weights + first);
 }
 
+static void activate_row(const q_activate_op *op, int32_t row) {
+  for (int64_t at = (int64_t)row * op->each; at < (int64_t)(row + 1) * op->each; at++)
+    q_kernel->activated(op->kind, op->gated, (const float *)row_of(&op->in, at), op->size, op->out_type,
+                        row_of(&op->out, at));
+}
+
 /* One row operation for one row. */
 static void run_row(const q_program *program, const q_op *op, int32_t row) {
   const void *of = op->arguments;
@@ -185,6 +207,7 @@ static void run_row(const q_program *program, const q_op *op, int32_t row) {
     case Q_ROUTE: route_row(of, row); break;
     case Q_COMBINE: q_combine_row(of, row); break;
     case Q_GATED_SUM: q_gated_sum_row(of, row); break;
+    case Q_ACTIVATE: activate_row(of, row); break;
     case Q_NORM: {
       const q_norm_op *norm = of;
       q_kernel->norm(&norm->norm, (const float *)row_of(&norm->in, row), (float *)row_of(&norm->out, row));
@@ -320,6 +343,23 @@ static void run_experts(worker *self, const q_experts_op *op) {
   }
 }
 
+/* What the adapters of the rows add to a product: each item is some ranks, then some outputs, of a few rows. */
+static void run_adapt(worker *self, const q_adapt_op *op) {
+  const q_routing *routing = op->routing;
+  q_adapt_work work = {
+      .of = op->of, .rows = &self->program->adapted[op->tail], .in = op->in.data, .in_stride = op->in.stride,
+      .ids = self->program->ids, .out = op->out.data, .out_stride = op->out.stride, .shrunk = op->shrunk,
+      .scale = op->scale, .in_type = op->in_type, .dense = op->dense,
+  };
+  if (routing != NULL) work.top_k = routing->top_k, work.places = routing->slots, work.experts = routing->ids;
+  int32_t items = q_shrink_items(&work, self->threads);
+  if (items == 0 || op->of->most_rank == 0) return; /* as all threads find */
+  for (int32_t item; (item = take(self, 1)) < items;) q_shrink_item(&work, self->threads, item);
+  next_phase(self);
+  items = q_expand_items(&work, self->threads);
+  for (int32_t item; (item = take(self, 1)) < items;) q_expand_item(&work, self->threads, item);
+}
+
 static int64_t now(void) {
   struct timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -340,6 +380,7 @@ static void run_section(worker *self, const q_op *ops, int32_t count, int32_t ro
       case Q_GATHER: run_gather(self, of); break;
       case Q_DISPATCH: run_dispatch(self, of, rows); break;
       case Q_EXPERTS: run_experts(self, of); break;
+      case Q_ADAPT: run_adapt(self, of); break;
       case Q_CALL: {
         const q_call_op *call = of;
         if (self->id == 0 && !program->failed) program->failed = call->call(call->number, rows);
@@ -388,6 +429,7 @@ static void run_step(void *argument, int id, int threads) {
       fill_pass(program);
       find_wanted(program);
       find_wanted_tiles(program);
+      sort_adapted(program);
     }
     next_phase(&self);
     run_section(&self, parts->body, parts->body_ops, program->batch.tokens, step->nanoseconds);
@@ -416,7 +458,8 @@ int32_t q_program_run(q_program *program, const q_step *step) {
   program->step = step;
   program->failed = program->next_row = program->next_output = program->batch.tokens = 0;
   program->next_token = program->tokens_before = 0;
-  run_task(program, run_step, tokens_of(step));
+  program->step_tokens = tokens_of(step);
+  run_task(program, run_step, program->step_tokens);
   return program->failed;
 }
 
@@ -432,6 +475,7 @@ int32_t q_program_head(q_program *program, int32_t rows, int64_t *nanoseconds) {
   q_step step = {.outputs = rows, .nanoseconds = nanoseconds};
   program->step = &step;
   program->failed = 0;
+  if (program->parts.adapters != NULL) q_sort_by_slot(&program->adapted[1], program->parts.tail_slots, rows);
   run_task(program, run_head, rows);
   return program->failed;
 }
@@ -442,8 +486,16 @@ q_program *q_program_new(const q_program_parts *parts) {
   memset(program, 0, sizeof *program);
   program->parts = *parts;
   program->wanted = calloc((size_t)parts->outputs, sizeof *program->wanted);
-  if (program->wanted == NULL) {
-    free(program);
+  int failed = program->wanted == NULL;
+  for (int section = 0; parts->adapters != NULL && section < 2; section++) {
+    q_adapted_rows *rows = &program->adapted[section];
+    rows->slots = parts->slots;
+    rows->tiles = calloc((size_t)(section ? parts->outputs : Q_PASS), sizeof *rows->tiles);
+    rows->last = calloc((size_t)parts->slots, sizeof *rows->last);
+    failed |= rows->tiles == NULL || rows->last == NULL;
+  }
+  if (failed) {
+    q_program_free(program);
     return NULL;
   }
   program->batch = (q_batch){
@@ -460,6 +512,10 @@ q_program *q_program_new(const q_program_parts *parts) {
 }
 
 void q_program_free(q_program *program) {
+  for (int section = 0; section < 2; section++) {
+    free(program->adapted[section].tiles);
+    free(program->adapted[section].last);
+  }
   free(program->wanted);
   free(program);
 }
@@ -467,9 +523,9 @@ void q_program_free(q_program *program) {
 void q_program_sizes(int32_t *sizes, int32_t count) {
   const int32_t found[] = {
       sizeof(q_op), sizeof(q_linear_op), sizeof(q_attend_op), sizeof(q_gather_op), sizeof(q_call_op),
-      sizeof(q_dispatch_op), sizeof(q_experts_op), sizeof(q_embed_op), sizeof(q_position_op), sizeof(q_norm_op),
+      sizeof(q_dispatch_op), sizeof(q_experts_op), sizeof(q_adapt_op), sizeof(q_embed_op), sizeof(q_position_op), sizeof(q_norm_op),
       sizeof(q_head_norm_op), sizeof(q_prepare_op), sizeof(q_sum_op), sizeof(q_clamp_op), sizeof(q_grow_op),
-      sizeof(q_softcap_op), sizeof(q_route_op), sizeof(q_combine_op), sizeof(q_gated_sum_op), sizeof(q_routing),
+      sizeof(q_softcap_op), sizeof(q_route_op), sizeof(q_combine_op), sizeof(q_gated_sum_op), sizeof(q_activate_op), sizeof(q_routing),
       sizeof(q_step), sizeof(q_program_parts),
   };
   for (int32_t at = 0; at < count && at < (int32_t)(sizeof found / sizeof *found); at++) sizes[at] = found[at];

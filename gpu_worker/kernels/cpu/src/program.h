@@ -7,6 +7,7 @@
 #ifndef QUIRE_PROGRAM_H
 #define QUIRE_PROGRAM_H
 
+#include "adapt.h"
 #include "kernels.h"
 #include "route.h"
 #include "team.h"
@@ -29,6 +30,7 @@ typedef enum {
   Q_CALL,
   Q_DISPATCH,
   Q_EXPERTS,
+  Q_ADAPT,
   Q_EMBED,
   Q_POSITION,
   Q_NORM,
@@ -41,6 +43,7 @@ typedef enum {
   Q_ROUTE,
   Q_COMBINE,
   Q_GATED_SUM,
+  Q_ACTIVATE,
   Q_KINDS
 } q_kind;
 
@@ -203,6 +206,27 @@ typedef struct {
   q_buffer gate, in, out;
 } q_gated_sum_op;
 
+/* ---------------------------------------------------------------- adapters (adapt.h) */
+
+/* out += what the rows' adapters make of in. Of ``routing``, NULL or a layer's experts', out has a row for each slot, and
+ * in too, unless it is ``dense``. ``tail``: the rows are those of the tail and the head. */
+typedef struct {
+  const q_adapted *of;
+  const q_routing *routing;
+  q_buffer in; /* data NULL: the rows of A that the tokens name */
+  q_buffer out;
+  float *shrunk;
+  float scale;
+  int32_t in_type, tail, dense;
+} q_adapt_op;
+
+/* out = activation(in), or, ``gated``, of in [2 * size] activation(first half) * second half: ``each`` neighbours for
+ * each row of the operation. */
+typedef struct {
+  int32_t kind, gated, size, each, out_type;
+  q_buffer in, out;
+} q_activate_op;
+
 /* Counts the slots of ``rows`` rows and gives them their places. */
 void q_sort_by_expert(const q_routing *routing, int32_t rows);
 /* These do their operation for one row. */
@@ -238,6 +262,9 @@ typedef struct {
   int64_t hidden_size;
   const int32_t *tokens, *tables; /* of every row: its token ids, its block table */
   int64_t token_stride, table_stride; /* entries from row to row */
+  const int32_t *adapters; /* of every row: the slot of its adapter, -1: none; NULL: no operation adapts */
+  int32_t slots;           /* adapters that there are room for */
+  int32_t *body_slots, *tail_slots; /* [Q_PASS], [outputs]: of the rows of a section, for calls */
 } q_program_parts;
 
 /* NULL where there is no memory. */
@@ -247,7 +274,7 @@ Q_EXPORT void q_program_free(q_program *program);
 Q_EXPORT int32_t q_program_threads(const q_program *program, int64_t tokens);
 /* One step. Returns 0, or what the call returned that failed. */
 Q_EXPORT int32_t q_program_run(q_program *program, const q_step *step);
-/* The head of ``rows`` rows that lie in ``parts.result``. */
+/* The head of ``rows`` rows that lie in ``parts.result``; their adapters' slots in ``parts.tail_slots``. */
 Q_EXPORT int32_t q_program_head(q_program *program, int32_t rows, int64_t *nanoseconds);
 /* Bytes of each struct that kernels/cpu/program.py fills, in the order of program.c, to compare: [count]. */
 Q_EXPORT void q_program_sizes(int32_t *sizes, int32_t count);

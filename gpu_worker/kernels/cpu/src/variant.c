@@ -24,6 +24,11 @@ void Q_NAME(softcap)(float *x, float cap, int32_t size);
 void Q_NAME(route)(const struct q_router *router, const float *logits, int32_t *ids, float *weights);
 void Q_NAME(combine)(const float *rows, int64_t stride, const int32_t *slots, const float *weights, int32_t count,
                      int32_t add, float *out, int32_t size);
+void Q_NAME(shrink)(const struct q_adapter *of, int32_t inputs, int32_t x_type, const void *const *x, int32_t rows,
+                    int32_t first, int32_t last, float scale, float *const *out);
+void Q_NAME(expand)(const struct q_adapter *of, int32_t outputs, const float *const *t, int32_t rows, int32_t first,
+                    int32_t last, float *const *out);
+void Q_NAME(activated)(int32_t kind, int32_t gated, const float *x, int32_t size, int32_t out_type, void *out);
 void Q_NAME(choose)(const struct q_choice *choice, int32_t slot, float *scratch);
 void Q_NAME(edit)(const struct q_edit *edit, int32_t slot);
 void Q_NAME(logprobs)(const struct q_logprobs *asked, int32_t at, float *scratch);
@@ -45,6 +50,9 @@ const q_kernels Q_NAME(q_kernels) = {
     .softcap = Q_NAME(softcap),
     .route = Q_NAME(route),
     .combine = Q_NAME(combine),
+    .shrink = Q_NAME(shrink),
+    .expand = Q_NAME(expand),
+    .activated = Q_NAME(activated),
     .choose = Q_NAME(choose),
     .edit = Q_NAME(edit),
     .logprobs = Q_NAME(logprobs),

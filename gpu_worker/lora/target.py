@@ -1,0 +1,113 @@
+"""The products of a model to which adapters may add, and what one adapter has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..layers.formats.base import Part
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one module of a checkpoint has of a product: outputs ``first`` to ``first + len(rows)`` of this process's.
+
+    ``rows``: which outputs of the module these are; ``outputs``: how many the module has. ``padded``: its tensor may
+    have more, which no token uses.
+    """
+
+    module: str
+    outputs: int
+    rows: np.ndarray
+    first: int
+    padded: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """A product y = W x (+ what adapters add), by the name of its parameter without ".weight": "layers.0.qkv".
+
+    ``columns``: the inputs that this process holds. ``pieces``: the modules that lie side by side in its outputs; those
+    of ``experts`` one expert after another (0: it has none). ``kind``: "linear", "experts" or "table", of which rows of
+    A are looked up.
+    """
+
+    name: str
+    kind: str
+    columns: Part
+    pieces: tuple[Piece, ...]
+    experts: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """Of the product, or of one expert's."""
+        return sum(len(piece.rows) for piece in self.pieces[: self.each])
+
+    @property
+    def each(self) -> int:
+        """Pieces of the product, or of one expert's."""
+        return len(self.pieces) // max(1, self.experts)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Modules of one layer whose adapters PEFT keeps as one parameter of all experts (``target_parameters``).
+
+    ``outputs`` and ``inputs`` are those of an expert; ``targets``: (name of a Target, its pieces in order, how many
+    outputs each has of the fused ones). ``first_expert``: of those that this process holds.
+    """
+
+    target: str
+    experts: int
+    outputs: int
+    inputs: int
+    first_expert: int
+
+
+@dataclass(frozen=True)
+class Targets:
+    """All targets of the part of a model that this process holds, by name.
+
+    ``modules``: of the whole model, (name of a target, number of its piece), by each name that a module may have; -1
+    for what another process holds. ``shapes``: (outputs, inputs) of each. ``fused``: by the module of the experts.
+    """
+
+    targets: Mapping[str, Target]
+    modules: Mapping[str, tuple[str, int]]
+    shapes: Mapping[str, tuple[int, int]]
+    fused: Mapping[str, tuple[Fused, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """What an adapter has for one piece, as far as this process holds it: y[rows] += scale * b (a x).
+
+    ``a`` [rank, inputs], of a table [rank, vocabulary]; ``b`` [outputs, rank]. What ``Slots.ready`` gives is on the
+    device, in its order: of a table ``a`` is [vocabulary, rank], and for the native kernels ``b`` is in panels.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    rank: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return int(self.a.nbytes + self.b.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A loaded adapter: by target, what it has for each of the target's pieces, or None."""
+
+    name: str
+    matrices: Mapping[str, tuple[Matrices | None, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its matrices."""
+        return sum(each.nbytes for pieces in self.matrices.values() for each in pieces if each is not None)
