@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .client.engine import Engine
     from .client.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from .client.offline.llm import LLM
+    from .client.offline.lora import LoRARequest
     from .client.offline.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -39,6 +40,7 @@ _HOMES = {
     "Engine": ".client.engine",
     "EngineArgs": ".proto.config",
     "LLM": ".client.offline.llm",
+    "LoRARequest": ".client.offline.lora",
     "BeamSearchOutput": ".client.offline.beams",
     "BeamSearchParams": ".client.offline.beams",
     "BeamSearchSequence": ".client.offline.beams",
@@ -77,6 +79,7 @@ __all__ = [
     "Engine",
     "EngineArgs",
     "GuidedDecodingParams",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",

@@ -1,5 +1,5 @@
-"""What administrators may do to a server that runs: have it sleep, and wake it. Routes that are there only where
-``--admin-api-key`` names a key, and that ask for it."""
+"""What administrators may do to a server that runs: have it sleep, wake it, load and unload adapters. Routes that are
+there only where ``--admin-api-key`` names a key, and that ask for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from . import adapters
 from .auth import auth_middleware
 from .calls import json_body
 from .errors import ApiError, Handler
@@ -29,6 +30,8 @@ def admin_routes(keys: Sequence[str]) -> list[web.RouteDef]:
         web.post("/sleep", guarded(sleep)),
         web.post("/wake_up", guarded(wake_up)),
         web.get("/is_sleeping", guarded(is_sleeping)),
+        web.post("/v1/load_lora_adapter", guarded(adapters.load)),
+        web.post("/v1/unload_lora_adapter", guarded(adapters.unload)),
     ]
 
 

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from ..client.engine import Engine
 from ..client.results import RequestError
+from ..proto.messages import AdapterEntry
 from ..proto.version import __version__
 from .admin import admin_routes
 from .auth import auth_middleware, keys_of
@@ -81,13 +82,22 @@ async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def models(request: web.Request) -> web.Response:
     """The names this server answers to."""
     front = request.app[FRONT]
-    return json_body({"object": "list", "data": [_model(front, name) for name in front.settings.names]})
+    data = [_model(front, name) for name in front.settings.names]
+    return json_body({"object": "list", "data": data + [_adapter(front, entry) for entry in front.engine.adapters]})
 
 
 async def one_model(request: web.Request) -> web.Response:
     """One of them; 404 for others."""
     front = request.app[FRONT]
-    return json_body(_model(front, front.check_model(request.match_info["model"])))
+    name = await front.find_model(request.match_info["model"])
+    entry = next((each for each in front.engine.adapters if each.name == name), None)
+    return json_body(_model(front, name) if entry is None else _adapter(front, entry))
+
+
+def _adapter(front: Front, entry: AdapterEntry) -> dict[str, Any]:
+    path = entry.adapter.path if entry.adapter is not None else ""
+    parent = entry.parent or front.settings.names[0]
+    return {**_model(front, entry.name), "root": path, "parent": parent, "max_model_len": None}
 
 
 def _model(front: Front, name: str) -> dict[str, Any]:

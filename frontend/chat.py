@@ -22,7 +22,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, n times."""
     front = request.app[FRONT]
     body = await front.read(request, ChatRequest)
-    model = front.check_model(body.model)
+    model = await front.find_model(body.model)
     front.check_generates("Chat Completions")
     messages = body.conversation()
     params = front.params(body)

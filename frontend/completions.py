@@ -19,7 +19,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Continue each prompt, n times."""
     front = request.app[FRONT]
     body = await front.read(request, CompletionRequest)
-    model = front.check_model(body.model)
+    model = await front.find_model(body.model)
     front.check_generates("Completions")
     prompts = body.prompts()
     params = front.params(body, len(prompts))

@@ -21,7 +21,8 @@ from ..client.request import OpenRequest
 from ..client.results import RequestError, TokenLogprobs
 from ..proto.codec import from_i32, i32
 from ..proto.event_loop import new_loop
-from ..proto.messages import Accepted, Finish, Peer, Peers, ReplicaStats, Stats, Tokenize
+from ..proto.messages import Accepted, AdapterEntry, Finish, Peer, Peers, ReplicaStats, Stats, Tokenize
+from ..proto.work import Adapter
 from .app import make_app
 from .front import Settings
 from .main import app_runner
@@ -97,6 +98,7 @@ class FakeEngine(Engine):
         self.requests: list[OpenRequest] = []
         self.aborted: list[int] = []
         self._players: set[asyncio.Task[None]] = set()
+        self._generation = 0
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -112,6 +114,20 @@ class FakeEngine(Engine):
     @property
     def ready(self) -> bool:
         return self.is_ready
+
+    async def register(self, adapter: Adapter, parent: str = "", replace: bool = False, timeout: float = 300.0) -> None:
+        if "bad" in adapter.name:
+            raise RequestError(400, f"{adapter.path}/adapter_model.safetensors: tensor x is of another shape.")
+        self.adapters.merge([AdapterEntry(adapter.name, self._next_generation(), adapter, parent)])
+
+    async def unregister(self, name: str, timeout: float = 10.0) -> None:
+        if self.adapters.get(name) is None:
+            raise RequestError(404, f"The lora adapter '{name}' cannot be found.")
+        self.adapters.merge([AdapterEntry(name, self._next_generation(), None)])
+
+    def _next_generation(self) -> int:
+        self._generation += 1
+        return self._generation
 
     async def stats(self, timeout: float = 2.0) -> Stats:
         if not self.is_ready:
@@ -239,6 +255,7 @@ class FakeServer:
         self.loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self.engine = FakeEngine(self._script)
+        self.engine.adapters.merge(self._settings.modules)
         await self.engine.start()
         sock = listen("127.0.0.1", 0)
         self.app = make_app(self.engine, self._settings)

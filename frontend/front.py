@@ -12,11 +12,14 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from ..client.adapter_folders import AdapterFolders
 from ..client.engine import Engine
 from ..client.results import RequestError
 from ..client.stream import RequestStream
 from ..proto.checkpoint.pooler_config import PoolerConfig
+from ..proto.messages import AdapterEntry
 from ..proto.params import SamplingParams
+from ..proto.work import Adapter
 from .auth import OWNER
 from .errors import ApiError
 from .metrics import Metrics
@@ -50,6 +53,9 @@ class Settings:
     generate_s: float = 20.0  # for the token of /health/generate
     loading_s: float = 5.0  # when to ask again where the model has not been ready yet
     again_s: float = 2.0  # when to ask again where it was
+    adapters: AdapterFolders | None = None  # None: --enable-lora was not given
+    modules: list[AdapterEntry] = field(default_factory=list)  # --lora-modules
+    lora_root: str | None = None  # the folder below which adapters may be loaded from over HTTP
 
 
 class Front:
@@ -106,13 +112,24 @@ class Front:
         self._was_ready = True
 
     def check_model(self, name: str | None) -> str:
-        """The model's name as asked for; none, or an empty one, is the first. Raises ApiError 404."""
-        if not name:
-            return self.settings.names[0]
-        if name not in self.settings.names:
-            known = ", ".join(self.settings.names)
+        """The model's name as asked for, or an adapter's; none, or an empty one, is the first. Raises ApiError 404."""
+        self.adapter(name)
+        return name or self.settings.names[0]
+
+    async def find_model(self, name: str | None) -> str:
+        """The same once the names of adapters are known here, which a frontend that has just begun must be told."""
+        if name and name not in self.settings.names and self.settings.adapters is not None and not self.engine.ready:
+            await self.wait_ready()
+        return self.check_model(name)
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter of this name; None for the model itself. Raises ApiError 404 where there is neither."""
+        if not name or name in self.settings.names:
+            return None
+        if (found := self.engine.adapters.get(name)) is None:
+            known = ", ".join([*self.settings.names, *(entry.name for entry in self.engine.adapters)])
             raise ApiError(404, f"The model `{name}` does not exist. Valid names: {known}.", "model")
-        return name
+        return found
 
     async def read(self, request: web.Request, kind: type[R]) -> R:
         """The request's body, checked in all that can be checked here. Raises ApiError."""
@@ -194,6 +211,8 @@ class Front:
             "arrival": time.time(),
             "cache_salt": body.cache_salt or "",
         }
+        if (adapter := self.adapter(body.model)) is not None:
+            options["adapter"] = adapter
         streams: list[RequestStream] = []
         blank: dict[str, Any] = {"prompt": None, "ids": None, "messages": None}
         try:

@@ -10,6 +10,7 @@ import time
 
 from aiohttp import web
 
+from ..client.adapter_folders import AdapterFolders, parse_modules
 from ..client.engine import Engine
 from ..client.offline.defaults import default_sampling
 from ..client.results import RequestError
@@ -17,6 +18,7 @@ from ..proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.event_loop import new_loop
+from ..proto.messages import AdapterEntry
 from ..proto.process import collect_from_now, die, ending_signals, setup_logging, tell_ready, watch_parent
 from ..proto.wire.sockets import load_keys
 from .app import make_app
@@ -69,8 +71,13 @@ def settings_of(args: EngineArgs) -> Settings:
     admin_key = args.admin_api_key or os.environ.get(ADMIN_KEY_ENV) or None
     for text in (api_key, admin_key):
         keys_of(text)
+    names = args.served_model_name or [args.model or DEMO_MODEL]
+    folders = AdapterFolders(args.max_lora_rank, args.download_dir) if args.enable_lora else None
     return Settings(
-        names=args.served_model_name or [args.model or DEMO_MODEL],
+        names=names,
+        adapters=folders,
+        modules=_modules(folders, args.lora_modules or [], names),
+        lora_root=args.lora_root,
         api_key=api_key,
         admin_api_key=admin_key,
         max_request_bytes=args.max_request_bytes,
@@ -80,6 +87,14 @@ def settings_of(args: EngineArgs) -> Settings:
         ceiling=defaults.get("max_tokens") if said else None,  # by flag it binds all; the model's own is a suggestion
         pooler=pooler,
     )
+
+
+def _modules(folders: AdapterFolders | None, texts: list[str], names: list[str]) -> list[AdapterEntry]:
+    """``--lora-modules``, which exist until somebody unloads them. Raises ConfigError."""
+    if folders is None:
+        return []
+    found = parse_modules(texts, names)
+    return [AdapterEntry(each.name, 0, folders.adapter(each.name, each.path), each.parent) for each in found]
 
 
 def app_runner(app: web.Application) -> web.AppRunner:
@@ -104,6 +119,7 @@ async def _serve(
     if settings.pooler is not None:
         import numpy  # noqa: F401 - now, and not while the first request waits
     engine = Engine(str(args.scheduler), load_keys(args.keys))
+    engine.adapters.merge(settings.modules)
     await engine.start()
     app = make_app(engine, settings)
     runner = app_runner(app)

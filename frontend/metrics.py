@@ -7,6 +7,7 @@ observation, because one is made for every token.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import generate_latest
@@ -15,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from ..client.offline.metrics import SECONDS, TOKENS, Bins, counters_of, gauges_of
 from ..client.results import RequestMetrics
-from ..proto.messages import Stats
+from ..proto.messages import AdapterStats, Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -146,3 +147,11 @@ class Metrics(Collector):
             for place, count in enumerate(stats.accepted):
                 places.add_metric([self.model, str(place)], count)
             yield places
+        if isinstance(stats, AdapterStats):
+            labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+            gauge = GaugeMetricFamily(
+                "quire:lora_requests_info", "adapters asked for; the value is the time", labels=labels
+            )
+            names = [",".join(stats.waiting_adapters), ",".join(stats.running_adapters)]
+            gauge.add_metric([str(stats.max_loras), *names], time.time())
+            yield gauge

@@ -68,7 +68,7 @@ async def pooling(request: web.Request) -> web.Response:
 async def _each(request: web.Request, kind: type[In], api: str, *tasks: str) -> tuple[Front, In, list[Pooled]]:
     front = request.app[FRONT]
     body = await front.read(request, kind)
-    front.check_model(body.model)
+    await front.find_model(body.model)
     pooler = front.pooler(api, *tasks)
     params = body.params(next(task for task in tasks if task in pooler.tasks))
     inputs = body.inputs()
@@ -93,6 +93,8 @@ async def pool_all(
         "params": params, "api_key": request.get(OWNER, ""), "priority": body.priority or 0, "arrival": time.time(),
         "cache_salt": body.cache_salt or "",
     }  # fmt: skip
+    if (adapter := front.adapter(body.model)) is not None:
+        options["adapter"] = adapter
     began, numbers = time.monotonic(), 0
     answers: list[asyncio.Future[Pooled]] = []
 
@@ -175,7 +177,7 @@ def _answer(
             "id": request_id(request, body, prefix),
             "object": "list",
             "created": int(time.time()),
-            "model": front.check_model(body.model),
+            "model": body.model or front.settings.names[0],
             "data": data,
             "usage": usage_of_pooled(pooled),
         }

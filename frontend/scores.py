@@ -58,7 +58,7 @@ async def _scores(
     request: web.Request, body: ScoreRequest | RerankRequest, api: str
 ) -> tuple[str, list[Scored], list[Pooled]]:
     front = request.app[FRONT]
-    model = front.check_model(body.model)
+    model = await front.find_model(body.model)
     pooler = front.pooler(api, "score", "embed")
     cross = "score" in pooler.tasks
     params = body.params("score" if cross else "embed")

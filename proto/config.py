@@ -112,12 +112,25 @@ class EngineArgs:
     )
 
     # Adapters (LoRA)
-    enable_lora: bool = _flag(False, ("frontend", "gpu_worker"), "")
-    max_loras: int = _flag(1, _WORK, "")
-    max_lora_rank: int = _flag(16, ("frontend", "gpu_worker"), "")
-    max_cpu_loras: int | None = _flag(None, _WORK, "")
-    lora_dtype: str = _flag("auto", _WORK, "", ("auto", "float16", "bfloat16", "float32"))
-    fully_sharded_loras: bool = _flag(False, _WORK, "")
+    enable_lora: bool = _flag(False, ("frontend", "gpu_worker"), "take low-rank adapters of the model (docs/lora.md)")
+    max_loras: int = _flag(1, _WORK, "adapters that a worker has ready at once")
+    max_lora_rank: int = _flag(16, ("frontend", "gpu_worker"), "highest rank: 1, 8, 16, 32, 64, 128, 256, 320 or 512")
+    max_cpu_loras: int | None = _flag(
+        None, _WORK, "adapters that a worker keeps in host memory, at least max_loras (default: as many)"
+    )
+    lora_dtype: str = _flag(
+        "auto", _WORK, "type of adapters' weights; auto: the model's", ("auto", "float16", "bfloat16", "float32")
+    )
+    fully_sharded_loras: bool = _flag(
+        False, _WORK, "with tensor parallelism, divide both matrices of an adapter among the ranks"
+    )
+    lora_modules: list[str] | None = _flag(
+        None, _HTTP, "adapters that requests may name as their model: name=path, or a JSON object with name, path and "
+        "base_model_name"
+    )  # fmt: skip
+    lora_root: str | None = _flag(
+        None, _HTTP, "folder below which /v1/load_lora_adapter, which needs --admin-api-key, may load adapters"
+    )
 
     # Generation
     generation_config: str = _flag(
@@ -223,7 +236,8 @@ class EngineArgs:
     )
     admin_api_key: str | None = _flag(
         None, _HTTP, "the key that routes of administrators ask for, which are there only with one (/sleep, /wake_up, "
-        "/is_sleeping); several as for --api-key; also QUIRE_ADMIN_API_KEY", several=True
+        "/is_sleeping, /v1/load_lora_adapter, /v1/unload_lora_adapter); several as for --api-key; also "
+        "QUIRE_ADMIN_API_KEY", several=True,
     )  # fmt: skip
     max_request_bytes: int = _flag(8 * 2**20, _HTTP, "largest request body in bytes; more gets 413")
     max_n: int = _flag(128, _HTTP, "most choices of one prompt, n and best_of, that a request may ask for")

@@ -18,6 +18,9 @@ QUANTIZATIONS = (
 )  # fmt: skip
 """Methods of quantization, and other names of some (``checkpoint/quantization.py``)."""
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What ``--max-lora-rank`` may be."""
+
 
 def check_values(args: Any, hints: dict[str, Any]) -> None:
     """Refuse values of an EngineArgs that cannot work, and bring some into the form that others expect.
@@ -72,12 +75,25 @@ def check_values(args: Any, hints: dict[str, Any]) -> None:
     if args.quantization is not None and args.quantization not in QUANTIZATIONS:
         known = list(QUANTIZATIONS)
         raise ConfigError(f"Unknown quantization method: {args.quantization}. Must be one of {known}.")
+    _check_adapters(args)
     _check_together(args)
     for fld in dataclasses.fields(args):
         choices = fld.metadata["choices"]
         value = getattr(args, fld.name)
         if choices and value not in choices and not (value is None and fld.default is None):
             raise ConfigError(f"Unknown {fld.name}: {value!r}. Must be one of {list(choices)}.")
+
+
+def _check_adapters(args: Any) -> None:
+    """Refuse numbers of adapters that cannot be."""
+    if args.max_loras < 1:
+        raise ConfigError(f"max_loras ({args.max_loras}) must be >= 1.")
+    if args.max_lora_rank not in LORA_RANKS:
+        raise ConfigError(f"max_lora_rank ({args.max_lora_rank}) must be one of {LORA_RANKS}.")
+    if args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
+        raise ConfigError(f"max_cpu_loras ({args.max_cpu_loras}) must be >= max_loras ({args.max_loras}).")
+    if args.lora_modules and not args.enable_lora:
+        raise ConfigError("lora_modules names adapters, and LoRA is not enabled; add --enable-lora.")
 
 
 def _check_together(args: Any) -> None:

@@ -41,7 +41,7 @@ def plan_step(books: Books, replica: Replica) -> StepPlan | None:
         return _plan_step(books, replica)
     adapters.begin_turn(books.names.wishes[0].adapter if books.names.wishes else None)
     plan = _plan_step(books, replica)
-    if not (replica.draining or replica.quarantined):
+    if not (replica.draining or replica.quarantined or books.paused):
         adapters.end_turn(books.clock())
     return plan
 

@@ -17,6 +17,7 @@ NOT_OURS = frozenset(
         # of a model's folder
         "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
         "quantize_config.json", "quant_config.json", "hf_quant_config.json",
+        "adapter_config.json",
         "chat_template.jinja", "modules.json", "config_sentence_transformers.json", "1_Pooling/config.json",
         # of the reader's, in examples; of others
         "my_rules.py", "compose.override.yaml", "modeling_granite.py", "report.log",

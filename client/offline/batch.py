@@ -18,6 +18,8 @@ from ...proto.messages import Finish, Stats
 from ...proto.params import SamplingParams
 from ...proto.pooling import PoolingParams
 from ...proto.wire.sockets import load_keys
+from ...proto.work import Adapter
+from ..adapter_folders import AdapterFolders
 from ..background import EngineThread
 from ..engine import Engine
 from ..results import ChildOutput, RequestError
@@ -52,6 +54,8 @@ class Job:
     params: SamplingParams
     seed: int
     priority: int
+    lora_request: Any = None  # as it was given
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class PoolJob:
     request_id: str
     given: Input
     params: PoolingParams
+    adapter: Adapter | None = None
 
 
 AnyJob = Job | PoolJob
@@ -79,6 +84,7 @@ class Offline:
         if "max_tokens" in self.defaults:
             self.defaults["max_tokens"] = min(self.defaults["max_tokens"], config.max_model_len)
         self.limits = Limits(config, args.max_logprobs, args.logits_processor or [], not args.skip_tokenizer_init)
+        self.adapters = AdapterFolders(args.max_lora_rank, args.download_dir) if args.enable_lora else None
         self._recorder = Recorder((self.supervisor.args.served_model_name or [""])[0])
         self._gate = threading.Lock()  # held throughout a change of the tokenizer
         self._busy = self._tokenizers = 0
@@ -221,7 +227,9 @@ class Offline:
                 await asyncio.sleep(error.retry_after or RETRY_S)
 
     async def _generate(self, engine: Engine, job: Job) -> RequestOutput:
-        stream = engine.submit(**job.given.asked(), params=job.params, seed=job.seed, priority=job.priority)
+        stream = engine.submit(
+            **job.given.asked(), params=job.params, seed=job.seed, priority=job.priority, adapter=job.adapter
+        )
         try:
             await stream.collect()
             return _output(job, stream)
@@ -229,7 +237,7 @@ class Offline:
             stream.abort()
 
     async def _pool(self, engine: Engine, job: PoolJob) -> PoolingRequestOutput[PoolingOutput]:
-        pooled = await engine.pool(**job.given.asked(), params=job.params)
+        pooled = await engine.pool(**job.given.asked(), params=job.params, adapter=job.adapter)
         return PoolingRequestOutput(
             job.request_id, PoolingOutput(pooled.data), pooled.prompt_ids, pooled.num_cached_tokens
         )
@@ -270,6 +278,7 @@ def _output(job: Job, stream: RequestStream) -> RequestOutput:
         outputs=[_completion(index, child, job.params.logprobs) for index, child in enumerate(stream.children)],
         metrics=stream.metrics,
         num_cached_tokens=stream.cached_tokens,
+        lora_request=job.lora_request,
     )
 
 

@@ -17,6 +17,7 @@ from ...proto.params import SamplingParams
 from .batch import Job, Offline, Progress
 from .beams import BeamSearchOutput, BeamSearchParams, beam_output
 from .checks import check_input, check_params, shortened
+from .lora import parse_lora
 from .metrics import Metric
 from .outputs import RequestOutput
 from .pooling import PoolingMethods, from_task
@@ -28,7 +29,6 @@ from .prompts import (
     parse_params,
     parse_priority,
     parse_prompts,
-    refuse_lora,
 )
 from .tokenizer import load_tokenizer
 
@@ -138,6 +138,7 @@ class LLM(PoolingMethods):
             prompt_token_ids: ids of one or of all prompts; run in place of ``prompts`` where both are given.
             use_tqdm: show a progress bar; or a callable that makes one.
             inputs: another name of ``prompts``.
+            lora_request: a LoRARequest for all prompts, or a list with one or None for each (``enable_lora``).
             priority: one number for all prompts, or one for each; lower first (``scheduling_policy="priority"``).
             tokenization_kwargs: ``{"add_special_tokens": False}`` takes texts without them.
 
@@ -246,8 +247,8 @@ class LLM(PoolingMethods):
         return SamplingParams(**self._running.defaults)
 
     def get_tokenizer(self, lora_request: Any = None) -> Any:
-        """The model's tokenizer, as transformers has it. ValueError with ``skip_tokenizer_init``."""
-        refuse_lora(lora_request, 1)
+        """The model's tokenizer, as transformers has it; adapters have none of their own. ValueError with
+        ``skip_tokenizer_init``."""
         if not self._running.limits.has_tokenizer:
             raise ValueError("Unable to get tokenizer because `skip_tokenizer_init=True`")
         if self._tokenizer is None:
@@ -320,7 +321,7 @@ class LLM(PoolingMethods):
         self, inputs: list[Input], params: Any, use_tqdm: Any, lora_request: Any, priority: Any,
         limit: int | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
-        refuse_lora(lora_request, len(inputs))
+        adapters = parse_lora(lora_request, len(inputs), self._running.adapters)
         priorities = parse_priority(priority, len(inputs))
         params = self.get_default_sampling_params() if params is None else params
         per_prompt = parse_params(params, len(inputs), SamplingParams, "sampling_params")
@@ -332,7 +333,7 @@ class LLM(PoolingMethods):
             first = self._take_numbers(len(inputs))
             seeds = [self._random.getrandbits(64) for _ in inputs]
         jobs = [
-            Job(number, str(first + number), given, each, seed, priorities[number])
+            Job(number, str(first + number), given, each, seed, priorities[number], *adapters[number])
             for number, (given, each, seed) in enumerate(zip(inputs, per_prompt, seeds, strict=True))
         ]
         with Progress(len(jobs), use_tqdm) as progress:

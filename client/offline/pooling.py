@@ -12,6 +12,7 @@ from ...proto.pooling import PoolingParams
 from ..results import Pooled
 from .batch import Offline, PoolJob, Progress
 from .checks import check_pooled
+from .lora import parse_lora
 from .outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -22,7 +23,7 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from .prompts import Input, parse_params, parse_prompts, refuse_lora
+from .prompts import Input, parse_params, parse_prompts
 from .scoring import Pairs
 
 PoolingOutputs = list[PoolingRequestOutput[PoolingOutput]]
@@ -79,6 +80,7 @@ class PoolingMethods:
             pooling_task: "embed", "classify", "token_embed" or "token_classify"; left out, that of the parameters, or
                 what the model was made for.
             truncate_prompt_tokens: tokens of a prompt that are kept, from its beginning; -1: what the model can hold.
+            lora_request: a LoRARequest for all prompts, or a list with one or None for each (``enable_lora``).
             inputs: another name of ``prompts``.
             tokenization_kwargs: ``{"add_special_tokens": False}`` takes texts without them.
         """
@@ -178,7 +180,7 @@ class PoolingMethods:
         self, pooler: PoolerConfig, inputs: list[Input], params: Any, task: str | None, keep: int | None,
         use_tqdm: Tqdm, lora_request: Any,
     ) -> PoolingOutputs:  # fmt: skip
-        refuse_lora(lora_request, len(inputs))
+        adapters = parse_lora(lora_request, len(inputs), self._running.adapters)
         parsed = parse_params(
             PoolingParams() if params is None else params, len(inputs), PoolingParams, "pooling_params"
         )
@@ -187,7 +189,7 @@ class PoolingMethods:
             check_pooled(given, self._running.limits)
         first = self._take_numbers(len(inputs))
         jobs = [
-            PoolJob(number, str(first + number), given, each)
+            PoolJob(number, str(first + number), given, each, adapters[number][1])
             for number, (given, each) in enumerate(zip(inputs, per_prompt, strict=True))
         ]
         with Progress(len(jobs), use_tqdm) as progress:

@@ -120,14 +120,6 @@ def parse_priority(priority: Any, count: int) -> list[int]:
     return [priority_of(each) for each in priority]
 
 
-def refuse_lora(asked: Any, count: int) -> None:
-    """None, or a list with None for each prompt, asks for nothing. Raises ValueError."""
-    if isinstance(asked, list) and len(asked) != count:
-        raise ValueError("The lengths of prompts and lora_request must be the same.")
-    if any(asked) if isinstance(asked, list) else asked:
-        raise ValueError("lora_request is not supported yet by this version; leave it out.")
-
-
 def parse_conversations(messages: Any) -> list[list[dict[str, Any]]]:
     """One conversation (a list of messages) or a list of them. Raises ValueError."""
     if not isinstance(messages, list) or not messages:

@@ -17,7 +17,7 @@ from quire.client.offline.defaults import default_sampling
 from quire.client.offline.metrics import Counter, Gauge, Histogram, Recorder
 from quire.client.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.client.offline.processors import processor_names
-from quire.client.offline.prompts import Input, parse_priority, parse_prompts, refuse_lora
+from quire.client.offline.prompts import Input, parse_priority, parse_prompts
 from quire.client.supervisor.commands import import_path
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import ConfigError
@@ -214,16 +214,6 @@ def test_outputs_longer_than_the_context_end_with_it():
         longer.min_tokens = least
         with pytest.raises(ValueError, match="min_tokens must be"):
             shortened([longer], 10)
-
-
-def test_nobody_is_refused_for_asking_for_no_lora():
-    refuse_lora(None, 2)
-    refuse_lora([None, None], 2)
-    with pytest.raises(ValueError, match="lengths of prompts and lora_request"):
-        refuse_lora([None], 2)
-    for asked in ("x", ["x", None]):
-        with pytest.raises(ValueError, match="not supported yet"):
-            refuse_lora(asked, 2)
 
 
 def test_processors_by_name():

@@ -408,7 +408,7 @@ REFUSED = [
     ({"prompts": ["a", [-1]]}, "Token id -1 is out of vocabulary"),
     ({"prompts": ["a", [1] * 3000]}, "maximum context length is 2048 tokens"),
     ({"prompts": ["a", {"prompt_token_ids": []}]}, "must not be empty"),
-    ({"prompts": ["a"], "lora_request": "x"}, "lora_request is not supported yet"),
+    ({"prompts": ["a"], "lora_request": "x"}, "but LoRA is not enabled"),
     ({"prompts": ["a"], "sampling_params": SamplingParams(stop="\ud800")}, "stop of sampling_params cannot be sent"),
     ({"prompts": ["a", "b"], "sampling_params": [GREEDY, SamplingParams(logprobs=21)]}, "max allowed: 20"),
     ({"prompts": ["a"], "sampling_params": SamplingParams(logits_processors=["x:y"])}, "registered: quire_test_"),

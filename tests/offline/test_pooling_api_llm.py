@@ -198,7 +198,7 @@ def test_a_score_is_one_number():
         (EMBED, "embed", ["a"], {"pooling_params": PoolingParams(normalize=True, use_activation=True)}, ValueError,
          "use_activation means nothing"),
         (CLASSES, "classify", ["a"], {"pooling_params": PoolingParams(normalize=True)}, ValueError, "means nothing"),
-        (EMBED, "embed", ["a"], {"lora_request": object()}, ValueError, "lora_request is not supported yet"),
+        (EMBED, "embed", ["a"], {"lora_request": object()}, ValueError, "but LoRA is not enabled"),
         (EMBED, "embed", ["\ud800"], {}, ValueError, "lone surrogate"),
         (EMBED, "score", [[[5]], "a"], {}, TypeError, "texts to be scored must be strings"),
         (CROSS, "embed", ["a"], {}, ValueError, "Embedding API is not supported by this model. .* `--convert embed`"),
