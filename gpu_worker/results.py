@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ..proto.messages import Lease
@@ -28,6 +29,7 @@ class Results:
         self._link = link
         self._queue: queue.Queue[tuple[Lease, int, Outcome]] = queue.Queue(maxsize=RING - 2)
         self._threaded = threaded
+        self.sent: Callable[[], None] | None = None  # called when a step is done
         if threaded:
             threading.Thread(target=self._run, name="results", daemon=True).start()
 
@@ -44,6 +46,8 @@ class Results:
     def _send(self, lease: Lease, step: int, outcome: Outcome) -> None:
         self._link.send(outcome.result(lease, step))
         self._link.last_step = step
+        if self.sent is not None:
+            self.sent()
 
     def _run(self) -> None:
         while True:

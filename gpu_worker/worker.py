@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from enum import Enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from ..proto.messages import (
     Lease,
     LoadAdapter,
     Loaded,
+    Move,
     Pages,
     Ready,
     Rest,
@@ -50,6 +50,7 @@ from .link import Dismissed, LeaseLost, Leave, Link
 from .memory import Budget, available_memory, cpu_budget, cuda_budget, device_used, fit, gib, out_of_memory, step_bytes
 from .outcome import ROOM
 from .parallel.parallel import Group, Ranks
+from .phase import TRANSITIONS, Phase
 from .pooling import Pooler
 from .rest import Weights
 from .results import DeviceFailure, Results
@@ -59,6 +60,7 @@ from .sampling.processors import Function, Processors
 from .speculation.loading import Drafts
 from .speculation.methods import ROWS, speculative_runner
 from .state import PlanError, RowState, logprob_bytes
+from .tiers.keeper import Keeper
 from .warmup import every_stage, warm_up, warm_up_pieces, worst_case
 
 if TYPE_CHECKING:
@@ -72,23 +74,6 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 3.0
 """How much longer than ``drain_timeout`` a worker that wants to leave waits for the scheduler's word."""
-
-
-class Phase(Enum):
-    """What a worker is ready for."""
-
-    UNASSIGNED = "it has no lease"
-    ASSIGNED = "it has a lease, and tells how many blocks fit"
-    READY = "it has its cache, and takes plans"
-    RESTING = "it has a lease, and has given its cache back"
-
-
-TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
-    Phase.UNASSIGNED: frozenset({Phase.ASSIGNED, Phase.RESTING}),  # Assign; Rest
-    Phase.ASSIGNED: frozenset({Phase.READY, Phase.UNASSIGNED}),  # Configure; the lease ends
-    Phase.READY: frozenset({Phase.UNASSIGNED}),  # the lease ends: a step fails, the link breaks, another Assign comes
-    Phase.RESTING: frozenset({Phase.UNASSIGNED}),  # the lease ends: the link breaks, Assign comes, or another Rest
-}
 
 
 class Broken(Exception):
@@ -138,6 +123,7 @@ class Worker:
         self._state: RowState | None = None
         self._runner: Runner | None = None
         self._adapters: Adapters | None = None
+        self._tiers = Keeper(args, config, others)
 
     def serve(self, link: Link | group_link.Member) -> None:
         """Until Drain, or until nobody is there to ask. Raises Dismissed on Bye and ConfigError where the model does
@@ -146,6 +132,7 @@ class Worker:
         self._results = Results(link, threaded=self._device.type != "cpu")
         if (slots := self._model.adapters) is not None:
             self._adapters = Adapters(slots, self._args.max_cpu_loras or slots.count, link, self._others)
+        self._results.sent = self._tiers.attach(link)
         if self._device.type == "cuda":
             compilations.watch(self._compiled)
         while True:
@@ -158,6 +145,8 @@ class Worker:
                     self._step(plan)
                 case (Take() | Give() | Forget() | Pages()) as message:
                     self._move(message)
+                case Move() as move if move.lease == self._lease:
+                    self._tiers.move(move)
                 case Assign() as assign:
                     self._open(assign)
                 case Rest() as rest:
@@ -202,11 +191,16 @@ class Worker:
         self._enter(phase)
         return True
 
+    def _drop_cache(self) -> None:
+        self._runner = None
+        self._tiers.drop()
+
     def _rest(self, rest: Rest) -> None:
         """Give back all memory that Rest asks for. What keeps tensors beside the model lets go of them here."""
         if not self._begin(rest, Phase.RESTING):
             return
-        self._runner = self._state = self._assigned = None
+        self._drop_cache()
+        self._state = self._assigned = None
         self._drafts.put_away(rest.level)
         self._weights.put_away(rest.level)
         if self._others is not None:
@@ -225,7 +219,8 @@ class Worker:
             self._fail(0, PlanError(said))
             return
         if wanted != self._assigned:
-            self._runner = self._state = None  # the old cache is freed before the new one is measured
+            self._drop_cache()
+            self._state = None  # the old cache is freed before the new one is measured
             try:
                 budget = self._measure(*wanted)
             except (MemoryError, RuntimeError) as error:
@@ -318,7 +313,7 @@ class Worker:
             return
         self._pass_on(configure)
         if self._runner is None or self._runner.kv.num_blocks != configure.num_blocks:
-            self._runner = None
+            self._drop_cache()
             try:
                 block_size, _, max_tokens = self._assigned
                 self._runner = self._prepare(configure.num_blocks, self._state, block_size, max_tokens)
@@ -329,6 +324,8 @@ class Worker:
                     f"no memory for {configure.num_blocks} KV blocks after all ({error}); lower "
                     "`gpu_memory_utilization`, `kv_cache_memory_bytes` or `num_gpu_blocks_override`."
                 ) from error
+        if self._tiers.wanted:
+            self._tiers.offer(self._model, self._runner.kv, configure.lease)
         if self._others is not None:
             self._others.collect(Ready, configure.lease)
         self._enter(Phase.READY)
@@ -337,6 +334,7 @@ class Worker:
         self._next_step = 1
         self._link.last_step = 0
         self._link.send(Ready(configure.lease))
+        self._tiers.open(configure.lease)
         tell_ready()
         log.info("ready under lease %d.%d", configure.lease.replica, configure.lease.counter)
 
@@ -374,7 +372,7 @@ class Worker:
             )
         return Runner(self._model, state, kv, max_tokens, pooler, self._group, long)
 
-    def _pass_on(self, message: Assign | Rest | Configure | StepPlan) -> None:
+    def _pass_on(self, message: Assign | Rest | Configure | StepPlan | Move) -> None:
         """To the other processes of this replica, before it is done here."""
         if self._others is not None:
             self._others.send(message)
@@ -382,6 +380,7 @@ class Worker:
     def _end_lease(self) -> None:
         """Let the device finish what was launched, then forget every row."""
         self._results.drain()
+        self._tiers.end_lease()
         if self._phase is not Phase.UNASSIGNED:
             self._enter(Phase.UNASSIGNED)
         self._lease = None
@@ -400,6 +399,8 @@ class Worker:
     def _move(self, message: Take | Give | Forget | Pages) -> None:
         """Pages go to another worker, or come from one. They are no part of a step: what fails ends the move alone."""
         if self._mover is not None and self._runner is not None:
+            if isinstance(message, Take):
+                self._tiers.guard(message.blocks)
             answer = self._mover.handle(message, self._lease, self._runner.kv)
             if answer is not None:
                 self._link.send(answer)
@@ -417,6 +418,8 @@ class Worker:
                 raise PlanError(f"step {plan.step} came where Configure was expected")
             if plan.step != self._next_step:
                 raise PlanError(f"step {plan.step} came where {self._next_step} was expected")
+            if self._tiers.wanted:
+                self._tiers.begin(plan)
             outcome = self._runner.launch(plan)
             if self._group.leader:
                 self._results.put(lease, plan.step, outcome)

@@ -184,6 +184,11 @@ class EngineArgs:
     )  # fmt: skip
     calculate_kv_scales: bool = _flag(False, _WORK, "measure an fp8 KV cache's scales at load, not the checkpoint's")
     enforce_eager: bool = _flag(False, _WORK, "no CUDA graphs")
+    swap_space: float = _flag(0, _WORK, "GiB of each worker's host memory that keep KV blocks which leave its cache")
+    kv_offloading_size: float | None = _flag(None, _WORK, "the same for all workers of a copy of the model together")
+    kv_offloading_backend: str = _flag("native", _WORK, "what keeps them", ("native",))
+    kv_disk_path: str | None = _flag(None, _WORK, "folder that keeps KV blocks over restarts, with --kv-disk-size")
+    kv_disk_size: float | None = _flag(None, _WORK, "GiB that they may take there, for each copy of the model")
     attention_backend: str = _flag(
         "auto", _WORK, "what computes the attention of prompts on a GPU; flash: FlashAttention, of quire[flash], on "
         "Hopper and B200; decodes are Triton's, and auto is triton", ("auto", "triton", "flash"),
@@ -246,7 +251,6 @@ class EngineArgs:
     data_parallel_size: int = _flag(1, (), "copies of the model to start, each with workers of its own")
     api_server_count: int = _flag(1, (), "frontends to start, sharing the port")
     detokenizer_count: int = _flag(1, (), "detokenizers to start")
-    swap_space: float = _flag(4, (), "accepted for vLLM's sake; preempted requests are recomputed, never swapped")
 
     # One copy of the model in several workers
     tensor_parallel_size: int = _flag(1, _WORK, "workers among which each layer is shared out", also="-tp")
@@ -357,13 +361,3 @@ def default_run_dir() -> str:
     """The folder for socket files when none is named: one for each user, so four shells find each other."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return os.path.join(base, "quire") if base else os.path.join(tempfile.gettempdir(), f"quire-{os.getuid()}")
-
-
-def check_split(heads: object, layers: object, size: int, stages: int) -> None:
-    """Raises ConfigError where a model of so many attention heads and layers cannot be shared out so."""
-    if isinstance(heads, int) and heads % size:
-        raise ConfigError(
-            f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({size})."
-        )
-    if isinstance(layers, int) and stages > layers:
-        raise ConfigError(f"Pipeline parallel size ({stages}) must be at most the model's number of layers ({layers}).")

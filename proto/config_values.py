@@ -9,6 +9,7 @@ import typing
 from typing import Any
 
 from .config_error import ConfigError
+from .flag_checks import check_offload
 from .speculation import resolve_speculation
 
 QUANTIZATIONS = (
@@ -62,8 +63,6 @@ def check_values(args: Any, hints: dict[str, Any]) -> None:
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {args.gpu_memory_utilization}.")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"port must be in [0, 65535], got {args.port}.")
-    if args.swap_space < 0:
-        raise ConfigError(f"swap_space must be at least 0, got {args.swap_space}.")
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
     if not 0 <= args.rank < workers:
         raise ConfigError(
@@ -99,6 +98,7 @@ def _check_adapters(args: Any) -> None:
 def _check_together(args: Any) -> None:
     """Refuse values that are sound by themselves."""
     resolve_speculation(args)
+    check_offload(args)
     if (budget := args.max_num_batched_tokens) is not None and budget < args.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({budget}) must be at least max_num_seqs "

@@ -1,5 +1,6 @@
 """What the processes of one replica tell each other (``gpu_worker/parallel/group_link.py``): beside what comes of the
-scheduler (Assign, Rest, Configure, StepPlan) and its answers (Loaded, Rested, Ready), how they meet."""
+scheduler (Assign, Rest, Configure, StepPlan, Move) and its answers (Loaded, Rested, Tiers, Ready, Moved), how
+they meet."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ from .messages import (
     LoadAdapter,
     Loaded,
     Message,
+    Move,
+    Moved,
     Ready,
     Rest,
     Rested,
     StepPlan,
-)
+    Tiers,
+)  # fmt: skip
 
 
 class Join(Message):
@@ -37,8 +41,8 @@ class Meet(Message):
     port: int
 
 
-FromLeader = Meet | Assign | Rest | Configure | StepPlan | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
+FromLeader = Meet | Assign | Rest | Configure | StepPlan | Move | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
 """leader -> another process. Drain: the replica is done, end with code 0."""
 
-ToLeader = Join | Loaded | Rested | Ready | AdapterReady | Drain | Bye
+ToLeader = Join | Loaded | Rested | Tiers | Ready | Moved | AdapterReady | Drain | Bye
 """another process -> leader. Drain: it was asked to end."""

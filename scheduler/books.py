@@ -13,7 +13,7 @@ from typing import Any
 
 from ..proto.config import EngineArgs
 from ..proto.losses import MAX_LOSSES
-from ..proto.messages import AdapterStats, Failed, Finish, ReplicaStats, Stats
+from ..proto.messages import AdapterStats, Failed, Finish, ReplicaStats, Stats, TierStats
 from .accounts import Accounts
 from .adapter_names import AdapterNames
 from .beam_group import BeamGroup
@@ -76,6 +76,7 @@ class Books:
         self.preemptions = self.steps = self.bad_messages = 0
         self.speculation = Speculation()
         self.moves = self.moved_tokens = self.recomputed_tokens = 0
+        self.tiers: TierStats | None = None  # where a worker has tiers
         self.prefix_queries = self.prefix_hits = self.prompt_tokens = self.generation_tokens = 0
 
     def token_budget(self, replica: Replica) -> int:
@@ -312,6 +313,12 @@ class Books:
         self.loading.discard(number)
         self.shrunk = True
 
+    def count_tiers(self) -> TierStats:
+        """A worker has tiers: what it does with them is counted here."""
+        if self.tiers is None:
+            self.tiers = TierStats()
+        return self.tiers
+
     def add_replica(self, replica: Replica) -> None:
         """A worker is ready."""
         self.loading.discard(replica.number)
@@ -374,6 +381,7 @@ class Books:
             moves=self.moves,
             moved_tokens=self.moved_tokens,
             recomputed_tokens=self.recomputed_tokens,
+            tiers=self.tiers,
         )  # fmt: skip
         most = max((len(r.adapters.slots) for r in replicas if r.adapters is not None), default=0)
         return self._with_adapters(stats, most, live) if most else stats

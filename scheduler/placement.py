@@ -22,6 +22,15 @@ def cached_prefix(replica: Replica, seq: Sequence) -> list[int]:
     return replica.pool.find(seq.hash_blocks(limit, replica.block_size), limit)
 
 
+def known_prefix(replica: Replica, seq: Sequence, cached: list[int]) -> int:
+    """Blocks that begin ``seq`` which this replica need not compute: the ``cached``, and those in its tiers."""
+    if replica.tier is None:
+        return len(cached)
+    limit = seq.reusable() // replica.block_size
+    hashes = seq.hash_blocks(limit, replica.block_size)
+    return len(cached) + replica.tier.find(replica.pool, hashes, len(cached), limit)
+
+
 def can_ever_hold(replica: Replica, seq: Sequence) -> bool:
     """False where even an empty replica is too small for the sequence at its longest, or of the other kind."""
     if replica.pools is not seq.request.pools or (seq.request.adapter is not None and replica.adapters is None):
@@ -53,12 +62,12 @@ def belongs_elsewhere(
 ) -> bool:  # fmt: skip
     """One of ``others`` has room for ``seq`` and is the better place, or ``here`` has stalled. It takes it when its
     next step is planned."""
-    score = (_score(here, seq, len(cached)), -here.number)
+    score = (_score(here, seq, known_prefix(here, seq, cached)), -here.number)
     for other in others:
         if not can_ever_hold(other, seq) or not _could_have_adapter(other, seq, now):
             continue
         theirs = cached_prefix(other, seq)
-        better = stalled or (_score(other, seq, len(theirs)), -other.number) > score
+        better = stalled or (_score(other, seq, known_prefix(other, seq, theirs)), -other.number) > score
         if better and has_room(other, seq, theirs):
             return True
     return False
@@ -69,8 +78,8 @@ def _could_have_adapter(replica: Replica, seq: Sequence, now: float) -> bool:
     return adapter is None or adapters is None or adapters.could_take(adapter, now)
 
 
-def _score(replica: Replica, seq: Sequence, cached_blocks: int) -> int:
+def _score(replica: Replica, seq: Sequence, known_blocks: int) -> int:
     backlog = sum(each.total - each.scheduled for each in replica.prefilling)
-    score = cached_blocks * replica.block_size - TOKENS_PER_ROW * replica.running - backlog
+    score = known_blocks * replica.block_size - TOKENS_PER_ROW * replica.running - backlog
     adapter, adapters = seq.request.adapter, replica.adapters
     return score + HELD if adapter is not None and adapters is not None and adapters.holds(adapter) else score

@@ -24,6 +24,7 @@ from .draft import Draft
 from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, elsewhere, has_room
 from .replica import MAX_IN_FLIGHT, Landing, Replica
 from .request import Sequence, State
+from .tiers import MAX_LOADS, Tier
 
 TOGETHER = 8
 """Children of one request that begin together, sharing one prefill, although others wait. The rest take turns."""
@@ -37,6 +38,8 @@ def plan_step(books: Books, replica: Replica) -> StepPlan | None:
     """The next step of ``replica``, or None where it has enough in flight or nothing to run."""
     if len(replica.in_flight) >= MAX_IN_FLIGHT:
         return None
+    if replica.tier is not None:
+        replica.tier.settle(replica.pool)
     if (adapters := replica.adapters) is None:
         return _plan_step(books, replica)
     adapters.begin_turn(books.names.wishes[0].adapter if books.names.wishes else None)
@@ -179,6 +182,8 @@ def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence, posi
     pool, columns, slot = replica.pool, replica.columns, position // replica.block_size
     held = columns.block_at(seq.row, slot)
     while held is None and not pool.free_count:
+        if replica.tier is not None and replica.tier.make_room(pool):
+            continue
         victim = replica.last()
         books.preempt(victim)
         if victim is seq:
@@ -284,7 +289,9 @@ def _admit(books: Books, replica: Replica, draft: Draft) -> None:
     chunked = books.config.enable_chunked_prefill and not replica.whole
     if draft.budget and replica.free_rows:
         for seq, cached in _candidates(books, replica):
-            if not has_room(replica, seq, cached):
+            if replica.tier is not None and _loads(replica, replica.tier, seq, cached):
+                continue
+            if not _finds_room(replica, seq, cached):
                 break
             if not chunked:
                 rest = seq.total - len(cached) * replica.block_size
@@ -301,11 +308,39 @@ def _admit(books: Books, replica: Replica, draft: Draft) -> None:
     books.queue.rate.waiting(books.clock())
 
 
+def _finds_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:
+    """``has_room``, if need be once what was loaded for others in line is given up. Theirs may be found in the cache
+    all the same; were it kept, each of several might hold what another waits for."""
+    if has_room(replica, seq, cached):
+        return True
+    tier = replica.tier
+    return tier is not None and tier.make_room(replica.pool, seq) and has_room(replica, seq, cached)
+
+
+def _loads(replica: Replica, tier: Tier, seq: Sequence, cached: list[int]) -> bool:
+    """Whether ``seq`` waits for blocks that are loaded, which begins here where they are kept, there is room for all of
+    it, and that is sooner than to compute them. Nobody behind it waits meanwhile."""
+    load, size = tier.of(seq), replica.block_size
+    if load is not None and load.coming:
+        return True
+    first, limit = len(cached), seq.reusable() // size
+    if seq.quarantined or first >= limit:
+        return False
+    hashes = seq.hash_blocks(limit, size)
+    found = tier.find(replica.pool, hashes, first, limit)
+    count = tier.worth(hashes[first : first + found], size) if found else 0
+    if not count or not _finds_room(replica, seq, cached):
+        return False
+    if len(tier.loads) < MAX_LOADS:
+        tier.begin(replica.lease, replica.pool, seq, cached, hashes[first : first + count])
+    return True
+
+
 def _take_quarantined(books: Books, replica: Replica, draft: Draft) -> bool:
     """Where the first in line may be what ends workers, admit it in a plan of its own, with nothing else in flight.
     True while that is still to come."""
     found = next(_candidates(books, replica), None)
-    if found is None or not found.seq.quarantined or not has_room(replica, *found):
+    if found is None or not found.seq.quarantined or not _finds_room(replica, *found):
         return False
     loading = replica.adapters is not None and bool(replica.adapters.loading)  # which may be what ends workers too
     if not replica.in_flight and not loading:
@@ -317,5 +352,7 @@ def _start(books: Books, replica: Replica, draft: Draft, seq: Sequence, cached: 
     """A row, and blocks for all tokens."""
     books.queue.remove(seq)
     replica.start(seq, cached)
+    if replica.tier is not None:
+        replica.tier.started(replica.pool, seq.total - seq.computed)
     draft.admit(seq)
     books.note_start(seq)

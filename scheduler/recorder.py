@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ..proto.codec import encode, from_i64
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.hashing import noting
-from ..proto.messages import BeamTokens, PromptLogprobs, StepFailed, StepPlan, StepResult, Submit, TokenBatch
+from ..proto.messages import BeamTokens, Move, PromptLogprobs, StepFailed, StepPlan, StepResult, Submit, TokenBatch
 from . import redact, request
 from .inputs import Inputs, Outgoing
 from .membership import Membership
@@ -245,7 +245,9 @@ def digests(out: Outgoing, tokens: bool) -> list[int]:
     """Of each plan; ``tokens``: with the token ids in it."""
     what = encode if tokens else redact.visible
     return [
-        zlib.crc32(what(message), zlib.crc32(peer.encode())) for peer, message in out if isinstance(message, StepPlan)
+        zlib.crc32(what(message), zlib.crc32(peer.encode()))
+        for peer, message in out
+        if isinstance(message, StepPlan | Move)
     ]
 
 

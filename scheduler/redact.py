@@ -21,7 +21,7 @@ from msgspec.structs import asdict, fields, replace
 
 from ..proto.codec import BadFrame, encode, from_f32, from_i32, i32
 from ..proto.hashing import HASH_SIZE
-from ..proto.messages import Child, Logprobs, SlotFailed, StepPlan, StepResult, Submit
+from ..proto.messages import Child, Logprobs, Move, SlotFailed, StepPlan, StepResult, Submit
 from ..proto.params import MAX_BEAMS, RequestOutputKind, SamplingParams
 from ..proto.work import Generate, Pool, Work, adapter_of, with_adapter
 from .columns import Columns, StopIds
@@ -220,9 +220,9 @@ def _stops(seq: Sequence) -> frozenset[int]:
 # -- what goes out
 
 
-def visible(plan: StepPlan) -> bytes:
+def visible(plan: StepPlan | Move) -> bytes:
     """As much of a plan as is the same when all that comes in is redacted."""
-    if not plan.admits and not plan.append_tokens:
+    if isinstance(plan, Move) or (not plan.admits and not plan.append_tokens):
         return encode(plan)
     admits = [
         (a.row, a.uid, a.index, len(a.ids), a.prompt_len, a.prompt_logprobs_from, a.adapter_slot) for a in plan.admits

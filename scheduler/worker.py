@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
-from ..proto.messages import PROTOCOL, Bye, Hello, Lease, Loaded
+from ..proto.messages import PROTOCOL, Bye, Hello, Lease, Loaded, Tiers
+from ..proto.standstill import Standstill
 from .replica import Replica
 from .worker_phase import TRANSITIONS, Event, Phase
 
 INT32_MAX = 2**31 - 1
+MAX_DRAFTS = 64
+"""Tokens that a worker may draft for a row in one step."""
+ROLES = ("both", "prefill", "decode")
 
 
 class Worker:
@@ -16,7 +20,7 @@ class Worker:
 
     __slots__ = (
         "bad_frames", "drained", "heartbeat_at", "hello", "lease", "leave_by", "loaded", "phase", "reason", "replica",
-        "rested", "since",
+        "rested", "since", "tiers",
     )  # fmt: skip
 
     def __init__(self, hello: Hello, lease: Lease, now: float, rests: bool = False):
@@ -25,6 +29,7 @@ class Worker:
         self.rested = False  # it has given back its memory
         self.bad_frames = 0  # it has counted, by its last Heartbeat
         self.loaded: Loaded | None = None
+        self.tiers: Tiers | None = None  # what it keeps outside of its device's cache
         self.replica: Replica | None = None
         self.leave_by, self.reason, self.drained = math.inf, "", 0
 
@@ -36,6 +41,18 @@ class Worker:
         if after is not self.phase:
             self.phase, self.since = after, now
         return True
+
+    def keep(self, tiers: Tiers) -> None:
+        """It has these."""
+        self.tiers = tiers
+
+    def forgive(self, standstill: Standstill) -> None:
+        """The scheduler stood still, and could not see what it did."""
+        since = standstill.since
+        self.heartbeat_at, self.since = since(self.heartbeat_at), since(self.since)
+        self.leave_by = standstill.until(self.leave_by)
+        if self.replica is not None:
+            self.replica.forgive(standstill)
 
     def serve(self, replica: Replica) -> None:
         """It is ready, and this is what plans are made with."""

@@ -33,6 +33,7 @@ from ..proto.messages import (
     Hello,
     Lease,
     Loaded,
+    Moved,
     NotMoved,
     Ready,
     Rest,
@@ -42,14 +43,16 @@ from ..proto.messages import (
     StepFailed,
     StepResult,
     Taken,
-)
+    Tiers,
+)  # fmt: skip
 from ..proto.standstill import Standstill
 from .adapters import Answer, loads_lost, loads_overdue
 from .core import Scheduler
 from .moves import Moves
+from .offload import heard, moves, tier_of
 from .replica import Replica
 from .slumber import Slumber
-from .worker import INT32_MAX, Worker, count, wrong_protocol
+from .worker import INT32_MAX, MAX_DRAFTS, ROLES, Worker, count, wrong_protocol
 from .worker_phase import GOING, STARTING, Event, Phase
 
 log = logging.getLogger(__name__)
@@ -63,9 +66,6 @@ STOPPED_S = 15.0
 MAX_BLOCKS = 2**22
 """The most blocks of a worker that are used: 64 million tokens in blocks of 16 is plenty, and books cost memory."""
 MAX_LOST, MAX_SLOTS = 256, 4096
-MAX_DRAFTS = 64
-"""Tokens that a worker may draft for a row in one step."""
-ROLES = ("both", "prefill", "decode")
 
 
 class WorkerRegistry:
@@ -122,6 +122,9 @@ class WorkerRegistry:
         elif isinstance(message, Taken | NotMoved):
             if worker.replica is not None:
                 self.moves.heard(worker.replica, message)
+        elif isinstance(message, Moved | Tiers):
+            if wrong := heard(worker, message):
+                self._expel(peer, wrong)
         elif isinstance(message, Compiled):
             self.compilations = count(self.compilations + 1)
         elif isinstance(message, StepFailed):
@@ -187,7 +190,7 @@ class WorkerRegistry:
         replica = Replica(
             worker.lease.replica, worker.lease, peer, config.max_num_seqs, loaded.num_blocks, config.block_size,
             loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
-            loaded.whole, loaded.adapter_slots, loaded.drafts, loaded.draft_rows,
+            loaded.whole, loaded.adapter_slots, loaded.drafts, loaded.draft_rows, tier_of(self.core, worker),
         )  # fmt: skip
         if not loaded.pools and loaded.block_bytes > 0:
             hello = worker.hello
@@ -231,17 +234,22 @@ class WorkerRegistry:
             self._let_go(peer, worker)
 
     def plans(self) -> None:
-        """Plan for every replica until it has enough in flight."""
+        """Plan for every replica until it has enough in flight. What plans, or moves, write over is stored before."""
         if self.slumber.falling and not any(replica.sequences() for replica in self.core.replicas.values()):
             self._fall_asleep(self.slumber.falling)
         if moving := self.moves.due:
             self.moves.advance()
+            self.to_workers += moves(self.core)
             self.to_workers += self.moves.take()
         for replica in self.core.replicas.values():
             while (plan := self.core.plan(replica)) is not None:
+                if replica.tier is not None:
+                    self.to_workers += moves(self.core)
                 self.to_workers.append((replica.peer, plan))
             if replica.adapters is not None:
                 self.to_workers += [(replica.peer, load) for load in replica.adapters.take_loads()]
+        if self.core.tiers is not None:
+            self.to_workers += moves(self.core)
         if moving:
             for peer, worker in list(self.workers.items()):
                 if worker.phase is Phase.DRAINING and not worker.running():
@@ -437,10 +445,6 @@ class WorkerRegistry:
 
     def forgive(self, standstill: Standstill) -> None:
         """This process stood still: what workers did meanwhile could not be seen, and is not held against them."""
-        since = standstill.since
         self._stood_still = standstill.noticed_at
         for worker in self.workers.values():
-            worker.heartbeat_at, worker.since = since(worker.heartbeat_at), since(worker.since)
-            worker.leave_by = standstill.until(worker.leave_by)
-            if worker.replica is not None:
-                worker.replica.forgive(standstill)
+            worker.forgive(standstill)

@@ -23,13 +23,14 @@ FLOORS = {
         "scheduler.adapter_slots",
         "scheduler.request scheduler.beam_group scheduler.batch "  # requests
         "scheduler.outbox scheduler.queue scheduler.accounts",
-        "scheduler.step scheduler.replica",  # where they run
+        "scheduler.step scheduler.tiers scheduler.replica",  # where they run
         "scheduler.placement scheduler.draft scheduler.books",  # all of the state, and its transitions
         "scheduler.intake scheduler.beams scheduler.planner scheduler.commit "  # what is done with it
         "scheduler.adapters",
         "scheduler.moves",
         "scheduler.core",
-        "scheduler.worker_phase scheduler.worker scheduler.slumber scheduler.worker_registry scheduler.operators "
+        "scheduler.worker_phase scheduler.worker scheduler.slumber scheduler.offload "
+        "scheduler.worker_registry scheduler.operators "
         "scheduler.membership",
         "scheduler.inputs scheduler.recording scheduler.redact scheduler.snapshot scheduler.transcript",
         "scheduler.recorder scheduler.replay",

@@ -73,7 +73,7 @@ class LLM(PoolingMethods):
         tokenizer_revision: str | None = None,
         seed: int | None = 0,
         gpu_memory_utilization: float = 0.9,
-        swap_space: float = 4,
+        swap_space: float = 0,
         enforce_eager: bool = False,
         max_context_len_to_capture: int | None = None,
         max_seq_len_to_capture: int | None = None,

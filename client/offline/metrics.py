@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from ...proto.messages import Stats
+from ...proto.messages import Stats, TierStats
 from .outputs import PoolingRequestOutput, RequestOutput
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
@@ -107,6 +107,7 @@ def counters_of(stats: Stats) -> list[tuple[str, str, int]]:
         ),
         ("quire:bad_frames", "messages dropped because they did not decode", stats.bad_frames),
         *(_speculation(stats) if stats.accepted else ()),
+        *(_of_tiers(stats.tiers) if stats.tiers is not None else ()),
     ]
 
 
@@ -117,6 +118,25 @@ def _speculation(stats: Stats) -> list[tuple[str, str, int]]:
         ("quire:spec_decode_num_draft_tokens", "tokens drafted", stats.draft_tokens),
         ("quire:spec_decode_num_accepted_tokens", "drafted tokens that were kept", sum(stats.accepted)),
     ]
+
+
+def _of_tiers(tiers: TierStats) -> list[tuple[str, str, int]]:
+    """Of blocks that are kept outside of devices' caches."""
+    hits = tiers.host_hits + tiers.disk_hits
+    return [
+        ("quire:external_prefix_cache_queries", "prompt tokens looked up outside of devices' caches", tiers.queries),
+        ("quire:external_prefix_cache_hits", "prompt tokens loaded in place of being computed", hits),
+        ("quire:kv_offload_cpu_hits", "of these, from host memory", tiers.host_hits),
+        ("quire:kv_offload_disk_hits", "of these, from disk", tiers.disk_hits),
+        ("quire:kv_offload_cpu_load_bytes", "bytes of blocks loaded from host memory", tiers.host_load_bytes),
+        ("quire:kv_offload_cpu_store_bytes", "bytes of blocks stored in host memory", tiers.host_store_bytes),
+        ("quire:kv_offload_cpu_evictions", "blocks that made room in host memory", tiers.host_evictions),
+        ("quire:kv_offload_disk_load_bytes", "bytes of blocks loaded from disk", tiers.disk_load_bytes),
+        ("quire:kv_offload_disk_store_bytes", "bytes of blocks written to disk", tiers.disk_store_bytes),
+        ("quire:kv_offload_disk_evictions", "blocks that made room on disk, or were lost there", tiers.disk_evictions),
+        ("quire:kv_offload_failed_loads", "blocks that were to be loaded, could not be and are computed",
+         tiers.failed_loads),
+    ]  # fmt: skip
 
 
 class Recorder:

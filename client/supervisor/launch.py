@@ -26,7 +26,8 @@ from collections.abc import Callable
 
 from ...proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
 from ...proto.checkpoint.pooler_config import pooler_of
-from ...proto.config import EngineArgs, check_split
+from ...proto.config import EngineArgs
+from ...proto.flag_checks import check_split
 from ...proto.process import LOCAL_WORKERS, PARENT_FD
 from .child import Child, say, without_errors
 from .commands import command_of, cpu_count, devices_of, free_port, import_path

@@ -28,7 +28,7 @@ import zmq
 
 from ...proto.codec import encode
 from ...proto.group import FromLeader, Join, Meet, ToLeader
-from ...proto.messages import PROTOCOL, AdapterReady, Bye, Drain, Heartbeat
+from ...proto.messages import PROTOCOL, AdapterReady, Bye, Drain, Heartbeat, Moved
 from ...proto.process import heartbeat, new_incarnation
 from ...proto.wire.sockets import DISCONNECTED, Dealer, Keys, Router
 from ..link import LINGER_MS, LOOK_S, MAX_QUEUED, Leave
@@ -185,6 +185,8 @@ class Leader(_GroupLink):
         super().__init__(Router(ToLeader, endpoint, keys, zmq.Context()))
         self._missing, self._settings, self._on_leave = set(others), settings, on_leave
         self._numbers: dict[str, int] = {}
+        self.on_moved: Callable[[int, Moved], Any] = lambda number, message: None
+        """Called, by the thread here, where another process has moved blocks."""
         self._complete = threading.Event()
         self._told: Callable[[int, AdapterReady], Any] = lambda number, answer: None
 
@@ -231,6 +233,8 @@ class Leader(_GroupLink):
         elif isinstance(message, Drain):
             log.info("process %d of this replica was asked to end", number)
             self._on_leave()
+        elif isinstance(message, Moved):
+            self.on_moved(number, message)
         else:
             self._queue((number, message))
 
@@ -300,7 +304,7 @@ class Member(_GroupLink):
 
     def leave(self) -> None:
         """Put Leave before the compute thread; safe in a signal handler."""
-        self._inbox.put(Leave())
+        self.post(Leave())
 
     def close(self, reason: str | None = None) -> None:
         """Say Bye (unless ``reason`` is None), let it leave, and end the thread. Safe to call twice."""

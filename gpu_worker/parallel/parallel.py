@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...proto.config import ConfigError, check_split
+from ...proto.config import ConfigError
+from ...proto.flag_checks import check_split
 from ..kernels.company import batch_invariant
 from ..spec import WHOLE, DecoderSpec, Shard
 from .one_shot import OneShot, one_shot_of

@@ -5,8 +5,8 @@ the current one is dropped. ``attempt`` is in every message about a request: a h
 everywhere, and lower ones are dropped everywhere. The first is 0; a later one is never refused for load. A request
 has a ``uid`` (int64, chosen by Engine, never reused); its n children are (uid, index).
 
-One room a kind of conversation: ``requests``, ``plans`` (the worker link), ``moves`` (blocks between workers),
-``membership``, ``operators``, ``adapters``. What is sent where is told by the unions below.
+One room a kind of conversation: ``requests``, ``plans`` and ``tiers`` (the worker link), ``moves`` (blocks between
+workers), ``membership``, ``operators``, ``adapters``. What is sent where is told by the unions below.
 
 Columns are little-endian arrays as bytes; the comment beside each says its item. Columns of one group have one
 length unless said otherwise.
@@ -36,6 +36,7 @@ from .operators import (
     Sleep,
     Sleeping,
     Stats,
+    TierStats,
     WorkerInfo,
 )
 from .plans import (
@@ -77,16 +78,19 @@ from .requests import (
     Tokenize,
     Unknown,
 )  # fmt: skip
+from .tiers import Move, Moved, Tiers
 
 __all__ = [
     "PROTOCOL", "Abort", "Accepted", "AdapterEntry", "AdapterReady", "AdapterStats", "Adapters", "Admit", "Assign",
     "BeamStopped", "BeamTokens", "BetweenWorkers", "Bye", "Child", "Compiled", "Configure", "Drain", "DropAdapter",
     "Failed", "Finish", "Forget", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers", "GetStats", "Give",
-    "Heartbeat", "Hello", "Lease", "LoadAdapter", "Loaded", "Logprobs", "Manage", "Managed", "Message", "NotMoved",
+    "Heartbeat", "Hello", "Lease", "LoadAdapter", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Move", "Moved",
+    "NotMoved",
     "Pages", "Peer", "Peers", "Pooled", "PromptChunk", "PromptLogprobs", "Quarantined", "Ready", "Reconcile",
     "Register", "Registered", "ReplicaStats", "Rest", "Rested", "Resume", "Sleep", "Sleeping", "SlotFailed",
     "SlotPooled", "SpeculativePlan", "SpeculativeResult", "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped",
-    "Submit", "Take", "Taken", "TextBatch", "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch",
+    "Submit", "Take", "Taken", "TextBatch", "TierStats",
+    "Tiers", "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch",
     "Tokenize", "Unknown", "Unregister", "WorkerInfo",
 ]  # fmt: skip
 
@@ -115,13 +119,14 @@ FromSchedulerFront = (
 
 ToSchedulerWorkers = (
     Hello | Loaded | Ready | Rested | StepResult | SpeculativeResult | StepFailed | Compiled | AdapterReady | Taken
+    | Tiers | Moved
     | NotMoved | Drain | Heartbeat | Bye
 )  # fmt: skip
 """worker -> the scheduler's worker socket."""
 
 FromSchedulerWorkers = (
-    Assign | Rest | Configure | StepPlan | SpeculativePlan | LoadAdapter | DropAdapter | Take | Give | Forget | Drain
-    | Heartbeat | Bye
+    Assign | Rest | Configure | StepPlan | SpeculativePlan | Move | LoadAdapter | DropAdapter | Take | Give | Forget
+    | Drain | Heartbeat | Bye
 )  # fmt: skip
 """the scheduler's worker socket -> worker."""
 

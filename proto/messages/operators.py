@@ -75,6 +75,21 @@ class ReplicaStats(msgspec.Struct, array_like=True, gc=False):
     last_step: int
 
 
+class TierStats(msgspec.Struct, array_like=True, gc=False):
+    """What was kept outside of devices' caches. Tokens are of prompts, bytes of blocks as caches hold them."""
+
+    queries: int = 0  # tokens that a device's cache lacked, looked up
+    host_hits: int = 0  # tokens loaded from host memory
+    disk_hits: int = 0
+    host_load_bytes: int = 0
+    host_store_bytes: int = 0
+    disk_load_bytes: int = 0
+    disk_store_bytes: int = 0
+    host_evictions: int = 0  # blocks
+    disk_evictions: int = 0
+    failed_loads: int = 0  # blocks that were to be had and were not; they are computed
+
+
 class Stats(Message):
     """scheduler -> frontend, answering GetStats. Counters count since the scheduler started."""
 
@@ -98,6 +113,7 @@ class Stats(Message):
     moves: int = 0  # sequences that went on at another worker with their keys and values
     moved_tokens: int = 0  # theirs, that were not computed again
     recomputed_tokens: int = 0  # of sequences that had run before, computed again
+    tiers: TierStats | None = None  # where some worker has tiers
 
 
 class AdapterStats(Stats):

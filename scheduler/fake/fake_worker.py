@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ from ...proto.messages import (
     Lease,
     LoadAdapter,
     Loaded,
+    Move,
+    Moved,
     NotMoved,
     Pages,
     Ready,
@@ -43,6 +46,7 @@ from ...proto.messages import (
     StepFailed,
     StepPlan,
     Take,
+    Tiers,
 )
 from ...proto.process import EXIT_CONFIG, die, new_incarnation, setup_logging, watch_parent
 from ...proto.taking import Taking
@@ -73,11 +77,12 @@ class FakeWorker:
     def __init__(
         self, num_blocks: int = 512, max_model_len: int = 2048, vocab_size: int = 1000, pages: bool = True,
         pools: bool = False, whole: bool = False, adapter_slots: int = 0, drafts: int = 0,
-        draft_rows: int = 0,
+        draft_rows: int = 0, slots: int = 0, disk: dict[bytes, array] | None = None, rotten: int = 0,
     ):  # fmt: skip
         self.num_blocks, self.max_model_len, self.vocab_size, self.pages = num_blocks, max_model_len, vocab_size, pages
         self.pools, self.whole, self.adapter_slots = pools, whole, adapter_slots
         self.drafts, self.draft_rows = drafts, draft_rows
+        self.slots, self.disk, self.rotten = slots, disk, rotten  # as in PageStore
         self.store: PageStore | None = None
         self.poison: int | None = None  # the first token of prompts that kill this process
         self.asleep, self.endpoint, self.role = -1, "", "both"  # as in Hello; with an endpoint it takes pages there
@@ -105,9 +110,20 @@ class FakeWorker:
         if isinstance(message, Configure) and self._current(message.lease):
             assert self._assign is not None
             rows, size = self._assign.max_num_seqs, self._assign.block_size
-            self.store = PageStore(rows, message.num_blocks, size, self.vocab_size, self.pages, self.whole, self.drafts)
+            self.store = PageStore(
+                rows, message.num_blocks, size, self.vocab_size, self.pages, self.whole, self.drafts, self.slots,
+                self.disk, self.rotten,
+            )  # fmt: skip
             self._taking = Taking(message.num_blocks)
-            return [Ready(message.lease)]
+            if not self.slots and self.disk is None:
+                return [Ready(message.lease)]
+            tiers = Tiers(message.lease, self.slots, self.disk is not None, 8 * size)
+            return [tiers, Ready(message.lease), Moved(message.lease, written=b"".join(self.disk or ()))]
+        if isinstance(message, Move) and self._current(message.lease) and self.store is not None:
+            try:
+                return list(self.store.move(message))
+            except (PlanError, BadFrame) as error:
+                return [StepFailed(message.lease, self.last_step + 1, f"{type(error).__name__}: {error}")]
         if isinstance(message, StepPlan) and self._current(message.lease) and self.store is not None:
             if self.poison is not None and any(from_i32(admit.ids)[0] == self.poison for admit in message.admits):
                 raise Poisoned
@@ -243,6 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--page-store", choices=("on", "off"), default="on", help="off: ids in turn")
     parser.add_argument("--pools", choices=("no", "chunks", "whole"), default="no", help="pool prompts; whole: uncut")
     parser.add_argument("--max-loras", type=int, default=0, help="slots for adapters")
+    parser.add_argument("--host-slots", type=int, default=0, help="blocks kept in host memory")
     parser.add_argument("--delay-ms", type=float, nargs=2, default=(0.0, 0.0), metavar=("LOW", "HIGH"))
     parser.add_argument("--seed", type=int, default=0, help="of the delays")
     parser.add_argument("--poison", type=int, help="a prompt that begins with this token kills the worker")
@@ -253,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
         signal.signal(number, _leave)
     worker = FakeWorker(
         args.num_blocks, args.max_model_len, args.vocab_size, args.page_store == "on", args.pools != "no",
-        args.pools == "whole", args.max_loras,
+        args.pools == "whole", args.max_loras, args.host_slots,
     )  # fmt: skip
     worker.poison = args.poison
     core = FakeWorkerCore(worker, lambda: new_incarnation("gpu_worker"), os.getpid())

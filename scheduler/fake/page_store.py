@@ -8,11 +8,15 @@ everything read back through the table, and so are logprobs; so whatever the sch
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
-from ...proto.codec import from_i32, from_u64, i32
+from ...proto.codec import from_i8, from_i32, from_u64, i32
+from ...proto.hashing import HASH_SIZE
 from ...proto.messages import (
     Admit,
     Logprobs,
+    Move,
+    Moved,
     PromptChunk,
     SlotFailed,
     SlotPooled,
@@ -32,6 +36,9 @@ PROMPT_SLICE = 16
 """Prompt logprobs in one piece, at most; a longer chunk's come in several."""
 
 
+MOST_FILES = 40
+
+
 class PlanError(ValueError):
     """A plan that no worker can run."""
 
@@ -49,18 +56,23 @@ class PageStore:
     """Rows and pages of one lease. ``pages=False`` keeps none and draws ids in turn, for benches. ``whole`` prompts
     must come in one piece. Where a plan has it speculate, it drafts up to ``drafts`` tokens, of which some are wrong.
 
-    Slots of requests in ``failing`` (uids) draw nothing and are reported as failed.
+    Slots of requests in ``failing`` (uids) draw nothing and are reported as failed. ``slots`` pages are kept in host
+    memory, and others in ``disk``, which outlives the store: by hash, at most ``MOST_FILES``; each
+    load from there of a number that ``rotten`` divides fails.
     """
 
     def __init__(
         self, num_rows: int, num_blocks: int, block_size: int, vocab_size: int, pages: bool = True,
         whole: bool = False, drafts: int = 0,
+        slots: int = 0, disk: dict[bytes, array] | None = None, rotten: int = 0,
     ):  # fmt: skip
         self.num_rows, self.num_blocks, self.block_size = num_rows, num_blocks, block_size
         self.vocab_size, self.whole, self.drafts = vocab_size, whole, drafts
         self.rows: dict[int, Row] = {}
         self.pages = [array("q", [UNWRITTEN] * block_size) for _ in range(num_blocks if pages else 0)]
         self._in_turn = b"" if pages else _ids_in_turn(vocab_size, num_rows)
+        self.host: list[array | None] = [None] * slots
+        self.disk, self.rotten, self._loads = disk, rotten, 0
         self.last_step = 0
         self.failing: set[int] = set()
         self.adapters: dict[int, int] = {}  # the tag of what is in each slot
@@ -175,6 +187,54 @@ class PageStore:
             raise PlanError(f"{len(data)} bytes for {len(blocks)} pages")
         for at, block in enumerate(blocks):
             self._page(block)[:] = array("q", data[size * at : size * (at + 1)])
+
+    def move(self, move: Move) -> list[Moved]:
+        """Store and load pages: what is done at once, and what becomes of files. Raises PlanError."""
+        written, lost, failed = [], [], []
+        hashes = _hashes(move.store_hashes)
+        columns = from_i32(move.store_blocks), from_i32(move.store_slots), from_i8(move.store_files), hashes
+        _same_length(*columns)
+        for block, slot, to_disk, block_hash in zip(*columns, strict=True):
+            page = self._page(block)[:]
+            if UNWRITTEN in page:
+                raise PlanError(f"block {block} is stored, and is not full")
+            if slot >= 0:
+                self.host[self._slot(slot)] = page
+            if to_disk:
+                lost += self._keep(block_hash, page)
+                written.append(block_hash)
+        loads = from_i32(move.load_blocks), from_i32(move.load_slots), _hashes(move.load_hashes)
+        _same_length(*loads)
+        for place, (block, slot, block_hash) in enumerate(zip(*loads, strict=True)):
+            found = self._file(block_hash) if slot < 0 else self.host[self._slot(slot)]
+            if found is None:
+                failed.append(place)
+            self._page(block)[:] = found if found is not None else array("q", [UNWRITTEN] * self.block_size)
+        answers = [Moved(move.lease, move.number, i32(failed))]
+        if written or lost:
+            answers.append(Moved(move.lease, 0, b"", b"".join(written), b"".join(lost)))
+        return answers
+
+    def _file(self, block_hash: bytes) -> array | None:
+        self._loads += 1
+        if self.disk is None or (self.rotten and self._loads % self.rotten == 0):
+            return None
+        return self.disk.get(block_hash)
+
+    def _slot(self, slot: int) -> int:
+        if not 0 <= slot < len(self.host):
+            raise PlanError(f"slot {slot} of {len(self.host)}")
+        return slot
+
+    def _keep(self, block_hash: bytes, page: array) -> list[bytes]:
+        """Write a file. The hashes of those that made room."""
+        if self.disk is None:
+            raise PlanError("a page is to go to disk, where nothing is kept")
+        lost = [next(iter(self.disk))] if len(self.disk) >= MOST_FILES and block_hash not in self.disk else []
+        for each in lost:
+            del self.disk[each]
+        self.disk[block_hash] = page
+        return lost
 
     def _row(self, row: int) -> Row:
         if row not in self.rows:
@@ -332,6 +392,10 @@ def _ids_in_turn(vocab_size: int, num_rows: int) -> bytes:
     return i32([ORDINARY + at % (vocab_size - ORDINARY) for at in range(vocab_size + num_rows)])
 
 
-def _same_length(*columns: list[int]) -> None:
+def _hashes(column: bytes) -> list[bytes]:
+    return [column[at : at + HASH_SIZE] for at in range(0, len(column), HASH_SIZE)]
+
+
+def _same_length(*columns: list[Any]) -> None:
     if len({len(column) for column in columns}) > 1:
         raise PlanError(f"columns of {[len(column) for column in columns]}")

@@ -32,6 +32,10 @@ def draw(seed: int) -> Plan:
     if (drafting := random.Random(f"{seed} drafts")).random() < 0.4 and not shape.pools:
         for worker in shape.workers:
             worker.drafts, worker.draft_rows = drafting.choice([0, 1, 3, 6]), drafting.choice([1, 2, 8])
+    if (keeping := random.Random(f"{seed} tiers")).random() < 0.4 and not shape.whole:
+        for worker in shape.workers:  # few places, so that they change hands, or many
+            worker.slots, worker.disk = keeping.choice([0, 2, 7, 60]), keeping.random() < 0.4
+            worker.rotten = keeping.choice([0, 0, 1, 2, 5])
     poison = frozenset(kind for kind in ("worker", "detokenizer", "scheduler") if rng.random() < 0.04)
     overload = rng.random() < 0.15
     if overload and more.random() < 0.3:

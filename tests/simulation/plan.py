@@ -25,6 +25,11 @@ class WorkerShape(msgspec.Struct, omit_defaults=True):
     keeps_name: bool = False
     drafts: int = 0
     draft_rows: int = 2
+    slots: int = 0
+    """Blocks that it keeps in host memory."""
+    disk: bool = False
+    rotten: int = 0
+    """Of so many loads from disk one fails; 0: none."""
 
 
 class Shape(msgspec.Struct, omit_defaults=True):

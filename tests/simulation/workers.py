@@ -31,6 +31,7 @@ class Worker(Process):
             shape.blocks, plan.max_model_len, world.vocab, pools=bool(plan.pools), whole=plan.whole,
             adapter_slots=plan.adapter_slots,
             drafts=shape.drafts, draft_rows=shape.draft_rows,
+            slots=shape.slots, disk=world.disks.setdefault(place, {}) if shape.disk else None, rotten=shape.rotten,
         )  # fmt: skip
         world.sizes.add(shape.blocks)
         self._sessions = 0
@@ -110,9 +111,18 @@ class Worker(Process):
         if session == self.identity:
             if isinstance(message, m.StepPlan):
                 self._before(message)
+            if isinstance(message, m.Move) and message.load_blocks:  # beside the steps that follow
+                self.later(0.0, 3 * self.shape.step_high, self._loaded, session, message)
+                self._next()
+                return
             self.core.received(message)
             self._flush()
         self._next()
+
+    def _loaded(self, session: str, message: m.Move) -> None:
+        if session == self.identity:
+            self.core.received(message)
+            self._flush()
 
     def _before(self, plan: m.StepPlan) -> None:
         """Poison, and what the next step's trouble is."""

@@ -81,6 +81,7 @@ class World:
         self.wall_offsets: dict[str, float] = {}  # of machines whose clock was set
         self.poisoned: dict[int, str] = {}
         self.sizes: set[int] = set()
+        self.disks: dict[str, dict[bytes, Any]] = {}  # of workers, which outlive them
         self.consumers: list[Consumer] = []
         self.blows: list[list[Any]] = []  # at, until (inf: not over yet), kind, target
         self.calm = float("inf")
