@@ -41,17 +41,17 @@ class Driven:
         length: int = 256, blocks: int = 128, budget: int = 128, grammars: Any = None, functions: Any = None,
         adapt: bool = False, drafting: Drafting | None = None,
     ):  # fmt: skip
-        cpu = torch.device("cpu")
+        device = getattr(model, "device", torch.device("cpu"))
         self.vocab, self.length = vocab, length
         self.core = Scheduler(
             EngineArgs(block_size=BLOCK, max_num_seqs=rows, max_num_batched_tokens=budget), clock=lambda: 0.0
         )
         self.replica = Replica(0, LEASE, "w", rows, blocks, BLOCK, length, vocab, device="cpu")
         self.state = RowState(
-            rows, length, BLOCK, vocab, cpu, "raw_logprobs", grammars and Follower(grammars),
+            rows, length, BLOCK, vocab, device, "raw_logprobs", grammars and Follower(grammars),
             Follower(Processors(functions or {})),
         )  # fmt: skip
-        self.kv = KVCache(model.spec, blocks, BLOCK, model.cache_dtype, cpu)
+        self.kv = KVCache(model.spec, blocks, BLOCK, model.cache_dtype, device)
         self.runner: Runner
         if proposer is None and drafting is None:
             self.runner = Runner(model, self.state, self.kv, budget)
