@@ -379,8 +379,12 @@ BROKEN: dict[str, Fault] = {
         ("client.request:OpenRequest.start", "if self.metrics.first_scheduled_time is None:", "if True:"),
     ),
     "a place lost over a resume": Fault(
-        "a request that is sent again stands in line as if it came now",
-        ("client.request:OpenRequest.again", "attempt=self.attempt,", "attempt=self.attempt, arrival=4e9,"),
+        "a request that is sent again stands in line behind those that came after it",
+        (
+            "client.request:OpenRequest.again",
+            "attempt=self.attempt,",
+            "attempt=self.attempt, arrival=self.message.arrival + 3600.0 * self.attempt,",
+        ),
     ),
     "an end of quarantine forgotten": Fault(
         "a detokenizer prepares nothing after a request in quarantine",
