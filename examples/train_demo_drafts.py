@@ -59,7 +59,6 @@ def draft_model(target: Any, layers: int, inner: int) -> Any:
     config = LlamaConfig.from_dict(target.config.to_dict())
     config.num_hidden_layers, config.intermediate_size = layers, inner
     model = LlamaForCausalLM(config)
-    model.get_input_embeddings().weight.requires_grad_(False)  # hidden states then mean the same to both
     first = target.state_dict()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -154,36 +153,35 @@ def with_states(target: Any, stream: Iterator[tuple], uses: int, bf16: bool) -> 
             yield rng.choice(kept)
 
 
-def losses_of(target: Any, draft: Any, head: Any, share: float) -> Callable[..., dict[str, Any]]:
-    """What a batch costs each of them: how far the hidden states are from the target's, and at a ``share`` of the
-    positions the Kullback-Leibler divergence of the next tokens in nats."""
+def losses_of(target: Any, draft: Any, head: Any, share: float = 0.25) -> Callable[..., dict[str, Any]]:
+    """What a batch costs each of them: the Kullback-Leibler divergence of the next tokens from the target's in nats,
+    for the head at a ``share`` of the positions, and how far its hidden states are from the target's."""
     import torch
     import torch.nn.functional as F
 
     embed, output = target.get_input_embeddings().weight, target.lm_head.weight
 
-    def against(made: torch.Tensor, after: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, hidden] both: (divergence, distance)."""
-        some = torch.randperm(len(made))[: int(share * len(made))]
-        wanted = F.softmax(F.linear(after[some], output).float(), -1)
-        found = F.log_softmax(F.linear(made[some], output).float(), -1)
-        weights = weights[some]
-        losses = F.kl_div(found, wanted, reduction="none").sum(-1)
-        return (losses * weights).sum() / weights.sum(), F.smooth_l1_loss(made.float(), after.float())
+    def divergence(logits: torch.Tensor, after: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of [N, V] from what the target says behind hidden states [N, hidden]."""
+        wanted = F.softmax(F.linear(after, output).float(), -1)
+        losses = F.kl_div(F.log_softmax(logits.float(), -1), wanted, reduction="none").sum(-1)
+        return (losses * weights).sum() / weights.sum()
 
     def loss_of(ids: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        found, flat = {}, hidden.flatten(0, 1)
+        found = {}
         if draft is not None:
-            made = draft.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-            found["draft"], distance = against(made, flat, weights.flatten())
-            found["state"] = 0.3 * distance
+            logits = draft(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+            found["draft"] = divergence(logits, hidden.flatten(0, 1), weights.flatten())
         if head is not None:
             # From the token behind a position and its hidden state to the hidden state of that token.
             embedded, before, after = F.embedding(ids[:, 1:], embed), hidden[:, :-1], hidden[:, 1:].flatten(0, 1)
             for turn in range(2):  # the head goes on from its own states when it drafts more than one token
                 made = head(embedded, before)
-                both = against(made.flatten(0, 1), after, weights[:, 1:].flatten())
-                found[f"eagle {turn + 1}"], found[f"state {turn + 1}"] = both[0], 0.3 * both[1]
+                flat, scales = made.flatten(0, 1), weights[:, 1:].flatten()
+                some = torch.randperm(len(flat))[: int(share * len(flat))]
+                logits = F.linear(flat[some], output)
+                found[f"eagle {turn + 1}"] = divergence(logits, after[some], scales[some])
+                found[f"state {turn + 1}"] = 0.3 * F.smooth_l1_loss(flat.float(), after.float())
                 before = torch.cat((hidden[:, :1], made[:, :-1].to(hidden.dtype)), 1)
         return found
 
@@ -216,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=Path("demo_model"), help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="where draft/ and eagle/ are written (default: the target's folder)")
+    parser.add_argument("--start", type=Path, help="a draft model to go on from")
     parser.add_argument("--only", choices=("draft", "eagle"), help="default: both")
     parser.add_argument(
         "--minutes", type=float, default=8, help="stop by the clock at the latest (default: %(default)s)"
@@ -224,10 +223,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1024, help="tokens in a step (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--float32", action="store_true", help="multiply in float32, for processors slow at bfloat16")
     parser.add_argument("--layers", type=int, default=1, help="of the draft model (default: %(default)s)")
-    parser.add_argument("--inner", type=int, default=256, help="intermediate_size of both (default: %(default)s)")
+    parser.add_argument("--inner", type=int, default=320, help="intermediate_size of both (default: %(default)s)")
     options = parser.parse_args()
 
     # Threads that wait must sleep, not spin: on a busy machine spinning takes the time from the work.
@@ -241,11 +240,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32).requires_grad_(False).eval()
     draft = None if options.only == "eagle" else draft_model(target, options.layers, options.inner)
+    if draft is not None and options.start is not None:
+        draft = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32)
     head = None if options.only == "draft" else eagle_head(target, options.inner)
     # A batch that is shorter than the longest rows is empty in their turn.
     stream = (pair for pair in batches(options.seed + 7, tokenizer, options.batch) if pair[0].ndim == 2)
     parts = [part for part in (draft, head) if part is not None]
-    stream, losses = with_states(target, stream, 4, not options.float32), losses_of(target, draft, head, 0.25)
+    stream, losses = with_states(target, stream, 4, not options.float32), losses_of(target, draft, head)
     train(parts, losses, stream, options.steps, options.minutes, options.lr, not options.float32)
     if draft is not None:
         draft.generation_config = target.generation_config

@@ -108,6 +108,10 @@ class Program:
         self._run(rows, starts, counts)
         return self._logits[:count]
 
+    def room_of_logits(self, rows: int) -> np.ndarray:
+        """Where ``logits`` puts those of the first ``rows`` outputs, float32 [rows, vocabulary]."""
+        return self._logits.numpy()[:rows]
+
     def hidden(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, outputs: np.ndarray) -> torch.Tensor:
         """Run a step, and give hidden states float32 [S, hidden] of ``outputs``, which ascend."""
         hidden = torch.empty(len(outputs), self._builder.result.width)

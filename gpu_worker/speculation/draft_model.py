@@ -14,7 +14,7 @@ import torch
 
 from ..kv_cache import KVCache
 from .draws import draw
-from .passes import Passes
+from .passes import NativePasses, Passes
 from .proposer import Proposer
 from .reach import Reach
 
@@ -111,9 +111,16 @@ class DraftModel(KeysAndValues):
         at: np.ndarray,
     ) -> None:  # fmt: skip
         """Draw ``counts`` drafts of each of ``rows`` into ``drafts[at]`` and into the rows."""
+        most = int(counts.max())
+        if isinstance(self._passes, NativePasses) and (counts == most).all():
+            found = self._passes.drafts(rows, starts, known, most)
+            if found is not None:
+                self.reach.reached(rows, known, self.state.tables_host)
+                drafts[at, :most] = found
+                return
         logits, _ = self._passes.last(rows, starts, known - starts)
         self.reach.reached(rows, known, self.state.tables_host)
-        for step in range(int(counts.max())):
+        for step in range(most):
             if step:
                 if (counts <= step).any():
                     going = counts > step

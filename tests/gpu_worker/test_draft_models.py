@@ -14,6 +14,7 @@ import torch
 from draft_rig import CPU, HIDDEN, LENGTH, VOCAB, DraftRig
 from safetensors.torch import load_file, save_file
 from speculation_rig import Driven
+from tokenizers import Tokenizer
 
 from quire.gpu_worker.kernels.cpu.library import library
 from quire.gpu_worker.kv_cache import KVCache
@@ -24,7 +25,7 @@ from quire.gpu_worker.speculation.heads import load_head, taps_of
 from quire.gpu_worker.speculation.loading import Drafting, load_drafting
 from quire.gpu_worker.speculation.medusa import Medusa, load_medusa
 from quire.gpu_worker.speculation.passes import TorchPasses, passes_of
-from quire.proto.checkpoint.model_config import load_model_config
+from quire.proto.checkpoint.model_config import demo_model_path, load_model_config
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.params import SamplingParams
 from quire.proto.speculation import speculative_config
@@ -323,6 +324,28 @@ def test_all_requests_are_as_without_drafts(folder: Path, tmp_path: Path, method
         assert found.outcome() == plain.outcome()
         if method == "draft_model" and more == {"blocks": 160}:
             assert found.steps < 0.75 * plain.steps
+
+
+@pytest.mark.parametrize(("method", "share"), [("draft_model", 0.45), ("eagle", 0.75)])
+def test_the_demo_models_own_drafts_are_of_use(method: str, share: float) -> None:
+    demo = Path(demo_model_path())
+    config = load_model_config(str(demo), 256)
+    target = load_model(config, torch.float32, CPU)
+    folder = demo / method.removesuffix("_model")
+    text = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": 4})
+    args = EngineArgs(speculative_config=text)
+    drafting = load_drafting(speculative_config(args), args, config, target)
+    # "<|im_start|>user\nTell me a story about a fox.<|im_end|>\n<|im_start|>assistant\n" and the like
+    tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
+    runs = []
+    for each in (None, drafting):
+        driven = Driven(target, config.vocab_size, drafting=each)
+        for uid, said in enumerate(("Tell me a story about a fox.", "Count to 12.", "Tell me a joke."), 1):
+            ids = tokenizer.encode(f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n").ids
+            driven.submit(uid, ids, seed=uid, eos=(2,), max_tokens=80, temperature=float(uid > 1))
+        runs.append(driven.run())
+    assert runs[1].outcome() == runs[0].outcome()
+    assert runs[1].steps < share * runs[0].steps
 
 
 # ---------------------------------------------------------------- folders
