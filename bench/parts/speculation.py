@@ -87,35 +87,22 @@ def run(llm: Any, requests: int, rows: int, temperature: float, max_tokens: int)
     return tokens, time.monotonic() - began
 
 
-def counters(llm: Any) -> dict[str, float]:
-    """The engine's counters of speculation; those by place are named ..._pos0 and on."""
-    found: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        name = metric.name.removeprefix("vllm:").removesuffix("_total")
-        if not name.startswith("spec_decode_"):
-            continue
-        values = getattr(metric, "values", None)
-        if values is not None:
-            found |= {f"{name}{place}": float(value) for place, value in enumerate(values)}
-        else:
-            place = (getattr(metric, "labels", None) or {}).get("position", "")
-            found[f"{name}{place}"] = float(metric.value)
-    return found
+def counters(llm: Any) -> tuple[int, int, list[int]]:
+    """The engine's counters: verifications, tokens drafted, and kept by place."""
+    stats = llm.stats()
+    return stats.drafts, stats.draft_tokens, list(stats.accepted)
 
 
-def accepted(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """What was drafted and kept between two readings."""
-    grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    drafts, tokens = grown.get("spec_decode_num_drafts", 0.0), grown.get("spec_decode_num_draft_tokens", 0.0)
+def accepted(before: tuple[int, int, list[int]], after: tuple[int, int, list[int]]) -> dict[str, Any]:
+    """What was drafted and kept between two readings; by place, of the verifications."""
+    drafts, tokens = after[0] - before[0], after[1] - before[1]
     if not drafts:
         return {}
-    kept = grown.get("spec_decode_num_accepted_tokens", 0.0)
-    values: dict[str, Any] = {"accepted_pct": 100 * kept / max(1.0, tokens), "mean_length_tokens": 1 + kept / drafts}
-    by_place = "spec_decode_num_accepted_tokens_per_pos"
-    for place in range(16):
-        if (count := grown.get(f"{by_place}{place}")) is not None:
-            values[f"place_{place}_pct"] = 100 * count / drafts
-    return values
+    past = before[2] + [0] * len(after[2])
+    kept = [now - then for now, then in zip(after[2], past, strict=False)]
+    values: dict[str, Any] = {"drafted_tokens": tokens, "accepted_pct": 100 * sum(kept) / max(1, tokens)}
+    values["mean_length_tokens"] = 1 + sum(kept) / drafts
+    return values | {f"place_{place}_pct": 100 * count / drafts for place, count in enumerate(kept)}
 
 
 # ---------------------------------------------------------------- on paper
