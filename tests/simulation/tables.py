@@ -54,6 +54,7 @@ MACHINES = {
         sent | lost, not counted | waits
         sent, in quarantine | lost, not counted / lost, counted | waits, in quarantine
         accepted | lost, not counted | accepted / waits again
+        accepted | lost, counted | waits again
         runs | lost, counted / lost, not counted | accepted / waits again
         accepted / runs | finished | over
         new / sent / accepted / runs / waits / waits again | aborted / failed | over
