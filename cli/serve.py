@@ -90,6 +90,8 @@ def _check_is_no_model(flag: str, values: list[str]) -> None:
     """Raises ConfigError where the last of a flag's values may have been meant as the model."""
     if "logits" in flag and ":" in values[-1]:  # a function's name; no hub id looks so
         return
+    if "lora" in flag and ("=" in values[-1] or values[-1].startswith("{")):  # nor so
+        return
     given = f"{len(values)} values" if "key" in flag else " ".join(map(repr, values))
     raise ConfigError(
         f"no model is named, and {flag} takes all of what follows it: {given}. Where the last is the model, write "

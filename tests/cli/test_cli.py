@@ -240,6 +240,7 @@ def test_serve_does_not_take_the_model_for_a_flags_last_value(flag: str) -> None
         values = {"one,two": ["one", "two"]}.get(str(args.api_key)) or args.served_model_name or args.logits_processor
         assert values == ["one", "two"]
     assert parsed(flag, "one").model is None  # nothing else can have been meant
+    assert parsed("--enable-lora", "--lora-modules", "a=/x", "b=/y").lora_modules == ["a=/x", "b=/y"]  # no model's name
     with pytest.raises(ConfigError, match="no model is named"):
         parsed("--served-model-name", "one", "/path/to/model", "--logits-processor", "a:f", "b:g")
 

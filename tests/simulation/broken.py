@@ -175,6 +175,10 @@ BROKEN: dict[str, Fault] = {
         "cache salts are left out of the root of hashes",
         ("proto.hashing:root_of", "if cache_salt else ROOT", "if not cache_salt else ROOT"),
     ),
+    "an adapter forgotten": Fault(
+        "adapters are left out of the root of hashes",
+        ("proto.hashing:root_of", "if adapter else root", "if not adapter else root"),
+    ),
     # -- who waits
     "fairness ignored": Fault(
         "the key with the most running sequences goes next",
