@@ -240,6 +240,8 @@ def _lora(args: EngineArgs, dtype: torch.dtype) -> LoraSpec | None:
     """Which adapters the model may have."""
     if not args.enable_lora:
         return None
+    if args.fully_sharded_loras:
+        raise ConfigError("fully_sharded_loras is not supported yet; leave it out: tokens are the same without it.")
     from .lora.slots import LoraSpec
     from .models.adapter_reader import adapter_dtype
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...proto.config import ConfigError
 from ..kernels.cpu import adapt as native
 from ..layers.linear import LEAST_ROWS
 from .target import Adapter, Matrices, Piece, Target, Targets
@@ -55,7 +56,13 @@ class Slots:
         return torch.float32
 
     def kept(self, adapter: Adapter) -> Adapter:
-        """``adapter``, which was just read, as it is kept in memory; ``ready`` takes it."""
+        """``adapter``, which was just read, as it is kept in memory; ``ready`` takes it.
+
+        Raises ConfigError for one of experts on a GPU."""
+        kinds = {self.targets.targets[name].kind for name in adapter.matrices}
+        if self.device.type != "cpu" and "experts" in kinds:
+            raise ConfigError(f"adapter {adapter.name!r} changes experts, which is supported on CPUs alone as yet; "
+                              "train one of the other layers.")  # fmt: skip
         return self._ready_all(adapter) if self.device.type == "cpu" else adapter
 
     def ready(self, adapter: Adapter) -> Adapter:
