@@ -18,7 +18,7 @@ from quire.proto import messages as m
 from quire.proto.codec import f32, from_i64, i64
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
-from quire.proto.work import Generate, Pool
+from quire.proto.work import Adapter, Generate, Pool
 
 ROWS = ("uids", "attempts", "indexes", "offsets", "counts", "finishes", "lengths")
 
@@ -408,3 +408,39 @@ def test_a_heartbeat_of_the_scheduler_changes_nothing_but_when_it_was_heard(rig)
     rig.now += SILENCE_S
     rig.scheduler(m.Heartbeat())
     assert rig.core.ready and rig.core.peers is before
+
+
+# ---------------------------------------------------------------- names of adapters
+
+
+def test_a_scheduler_that_may_know_nothing_is_told_names_and_asked_again():
+    chosen = Adapter("a", "/adapters/a", bytes(16))
+    told = lambda rig: [  # noqa: E731
+        each for each in rig.at_scheduler if isinstance(each, m.Adapters | m.Register | m.Unregister)
+    ]
+    rig = EngineRig()
+    assert told(rig) == []
+    entry = m.AdapterEntry("a", 2, chosen)
+    rig.scheduler(m.Adapters([entry]))
+    rig.scheduler(m.Adapters([m.AdapterEntry("a", 1, None)]))  # older than what is known
+    assert rig.core.adapters.get("a") == chosen and rig.core.adapters.get("b") is None
+    assert rig.core.ask_adapter(m.Unregister(0, "a")) == 1
+    rig.carry()
+    assert told(rig) == [m.Unregister(1, "a")]
+    rig.peers(epoch=1000)  # it is the one that was asked
+    assert len(told(rig)) == 1
+    rig.at_scheduler.clear()
+    rig.peers(epoch=2000)
+    assert told(rig) == [m.Adapters([entry]), m.Unregister(1, "a", again=True)]
+    rig.core.adapters.answered(1)
+    rig.scheduler(m.Bye())
+    rig.at_scheduler.clear()
+    assert rig.core.ask_adapter(m.Register(0, chosen)) == 2
+    rig.carry()
+    assert told(rig) == []  # nobody is there to be asked
+    rig.peers(epoch=2000)
+    assert told(rig) == [m.Adapters([entry]), m.Register(2, chosen, again=True)]
+    assert [each.name for each in rig.core.adapters] == ["a"]
+    rig.scheduler(m.Adapters([m.AdapterEntry("a", 3, None)]))
+    assert rig.core.adapters.get("a") is None and list(rig.core.adapters) == []
+    assert told(EngineRig()) == []
