@@ -45,7 +45,7 @@ class Link:
         """
         if request.in_quarantine and self.quarantined is None:
             return request.unblamed >= MAX_UNBLAMED
-        if request.in_quarantine or self.quarantined is not None:
+        if self.quarantined is not None:
             return self.quarantined == request.uid
         return request.started or request.accepted is None
 
