@@ -107,7 +107,8 @@ def test_ids_of_the_vocabulary_are_taken(ids):
 @pytest.mark.parametrize(
     ("ids", "said"),
     [([], "prompt must not be empty: it has no tokens."), ([-1, 5], "Token id -1 is out of vocabulary (0 to 99)."),
-     ([5, 100], "Token id 100 is out of vocabulary (0 to 99)."), ([0, 100], "Token id 100 is out of vocabulary"), ([100, -1], "Token id -1 is out of vocabulary")],
+     ([0, 100], "Token id 100 is out of vocabulary"), ([5, 100], "Token id 100 is out of vocabulary (0 to 99)."),
+     ([100, -1], "Token id -1 is out of vocabulary")],
 )  # fmt: skip
 def test_ids_out_of_the_vocabulary_are_refused(ids, said):
     for check in (lambda: check_ids(ids, MODEL), lambda: check_prompt(ids, MODEL, 64)):

@@ -49,7 +49,7 @@ def test_structured_outputs_refuses(fields, said):
 def test_greedy_resets_what_does_not_matter():
     params = SamplingParams(temperature=0, top_p=0.5, top_k=5, min_p=0.2)
     assert (params.greedy, params.top_p, params.top_k, params.min_p) == (True, 1.0, 0, 0.0)
-    assert SamplingParams(temperature=0.9e-5).greedy and not SamplingParams(temperature=1e-5).greedy
+    assert SamplingParams(temperature=0.9e-5).greedy
 
 
 def test_normal_forms():
@@ -232,3 +232,17 @@ def test_one_beam_search_is_as_wide_as_best_of():
 
 def test_the_kind_of_output_may_be_given_as_a_number():
     assert SamplingParams(output_kind=1).output_kind is RequestOutputKind.DELTA
+
+
+def test_the_lowest_temperature_that_is_not_greedy():
+    assert SamplingParams(temperature=1e-5).temperature == 0.01
+    assert SamplingParams(temperature=9e-6).greedy
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(["a:b", len], "holds a Python callable"), (["a:b", 5], "a list of names"), (["a:b", ""], "of names")],
+)
+def test_every_name_of_a_logits_processor_is_looked_at(names, said):
+    with pytest.raises(ParamError, match=said):
+        SamplingParams(logits_processors=names)
