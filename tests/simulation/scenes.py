@@ -231,6 +231,26 @@ def late_stops(rng: random.Random, plan: Plan) -> None:
         _add_to_worker(rng, plan, rng.choice(["kill", "reset"]), rng.choice(["w0", "w1"]), after="tokens", nth=nth)
 
 
+def late_answers(rng: random.Random, plan: Plan) -> None:
+    """A beam search waits for the answer of its detokenizer when it loses its worker, and the answer is lost when it
+    has begun again elsewhere."""
+    shape = plan.shape
+    plan.early, shape.pools, shape.whole, shape.chunked, shape.max_model_len = False, "", False, True, 120
+    shape.rows = shape.budget = rng.choice([2, 3])
+    _open_line(plan)
+    shape.workers = [WorkerShape(60, 0.02, 0.03) for _ in range(2)]
+    search = SamplingParams(use_beam_search=True, temperature=0.0, n=2, max_tokens=6, stop=["zz"], ignore_eos=True)
+    ids = [rng.randrange(3, 30) for _ in range(rng.randint(12, 40))]
+    plan.asks = [Ask(name=f"ask{at}", ids=ids[at:], params=search) for at in range(rng.choice([1, 2]))]
+    for detokenizer in _places(plan, "d"):
+        _add(rng, plan, "slow", "s", detokenizer, value=rng.choice([0.1, 0.2]), seconds=8.0)
+    nth = rng.randint(1, 4)
+    for worker in ("w0", "w1")[: rng.choice([1, 2])]:
+        _add_to_worker(rng, plan, rng.choice(["kill", "reset"]), worker, after="beams", nth=nth)
+    for detokenizer in _places(plan, "d"):
+        _add(rng, plan, "reset", "s", detokenizer, after="beams", nth=nth, when=rng.uniform(0.02, 0.3))
+
+
 def crowd(rng: random.Random, plan: Plan) -> None:
     """Sequences that decode need the blocks of one that came later, whose prompt is not done yet."""
     shape = plan.shape
@@ -249,6 +269,6 @@ def crowd(rng: random.Random, plan: Plan) -> None:
 
 SCENES: dict[Scene, float] = {
     retreat: 0.035, stuck: 0.02, quarantine: 0.012, together: 0.014, loading: 0.006, lost_tokens: 0.006,
-    late_stops: 0.01, crowd: 0.004, slow_quarantine: 0.003,
+    late_stops: 0.01, late_answers: 0.004, crowd: 0.004, slow_quarantine: 0.003,
 }  # fmt: skip
 """Of all histories, how many are such a scene."""

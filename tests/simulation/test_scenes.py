@@ -15,6 +15,7 @@ from simulation.scenes import (
     SCENES,
     Scene,
     crowd,
+    late_answers,
     late_stops,
     loading,
     lost_tokens,
@@ -50,6 +51,7 @@ def make(scene: Scene, seed: int) -> Plan:
         (quarantine, "asks to begin | aborted |"),
         (slow_quarantine, "asks to begin | replaced |"),
         (late_stops, "| waiting | stop string |"),
+        (late_answers, "| prefill | answer lost |"),
         (crowd, "| prefill | preempted |"),
     ],
 )
