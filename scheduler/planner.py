@@ -329,6 +329,8 @@ def _loads(replica: Replica, tier: Tier, seq: Sequence, cached: list[int]) -> bo
     hashes = seq.hash_blocks(limit, size)
     found = tier.find(replica.pool, hashes, first, limit)
     count = tier.worth(hashes[first : first + found], size) if found else 0
+    if found and not count and tier.measure_again():
+        count = found
     if not count or not _finds_room(replica, seq, cached):
         return False
     if len(tier.loads) < MAX_LOADS:

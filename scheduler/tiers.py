@@ -22,6 +22,9 @@ from .request import Sequence, State
 MAX_LOADS = 16
 """Sequences whose blocks are on their way at once, so that the worker's queue is short."""
 
+MEASURED_AGAIN = 8
+"""Of so many loads that would take longer than to compute, one is made: it may have been slow for a while only."""
+
 
 class Sizes(NamedTuple):
     """What a worker said in Tiers."""
@@ -65,7 +68,7 @@ class Tier:
         self._stores: dict[int, list[bytes]] = {}  # asked for, by number
         self._offered: list[tuple[int, int, bool, bytes]] = []  # block, slot, whether to disk, hash
         self._moves: list[Move] = []
-        self._number = 0
+        self._number = self._refused = 0
         self.load_s = self.disk_s = self.token_s = 0.0
 
     # -- stores
@@ -122,6 +125,11 @@ class Tier:
             if spent <= best:
                 best, found = spent, count
         return found
+
+    def measure_again(self) -> bool:
+        """Loads are not worth it, by what was measured: of some of them it is measured again all the same."""
+        self._refused += 1
+        return self._refused % MEASURED_AGAIN == 0
 
     def begin(self, lease: Lease, pool: BlockPool, seq: Sequence, cached: list[int], hashes: list[bytes]) -> None:
         """Load ``hashes``, which follow the ``cached`` blocks of ``seq``, into blocks of their own."""

@@ -16,7 +16,7 @@ from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.fake.fake_model import expected_tokens
 from quire.scheduler.fake.page_store import PageStore
 from quire.scheduler.replica import Replica
-from quire.scheduler.tiers import MAX_LOADS, Sizes, Tier
+from quire.scheduler.tiers import MAX_LOADS, MEASURED_AGAIN, Sizes, Tier
 
 
 class TieredRig(Rig):
@@ -321,3 +321,17 @@ def test_files_of_before_are_found_by_a_worker_that_is_new():
     other.tier.moved(replica.pool, Moved(replica.lease, written=b"".join(rig.disk)))
     assert other.whole(prompt) == expected_tokens(prompt, other.last_uid, 4, VOCAB)
     assert other.started[other.last_uid] == 32
+
+
+def test_what_was_slow_is_measured_again():
+    rig = small()
+    prompt = rig.prompt(36, 77)
+    rig.whole(prompt)
+    rig.tier.moved(rig.replica.pool, Moved(rig.replica.lease, load_s=1.0, token_s=0.001))
+    for _ in range(MEASURED_AGAIN - 1):
+        rig.crowd()
+        rig.whole(prompt)
+    assert not loads(rig)
+    rig.crowd()
+    rig.whole(prompt)
+    assert len(loads(rig)) == 1 and rig.started[rig.last_uid] == 32
