@@ -341,6 +341,8 @@ class Replica:
             if seq.computed > seq.total or seq.scheduled > len(table) * self.block_size:
                 raise PoolError(f"scheduled {seq.scheduled} of {len(table)} blocks of {self.block_size}")
             seq.check_look_ahead(self.block_size, self.pool.refs)
+            if (flying := sum(seq in step.speculating() for step in self.in_flight)) != seq.loose:
+                raise PoolError(f"{flying} verifications are in flight of a sequence that counts {seq.loose}")
         if self.adapters is not None:
             self.adapters.check_integrity([seq.adapter_slot for seq in running if seq.adapter_slot >= 0])
         if any((seq.request.adapter is None) is not (seq.adapter_slot < 0) for seq in running):

@@ -150,6 +150,10 @@ class Step:
         first = len(self.decodes) + sum(len(search.rows) for search in self.searches)
         return range(first, first + len(self.verifications))
 
+    def speculating(self) -> list[Sequence]:
+        """Those of verifications that have not left since."""
+        return [each.seq for each in self.verifications if each.seq.generation == each.generation]
+
     def samples(self) -> int:
         """Sample slots."""
         return len(self.decodes) + len(self.others)
@@ -170,5 +174,5 @@ class Step:
         """Those in this step that have not left since."""
         alive = list(compress(self.decodes.seqs, self._here().tolist()))
         alive += [search.group for search in self.searches if search.group.generation == search.generation]
-        alive += [each.seq for each in self.verifications if each.seq.generation == each.generation]
+        alive += self.speculating()
         return alive + [chunk.seq for chunk in self.chunks if chunk.seq.generation == chunk.generation]
