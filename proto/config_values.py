@@ -10,7 +10,6 @@ from typing import Any
 
 from .config_error import ConfigError
 from .flag_checks import check_offload
-from .speculation import resolve_speculation
 
 QUANTIZATIONS = (
     "awq", "gptq", "squeezellm", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf", "int8", "int4",
@@ -97,6 +96,8 @@ def _check_adapters(args: Any) -> None:
 
 def _check_together(args: Any) -> None:
     """Refuse values that are sound by themselves."""
+    from .speculation import resolve_speculation  # here, so that `quire chat --help` does not wait for msgspec
+
     resolve_speculation(args)
     check_offload(args)
     if (budget := args.max_num_batched_tokens) is not None and budget < args.max_num_seqs:

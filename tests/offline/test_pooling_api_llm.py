@@ -34,7 +34,7 @@ class Pooler(PoolingMethods):
         config = ModelConfig(path="", hf={}, max_model_len=32, vocab_size=100)
         self.jobs, self.taken = [], 0
         limits = Limits(config, 20, [], has_tokenizer)
-        self._running = SimpleNamespace(pooler=pooler, limits=limits, pool=self._run)
+        self._running = SimpleNamespace(pooler=pooler, limits=limits, pool=self._run, adapters=None)
 
     def _take_numbers(self, count):
         self.taken += count
