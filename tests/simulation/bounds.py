@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 from quire.client.supervisor.watch import SILENCE_S
+from quire.scheduler.moves import PATIENCE_S
 
 from .errors import LINKS, miscounted
 
@@ -80,6 +81,8 @@ def counted_too_often(world: Any) -> list[str]:
 def late_to_leave(world: Any, place: str) -> list[str]:
     """A worker leaves now. Where it was asked to, and nothing else happened, that is not long after its time is up."""
     patience = {"drain": world.plan.shape.drain_timeout, "term": world.plan.shape.drain_timeout, "remove": 0.0}
+    if world.plan.shape.moves:
+        patience["remove"] = min(PATIENCE_S, world.plan.shape.drain_timeout)
     if any(blow[2] not in patience or blow[3] != place for blow in world.blows):
         return []
     until = max((blow[0] + patience[blow[2]] for blow in world.blows), default=world.timeline.now) + LEAVE_S

@@ -134,6 +134,7 @@ def end_of(why: str) -> str:
 def _sequence(watch: Watch) -> None:
     watch.cause(Books, {
         "preempt": "preempted", "end_lease": "lease ended", "end": "finished", "answer": "answered", "fail": "failed",
+        "take_over": "moved",
         "forget_owner": "owner forgotten", "_drop_unanswered": "answer lost",
     })  # fmt: skip
     watch.cause(WorkerRegistry, {"_let_go": "drained"})

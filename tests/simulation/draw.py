@@ -36,6 +36,11 @@ def draw(seed: int) -> Plan:
         for worker in shape.workers:  # few places, so that they change hands, or many
             worker.slots, worker.disk = keeping.choice([0, 2, 7, 60]), keeping.random() < 0.4
             worker.rotten = keeping.choice([0, 0, 1, 2, 5])
+    moving = random.Random(f"{seed} moves")
+    shape.moves = moving.random() < 0.5
+    if shape.moves and moving.random() < 0.4:
+        for worker in shape.workers:
+            worker.role = moving.choice(["prefill", "decode", "both"])
     poison = frozenset(kind for kind in ("worker", "detokenizer", "scheduler") if rng.random() < 0.04)
     overload = rng.random() < 0.15
     if overload and more.random() < 0.3:
@@ -51,7 +56,18 @@ def draw(seed: int) -> Plan:
         scene(more, plan)
     if shape.adapter_slots:
         draw_adapters(more, shape, plan.asks)
+    if moving.random() < 0.08:
+        _draw_sleep(moving, plan)
     return plan
+
+
+def _draw_sleep(rng: random.Random, plan: Plan) -> None:
+    """An administrator has the workers sleep, once or twice."""
+    last = max((ask.when for ask in plan.asks), default=0.0)
+    for at in range(rng.choice([1, 1, 2])):
+        fault = Fault(f"sleep{at}", "sleep", "s", when=round(rng.random() * (last + 0.5), 4))
+        fault.seconds, fault.value = rng.choice([0.0, 0.05, 0.5, 3.0]), float(rng.choice([1, 2]))
+        plan.faults.append(fault)
 
 
 def _lengthen(rng: random.Random, plan: Plan, poison: frozenset[str]) -> None:

@@ -144,6 +144,30 @@ def _manage(world: World, fault: Fault, process: Any) -> None:
     host.after(2.0, host.end, 0)
 
 
+def _sleep(world: World, fault: Fault, process: Any) -> None:
+    """An administrator has the workers sleep for a while."""
+    world.blow("sleep", fault.target, fault.seconds)
+    tell(world, fault.name, m.Sleep(1, "sleep", int(fault.value), "keep"))
+    world.timeline.after(fault.seconds, wake, world, fault.name)
+
+
+def wake(world: World, name: str) -> None:
+    """They are to serve again."""
+    world.say("! an administrator wakes the workers")
+    tell(world, f"{name}-over", m.Sleep(2, "wake_up"))
+
+
+def tell(world: World, name: str, message: Any) -> None:
+    """Somebody comes, says one thing, and goes."""
+    world.tellers += 1
+    name = f"{name}-{world.tellers}"
+    host = Host(world.timeline, "operator", name, machine=name)
+    wire = world.network.dial(host, FRONT, m.FromSchedulerFront, name, lambda message: None, lambda event: None)
+    wire.send(m.Hello("operator", name, m.PROTOCOL, 1))
+    wire.send(message)
+    host.after(2.0, host.end, 0)
+
+
 def _join(world: World, fault: Fault) -> None:
     """A process that no supervisor here has started."""
     world.say(f"! {fault.target} joins")
@@ -178,5 +202,6 @@ _LINKS: dict[str, Callable[[Any, str, str], None]] = {
 _KINDS: dict[str, Callable[[World, Fault, Any], None]] = {
     "kill": _kill, "vanish": _vanish, "term": _term, "stop": _stop, "hang": _stop, "clock": _clock,
     "shrinks": _shrinks, "load_hangs": _load_hangs, "leaves": _leaves, "drain": _manage, "remove": _manage,
+    "sleep": _sleep,
     **{kind: _trouble for kind in WORKER if kind != "shrinks"},
 }  # fmt: skip

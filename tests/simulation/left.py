@@ -36,6 +36,7 @@ def _of_scheduler(core: Any) -> list[tuple[str, Any]]:
     for number, replica in core.replicas.items():
         held = [replica.running, len(replica.in_flight), replica.pool.used]
         found.append((f"scheduler: rows, steps, blocks of replica {number}", held if any(held) else 0))
+        found.append((f"scheduler: held, reserved of replica {number}", [*replica.held, *replica.reserved]))
     return found
 
 

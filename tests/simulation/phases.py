@@ -12,6 +12,7 @@ from .world import World
 PHASES = {
     "worker": (
         "starting", "loading", "configuring", "idle", "in a step", "draining", "leaving", "recalled", "no lease",
+        "asleep",
     ),
     "scheduler": ("idle", "holding", "running"),
     "detokenizer": ("idle", "preparing", "submitted"),

@@ -23,6 +23,7 @@ class WorkerShape(msgspec.Struct, omit_defaults=True):
     step_high: float = 0.004
     load: float = 0.1
     keeps_name: bool = False
+    role: str = "both"
     drafts: int = 0
     draft_rows: int = 2
     slots: int = 0
@@ -56,6 +57,8 @@ class Shape(msgspec.Struct, omit_defaults=True):
     worker_timeout: float = 15.0
     step_timeout: float = 30.0
     drain_timeout: float = 30.0
+    moves: bool = False
+    """Workers take pages of one another."""
 
     def args(self) -> EngineArgs:
         """The scheduler's flags."""
@@ -113,5 +116,6 @@ WORKER = ("step_fails", "step_hangs", "step_late", "answers_twice", "shrinks", "
 OPERATOR = ("drain", "remove", "join", "clock")
 LOADS = ("load_hangs",)
 USERS = ("leaves",)
+ADMINISTRATOR = ("sleep",)
 FAMILIES = (PROCESS, LINK, WORKER, OPERATOR)
 """Those of which most histories have some. Of the others only scenes have any (``scenes.py``)."""

@@ -14,7 +14,7 @@ from quire.client.supervisor.place import TRANSITIONS as PLACE_TRANSITIONS
 from quire.scheduler.worker_phase import TRANSITIONS as WORKER_TRANSITIONS
 
 from .phases import PHASES
-from .plan import LINK, LOADS, OPERATOR, PROCESS, USERS, WORKER
+from .plan import ADMINISTRATOR, LINK, LOADS, OPERATOR, PROCESS, USERS, WORKER
 
 Mark = tuple[str, ...]
 
@@ -25,6 +25,7 @@ MACHINES = {
         waiting | forked | decode
         prefill | prompt scheduled | decode
         prefill / decode | preempted / lease ended / drained | waiting
+        decode | moved | waiting
         decode | finished | over
         waiting / prefill / decode | stop string / aborted / not believed in / replaced / failed | over
         waiting / prefill / decode | owner forgotten / undelivered | over""",
@@ -90,8 +91,8 @@ UNREACHABLE: dict[str, str] = {
     "worker | loading | breach of the protocol | over": "the only breach here is a result that comes twice",
     "worker | configuring | breach of the protocol | over": "the only breach here is a result that comes twice",
     "worker | recalled | breach of the protocol | over": "the only breach here is a result that comes twice",
-    "worker | asleep | * | *": "no plan has an administrator who lets the server sleep yet",
-    "worker | recalled | Rested | recalled": "no plan has an administrator who lets the server sleep yet",
+    "worker | asleep | breach of the protocol | over": "the only breach here is a result that comes twice",
+    "worker | asleep | Bye | over": "a worker says Bye in answer to Drain only",
     "process | ended | scheduler | left": "only a gpu_worker leaves",
     "process | ended | detokenizer | left": "only a gpu_worker leaves",
     "process | ended | frontend | left": "only a gpu_worker leaves",
@@ -119,7 +120,8 @@ def every() -> Iterator[Mark]:
     for phase, events in WORKER_TRANSITIONS.items():
         for event, after in events.items():
             yield "worker", phase.value, event.value, after.value
-        for end in LOADING_ENDS if phase.value in ("loading", "asleep", "configuring", "recalled") else READY_ENDS:
+        ends = LOADING_ENDS if phase.value in ("loading", "asleep", "configuring", "recalled") else READY_ENDS
+        for end in (*ends, "silence") if phase.value == "asleep" else ends:
             yield "worker", phase.value, end, "over"
     for (state, after_it), service in product(PLACE_TRANSITIONS, SERVICES):
         yield "process", state.value, service, after_it.value
@@ -129,7 +131,8 @@ def every() -> Iterator[Mark]:
 def faults() -> Iterator[Mark]:
     """Every kind of fault with every phase of what it may strike."""
     of_workers = (*WORKER, *LOADS, *OPERATOR)
-    for kinds, struck in ((PROCESS, PHASES), (LINK, PHASES), (of_workers, ("worker",)), (USERS, ("frontend",))):
+    for kinds, struck in ((PROCESS, PHASES), (LINK, PHASES), (of_workers, ("worker",)), (USERS, ("frontend",)),
+                          (ADMINISTRATOR, ("scheduler",))):  # fmt: skip
         for kind in dict.fromkeys(kinds):
             for what in ("scheduler", "frontend") if kind == "clock" else struck:
                 if kind != "join":  # it strikes nobody: somebody comes

@@ -34,6 +34,12 @@ class Worker(Process):
             slots=shape.slots, disk=world.disks.setdefault(place, {}) if shape.disk else None, rotten=shape.rotten,
         )  # fmt: skip
         world.sizes.add(shape.blocks)
+        self._dealers: dict[str, Any] = {}
+        if plan.moves:
+            self.fake.endpoint, self.fake.role = f"ipc:///sim/{host.name}.pages", shape.role
+            world.network.listen(
+                host, self.fake.endpoint, m.BetweenWorkers, lambda peer, pages: self._pages(pages), lambda event: None
+            )
         self._sessions = 0
         self.core = fake_worker.FakeWorkerCore(self.fake, self._new_identity)
         self.identity = ""
@@ -72,6 +78,19 @@ class Worker(Process):
             self.host.after(HUNG_S, self._give_up, session)
         self._inbox.append(message)
         self._next()
+
+    def _pages(self, pages: m.Pages) -> None:
+        self._inbox.append(pages)
+        self._next()
+
+    def _give(self, what: fake_worker.SendPages) -> None:
+        dealer = self._dealers.get(what.endpoint)
+        if dealer is None:
+            dealer = self._dealers[what.endpoint] = self.world.network.dial(
+                self.host, what.endpoint, m.BetweenWorkers, f"{self.name}-to-{len(self._dealers)}",
+                lambda message: None, lambda event: None,
+            )  # fmt: skip
+        dealer.send(what.pages)
 
     def _event(self, session: str, event: str) -> None:
         if event == "disconnected" and session == self.identity:
@@ -156,6 +175,8 @@ class Worker(Process):
                 return
             elif isinstance(what, m.AdapterReady):  # it is read beside the steps
                 self.later(0.0, self.shape.load, self._adapter_ready, self.identity, what)
+            elif isinstance(what, fake_worker.SendPages):
+                self._give(what)
             elif self._wire is not None:
                 self._send(what)
 

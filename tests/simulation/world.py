@@ -92,7 +92,7 @@ class World:
         self._waiting: dict[str, dict[int, list[Fault]]] = {}  # faults by the event they wait for, and its number
         self._happened: Counter[str] = Counter()
         self._names: Counter[str] = Counter()
-        self._turns = self._said = 0
+        self._turns = self._said = self.tellers = 0
         self._hung = False
 
     # -- what processes tell and ask
@@ -338,6 +338,8 @@ class World:
             self.network.heal(a, b)
         for stands in [*self.supervisors, *self.processes.values()]:
             stands.host.go_on()
+        if any(blow[2] == "sleep" for blow in self.blows):
+            faults.wake(self, "calm")
         if not any(self._stays(worker) for worker in self.workers):
             biggest = max((worker.blocks for worker in self.plan.shape.workers), default=WorkerShape().blocks)
             self.shapes["w9"] = WorkerShape(biggest)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from stack import BIN, Server, wait_until
+from stack import Server, wait_until
 
 PROMPTS = [[5 + number, *range(20, 220)] for number in range(16)]
-TOKENS = 1200
+TOKENS = 500
 
 
 def processes(server: Server, service: str) -> list[psutil.Process]:
@@ -30,42 +29,29 @@ def ask(server: Server, prompt: list[int]) -> tuple[int, object]:
     return status, answer["choices"] if status == 200 else answer
 
 
-def workers(server: Server, *words: str) -> str:
-    command = [BIN / "quire", "workers", *words, f"--scheduler=ipc://{server.run_dir()}"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server():
     made = Server("--dtype=float32", "--data-parallel-size=2", "--max-num-seqs=32")
     yield made
     made.close()
 
 
-@pytest.fixture(scope="module")
-def expected(server: Server) -> list:
-    with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(lambda prompt: ask(server, prompt), PROMPTS))
-
-
-@pytest.mark.parametrize("how", ["drain", "term", "kill the taker", "kill the giver"])
-def test_sixteen_long_sequences_move(server: Server, expected: list, how: str) -> None:
+@pytest.mark.parametrize("how", ["drain", "kill the giver"])
+def test_sixteen_long_sequences_move(server: Server, how: str) -> None:
     wait_until(lambda: server.metric("quire:replicas") == 2, "two workers", 60)
-    moves, again = (server.metric(f"quire:{name}") for name in ("kv_moves", "recomputed_tokens"))
     with ThreadPoolExecutor(16) as pool:
-        answers = [pool.submit(ask, server, prompt) for prompt in PROMPTS]
+        expected = list(pool.map(lambda prompt: ask(server, prompt), PROMPTS))
         begun = server.metric("quire:generation_tokens")
+        answers = [pool.submit(ask, server, prompt) for prompt in PROMPTS]
         wait_until(lambda: server.metric("quire:generation_tokens") > begun + 16 * 40, "they run")
-        giver, taker = processes(server, "gpu_worker")
-        if how == "term":
-            giver.send_signal(signal.SIGTERM)
-        else:
-            workers(server, "drain", "0")
-        if how.startswith("kill"):
-            wait_until(lambda: server.metric("quire:kv_moves") > moves, "one has moved")
-            (giver if how == "kill the giver" else taker).kill()
+        giver = processes(server, "gpu_worker")[0]
+        giver.send_signal(signal.SIGTERM)  # it asks to be drained
+        if how == "kill the giver":
+            wait_until(lambda: server.metric("quire:kv_moves"), "one has moved")
+            with contextlib.suppress(psutil.NoSuchProcess):
+                giver.kill()
         found = [answer.result() for answer in answers]
     assert found == expected
-    assert server.metric("quire:kv_moves") > moves
-    if not how.startswith("kill"):
-        assert server.metric("quire:recomputed_tokens") == again
+    assert server.metric("quire:kv_moves") > 0
+    if how == "drain":
+        assert server.metric("quire:recomputed_tokens") == 0 and server.metric("quire:kv_moved_tokens") > 200
