@@ -1,9 +1,10 @@
 """Sequences that go from one replica to another with their keys and values: from a worker that drains, and from one
 that prefills to one that decodes. A room above the planner. No IO.
 
-A sequence goes on decoding while its full blocks are copied (pre-copy). Then it is held, its last blocks follow what is
-in flight, and the next plan of the taker takes it over: what it waits is the copy of those last blocks. One that comes
-from a worker for prefills is held at once, because its next step there would have the length of somebody's prompt.
+From one that drains, a sequence goes on decoding while its full blocks are copied (pre-copy). Then it is held, its last
+blocks follow what is in flight, and the next plan of the taker takes it over: what it waits is the copy of those last
+blocks. From a worker for prefills its blocks follow each chunk of the prompt, and it is held when the prompt ends,
+because its next step there would have the length of somebody's prompt.
 
 A move changes nothing until it is complete: whatever fails, a sequence that still runs at the giver goes on there, and
 one that does not is in line as after any loss. Pages for a move that was given up are dropped by the taker: Forget goes
@@ -39,14 +40,18 @@ SPARE_BLOCKS = 2
 class Move:
     """One sequence on its way. Slots: places of its block table."""
 
-    __slots__ = ("generation", "given", "giver", "held", "known", "number", "offered", "pages", "seq", "since", "taker")
+    __slots__ = ("generation", "given", "giver", "known", "number", "offered", "pages", "seq", "since", "taker")
 
     def __init__(self, number: int, seq: Sequence, giver: Replica, taker: Replica, cached: int, now: float):
         self.number, self.seq, self.generation = number, seq, seq.generation
         self.giver, self.taker, self.since = giver, taker, now
         self.given = self.pages = self.offered = cached  # slots asked for, there, and to be found in the taker's cache
         self.known = 0  # slots whose blocks the taker has been told, and has said so
-        self.held = False
+
+    @property
+    def awaits(self) -> bool:
+        """A worker owes an answer."""
+        return self.pages < self.given or self.known < len(self.taker.reserved[self.number].blocks)
 
     @property
     def alive(self) -> bool:
@@ -107,14 +112,14 @@ class Moves:
         for move in list(self._moves.values()):
             self._advance(move)
         for giver in self._books.replicas.values():
-            if giver.kv_format and (giver.draining or giver.role == "prefill") and giver.decoding:
+            if giver.kv_format and (giver.draining or giver.role == "prefill"):
                 self._begin_from(giver)
 
     # -- where to
 
     def _begin_from(self, giver: Replica) -> None:
         room = AT_ONCE - sum(move.giver is giver for move in self._moves.values())
-        for seq in giver.decoding:
+        for seq in [*giver.decoding, *(() if giver.draining else giver.prefilling)]:
             if room <= 0:
                 return
             if self._may_move(seq):
@@ -126,7 +131,7 @@ class Moves:
     def _may_move(self, seq: Sequence) -> bool:
         """It decodes and nothing binds it: a beam search and one that may be what ends workers stay, and one with an
         adapter, which the taker may not have ready."""
-        if not seq.drew or seq in self._moving or isinstance(seq, BeamGroup):
+        if not (seq.drew or seq.prefilling) or seq in self._moving or isinstance(seq, BeamGroup):
             return False
         return not seq.quarantined and seq.request.adapter is None
 
@@ -162,13 +167,15 @@ class Moves:
         move = Move(self._numbers, seq, giver, taker, len(cached), self._books.clock())
         self._moves[move.number] = self._moving[seq] = move
         self._outgoing.append((taker.peer, Take(taker.lease, move.number, 0, i32(reserved.blocks), len(cached))))
-        if not giver.draining:
-            self._hold(move)
+        if seq.prefilling:
+            giver.hold_when_prefilled(seq)
+        elif not giver.draining:
+            giver.hold(seq)
 
     # -- how far
 
     def _advance(self, move: Move) -> None:
-        books, giver, taker, seq = self._books, move.giver, move.taker, move.seq
+        books, taker, seq = self._books, move.taker, move.seq
         if books.replicas.get(taker.number) is not taker:
             self._end(move, "its taker is gone")
         elif move.number not in taker.reserved:  # a plan has taken it over, or found that it has ended
@@ -181,18 +188,23 @@ class Moves:
         elif taker.draining:
             self._give_up(move, "its taker drains")
         elif not any(landing.move == move.number for landing in taker.landed):
-            goal = blocks_for(seq.scheduled, giver.block_size) if move.held else seq.computed // giver.block_size
-            if not move.held and move.pages >= goal:
-                self._hold(move)
-                goal = blocks_for(seq.scheduled, giver.block_size)
-            if not self._ask(move, goal):
-                self._give_up(move, f"worker {taker.number} has no room any more")
-            elif move.held and move.pages >= goal and seq.computed == seq.scheduled:
-                taker.land(Landing(move.number, seq, move.generation))
+            self._go_on(move)
 
-    def _hold(self, move: Move) -> None:
-        move.held = True
-        move.giver.hold(move.seq)
+    def _go_on(self, move: Move) -> None:
+        giver, taker, seq = move.giver, move.taker, move.seq
+        # What a plan that was sent writes is there when a Give that is sent now is read.
+        full = (seq.scheduled if seq.prefilling else seq.computed) // giver.block_size
+        if seq not in giver.held and not seq.prefilling and move.pages >= full:
+            giver.hold(seq)
+        held = seq in giver.held
+        goal = blocks_for(seq.scheduled, giver.block_size) if held else full
+        if not self._ask(move, goal):
+            self._give_up(move, f"worker {taker.number} has no room any more")
+            return
+        if held and move.pages >= goal and seq.drew and seq.computed == seq.scheduled:
+            taker.land(Landing(move.number, seq, move.generation))
+        if not move.awaits:
+            move.since = self._books.clock()
 
     def _ask(self, move: Move, goal: int) -> bool:
         """Have pages of slots before ``goal`` sent, and blocks reserved for them. False where there is no room."""
@@ -233,6 +245,6 @@ class Moves:
         if why:
             log.info("sequence %d.%d does not move from replica %d to %d: %s", move.seq.uid, move.seq.index,
                      move.giver.number, move.taker.number, why)  # fmt: skip
-        if move.alive and move.held:
+        if move.alive:
             move.giver.let_go_on(move.seq)
         del self._moves[move.number], self._moving[move.seq]

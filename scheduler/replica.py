@@ -78,6 +78,7 @@ class Replica:
         self.prefilling: list[Sequence] = []
         self.quarantined: list[Sequence] = []  # those who run here and may be what ends workers
         self.held: set[Sequence] = set()  # of ``decoding``: on their way to another replica, and not planned here
+        self.leaving: set[Sequence] = set()  # of ``prefilling``: they are held when they would decode
         self.reserved: dict[int, Reserved] = {}  # by the number of the move
         self.landed: list[Landing] = []
         self.drops: list[int] = []  # rows given up since the last plan
@@ -183,6 +184,8 @@ class Replica:
         del self.prefilling[_find(self.prefilling, seq)]
         seq.begin_decoding()
         self._decode(seq)
+        if seq in self.leaving:
+            self.hold(seq)
 
     def _decode(self, seq: Sequence) -> None:
         """``seq`` takes its place among those that decode."""
@@ -199,6 +202,7 @@ class Replica:
         del running[_find(running, seq)]
         self.going.discard(seq)
         self.held.discard(seq)
+        self.leaving.discard(seq)
         self.stop_ids.remove(seq.stops)
         if self.adapters is not None and seq.adapter_slot >= 0:
             self.adapters.leave(seq.adapter_slot)
@@ -226,11 +230,17 @@ class Replica:
         self.held.add(seq)
         self.going.discard(seq)
 
+    def hold_when_prefilled(self, seq: Sequence) -> None:
+        """``seq``, whose prompt is under way, decodes elsewhere."""
+        self.leaving.add(seq)
+
     def let_go_on(self, seq: Sequence) -> None:
         """It stays after all."""
-        self.held.discard(seq)
-        if seq.scheduled < seq.end:
-            self.going.add(seq)
+        self.leaving.discard(seq)
+        if seq in self.held:
+            self.held.discard(seq)
+            if seq.scheduled < seq.end:
+                self.going.add(seq)
 
     def reserve(self, move: int, cached: list[int], fresh: int) -> Reserved:
         """A row, and blocks: the ``cached`` ones, and so many more. There must be room."""

@@ -6,6 +6,6 @@
 
 PARTS = (
     "control-plane", "chain", "worker-python", "kernels", "sampling", "steps", "offline", "serve", "startup",
-    "prefix-caching", "preemption", "quantization", "llamacpp", "quality", "idle", "simulation", "speculation",
+    "prefix-caching", "preemption", "roles", "quantization", "llamacpp", "quality", "idle", "simulation", "speculation",
     "tiers",
 )  # fmt: skip

@@ -74,10 +74,10 @@ def run_chain(streams: int, seconds: float, tokens: int = 1024, delay_ms: float 
         client.run(WARM_S)
         client.itl.clear()
         client.ttft.clear()
-        made, used, began = _generated(port), _cpu_seconds(pids), time.monotonic()
+        made, used, began = generated(port), _cpu_seconds(pids), time.monotonic()
         client.run(seconds)
         elapsed = time.monotonic() - began
-        made, used = _generated(port) - made, {name: now - used[name] for name, now in _cpu_seconds(pids).items()}
+        made, used = generated(port) - made, {name: now - used[name] for name, now in _cpu_seconds(pids).items()}
         client.close()
     return {
         "streams": streams,
@@ -116,13 +116,14 @@ def _chain(streams: int, delay_ms: float) -> Iterator[tuple[int, dict[str, int]]
             module = "scheduler.fake.fake_worker" if name == "worker" else name
             command = [sys.executable, "-P", "-m", f"quire.{module}", f"--scheduler={address}", *flags[name]]
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            stack.callback(_end, process)
+            stack.callback(end_process, process)
             pids[name] = process.pid
         _wait_ready(port)
         yield port, pids
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to end, and end it."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(5)
@@ -141,12 +142,13 @@ def _wait_ready(port: int) -> None:
     raise BenchError(f"the chain was not ready within {START_S:g} s")
 
 
-def _generated(port: int) -> float:
-    """Tokens that the scheduler has committed so far."""
+def generated(port: int, name: str = "generation_tokens", total: bool = True) -> float:
+    """Tokens that the scheduler has committed so far, or another of its figures; ``total``: it is a counter."""
+    name = f"quire:{name}{'_total' * total}"
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        found = re.search(r"^quire:generation_tokens_total\S* (\S+)$", answer.read().decode(), re.M)
+        found = re.search(rf"^{name}(?:{{\S*)? (\S+)$", answer.read().decode(), re.M)
     if found is None:
-        raise BenchError("/metrics has no quire:generation_tokens_total")
+        raise BenchError(f"/metrics has no {name}")
     return float(found.group(1))
 
 

@@ -22,7 +22,8 @@ from fuzz.targets import Valid
 from quire.proto import messages as m
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/quire-demo", "/health", "/health/live",
-          "/health/ready", "/health/generate", "/ping", "/version", "/metrics", "/", "/nothing", "/v1/models/%ff",
+          "/health/ready", "/health/generate", "/ping", "/version", "/metrics", "/sleep", "/wake_up",
+          "/is_sleeping", "/", "/nothing", "/v1/models/%ff",
           "/v1/models/a%2f..%2fb", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # fmt: skip
 METHODS = ("POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "NONSENSE")
 KNOWN = {200, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 417, 429, 431, 501, 503, 505}

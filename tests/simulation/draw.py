@@ -9,7 +9,7 @@ import random
 
 from .asks import draw_adapters, draw_asks
 from .draw_faults import draw_faults, numbered
-from .plan import Plan, Shape, WorkerShape
+from .plan import Fault, Plan, Shape, WorkerShape
 from .scenes import SCENES
 
 LONG = 0.05
