@@ -70,7 +70,10 @@ class Mover:
             return None
         try:
             if isinstance(message, Take):
-                return self._taking.take(message)
+                answer = self._taking.take(message)
+                for pages in self._taking.early(message.move):
+                    answer = self._write(pages, kv) or answer
+                return answer
             if isinstance(message, Give):
                 return self._give(message, kv)
             if isinstance(message, Forget):

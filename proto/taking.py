@@ -5,14 +5,19 @@ from __future__ import annotations
 from .codec import BadFrame, from_i32
 from .messages import Forget, Pages, Take, Taken
 
+MAX_EARLY = 32
+"""Messages of pages that are kept before their Take has come, which is on another connection."""
+
 
 class Taking:
-    """The moves to one worker, under one lease."""
+    """The moves to one worker, under one lease. Their numbers rise."""
 
     def __init__(self, num_blocks: int):
         self._num_blocks = num_blocks
         self._blocks: dict[int, list[int]] = {}  # of each move, by slot
         self._pages: dict[int, int] = {}  # slots before which pages have come
+        self._latest = 0  # the last move that it was told of
+        self._early: list[Pages] = []  # of later ones
 
     def take(self, message: Take) -> Taken:
         """These blocks are for the slots that follow those it knows. BadFrame where they are not."""
@@ -21,8 +26,15 @@ class Taking:
             raise BadFrame(f"blocks for slots from {message.first} on of move {message.move}, of which {len(known)} "
                            f"are known, in a cache of {self._num_blocks}")  # fmt: skip
         known += blocks
+        self._latest = max(self._latest, message.move)
         pages = self._pages.setdefault(message.move, message.pages)
         return Taken(message.lease, message.move, len(known), pages)
+
+    def early(self, move: int) -> list[Pages]:
+        """Pages of ``move`` that came before its Take: they are to be put into their places now."""
+        found = [pages for pages in self._early if pages.move == move]
+        self._early = [pages for pages in self._early if pages.move > self._latest]
+        return found
 
     def forget(self, message: Forget) -> None:
         """Pages of this move are not wanted any more."""
@@ -30,8 +42,10 @@ class Taking:
         self._pages.pop(message.move, None)
 
     def places(self, pages: Pages) -> list[int] | None:
-        """The blocks that these are for; None where they are not wanted, or some before them were lost."""
+        """The blocks that these are for; None where they are not wanted now, or some before them were lost."""
         blocks = self._blocks.get(pages.move)
+        if blocks is None and pages.move > self._latest and len(self._early) < MAX_EARLY:
+            self._early.append(pages)
         if blocks is None or pages.first != self._pages[pages.move] or pages.count < 1:
             return None
         end = pages.first + pages.count

@@ -46,7 +46,8 @@ class Move:
         self.number, self.seq, self.generation = number, seq, seq.generation
         self.giver, self.taker, self.since = giver, taker, now
         self.given = self.pages = self.offered = cached  # slots asked for, there, and to be found in the taker's cache
-        self.known = 0  # slots whose blocks the taker has been told, and has said so
+        # Slots whose blocks the taker knows. Of the first Take that is so when pages come; of later ones it says so.
+        self.known = len(taker.reserved[number].blocks)
 
     @property
     def awaits(self) -> bool:
@@ -131,7 +132,7 @@ class Moves:
     def _may_move(self, seq: Sequence) -> bool:
         """It decodes and nothing binds it: a beam search and one that may be what ends workers stay, and one with an
         adapter, which the taker may not have ready."""
-        if not (seq.drew or seq.prefilling) or seq in self._moving or isinstance(seq, BeamGroup):
+        if seq in self._moving or isinstance(seq, BeamGroup):
             return False
         return not seq.quarantined and seq.request.adapter is None
 

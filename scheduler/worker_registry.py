@@ -246,6 +246,9 @@ class WorkerRegistry:
                 if replica.tier is not None:
                     self.to_workers += moves(self.core)
                 self.to_workers.append((replica.peer, plan))
+                if replica.role == "prefill":  # what it computed follows at once, before the next step
+                    self.moves.advance()
+                    self.to_workers += self.moves.take()
             if replica.adapters is not None:
                 self.to_workers += [(replica.peer, load) for load in replica.adapters.take_loads()]
         if self.core.tiers is not None:

@@ -147,7 +147,10 @@ class FakeWorker:
             if self.store is None:
                 raise PlanError("there is no cache yet")
             if isinstance(message, Take):
-                return [self._taking.take(message)]
+                answers: list = [self._taking.take(message)]
+                for pages in self._taking.early(message.move):
+                    answers += self._move(pages)
+                return answers
             if isinstance(message, Give):
                 blocks = from_i32(message.blocks)
                 data = self.store.read_blocks(blocks)
