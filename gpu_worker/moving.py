@@ -1,8 +1,8 @@
 """Pages of the KV cache that go to other workers and come from them (``proto/messages/moves.py``).
 
-The compute thread reads and writes pages between steps, in the order of plans. One thread here sends what was read,
-once a GPU has it on the host; another receives what others send, and holds the rest back in the sockets while the
-compute thread has not written it. Their socket is a file beside the scheduler's, or tcp with keys.
+The compute thread reads and writes pages between steps, in the order of plans, and on a CPU sends them. One thread here
+sends what a GPU has copied to the host; another receives what others send, and holds the rest back in the sockets while
+the compute thread has not written it. Their socket is a file beside the scheduler's, or tcp with keys.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Mover:
         self._keys, self._post = keys, post
         self._room = threading.Semaphore(MAX_WAITING)
         self._to_send: queue.SimpleQueue[tuple[Give, torch.Tensor, Any]] = queue.SimpleQueue()
+        self._dealers: OrderedDict[str, Dealer[Any]] = OrderedDict()  # by endpoint, the last used last
         self._taking: Taking | None = None
         self._closing = False
         for run in (self._receive, self._send):
@@ -88,11 +89,12 @@ class Mover:
         cuda = kv.k[0].is_cuda
         pages = torch.empty((len(blocks), kv.bytes_of_block), dtype=torch.uint8, pin_memory=cuda)
         kv.read_blocks(blocks, pages)
-        done = None
         if cuda:
             done = torch.cuda.Event()
             done.record()
-        self._to_send.put((give, pages, done))
+            self._to_send.put((give, pages, done))
+        else:  # at once: a thread would come to it when the next step is done
+            self._deliver(give, pages)
 
     def _write(self, pages: Pages, kv: KVCache) -> Any:
         assert self._taking is not None  # a lease is open
@@ -117,24 +119,27 @@ class Mover:
         self._router.close()
 
     def _send(self) -> None:
-        dealers: OrderedDict[str, Dealer[Any]] = OrderedDict()
         while True:
             give, pages, done = self._to_send.get()
-            if done is not None:
-                done.synchronize()
+            done.synchronize()
+            self._deliver(give, pages)
+
+    def _deliver(self, give: Give, pages: torch.Tensor) -> None:
+        """Hand pages over to ZeroMQ. Always called by the same thread."""
+        dealers = self._dealers
+        try:
             dealer = dealers.get(give.endpoint)
-            try:
-                if dealer is None:
-                    dealer = dealers[give.endpoint] = Dealer(
-                        BetweenWorkers, give.endpoint, new_incarnation("gpu_worker"), self._keys, self._context
-                    )
-                dealers.move_to_end(give.endpoint)
-                dealer.recv()  # what the other socket has to say of what it has read
-                dealer.send(Pages(give.to, give.move, give.first, len(pages), pages.numpy().tobytes()))
-            except (zmq.ZMQError, ConfigError) as error:  # the scheduler gives the move up when nothing comes
-                log.warning("pages of move %d were not sent: %s", give.move, error)
-            while len(dealers) > MAX_DEALERS:
-                dealers.popitem(last=False)[1].close()
+            if dealer is None:
+                dealer = dealers[give.endpoint] = Dealer(
+                    BetweenWorkers, give.endpoint, new_incarnation("gpu_worker"), self._keys, self._context
+                )
+            dealers.move_to_end(give.endpoint)
+            dealer.recv()  # what the other socket has to say of what it has read
+            dealer.send(Pages(give.to, give.move, give.first, len(pages), pages.numpy().tobytes()))
+        except (zmq.ZMQError, ConfigError) as error:  # the scheduler gives the move up when nothing comes
+            log.warning("pages of move %d were not sent: %s", give.move, error)
+        while len(dealers) > MAX_DEALERS:
+            dealers.popitem(last=False)[1].close()
 
 
 def mover_for(args: EngineArgs, keys: Keys | None, post: Callable[[Any], Any]) -> Mover | None:
