@@ -110,11 +110,11 @@ class Moves:
 
     def advance(self) -> None:
         """Begin moves, and bring those under way as far as they can go. To be called before plans are made."""
-        for move in list(self._moves.values()):
-            self._advance(move)
         for giver in self._books.replicas.values():
             if giver.kv_format and (giver.draining or giver.role == "prefill"):
                 self._begin_from(giver)
+        for move in list(self._moves.values()):
+            self._advance(move)
 
     # -- where to
 
