@@ -67,7 +67,7 @@ class Move:
 
 
 class Moves:
-    """All that are under way. ``take`` hands over what workers are owed, each message with its peer."""
+    """All that are under way."""
 
     def __init__(self, books: Books):
         self._books = books
@@ -90,11 +90,6 @@ class Moves:
         could = any(r is not giver and not r.draining and r.kv_format == giver.kv_format for r in others)  # type: ignore[union-attr]
         return min(PATIENCE_S, self._books.config.drain_timeout) if could else 0.0
 
-    def take(self) -> list[tuple[str, Any]]:
-        """What is to be sent, in order, before the plans that are made next."""
-        outgoing, self._outgoing = self._outgoing, []
-        return outgoing
-
     def heard(self, replica: Replica, message: Taken | NotMoved) -> None:
         """A worker says how far a move is, or that it cannot be done."""
         move = self._moves.get(message.move)
@@ -108,13 +103,16 @@ class Moves:
             move.known, move.since = max(move.known, min(message.slots, blocks)), self._books.clock()
             move.pages = max(move.pages, message.pages)
 
-    def advance(self) -> None:
-        """Begin moves, and bring those under way as far as they can go. To be called before plans are made."""
+    def advance(self) -> list[tuple[str, Any]]:
+        """Begin moves, and bring those under way as far as they can go. Returns what is to be sent, in order, before
+        the plans that are made next: messages, each with its peer."""
         for giver in self._books.replicas.values():
             if giver.kv_format and (giver.draining or giver.role == "prefill"):
                 self._begin_from(giver)
         for move in list(self._moves.values()):
             self._advance(move)
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
 
     # -- where to
 

@@ -233,30 +233,30 @@ class WorkerRegistry:
         if worker.phase is Phase.DRAINING:
             self._let_go(peer, worker)
 
+    def _advance_moves(self) -> None:
+        outgoing = self.moves.advance()
+        self.to_workers += [*moves(self.core), *outgoing]
+
     def plans(self) -> None:
         """Plan for every replica until it has enough in flight. What plans, or moves, write over is stored before."""
         if self.slumber.falling and not any(replica.sequences() for replica in self.core.replicas.values()):
             self._fall_asleep(self.slumber.falling)
         if moving := self.moves.due:
-            self.moves.advance()
-            self.to_workers += moves(self.core)
-            self.to_workers += self.moves.take()
+            self._advance_moves()
         for replica in self.core.replicas.values():
             while (plan := self.core.plan(replica)) is not None:
                 if replica.tier is not None:
                     self.to_workers += moves(self.core)
                 self.to_workers.append((replica.peer, plan))
                 if replica.role == "prefill":  # what it computed follows at once, before the next step
-                    self.moves.advance()
-                    self.to_workers += self.moves.take()
+                    self._advance_moves()
             if replica.adapters is not None:
                 self.to_workers += [(replica.peer, load) for load in replica.adapters.take_loads()]
         if self.core.tiers is not None:
             self.to_workers += moves(self.core)
-        if moving:
-            for peer, worker in list(self.workers.items()):
-                if worker.phase is Phase.DRAINING and not worker.running():
-                    self._let_go(peer, worker)
+        for peer, worker in list(self.workers.items()) if moving else ():
+            if worker.phase is Phase.DRAINING and not worker.running():
+                self._let_go(peer, worker)
 
     def _adapter_ready(self, peer: str, worker: Worker, message: AdapterReady) -> None:
         if worker.replica is None:
@@ -348,7 +348,7 @@ class WorkerRegistry:
     def sleep(self, peer: str, message: Sleep) -> None:
         """What an administrator asks for. It is answered when every worker that is here has done it."""
         slumber = self.slumber
-        if error := slumber.refusal(message):
+        if (error := slumber.refusal(message)) or message.action == "ask":
             self.core.outbox.put(peer, Sleeping(message.token, list(slumber.tags), error))
             return
         if message.action == "sleep" and not slumber.tags:
@@ -362,9 +362,6 @@ class WorkerRegistry:
                     "an administrator wakes the workers; %s is away still", " and ".join(slumber.tags) or "nothing"
                 )
                 self._all_again()
-        else:
-            self.core.outbox.put(peer, Sleeping(message.token, list(slumber.tags)))
-            return
         slumber.wait(peer, message.token)
         self._tell_awaiting()
 
@@ -374,11 +371,11 @@ class WorkerRegistry:
             for request in list(self.core.requests.values()):
                 text = "The request was aborted, because an administrator had the server sleep; send it again."
                 self.core.fail(request, 503, text)
-        if message.mode == "wait":
-            self.core.pause(True)
-            self.slumber.fall(message.level)
-        else:
+        if message.mode != "wait":
             self._fall_asleep(message.level)
+            return
+        self.core.pause(True)
+        self.slumber.fall(message.level)
 
     def _fall_asleep(self, level: int) -> None:
         self.core.pause(False)
