@@ -141,21 +141,38 @@ def texts(positions: int) -> Any:
 
 
 def coupling(target: Any, draft: Any, rows: Any, temperature: float) -> dict[str, float]:
-    """Means of the probability that one draft is accepted: by shared noise sum_i 1 / sum_j max(p_j/p_i, q_j/q_i), by
-    the rejection test 1 - TV = sum_i min(p_i, q_i), of the most likely token of the draft p(argmax q), and the bound
-    (1 - TV) / (1 + TV) of arXiv 2408.07978."""
+    """Means of the probability that one draft is accepted: as drawn by quire's sampler (one draw a position); by shared
+    noise sum_i 1 / sum_j max(p_j/p_i, q_j/q_i); by the rejection test 1 - TV = sum_i min(p_i, q_i); of the most likely
+    token of the draft p(argmax q); and the bound (1 - TV) / (1 + TV) of arXiv 2408.07978."""
     import torch
 
-    found: dict[str, list[float]] = {"shared_noise": [], "rejection": [], "greedy_draft": [], "bound": []}
+    found: dict[str, list[float]] = {"drawn": [], "shared_noise": [], "rejection": [], "greedy_draft": [], "bound": []}
     with torch.inference_mode():
-        for row in rows:
+        for seed, row in enumerate(rows):
             p, q = ((model(row[None]).logits[0].double() / temperature).softmax(-1) for model in (target, draft))
+            found["drawn"] += drawn_alike(p, q, seed)
             overlap = torch.minimum(p, q).sum(-1)
             found["rejection"] += overlap.tolist()
             found["bound"] += (overlap / (2 - overlap)).tolist()
             found["greedy_draft"] += p.gather(1, q.argmax(-1, keepdim=True))[:, 0].tolist()
             found["shared_noise"] += [shared_noise(a, b) for a, b in zip(p, q, strict=True)]
     return {f"{name}_pct": 100 * sum(each) / len(each) for name, each in found.items()}
+
+
+def drawn_alike(p: Any, q: Any, seed: int) -> list[float]:
+    """1.0 for each position at which both distributions [T, V] draw the same token with the noise of ``seed``."""
+    import numpy as np
+    import torch
+
+    from quire.gpu_worker.kernels import columns
+    from quire.gpu_worker.kernels.sampling import draw_numpy
+
+    params = np.zeros((len(p), columns.COLUMNS), np.int32)
+    params.view(np.float32)[:, columns.INV_T] = 1.0
+    params[:, columns.SEED_LOW] = seed
+    told = torch.from_numpy(params), torch.arange(len(p)), None
+    tokens = [draw_numpy(each.log().clamp(min=-1e4).float(), *told) for each in (p, q)]
+    return (tokens[0] == tokens[1]).double().tolist()
 
 
 def shared_noise(p: Any, q: Any) -> float:
