@@ -311,6 +311,7 @@ class Worker:
             error = PlanError(f"Configure asks for {configure.num_blocks} blocks; {self._num_blocks} fit")
             self._fail(0, error)
             return
+        self._tiers.expect(configure.lease)
         self._pass_on(configure)
         if self._runner is None or self._runner.kv.num_blocks != configure.num_blocks:
             self._drop_cache()

@@ -40,6 +40,11 @@ class Keeper:
             self._others.on_moved = self._together.add
         return self.ended
 
+    def expect(self, lease: Lease) -> None:
+        """The others are told of ``lease`` next, and may have their tiers before this process has."""
+        if self._together is not None:
+            self._together.open(lease)
+
     def offer(self, model: Model, kv: KVCache, lease: Lease) -> None:
         """Make the tiers of ``kv``, where they are not there yet, and tell what all processes have room for. Raises
         ConfigError."""
@@ -47,8 +52,6 @@ class Keeper:
             self.drop()
             send = self._link.send if self._together is None else self._gather
             self._mover = make_mover(self._args, self._config, model, kv, send, self._failed)
-        if self._together is not None:
-            self._together.open(lease)
         sizes = self._mover.sizes(lease)
         if self._others is not None:
             for each in self._others.collect(Tiers, lease):
