@@ -144,6 +144,7 @@ def to_workers_socket(rng: random.Random) -> list[Any]:
     result = m.StepResult(lease, rng.randrange(1, 5), i32([3, 4]))
     return [plain(x) for x in (hello("gpu_worker"), m.Loaded(lease, 500, 2048, VOCAB), m.Ready(lease), result,
                                m.Heartbeat(), m.StepFailed(lease, 1, "no"), m.Compiled(lease),
+                               m.Tiers(lease, 4, True, 64), m.Moved(lease, 1, i32([0]), bytes(16), bytes(32), 0.5),
                                m.AdapterReady(lease, 0, 1), m.Drain("tired"))]  # fmt: skip
 
 
