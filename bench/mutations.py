@@ -217,6 +217,8 @@ def _left_alone(node: ast.stmt) -> bool:
         return logs or isinstance(node.value, ast.Constant)
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         return True
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):  # as in Outgoing = list[tuple[str, Any]]
+        return isinstance(node.value.value, ast.Name) and node.value.value.id in ("dict", "list", "tuple")
     return isinstance(node, ast.Assign) and any(
         isinstance(target, ast.Name) and target.id in ("__slots__", "__all__") for target in node.targets
     )

@@ -99,7 +99,7 @@ class Step:
         for seq, generation, first, stop in self.verifications:
             self.draws += self._run(seq.row, first, stop - first), seq.row
             self.others.append(Slot(seq, generation))
-        at = -1
+        at = 0
         for seq, generation, start, tokens, draws in chunks:
             if tokens:
                 at = self._run(seq.row, start, tokens)

@@ -18,6 +18,7 @@ import logging
 log = logging.getLogger("x")
 LIMIT = 3
 TABLE = {"a": 1}
+Pair = tuple[int, str]
 
 class Thing:
     """A thing."""
