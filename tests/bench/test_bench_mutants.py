@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from types import CodeType
@@ -96,3 +98,21 @@ def test_faults_that_read_alike_have_names_of_their_own_and_lines_where_tests_ca
     ]  # fmt: skip
     assert [[*mutant.lines] for mutant in found if "1  ->  2" in mutant.name] == [[2, 3], [4], [4]]
     assert {mutant.function for mutant in found} == {("f", 1)}
+
+
+def test_every_fault_that_no_test_sees_has_its_reason_once_and_in_order() -> None:
+    results = json.loads((ROOT / "bench/results/mutants.json").read_text())["modules"]
+    survivors = [
+        (file, " ".join(one["mutant"].split()))
+        for file, module in sorted(results.items())
+        for one in sorted(module["survivors"], key=lambda one: one["line"])
+    ]
+    listed, file = [], ""
+    for line in (ROOT / "bench/results/mutants-survivors.md").read_text().splitlines():
+        if line.startswith("## "):
+            file = line[3:]
+        elif row := re.fullmatch(r"\| `(.+?)` \| `(.+)` \| (alike|slower|log|margin|elsewhere)(: .+)? \|", line):
+            listed.append((file, f"{row[1]}: {row[2]}".replace("\\|", "|")))
+        else:
+            assert not line.startswith("| `"), f"no reason: {line}"
+    assert listed == survivors
