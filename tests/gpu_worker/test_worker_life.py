@@ -11,8 +11,9 @@ from worker_toys import CPU, GREEDY, VOCAB, ToyModel, oracle, plan
 
 from quire.gpu_worker.link import Dismissed, LeaseLost, Link
 from quire.gpu_worker.outcome import Outcome
+from quire.gpu_worker.results import Results
 from quire.gpu_worker.transfer import Download
-from quire.gpu_worker.worker import TRANSITIONS, Phase, Worker, _Results
+from quire.gpu_worker.worker import TRANSITIONS, Phase, Worker
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.codec import from_i32, i32
 from quire.proto.config import ConfigError, EngineArgs
@@ -131,7 +132,7 @@ def test_logprobs_and_failures_reach_the_scheduler(scheduler, running):
 def test_a_thread_sends_what_arrives_and_reports_what_does_not():
     """As on a GPU, where a step's kernels may fail after it was launched."""
     sent, posted = [], []
-    results = _Results(SimpleNamespace(send=sent.append, post=posted.append, last_step=0), threaded=True)
+    results = Results(SimpleNamespace(send=sent.append, post=posted.append, last_step=0), threaded=True)
     download, error = Download(4, CPU), RuntimeError("the device is lost")
 
     def lost():

@@ -26,6 +26,7 @@ class ToyModel:
     """Attention over every earlier token through the block table: a wrong block or position changes the logits."""
 
     adapters = None
+    device = CPU
 
     def __init__(self, seed=0):
         gen = torch.Generator().manual_seed(seed)
