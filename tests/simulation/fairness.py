@@ -15,12 +15,13 @@ Places = Mapping[int, tuple[int, float]]
 
 
 def watch_line(core: Scheduler, places: Places, fail: Callable[[str], None]) -> None:
-    """Have every start of a sequence looked at. Where several workers are there, or somebody is in quarantine, others
-    may be passed over for more reasons than are told here, and nothing is said."""
+    """Have every start of a sequence looked at. Where several workers are there, or blocks are loaded from tiers, or
+    somebody is in quarantine, others may be passed over for more reasons than are told here, and nothing is said."""
     note, by_priority = core.note_start, core.config.scheduling_policy == "priority"
 
     def noted(seq: Sequence) -> None:
-        if len(core.replicas) == 1 and not core.quarantine_waits and core.queue:
+        told = len(core.replicas) == 1 and core.replicas[seq.replica].tier is None
+        if told and not core.quarantine_waits and core.queue:
             _look(core, seq, places, by_priority, fail)
         note(seq)
 
