@@ -10,7 +10,7 @@ import random
 from .asks import draw_adapters, draw_asks
 from .draw_faults import draw_faults, numbered
 from .plan import Fault, Plan, Shape, WorkerShape
-from .scenes import SCENES
+from .scenes import SCENES, SLUMBERS, slumber
 
 LONG = 0.05
 """How many histories are long."""
@@ -54,6 +54,9 @@ def draw(seed: int) -> Plan:
         scene = more.choices([*SCENES], [*SCENES.values()])[0]
         plan.asks, plan.faults = [], []
         scene(more, plan)
+    elif (sleeping := random.Random(f"{seed} slumber")).random() < SLUMBERS:
+        plan.asks, plan.faults = [], []
+        slumber(sleeping, plan)
     if shape.adapter_slots:
         draw_adapters(more, shape, plan.asks)
     if moving.random() < 0.08:

@@ -38,6 +38,7 @@ EVENT_OF = {
     b"Accepted": "accepted", b"TextBatch": "text", b"Hello": "hello", b"Ready": "ready", b"Unknown": "unknown",
     b"Reconcile": "reconcile", b"Abort": "abort",
     b"Manage": "manage", b"Drain": "drain", b"Assign": "assign", b"Configure": "configure",
+    b"Rest": "rest", b"Rested": "rested",
     b"TokenBatch": "tokens", b"BeamTokens": "beams", b"Quarantined": "quarantined",
 }  # fmt: skip
 """The tags of messages that faults may wait for: those of ``plan.EVENTS``, and those that scenes know."""

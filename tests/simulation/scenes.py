@@ -267,8 +267,54 @@ def crowd(rng: random.Random, plan: Plan) -> None:
     plan.asks.append(Ask(name="ask3", ids=ids, params=late, when=round(rng.uniform(0.02, 0.4), 4)))
 
 
+# -- workers that sleep
+
+
+def slumber(rng: random.Random, plan: Plan) -> None:
+    """An administrator lets the workers sleep and wakes them. They are struck as they fall asleep, while they sleep, or
+    as they load again; or one hangs in a step, or as it loads again, when all are to sleep."""
+    shape, worker = plan.shape, rng.choice(_places(plan, "w"))
+    plan.early = False
+    _open_line(plan)
+    _steps(plan, rng.choice([0.01, 0.04, 0.2]))
+    plan.asks = draw_asks(rng, shape, count=rng.choice([3, 6]), habits=AT_WORK)
+    begins, lasts = rng.uniform(0.03, 0.3), rng.choice([0.5, 3.0, 20.0])
+    way = rng.choice(["falling", "falling", "asleep", "asleep", "asleep", "waking", "hung"])
+    if way == "hung":
+        if rng.random() < 0.5:
+            _add(rng, plan, "step_hangs", worker, when=0.0)
+        else:
+            _add(rng, plan, "load_hangs", worker, when=0.0)
+            lasts = 0.0
+    _add(rng, plan, "sleep", "s", when=begins, seconds=lasts, value=rng.choice([1.0, 2.0]))
+    if way == "hung":  # nobody says that it sleeps; the limit is that on loading
+        again = begins + lasts + rng.uniform(0.5, 1.5)
+        _add(rng, plan, "sleep", "s", when=again, seconds=640.0, value=rng.choice([1.0, 2.0]))
+        return
+    if rng.random() < 0.2:  # more is put away, or all are to sleep again as they wake
+        again = begins + rng.choice([0.5 * lasts, lasts, lasts + 0.01])
+        _add(rng, plan, "sleep", "s", when=again, seconds=lasts, value=2.0)
+    kinds = LEAVING
+    if rng.random() < 0.2:  # it says Hello again under the name that it has
+        kinds = ["reset"]
+        for each in shape.workers:
+            each.keeps_name = True
+    for _ in range(rng.choice([1, 2, 2, 3])):
+        after, nth, when = "rest", 1, rng.choice([0.0, 0.0001, 0.003, 0.03])
+        if way == "asleep":
+            after, when = "rested", rng.uniform(0.0, 0.8) * lasts
+        elif way == "waking":
+            after, nth = rng.choice(["assign", "configure"]), rng.randint(1, len(shape.workers))
+        kind = rng.choice(kinds)
+        if way == "waking" and rng.random() < 0.2:  # of what it loads next, which it does not get to here
+            kind, after, when = "load_hangs", "configure", 0.0
+        _add_to_worker(rng, plan, kind, worker, after=after, nth=nth, when=when)
+
+
 SCENES: dict[Scene, float] = {
     retreat: 0.035, stuck: 0.02, quarantine: 0.012, together: 0.014, loading: 0.006, lost_tokens: 0.006,
     late_stops: 0.01, late_answers: 0.004, crowd: 0.004, slow_quarantine: 0.003,
 }  # fmt: skip
 """Of all histories, how many are such a scene."""
+SLUMBERS = 0.012
+"""And how many of the others are a ``slumber``, which is newer."""

@@ -12,6 +12,7 @@ from simulation.draw import draw_shape
 from simulation.plan import Plan
 from simulation.run import run_plan
 from simulation.scenes import (
+    LEAVING,
     SCENES,
     Scene,
     crowd,
@@ -22,6 +23,7 @@ from simulation.scenes import (
     quarantine,
     retreat,
     slow_quarantine,
+    slumber,
     stuck,
     together,
 )  # fmt: skip
@@ -53,6 +55,10 @@ def make(scene: Scene, seed: int) -> Plan:
         (late_stops, "| waiting | stop string |"),
         (late_answers, "| prefill | answer lost |"),
         (crowd, "| prefill | preempted |"),
+        (slumber, "| asleep | hung while it loads |"),
+        (slumber, "| asleep | second Hello |"),
+        (slumber, "| recalled | Rested |"),
+        (slumber, "| load_hangs | worker configuring"),
     ],
 )
 def test_it_reaches_what_it_is_for(scene: Scene, part: str) -> None:
@@ -66,6 +72,17 @@ def test_it_reaches_what_it_is_for(scene: Scene, part: str) -> None:
     raise AssertionError(f"no mark like {part!r} in {MOST} histories")
 
 
-@pytest.mark.parametrize("scene", SCENES)
+def test_every_fault_strikes_a_worker_that_sleeps() -> None:
+    missing = {f"fault | {kind} | worker asleep" for kind in LEAVING}
+    for seed in range(2 * MOST):
+        record = run_plan(make(slumber, seed))
+        assert record.failures == [], seed
+        missing -= {mark for mark, count in record.marks.items() if count}
+        if not missing:
+            return
+    raise AssertionError(f"not reached in {2 * MOST} histories: {sorted(missing)}")
+
+
+@pytest.mark.parametrize("scene", [*SCENES, slumber])
 def test_a_seed_is_one_plan(scene: Scene) -> None:
     assert msgspec.json.encode(make(scene, 3)) == msgspec.json.encode(make(scene, 3))
