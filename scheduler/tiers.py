@@ -247,6 +247,10 @@ class Tier:
         counts.host_load_bytes += size * from_host
         counts.disk_load_bytes += size * from_disk
         pool.register_many([blocks[place] for place in there], [load.hashes[place] for place in there])
+        if failed:  # nor are those behind the first of these found, so nobody can wait for room that they take
+            kept = len(load.blocks) - len(load.hashes) + min(failed)
+            pool.release_table(load.blocks[kept:])
+            del load.blocks[kept:]
         if not load.wanted or self.held.get(load.seq.key) is not load:
             self._let_go(pool, load)
 

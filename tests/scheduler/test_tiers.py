@@ -167,6 +167,18 @@ def test_a_load_that_fails_is_computed_and_not_tried_again():
     assert counts is not None and counts.failed_loads == 1
 
 
+def test_blocks_behind_the_first_that_was_not_loaded_are_free_again():
+    rig = small(slots=0, disk=True, blocks=7)
+    prompt = rig.prompt(36, 77)
+    rig.whole(prompt)
+    rig.crowd(2)
+    assert rig.disk is not None
+    del rig.disk[hash_blocks(i32(prompt), 8)[0]]
+    found = rig.whole(prompt)  # which needs five blocks; four were to be loaded
+    assert found == expected_tokens(prompt, rig.last_uid, 4, VOCAB)
+    assert rig.started[rig.last_uid] == 0
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_blocks_of_one_who_left_meanwhile_are_given_back(there):
     rig = small()
