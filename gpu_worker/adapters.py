@@ -5,6 +5,7 @@ The last ``max_cpu_loras`` that were read are kept in memory, so that one that c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -107,8 +108,11 @@ class Adapters:
             self.slots.install(dropped.slot, None)
 
     def forget(self) -> None:
-        """The lease is over: all slots are empty."""
+        """The lease is over: all slots are empty, and what it asked for and was not begun is not read."""
         self._answers.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._asked.get_nowait()
         self.slots.clear()
 
     def _told(self, answer: AdapterReady) -> None:

@@ -135,9 +135,15 @@ class Runner:
         state.apply(plan, self.kv)
         run = state.checked_run(plan, self.max_tokens)
         outcome = self._run(run) if len(run.rows) else Outcome(self._download, self._nothing)
-        for follower in state.followers:
-            follower.catch_up(wait=False)
+        self._end_step()
         return outcome
+
+    def _end_step(self) -> None:
+        """All of the step is launched: no product is of its rows from here on."""
+        if self.slots is not None:
+            self.slots.end()
+        for follower in self.state.followers:
+            follower.catch_up(wait=False)
 
     def _run(self, run: Run) -> Outcome:
         if not self.group.shard.last:

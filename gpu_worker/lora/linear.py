@@ -14,12 +14,12 @@ from .slots import Slots
 class AdaptedLinear(Linear):
     """``base``, and what ``slots`` add to the product ``target``."""
 
-    __slots__ = ("slots", "target")
+    __slots__ = ("base", "slots", "target")
 
     def __init__(self, base: Linear, slots: Slots, target: str) -> None:
         for name in Linear.__slots__:
             setattr(self, name, getattr(base, name))
-        self.slots, self.target = slots, target
+        self.base, self.slots, self.target = base, slots, target
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = super().__call__(x)

@@ -56,11 +56,12 @@ class Target:
 class Fused:
     """Modules of one layer whose adapters PEFT keeps as one parameter of all experts (``target_parameters``).
 
-    ``outputs`` and ``inputs`` are those of an expert; ``targets``: (name of a Target, its pieces in order, how many
-    outputs each has of the fused ones). ``first_expert``: of those that this process holds.
+    ``outputs`` and ``inputs`` are those of an expert; ``target``: the name of a Target; ``parameter``: its name in the
+    module, as transformers has it. ``first_expert``: of those that this process holds.
     """
 
     target: str
+    parameter: str
     experts: int
     outputs: int
     inputs: int

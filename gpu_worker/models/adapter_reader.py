@@ -15,6 +15,7 @@ from ..lora.target import Adapter, Fused, Matrices, Targets
 from .files import Entry, Tensors, some
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _COPY = re.compile(r"base_model\.model\.(.+?)(?:\.base_layer)?\.weight")
 
 
@@ -35,6 +36,7 @@ class _Reading:
     rounded: torch.dtype
     dtype: torch.dtype
     pieces: dict[str, list[Matrices | None]] = field(default_factory=dict)
+    fused: set[str] = field(default_factory=set)  # targets whose parameters of all experts had tensors
 
     def put(self, name: str, at: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         target = self.targets.targets[name]
@@ -66,6 +68,7 @@ def read_adapter(
                     f"{file}: {there.name} is there and lora_{lacks} of {module} is not; save the adapter again."
                 )
             _read(reading, module, pair.a, pair.b)
+        _check_fused(reading, file)
     return Adapter(name, {target: tuple(pieces) for target, pieces in reading.pieces.items()})
 
 
@@ -115,14 +118,40 @@ def _check_known(reading: _Reading, file: Path, entry: Entry, module: str, embed
 
 
 def _check_targets(reading: _Reading, file: Path, pairs: dict[str, _Pair]) -> None:
-    """Every module that the config's list names has tensors; of a module's several names one is enough."""
+    """Every module that the config's list names has tensors; of a module's several names one is enough. An expert's
+    may be called as no other model does: it has them where the same module of another expert has."""
+    begun = {_EXPERT.sub(".experts.*.", module) for module in pairs}
     for module, at in reading.targets.modules.items():
-        if ".experts." in module or not reading.config.changes(module) or module in pairs:
+        if not reading.config.changes(module) or module in pairs:
             continue
-        others = (name for name, same in reading.targets.modules.items() if same == at and at[1] >= 0)
-        if at[1] >= 0 and not any(name in pairs for name in others) and not _unprefixed(reading, module):
+        if ".experts." in module:
+            lacks = _EXPERT.sub(".experts.*.", module) in begun
+        else:
+            others = (name for name, same in reading.targets.modules.items() if same == at and at[1] >= 0)
+            lacks = at[1] >= 0 and not any(name in pairs for name in others) and not _unprefixed(reading, module)
+        if lacks:
             raise ConfigError(f"{file} lacks base_model.model.{module}.lora_A.weight, which target_modules of "
                               "adapter_config.json asks for; save the adapter again.")  # fmt: skip
+
+
+def _check_fused(reading: _Reading, file: Path) -> None:
+    """Every parameter of all experts that the config names has had tensors, and no other where it names any."""
+    names, wanted, known = reading.config.parameters, {}, set()
+    for module, fused in reading.targets.fused.items():
+        for each in fused:
+            full = f"{module}.{each.parameter}"
+            if found := [name for name in names if full == name or full.endswith(f".{name}")]:
+                wanted[each.target] = full
+                known.update(found)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"{file.parent}: target_parameters has {unknown[0]!r}, which this model has not, or not as a "
+                          "parameter that adapters can change; check that the adapter belongs to it.")  # fmt: skip
+    for target in wanted.keys() - reading.fused:
+        raise ConfigError(f"{file} lacks lora_A and lora_B of {wanted[target]}, which target_parameters of "
+                          "adapter_config.json asks for; save the adapter again.")  # fmt: skip
+    if names and (more := sorted(reading.fused - wanted.keys())):
+        raise ConfigError(f"{file} has tensors for {more[0]}, which target_parameters of adapter_config.json does not "
+                          "name; save the adapter again.")  # fmt: skip
 
 
 def _unprefixed(reading: _Reading, module: str) -> bool:
@@ -173,13 +202,19 @@ def _read_fused(reading: _Reading, module: str, fused: tuple[Fused, ...], a: Ent
         wanted = " or ".join(str((each.outputs, each.inputs)) for each in fused)
         raise ConfigError(f"{a.file}: {a.name} and lora_B have shapes {a.shape} and {b.shape}, of no parameter of "
                           f"experts {wanted}; check that the adapter belongs to this model.")  # fmt: skip
-    rank = config.rank_of(module.removesuffix(".base_layer"))
+    if of.target in reading.fused:
+        raise ConfigError(f"{a.file}: {a.name} is for {of.parameter}, for which other tensors were there; save the "
+                          "adapter again.")  # fmt: skip
+    reading.fused.add(of.target)
+    name = f"{module.removesuffix('.base_layer')}.{of.parameter}"  # PEFT's patterns are of the parameter's name
+    rank = config.rank_of(name)
     inputs, outputs = (of.outputs, of.inputs) if turned else (of.inputs, of.outputs)
     _check_shape(a, (rank * of.experts, inputs))
     _check_shape(b, (outputs, rank * of.experts))
     target = targets.targets.get(of.target)
     if target is None or not target.experts:
         return
+    scale = config.scale_of(name)
     all_a, all_b = a.read().view(of.experts, rank, inputs), b.read().view(outputs, rank, of.experts)
     for expert in range(target.experts):
         own_a, own_b = all_a[of.first_expert + expert], all_b[:, :, of.first_expert + expert]
@@ -188,7 +223,7 @@ def _read_fused(reading: _Reading, module: str, fused: tuple[Fused, ...], a: Ent
         start = 0
         for at in range(expert * target.each, (expert + 1) * target.each):
             stop = start + len(target.pieces[at].rows)
-            reading.put(of.target, at, own_a, own_b[start:stop], config.scale_of(module))
+            reading.put(of.target, at, own_a, own_b[start:stop], scale)
             start = stop
 
 

@@ -138,7 +138,8 @@ def _add_fused(
     part: Part = parameter.columns or whole(1)
     outputs = sum(one.total for one in parameter.parts[:each])
     first = 0 if local is None else _before(parameter, local) // each
-    found = Fused(name, parameter.experts, outputs, part.total, first)
+    called = "down_proj" if name.endswith("down") else "gate_up_proj" if each > 1 else "up_proj"
+    found = Fused(name, called, parameter.experts, outputs, part.total, first)
     stem = modules[0].split(".{e}")[0] if "{e}" in modules[0] else modules[0].rsplit(".", 1)[0]
     for alias in _aliases(stem, names):
         fused[alias] = (*fused.get(alias, ()), found)

@@ -11,6 +11,7 @@ from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
 from ..layers.formats.table import Table
 from ..layers.linear import Linear
+from ..lora.linear import AdaptedLinear
 from ..models.decoder import Decoder
 from ..models.families.common import LLAMA_LAYER, Config, integer, with_aliases
 from ..models.families.llama import llama, qwen2
@@ -155,7 +156,7 @@ def _mtp(config: ModelConfig, target: Decoder) -> Head:
 
 def _head(spec: DecoderSpec, weights: Weights, parts: HeadParts, config: ModelConfig, target: Decoder) -> Head:
     # Scales of logits and caps are the target's where its output layer is; a head's positions may go as far as its do.
-    if parts.vocabulary is None and parts.lm_head is target.lm_head:
+    if parts.vocabulary is None and parts.lm_head is _base(target.lm_head):
         spec = replace(spec, logit_scale=target.whole.logit_scale, logit_softcap=target.whole.logit_softcap)
     return Head(spec, weights, parts, config.max_model_len, target.whole.vocab_size)
 
@@ -171,9 +172,15 @@ def _table(target: Decoder) -> Table:
 
 
 def _output(target: Decoder) -> Linear:
-    if target.lm_head is None:
+    output = _base(target.lm_head)
+    if output is None:
         raise ConfigError("the target has no output layer that a head could share.")
-    return target.lm_head
+    return output
+
+
+def _base(linear: Linear | None) -> Linear | None:
+    """Without adapters, which are those of the rows of the target's step: a head drafts for other rows."""
+    return linear.base if isinstance(linear, AdaptedLinear) else linear
 
 
 def _own_embed(take: Taker, target: Decoder) -> Table:

@@ -64,8 +64,7 @@ class SpeculativeRunner(Runner):
         else:
             run = state.checked_run(plan, self.max_tokens)
             outcome = self._run(run) if len(run.rows) else Outcome(self._download, self._nothing)
-        for follower in state.followers:
-            follower.catch_up(wait=False)
+        self._end_step()
         return outcome
 
     def _tell(self, plan: StepPlan) -> None:

@@ -7,6 +7,7 @@ module's last parts, and the first that matches counts. The scale is alpha / r, 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -21,8 +22,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What ``--max-lora-rank`` may be."""
 
-_MODULES = re.compile(r"[\w.]+")
-_WILD = re.compile(r"[*+{]")
+_TOKEN = re.compile(r"(?P<wild>(?:\.|\\d|\[[\w-]+\])[*+])|(?P<group>\((?:\?:)?)|\\[.d-]|\[[\w-]+\]|[\w.)|^$-]")
+"""What patterns are made of: characters, classes of them, alternatives in brackets; only one place is repeated."""
+MAX_PATTERNS, MAX_PATTERN, MAX_FREE, MAX_REPEATED = 1024, 500, 64, 2
+"""Of one key: patterns, characters of each, patterns that repeat or group, places that one repeats, or groups."""
 _REFUSED = {
     "use_dora": "vLLM does not yet support DoRA, nor does quire",
     "modules_to_save": "whole copies of modules are not supported",
@@ -91,7 +94,13 @@ def _named(module: str, names: tuple[str, ...]) -> bool:
 
 
 def _first(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+    return next((value for key, value in patterns.items() if _pattern(key).match(module)), otherwise)
+
+
+@functools.lru_cache(4 * 1024)
+def _pattern(key: str) -> re.Pattern[str]:
+    """Of the end of a module's name; ``re`` itself keeps too few of them."""
+    return re.compile(rf"(.*\.)?({key})$")
 
 
 def check_adapter(folder: Path, max_lora_rank: int | None = None) -> AdapterConfig:
@@ -171,9 +180,12 @@ def _rank(file: Path, key: str, value: Any) -> int:
 
 
 def _number(file: Path, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _wrong(file, key, value, "a number")
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer that no float can be
+        pass
+    raise _wrong(file, key, value, "a number")
 
 
 def _names(file: Path, key: str, value: Any) -> list[str]:
@@ -183,14 +195,25 @@ def _names(file: Path, key: str, value: Any) -> list[str]:
 
 
 def _patterns(file: Path, key: str, said: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The patterns that have a value. One that would take long to match is refused: it comes from a stranger's file."""
+    """The patterns that have a value. What would take long to match is refused: it comes from a stranger's file."""
     found = said.get(key) or {}
     if not isinstance(found, dict):
         raise _wrong(file, key, found, "an object")
+    if len(found) > MAX_PATTERNS:
+        raise ConfigError(f"{file}: {key} has {len(found)} patterns, over {MAX_PATTERNS}; name modules that share a "
+                          "rank or an alpha by one.")  # fmt: skip
+    free = 0
     for pattern in found:
-        wild = 0 if _MODULES.fullmatch(pattern) else len(_WILD.findall(pattern))
-        if wild > 3 or re.search(r"\)[*+{]", pattern) or len(pattern) > 1000:
-            raise ConfigError(f"{file}: {key} has {pattern[:80]!r}, which repeats too often; name the modules instead.")
+        tokens = list(_TOKEN.finditer(pattern)) if len(pattern) <= MAX_PATTERN else []
+        wild, groups = (sum(token[kind] is not None for token in tokens) for kind in ("wild", "group"))
+        free += bool(wild + groups)
+        if "".join(token[0] for token in tokens) != pattern or max(wild, groups) > MAX_REPEATED or wild + groups > 3:
+            raise ConfigError(f"{file}: {key} has {pattern[:80]!r}, which repeats too often or has what is not matched "
+                              "here; name the modules, with '.*' or (a|b) twice at most.")  # fmt: skip
+        if free > MAX_FREE:
+            raise ConfigError(
+                f"{file}: {key} has over {MAX_FREE} patterns with '.*' or (a|b); name the modules instead."
+            )
         try:
             re.compile(pattern)
         except re.error as error:

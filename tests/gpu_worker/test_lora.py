@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import draft_rig
 import lora_toys
 import numpy as np
 import pytest
@@ -21,7 +22,10 @@ from paged_runner import PagedRunner, Row
 from safetensors.torch import load_file, save_file
 from thread_ranks import on_ranks
 
+from quire.gpu_worker.lora.target import Adapter, Matrices
+from quire.gpu_worker.speculation.heads import load_head
 from quire.proto.checkpoint.lora_config import CONFIG, WEIGHTS
+from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.config import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -67,6 +71,14 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = folder_of("llama", to)
     oracle = Oracle(folder, [{"r": 8, "target_modules": ["q_proj"]}], to / "adapters")
     return load(folder, 1), oracle.folders[0]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The same of a Mixtral, whose adapter changes both parameters of its experts."""
+    to = tmp_path_factory.mktemp("moe")
+    folder = folder_of("mixtral", to)
+    return load(folder, 1), Oracle(folder, MIXTRAL[1:2], to / "adapters").folders[0]
 
 
 def adapted(folder: Path, oracle: Oracle, **more: Any) -> Any:
@@ -116,17 +128,36 @@ def test_slots_change_between_steps(made: Any) -> None:
         put(model, 1, each)
         lora_toys.admit(hand, 0, ids, 1)
         first = hand.run((0, len(ids)))[0]
-        hand.fork(0, 1)
-        hand.tables[1], hand.lengths[1], hand.done[1] = hand.tables[0], hand.lengths[0], hand.done[0]
-        assert hand.state.adapters[:2].tolist() == [1, 1] or hand.queue
         check(oracle, [ids], [number], ([oracle.logits(ids, number)[:-1]], [[first]]), 1e-4)
-        hand.queue.clear()
-        del hand.tables[1], hand.lengths[1], hand.done[1]
+        assert not model.adapters.active, "a step has ended, and what runs until the next has none of its adapters"
+        hand.fork(0, 1)
+        hand.tables[1], hand.lengths[1], hand.done[1] = list(hand.tables[0]), hand.lengths[0], hand.done[0]
+        if hand.done[1] % hand.block_size:
+            hand.copy_block(1, len(hand.tables[1]) - 1)
+        both = hand.run((0, 1), (1, 1))
+        assert hand.state.adapters[:2].tolist() == [1, 1] and both[0] == both[1]
+        check(oracle, [[*ids, first]], [number], ([oracle.logits([*ids, first], number)[:-1]], [[both[1]]]), 1e-4)
         hand.drop(0)
+        hand.drop(1, free=False)
     model.adapters.install(1, None)
     with pytest.raises(ValueError, match="adapter slot 1"):
         lora_toys.admit(hand, 2, ids, 1)
         hand.run((2, len(ids)))
+
+
+def test_heads_that_share_the_output_layer_draft_without_adapters(one: tuple[Any, Path], tmp_path: Path) -> None:
+    """What they are asked has other rows than the target's step."""
+    draft_rig.eagle(tmp_path)
+    model, config = one[0], load_model_config(str(one[1].parent.parent / "llama"), lora_toys.LENGTH)
+    head, x = load_head("eagle", str(tmp_path), config, model), torch.randn(3, model.whole.hidden_size)
+    plain, (outputs, inputs) = head.logits(x), model.adapters.targets.shapes["lm_head"]
+    adapter = Adapter("a", {"lm_head": (Matrices(torch.ones(8, inputs), torch.ones(outputs, 8), 1.0, 8),)})
+    model.adapters.install(0, model.adapters.ready(model.adapters.kept(adapter)))
+    model.adapters.begin(np.zeros(2, np.int32))
+    assert torch.equal(head.logits(x), plain)
+    with pytest.raises(ValueError, match="adapters of 2 rows are to be added to 3 rows"):
+        model.logits(x)
+    model.adapters.clear()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
@@ -183,6 +214,7 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
     "r": ({"r": 65}, None, "LoRA rank 65 is greater than max_lora_rank 64."),
     "rank_pattern": ({"rank_pattern": {"q_proj": 100}}, None, "LoRA rank 100 is greater than max_lora_rank 64."),
     "r 0": ({"r": 0}, None, "r is '0'"),
+    "a number that is none": ({"lora_alpha": 10**400}, None, "lora_alpha is"),
     "slow pattern": ({"alpha_pattern": {"(a+)+b": 3}}, None, "repeats too often"),
     "peft_type": ({"peft_type": "IA3"}, None, "peft_type 'IA3'"),
     "unknown": ({"new_kind_of_lora": True}, None, "new_kind_of_lora True is not known"),
@@ -204,6 +236,50 @@ def test_what_is_refused(one: tuple[Any, Path], tmp_path: Path, fault: str) -> N
     with pytest.raises(ConfigError, match=re.escape(said)) as refused:
         put(model, 0, folder)
     assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
+
+
+EXPERTS = f"{LAYERS}.1.mlp.experts."
+HALF: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "the inner": (
+        {},
+        lambda t: _without(t, EXPERTS + "base_layer."),
+        "layers.1.mlp.experts.gate_up_proj, which target_p",
+    ),
+    "both": ({}, lambda t: _without(t, EXPERTS), "which target_parameters of adapter_config.json asks for"),
+    "no such": ({"target_parameters": ["mlp.experts.w1"]}, None, "target_parameters has 'mlp.experts.w1'"),
+    "unnamed": ({"target_parameters": ["mlp.experts.down_proj"]}, None, "does not name"),
+    "an expert": (
+        {"target_modules": ["o_proj", "w1"]},
+        lambda t: _experts(t, 3),
+        "block_sparse_moe.experts.3.w1.lora_A",
+    ),
+}
+
+
+def _without(tensors: dict[str, Any], prefix: str) -> None:
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        del tensors[name]
+
+
+def _experts(tensors: dict[str, Any], but: int) -> None:
+    """Adapters of each expert's own w1, but of one."""
+    for expert in (each for each in range(4) if each != but):
+        name = f"{LAYERS}.0.block_sparse_moe.experts.{expert}.w1."
+        tensors.update({name + "lora_A.weight": torch.zeros(4, 48), name + "lora_B.weight": torch.zeros(32, 4)})
+
+
+@pytest.mark.parametrize("fault", HALF)
+def test_experts_that_lack_a_part_are_refused(moe: tuple[Any, Path], tmp_path: Path, fault: str) -> None:
+    (model, sound), (config, change, said) = moe, HALF[fault]
+    folder = Path(shutil.copytree(sound, tmp_path / "adapter"))
+    told = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**told, **config}))
+    tensors = load_file(folder / WEIGHTS)
+    if change is not None:
+        change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        put(model, 0, folder)
 
 
 def test_pickles_are_refused(one: tuple[Any, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import tiny_models
 
 from quire.gpu_worker.adapters import Adapters, Read
+from quire.gpu_worker.models.adapter_reader import read_adapter
 from quire.proto.checkpoint.adapter_files import adapter_digest
 from quire.proto.messages import AdapterReady, DropAdapter, Lease, LoadAdapter
 
@@ -65,6 +67,32 @@ def test_what_another_lease_asked_for_is_dropped(made: Any) -> None:
     rig.adapters.change(rig.load(folder, 1), LEASE)
     rig.adapters.forget()
     assert not rig.slots.holds(1)
+
+
+def test_loads_of_a_lease_that_ended_make_room_for_those_of_the_next(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler was killed while one was read and another waited: the next may ask for all slots."""
+    model, folder = made
+    rig, later, begun, go = Rig(model), Lease(2, 0, 1), threading.Event(), threading.Event()
+
+    def slowly(*given: Any) -> Any:
+        begun.set()
+        go.wait(120)
+        return read_adapter(*given)
+
+    monkeypatch.setattr("quire.gpu_worker.adapters.read_adapter", slowly)
+    rig.adapters.change(LoadAdapter(LEASE, 0, "a", str(folder), 1), LEASE)
+    assert begun.wait(120)
+    rig.adapters.change(LoadAdapter(LEASE, 1, "a", str(folder), 2), LEASE)
+    rig.adapters.forget()
+    for slot in (0, 1):
+        rig.adapters.change(LoadAdapter(later, slot, "a", str(folder), slot + 1), later)
+    assert rig.sent == []
+    go.set()
+    for _ in range(3):
+        rig.adapters.change(rig.posted.get(timeout=120), later)
+    assert rig.sent == [AdapterReady(later, slot, slot + 1) for slot in (0, 1)] and rig.posted.empty()
 
 
 def test_one_that_is_kept_is_not_read_again(made: Any, tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ MIXTRAL: list[dict[str, Any]] = [
     {"r": 4, "target_modules": ["o_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     {"r": 3, "target_modules": ["k_proj"], "target_parameters": ["mlp.experts.down_proj"]},
     {"r": 2, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+    {
+        "r": 4,
+        "target_modules": ["v_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "rank_pattern": {r"experts\.gate_up_proj": 2},
+        "alpha_pattern": {"down_proj": 3, "mlp.experts": 50},
+    },
 ]
 
 

@@ -80,8 +80,10 @@ def add(
     """Add to ``out`` float32 [T, outputs] what the adapters make of ``x`` [T, inputs], float32 or bfloat16.
 
     ``slots`` int32 [T]: the adapter of each row, -1: none, of ``count``. A row has the same bits whatever the others.
-    ``expert``: whose adapters; None: the product has no experts.
+    ``expert``: whose adapters; None: the product has no experts. Raises ValueError where ``slots`` are of other rows.
     """
+    if not len(slots) == len(x) == len(out):
+        raise ValueError(f"adapters of {len(slots)} rows are to be added to {len(out)} rows of {len(x)} inputs")
     x = x if x.stride(1) == 1 else x.contiguous()
     shrunk = torch.empty(len(x) * of.pieces * of.most_rank)
     size = x.element_size()
@@ -96,6 +98,8 @@ def add(
 
 def add_rows(of: Adapted, slots: torch.Tensor, count: int, ids: torch.Tensor, out: torch.Tensor) -> None:
     """``add`` for a table of embeddings, whose rows ``ids`` int32 [T] were looked up."""
+    if not len(slots) == len(ids) == len(out):
+        raise ValueError(f"adapters of {len(slots)} rows are to be added to {len(out)} embeddings of {len(ids)} ids")
     shrunk = torch.empty(len(ids) * of.pieces * of.most_rank)
     work = Work(0, None, None, 0, ids.data_ptr(), out.data_ptr(), out.stride(0) * 4, shrunk.data_ptr(), 1.0)
     _run(work, of, slots, count, F32)
