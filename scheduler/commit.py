@@ -60,6 +60,8 @@ def _check(replica: Replica, result: StepResult) -> tuple[Step, Ints, Kept]:
     tokens, slots, places = as_u32(result.tokens), step.samples(), None  # so that a negative one is too large
     if step.verifications:
         places = _check_counts(replica, step, result, len(tokens))
+    elif isinstance(result, SpeculativeResult):
+        raise BadFrame(f"step {step.number} verifies nothing, and its result says what was drafted")
     elif len(tokens) != slots:
         raise BadFrame(f"{len(tokens)} tokens for the {slots} sample slots of step {step.number}")
     elif result.counts and result.counts != _ONE * len(tokens):

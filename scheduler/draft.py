@@ -60,11 +60,12 @@ class Draft:
         group.schedule_decodes()
         self.spend(len(group.beams))
 
-    def verify(self, seq: Sequence, first: int, stop: int) -> None:
-        """A decode of ``seq``, which is at ``first`` or further, and of drafted tokens before ``stop``."""
+    def verify(self, seq: Sequence, first: int, stop: int, most: int) -> None:
+        """A decode of ``seq``, which is at ``first`` or further, and of drafted tokens before ``stop``: ``most`` tokens
+        in all, wherever it is."""
         self.verifications.append(Verification(seq, seq.generation, first, stop))
         seq.speculate(stop)
-        self.spend(stop - first)
+        self.spend(min(stop - first, most))
 
     def chunk(self, seq: Sequence, count: int) -> bool:
         """The next ``count`` tokens of a prefill. True where they are the last, and draw."""

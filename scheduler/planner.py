@@ -91,8 +91,10 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
     if books.config.enable_chunked_prefill or replica.decodes_waited or not replica.decoding:
         return False
     head = next(books.queue.in_turn(books.running_by_account), None)
-    decodes = sum(seq.width for seq in replica.decoding)
-    return head is not None and head.total > books.token_budget(replica) - decodes
+    budget, decodes = books.token_budget(replica), sum(seq.width for seq in replica.decoding)
+    if replica.drafts and _speculates(replica, replica.going.batch().seqs, budget):
+        decodes *= 1 + replica.drafts
+    return head is not None and head.total > budget - decodes
 
 
 # -- decodes
@@ -104,8 +106,7 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
         _plan_decodes(books, replica, draft, replica.going)
         return
     seqs = replica.going.batch().seqs
-    few = len(seqs) <= replica.draft_rows and 2 * len(seqs) * (1 + replica.drafts) <= draft.budget
-    if few and not any(isinstance(seq, BeamGroup) for seq in seqs):
+    if _speculates(replica, seqs, draft.budget):
         for seq in seqs:
             if seq.state is State.RUNNING:  # else it was preempted for one before it
                 _plan_verification(books, replica, draft, seq)
@@ -118,6 +119,12 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
             if not seq.loose:
                 exact.add(seq)
     _plan_decodes(books, replica, draft, exact)
+
+
+def _speculates(replica: Replica, seqs: list[Sequence], budget: int) -> bool:
+    """Whether these, all that go on decoding, do so by verifications, which leave half of the budget to prompts."""
+    few = len(seqs) <= replica.draft_rows and 2 * len(seqs) * (1 + replica.drafts) <= budget
+    return few and not any(isinstance(seq, BeamGroup) for seq in seqs)
 
 
 def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> None:
@@ -134,7 +141,7 @@ def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequen
             break
         columns.put_block(seq.row, slot, draft.own_block(pool, seq.row, slot, held))
     if stop > start:
-        draft.verify(seq, seq.computed if seq.loose else start, stop)
+        draft.verify(seq, seq.computed if seq.loose else start, stop, 1 + replica.drafts)
 
 
 def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -> None:
@@ -165,6 +172,10 @@ def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, starts
             beams.append(seq)
         elif not _make_room(books, replica, draft, seq, position):
             going.discard(seq)
+    if going is not replica.going:  # those preempted have left that one alone
+        for seq in going.batch().seqs:
+            if seq.state is not State.RUNNING:
+                going.discard(seq)
     batch = going.batch()
     if beams:
         batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs], np.bool_))

@@ -239,7 +239,7 @@ class Replica:
         self.leaving.discard(seq)
         if seq in self.held:
             self.held.discard(seq)
-            if seq.scheduled < seq.end:
+            if seq.loose or seq.scheduled < seq.end:  # with verifications in flight it may be further back
                 self.going.add(seq)
 
     def reserve(self, move: int, cached: list[int], fresh: int) -> Reserved:

@@ -12,7 +12,8 @@ counters of tokens say how far a sequence is::
 ``computed`` counts the tokens whose keys and values are committed, ``scheduled`` those whose keys and values were asked
 for, and ``total`` the tokens that exist: the prompt and the committed outputs. In a decode ``scheduled`` may run one
 past ``total``, because the worker reads the token it has just drawn from its own row. Position p yields token p + 1, so
-``scheduled`` never passes ``limit - 1``.
+``scheduled`` never passes ``limit - 1``. While verifications of drafts are in flight (``loose``), it is the furthest
+that the row can be, and comes back to what is known with each result.
 
 While a sequence runs, its counters are in the columns of its replica (``columns.py``), where a step of many decodes
 changes all of them at once. They are read and written here one by one, for all that is not such a step.
