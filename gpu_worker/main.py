@@ -41,6 +41,7 @@ class Links:
     def __init__(self) -> None:
         self.link: Link | Member | None = None
         self.others: Leader | None = None
+        self.mover: Mover | None = None
 
     def leave(self) -> None:
         """Another process of this replica was asked to end."""
@@ -53,6 +54,8 @@ class Links:
             self.others.close(farewell or "it ends", farewell in (DRAINED, ASKED))
         if self.link is not None:
             self.link.close(farewell)
+        if self.mover is not None:
+            self.mover.close()
 
 
 class Ending:
@@ -184,7 +187,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     if links.link is None:
         shared = f", one of {count}" if count > 1 else ""
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
-        mover = _mover(args, keys, own) if count == 1 and pooler is None else None
+        links.mover = mover = _mover(args, keys, own) if count == 1 and pooler is None else None
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
 
     load = partial(_model, args, config, dtype, cache_dtype, device, group, pooler)

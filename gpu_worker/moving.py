@@ -12,6 +12,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Mover:
         self._context = zmq.Context()
         self._router: Router[Pages] = Router(BetweenWorkers, bind, keys, self._context)
         self.endpoint = self._router.advertised(advertise)
-        self._keys, self._post = keys, post
+        self._keys, self._post, self._bind = keys, post, bind
         self._room = threading.Semaphore(MAX_WAITING)
         self._to_send: queue.SimpleQueue[tuple[Give, torch.Tensor, Any]] = queue.SimpleQueue()
         self._dealers: OrderedDict[str, Dealer[Any]] = OrderedDict()  # by endpoint, the last used last
@@ -52,8 +53,10 @@ class Mover:
             threading.Thread(target=run, name="moving", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more. What was to be sent and has not left is lost."""
+        """Listen no more, and leave no socket file. What was to be sent and has not left is lost."""
         self._closing = True
+        if self._bind.startswith("ipc://"):
+            Path(self._bind.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def begin(self, num_blocks: int) -> None:
         """A lease begins, with so many blocks: what was under way is not known any more."""

@@ -18,7 +18,6 @@ from ...proto.messages import SpeculativePlan, StepPlan
 from ..device import LongSteps
 from ..kernels.columns import LOGPROBS, PENALTIES, USES
 from ..kv_cache import KVCache
-from ..models.decoder import Decoder
 from ..models.program import Program
 from ..outcome import ROOM, Outcome, PromptGroup
 from ..parallel.parallel import Group
@@ -284,6 +283,8 @@ class SpeculativeRunner(Runner):
         """The hidden states between layers of all tokens of the run, those of several layers side by side."""
         if (program := self._program) is not None:
             return program.tapped()
-        assert isinstance(self.model, Decoder)
-        assert self.model.tapped is not None
-        return self.model.tapped
+        tapped = getattr(self.model, "tapped", None)
+        if tapped is None:
+            raise RuntimeError("nothing was tapped: drafts by layers' hidden states are of decoders alone.")
+        found: torch.Tensor = tapped
+        return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from http_asks import CHAT, HI, ask, error_of, post
 
 from quire import __version__
 from quire.client.generation import OpenGeneration
@@ -23,33 +24,11 @@ from quire.frontend.front import FRONT
 from quire.proto.config import ConfigError
 from quire.proto.messages import Finish
 
-HI = {"prompt": "hi there", "max_tokens": 3}
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     with FakeServer(names=["fake", "alias"], max_request_bytes=100_000) as running:
         yield running
-
-
-def ask(
-    server: FakeServer, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-) -> tuple[int, Any, http.client.HTTPMessage]:
-    """Status, decoded body, headers. ``body`` is JSON, or bytes as they are."""
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
-    try:
-        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
-        answer = connection.getresponse()
-        text = answer.read()
-    finally:
-        connection.close()
-    return answer.status, json.loads(text) if text[:1] in b"{[" and text else text, answer.headers
-
-
-def post(server: FakeServer, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
-    return ask(server, "POST", path, body, headers)[:2]
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -58,17 +37,6 @@ def until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.002)
-
-
-def error_of(answer: tuple[Any, ...], status: int) -> dict[str, Any]:
-    """The error, having checked its shape."""
-    assert answer[0] == status
-    assert set(answer[1]) == {"error"}
-    error = answer[1]["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == status
-    assert error["message"] and isinstance(error["type"], str)
-    return error
 
 
 # ---------------------------------------------------------------- small routes

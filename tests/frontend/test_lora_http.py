@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 from adapter_folders import adapter_folder
-from frontend.test_frontend_http import CHAT, HI, ask, error_of, post
-from frontend.test_pooling_api import EMBED
+from http_asks import CHAT, HI, ask, error_of, post
 
 from quire.client.adapter_folders import AdapterFolders
 from quire.frontend.fake import FakeServer
 from quire.frontend.main import settings_of
+from quire.proto.checkpoint.pooler_config import PoolerConfig
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import AdapterEntry
 from quire.proto.work import adapter_of
 
 KEY = {"Authorization": "Bearer admin"}
+EMBED = PoolerConfig("TinyModel", "embed", "CLS", True, True, "softmax", 3)
 
 
 @pytest.fixture

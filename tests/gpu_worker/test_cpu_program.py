@@ -97,9 +97,10 @@ def test_every_family_s_program_equals_torch_and_itself(row: str, tmp_path: Path
 def test_weights_made_narrower_give_what_their_layers_give(row: str, quantization: str, tmp_path: Path) -> None:
     rig = filled(load(row, tmp_path, torch.float32, quantization))
     every, wanted = rig.every(WHOLE), rig.by_torch(WHOLE)
-    # An activation that lies between two integers may go to the other one, and so to another expert.
+    # An activation that lies between two integers may go to the other one, and so to another expert. All tokens behind
+    # it see that.
     assert wanted.std() > 0.1
-    assert (every - wanted).abs().median() <= 1e-3 * wanted.abs().max()
+    assert (every - wanted).abs().median() <= 3e-3 * wanted.abs().max()
     assert torch.equal(rig.logits([WHOLE[1], WHOLE[4]]), every[np.cumsum(PROMPTS)[[1, 4]] - 1])
 
 

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_toys import CPU, GREEDY, LADDER, LEASE, Hand, Ladder, plan
 
-from quire.gpu_worker import transfer, worker
+from quire.gpu_worker import results as sending
+from quire.gpu_worker import transfer
 from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.transfer import Download, Upload
 from quire.proto.checkpoint.model_config import load_model_config
@@ -250,7 +251,7 @@ class TurnQueue:
 
 
 def results(order, room=None, steps=10):
-    """``worker._Results`` over ``Download``, its thread and the device in the order that ``order`` says."""
+    """``results.Results`` over ``Download``, its thread and the device in the order that ``order`` says."""
     turns = Turns(order)
     sent = []
 
@@ -273,9 +274,9 @@ def results(order, room=None, steps=10):
             return step, tokens, [array.tolist() for array in self.arrival.extras()]
 
     with pytest.MonkeyPatch.context() as patch, FakeCuda(values=True, choose=order) as device, torch.inference_mode():
-        patch.setattr(worker.queue, "Queue", lambda maxsize: TurnQueue(turns, maxsize if room is None else room))
+        patch.setattr(sending.queue, "Queue", lambda maxsize: TurnQueue(turns, maxsize if room is None else room))
         others = set(threading.enumerate())
-        sender = worker._Results(Link(), threaded=True)
+        sender = sending.Results(Link(), threaded=True)
         (thread,) = set(threading.enumerate()) - others
         download = Download(8, CUDA)
         for step in range(1, steps):

@@ -9,7 +9,7 @@ import torch
 from worker_fakes import FakeScheduler
 from worker_toys import CPU, GREEDY, VOCAB, ToyModel, oracle, plan
 
-from quire.gpu_worker.link import Dismissed, LeaseLost, Link
+from quire.gpu_worker.link import MAX_QUEUED, Dismissed, LeaseLost, Link
 from quire.gpu_worker.outcome import Outcome
 from quire.gpu_worker.results import Results
 from quire.gpu_worker.transfer import Download
@@ -245,7 +245,7 @@ def test_a_dismissed_process_whose_step_never_ends_is_ended(monkeypatch, schedul
 
 def test_a_flood_ends_the_session_instead_of_filling_memory(scheduler, link):
     old, _ = scheduler.get(Hello)
-    for _ in range(200):
+    for _ in range(2 * MAX_QUEUED):
         scheduler.router.send(old, Drain())
     new, _ = scheduler.get(Hello)
     assert new != old

@@ -10,7 +10,12 @@ import pytest
 from simulation.bounds import counted_too_often, late_to_leave, over_limits, overlooked, without_cause
 
 SHAPE = SimpleNamespace(
-    max_num_queued_reqs=2, max_num_queued_tokens=10, max_requests_per_key=2, queue_timeout=5.0, drain_timeout=2.0
+    max_num_queued_reqs=2,
+    max_num_queued_tokens=10,
+    max_requests_per_key=2,
+    queue_timeout=5.0,
+    drain_timeout=2.0,
+    moves=False,
 )
 
 

@@ -25,7 +25,7 @@ F32, BF16, I8, I4, CODES, F16 = range(6)
 
 FUNCTIONS = (
     "linear", "prepare", "convert_row", "attention", "write_kv", "norm", "rotate", "activate", "gate", "embed",
-    "code_row", "add", "softcap", "route", "combine", "choose", "edit", "logprobs",
+    "code_row", "add", "softcap", "route", "combine", "shrink", "expand", "activated", "choose", "edit", "logprobs",
 )  # fmt: skip
 """The functions of an instruction set, in the order of kernels.h's q_kernels."""
 
