@@ -23,7 +23,7 @@ NOTICED_S = 25.0
 DEADLY = ("worker", "detokenizer", "scheduler")
 """What of a request's is poison for."""
 LINKS = ("cut", "one_way", "slow", "stall", "reset")
-"""Faults of a link, which are noted for both of its ends."""
+"""Faults of a link, which are noted for both of its ends, for the one after the other."""
 ORDERLY = ("drain", "remove")
 """A worker that leaves gives its requests back, and nobody is blamed."""
 
@@ -161,13 +161,17 @@ def miscounted(consumer: Consumer, world: Any) -> str | None:
 
 
 def _losses_since(last: float, consumer: Consumer, world: Any) -> int:
-    blows = {
-        (at, kind, kind not in LINKS and target): kind
+    """What struck then, each thing once. Links that break at one moment are a loss each."""
+    blows = [
+        (at, kind, target)
         for at, until, kind, target in world.blows
         if at <= consumer.ended and until + NOTICED_S >= last and kind not in ORDERLY
-    }.values()
-    poisoned = sum(kind == "poison" for kind in blows)
-    return len(blows) - poisoned + min(poisoned, MAX_LOSSES - 1)
+    ]
+    ends = [blow for blow in blows if blow[1] in LINKS]
+    links = set(zip(ends[::2], ends[1::2], strict=True))
+    others = {blow for blow in blows if blow[1] not in LINKS}
+    poisoned = sum(kind == "poison" for _, kind, _ in others)
+    return len(links) + len(others) - poisoned + min(poisoned, MAX_LOSSES - 1)
 
 
 def _unavailable(consumer: Consumer, world: Any) -> str | None:

@@ -290,6 +290,21 @@ def test_who_stands_beside_poison_pays_for_two_of_its_deaths_at_most() -> None:
         assert ("wrong end" not in play.end(blows=struck(kinds))) is allowed
 
 
+@pytest.mark.parametrize(
+    ("links", "allowed"),
+    [
+        (["w0", "d0", "d1"], True),
+        (["w0", "d0"], False),
+        (["w0", "d0", "d0"], False),
+    ],
+)
+def test_each_link_that_breaks_counts_once(links: list[str], allowed: bool) -> None:
+    play = Play(ask())
+    play.fail(500, "failed 3 times")
+    blows = [[1.0, 2000.0, "reset", end] for other in links for end in ("s", other)]
+    assert play.end(blows=blows) == ([] if allowed else ["wrong end"])
+
+
 def test_poison_must_not_be_answered_and_kills_three_at_most() -> None:
     play = Play(ask(poison="worker", params={"n": 1}))
     play.tell()
