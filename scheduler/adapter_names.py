@@ -19,10 +19,11 @@ MAX_WISHES = 256
 
 
 class Wish(NamedTuple):
-    """An adapter that is to be loaded before its name is known."""
+    """An adapter that is to be loaded before its name is known. ``since``: by the scheduler's clock."""
 
     peer: str
     asked: Register
+    since: float = 0.0
 
     @property
     def adapter(self) -> Adapter:
@@ -86,14 +87,20 @@ class AdapterNames:
             return 429, f"{len(self.wishes)} lora adapters wait to be loaded, which is the limit; try again in a while."
         return None
 
-    def wish(self, peer: str, asked: Register) -> None:
+    def wish(self, peer: str, asked: Register, now: float) -> None:
         """Load this one as soon as a worker can."""
         self.wishes = [wish for wish in self.wishes if (wish.peer, wish.asked.token) != (peer, asked.token)]
-        self.wishes.append(Wish(peer, asked))
+        self.wishes.append(Wish(peer, asked, now))
 
     def forget(self, peer: str) -> None:
         """Nobody is there any more to be told."""
         self.wishes = [wish for wish in self.wishes if wish.peer != peer]
+
+    def withdrawn(self, before: float) -> list[Wish]:
+        """Those who have waited since before that time; they wait no more."""
+        found = [wish for wish in self.wishes if wish.since < before]
+        self.wishes = [wish for wish in self.wishes if wish.since >= before]
+        return found
 
     def granted(self, digest: bytes) -> list[Wish]:
         """Those who wished for this adapter; they wait no more."""

@@ -16,20 +16,20 @@ from ..proto.messages import AdapterReady, Lease, LoadAdapter
 from ..proto.work import Adapter
 from .block_pool import PoolError
 
-RETRY_S = 10.0
-"""After a failed load the same adapter is not tried again here for so long, as long as another replica has it."""
+RETRY_S, FAILED_S = 10.0, 300.0
+"""After a failed load the same adapter is not tried again here for the first, as long as another replica has it or may
+load it; for the second it counts as one that this replica cannot load."""
 
 
 class Slot:
     """One slot. ``users`` are the sequences that run with it; ``used`` says when one last began, in turns."""
 
-    __slots__ = ("adapter", "began", "closed", "generation", "ready", "used", "users")
+    __slots__ = ("adapter", "closed", "generation", "ready", "used", "users")
 
     def __init__(self) -> None:
         self.adapter: Adapter | None = None
         self.generation = self.users = self.used = 0
         self.ready = self.closed = False
-        self.began = 0.0  # when its load did
 
 
 class AdapterSlots:
@@ -44,17 +44,20 @@ class AdapterSlots:
         self._granted: dict[bytes, Adapter] = {}  # in this plan, in order
         self._asked = False  # whether anybody needed an adapter in this plan
         self._generations = self._turns = 0
+        self._began = 0.0  # when the worker came to the first of those that it loads, one after another
+        self.stuck = False  # that load hangs: nothing is loaded here until it ends
 
     @property
     def loading(self) -> list[Adapter]:
-        """What is on its way."""
-        return [slot.adapter for slot in self.slots if slot.adapter is not None and not slot.ready]
+        """What is on its way, in the order in which the worker loads it."""
+        slots = sorted(self.slots, key=lambda slot: slot.generation)
+        return [slot.adapter for slot in slots if slot.adapter is not None and not slot.ready]
 
-    def overdue(self, before: float) -> list[Adapter]:
-        """What is on its way since before that time."""
-        return [
-            slot.adapter for slot in self.slots if slot.adapter is not None and not slot.ready and slot.began < before
-        ]
+    def look(self, before: float) -> Adapter | None:
+        """What the worker has been loading since before that time, for which all behind it wait; or None."""
+        loading = self.loading
+        self.stuck = bool(loading) and self._began < before
+        return loading[0] if self.stuck else None
 
     def has(self, adapter: Adapter) -> bool:
         """It is ready here."""
@@ -73,10 +76,14 @@ class AdapterSlots:
     def could_take(self, adapter: Adapter, now: float) -> bool:
         """It is here, or there is a slot that nobody uses."""
         if (number := self._held.get(adapter.digest)) is not None:
-            return not self.slots[number].closed
-        if self._failed_lately(adapter, now):
+            return not self.slots[number].closed and (self.slots[number].ready or not self.stuck)
+        if self.stuck or self._failed_lately(adapter, now):
             return False
         return any(slot.adapter is None or (slot.ready and not slot.users) for slot in self.slots)
+
+    def may_have(self, adapter: Adapter, now: float) -> bool:
+        """It is ready here, or may come: it could be loaded, and that has not failed."""
+        return self.has(adapter) or not (self.stuck or now - self._failed.get(adapter.digest, -FAILED_S) < FAILED_S)
 
     # -- turns
 
@@ -104,6 +111,8 @@ class AdapterSlots:
         lacking = 0
         for adapter in list(self._granted.values()):
             if adapter.digest not in self._held and not self._failed_lately(adapter, now):
+                if self.stuck:
+                    continue
                 if (number := self._free_slot()) is not None:
                     self._load(number, adapter, now)
                 else:
@@ -137,8 +146,10 @@ class AdapterSlots:
         slot = self.slots[number]
         if slot.adapter is not None:
             del self._held[slot.adapter.digest]
+        if not self.loading:
+            self._began = now
         self._generations += 1
-        slot.adapter, slot.generation, slot.began = adapter, self._generations, now
+        slot.adapter, slot.generation = adapter, self._generations
         slot.ready = slot.closed = False
         self._held[adapter.digest] = number
         self.loads.append(LoadAdapter(self.lease, number, adapter.name, adapter.path, slot.generation, adapter.digest))
@@ -148,13 +159,13 @@ class AdapterSlots:
         loads, self.loads = self.loads, []
         return loads
 
-    def loaded(self, message: AdapterReady) -> Adapter:
+    def loaded(self, message: AdapterReady, now: float) -> Adapter:
         """A load has ended; the adapter that it was of. Raises BadFrame where none was asked for."""
         number = message.slot
         slot = self.slots[number] if 0 <= number < len(self.slots) else None
         if slot is None or slot.adapter is None or slot.ready or message.generation != slot.generation:
             raise BadFrame(f"slot {number} is not being loaded (generation {message.generation})")
-        adapter = slot.adapter
+        adapter, self._began, self.stuck = slot.adapter, now, False
         if message.error:
             slot.adapter = None
             del self._held[adapter.digest]
@@ -164,9 +175,13 @@ class AdapterSlots:
         return adapter
 
     def note_failed(self, adapter: Adapter, now: float) -> None:
-        """Another replica has it: wait a while before it is tried here again."""
-        self._failed = {digest: since for digest, since in self._failed.items() if now - since < RETRY_S}
+        """Wait a while before it is tried here again."""
+        self._failed = {digest: since for digest, since in self._failed.items() if now - since < FAILED_S}
         self._failed[adapter.digest] = now
+
+    def forget_failed(self, adapter: Adapter) -> None:
+        """Nobody waits for it any more; who asks for it next has it tried again."""
+        self._failed.pop(adapter.digest, None)
 
     def _failed_lately(self, adapter: Adapter, now: float) -> bool:
         return bool(self._failed) and now - self._failed.get(adapter.digest, -RETRY_S) < RETRY_S

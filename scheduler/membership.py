@@ -38,7 +38,7 @@ from ..proto.messages import (
 )
 from ..proto.standstill import Standstill
 from .adapter_names import Wish
-from .adapters import Answer
+from .adapters import Answer, wishes_overdue
 from .blame import Blame
 from .core import Scheduler
 from .operators import manage
@@ -139,8 +139,11 @@ class Membership:
             self.core.outbox.put(peer, Registered(message.token))
         elif any(r.adapters is not None and r.adapters.has(message.adapter) for r in self.core.replicas.values()):
             self.answer_wishes([Answer(Wish(peer, message))])
+        elif self.core.replicas and all(each.adapters is None for each in self.core.replicas.values()):
+            error = "LoRA is not enabled on any worker; start the workers with --enable-lora."
+            self.core.outbox.put(peer, Registered(message.token, 400, error))
         else:
-            names.wish(peer, message)
+            names.wish(peer, message, self.core.clock())
 
     def answer_wishes(self, answers: list[Answer]) -> None:
         """Adapters that somebody wished for are loaded, and get their names; or they cannot be."""
@@ -256,6 +259,8 @@ class Membership:
                 self.core.forget_owner(peer)
                 del self.front[peer]
         self.registry.tick()
+        if self.core.names.wishes:
+            self.answer_wishes(wishes_overdue(self.core))
         self.core.expire()
 
     def bad_frames(self) -> int:

@@ -222,6 +222,86 @@ def test_nobody_waits_for_ever_for_a_load_that_hangs() -> None:
     rig.check(base)
 
 
+def test_those_behind_a_load_that_hangs_are_told_too() -> None:
+    """The worker loads one after another: whoever needs another adapter there waits for the first."""
+    rig = AdapterRig(adapter_slots=2)
+    hung, behind = rig.ask(A), rig.ask(B)
+    rig.step()
+    assert rig.loading() == ["A", "B"]
+    rig.now = 200.0
+    rig.load()
+    while (hung, 0) not in rig.tokens or hung in rig.core.requests:
+        rig.step()
+        rig.receive()
+    rig.now = LOAD_LIMIT_S + 1
+    assert not loads_overdue(rig.core, rig.replica), "the worker has been at this one for 101 s"
+    third = rig.ask(C)
+    rig.step()
+    assert rig.loading() == ["B", "C"]
+    rig.now = 200.0 + LOAD_LIMIT_S + 1
+    loads_overdue(rig.core, rig.replica)
+    assert {uid: each.status for uid, each in rig.failures().items()} == {behind: 503, third: 503}
+    late, base = rig.ask(A), rig.ask(None)
+    rig.step()
+    loads_overdue(rig.core, rig.replica)
+    assert rig.failures()[late].status == 503 and "waits for 'B'" in rig.failures()[late].message
+    rig.load()  # it ends after all
+    rig.load()
+    again = rig.ask(A)
+    rig.run()
+    rig.check(base)
+    rig.check(again)
+
+
+def test_a_load_that_fails_is_tried_by_the_other_worker_before_anybody_fails() -> None:
+    rig = AdapterRig(blocks=[64, 64])
+    uid = rig.ask(A)
+    for number in (0, 1):
+        rig.plan(number)
+    first = next(number for number in (0, 1) if rig.loads[number])
+    rig.load(first, error="no such folder")
+    assert not rig.failures()
+    rig.plan(1 - first)
+    assert rig.loading(1 - first) == ["A"]
+    rig.load(1 - first, error="no such folder there either", status=404)
+    assert rig.failures()[uid].status == 404 and "there either" in rig.failures()[uid].message
+    mended = rig.ask(A)
+    rig.run()
+    rig.check(mended)
+
+
+def test_a_worker_that_is_too_small_for_a_request_does_not_have_it_wait() -> None:
+    rig = AdapterRig(blocks=[8, 64])
+    small = rig.ask(A, 8, max_tokens=2)
+    rig.core.replicas[1].draining = True
+    while not rig.loads[0]:
+        rig.plan(0)
+    rig.load(0)
+    rig.core.replicas[1].draining = False
+    large = rig.ask(A, 60, max_tokens=20)
+    while not rig.loads[1]:
+        rig.plan(1)
+    rig.load(1, error="no such folder")
+    assert list(rig.failures()) == [large]
+    rig.run()
+    rig.check(small, count=2)
+
+
+def test_of_several_loads_the_first_is_taken_for_the_cause() -> None:
+    rig = AdapterRig()
+    bad, good = rig.ask(A), rig.ask(B)
+    for _ in range(3):
+        rig.step()
+        assert rig.loading() == ["A", "B"]
+        loading = rig.replica.adapters.loading
+        rig.core.end_lease(rig.replica)
+        loads_lost(rig.core, loading)
+        rig.add(0, 64)
+    assert list(rig.failures()) == [bad]
+    rig.run()
+    rig.check(good)
+
+
 def test_without_slots_an_adapter_is_refused_and_without_adapters_nothing_is_different() -> None:
     rig = AdapterRig(adapter_slots=0)
     uid = rig.ask(A)
