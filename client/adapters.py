@@ -14,6 +14,9 @@ from msgspec.structs import replace
 from ..proto.messages import AdapterEntry, Adapters, Register, Unregister
 from ..proto.work import Adapter
 
+MAX_REMOVED = 1000
+"""Removed names that are remembered, as many as the scheduler remembers."""
+
 
 class AdapterBook:
     """Names of adapters, and questions about them that are not answered yet."""
@@ -37,7 +40,11 @@ class AdapterBook:
         for entry in entries:
             known = self._entries.get(entry.name)
             if known is None or entry.generation > known.generation:
+                self._entries.pop(entry.name, None)  # removed ones are forgotten in the order in which they were
                 self._entries[entry.name] = entry
+        removed = [name for name, entry in self._entries.items() if entry.adapter is None]
+        for name in removed[: max(0, len(removed) - MAX_REMOVED)]:
+            del self._entries[name]
 
     def ask(self, message: Register | Unregister) -> int:
         """The scheduler is asked this, under a token that is returned."""

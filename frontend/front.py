@@ -29,6 +29,8 @@ from .schema import MAX_CHOICES, GenerateRequest
 
 R = TypeVar("R", bound=Request)
 
+SHOWN = 10
+"""Names of models that an error tells; there may be thousands."""
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -127,8 +129,9 @@ class Front:
         if not name or name in self.settings.names:
             return None
         if (found := self.engine.adapters.get(name)) is None:
-            known = ", ".join([*self.settings.names, *(entry.name for entry in self.engine.adapters)])
-            raise ApiError(404, f"The model `{name}` does not exist. Valid names: {known}.", "model")
+            known = [*self.settings.names, *(entry.name for entry in self.engine.adapters)]
+            told = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
+            raise ApiError(404, f"The model `{name}` does not exist. Valid names: {told}.", "model")
         return found
 
     async def read(self, request: web.Request, kind: type[R]) -> R:

@@ -19,7 +19,15 @@ from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.event_loop import new_loop
 from ..proto.messages import AdapterEntry
-from ..proto.process import collect_from_now, die, ending_signals, setup_logging, tell_ready, watch_parent
+from ..proto.process import (
+    STARTED_AGAIN,
+    collect_from_now,
+    die,
+    ending_signals,
+    setup_logging,
+    tell_ready,
+    watch_parent,
+)
 from ..proto.wire.sockets import load_keys
 from .app import make_app
 from .auth import keys_of
@@ -90,11 +98,19 @@ def settings_of(args: EngineArgs) -> Settings:
 
 
 def _modules(folders: AdapterFolders | None, texts: list[str], names: list[str]) -> list[AdapterEntry]:
-    """``--lora-modules``, which exist until somebody unloads them. Raises ConfigError."""
+    """``--lora-modules``, which exist until somebody unloads them. Raises ConfigError; a frontend that takes the place
+    of another leaves out a folder that cannot be read any more, for the scheduler knows its name."""
     if folders is None:
         return []
-    found = parse_modules(texts, names)
-    return [AdapterEntry(each.name, 0, folders.adapter(each.name, each.path), each.parent) for each in found]
+    found, again = [], os.environ.get(STARTED_AGAIN) == "1"
+    for each in parse_modules(texts, names):
+        try:
+            found.append(AdapterEntry(each.name, 0, folders.adapter(each.name, each.path), each.parent))
+        except ConfigError as error:
+            if not again:
+                raise
+            log.warning("--lora-modules: %s It is left out here; the scheduler may know the name.", error)
+    return found
 
 
 def app_runner(app: web.Application) -> web.AppRunner:

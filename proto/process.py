@@ -28,6 +28,9 @@ PARENT_GRACE_S = 5.0
 LOCAL_WORKERS = "QUIRE_LOCAL_WORKERS"
 """Environment variable: how many workers share this machine's cores, where one launcher started several."""
 
+STARTED_AGAIN = "QUIRE_STARTED_AGAIN"
+"""Environment variable: set for a process that takes the place of one that has ended."""
+
 READY_FD = "QUIRE_READY_FD"
 """Environment variable: the descriptor on which a process tells its launcher that it has begun to serve, and lives."""
 

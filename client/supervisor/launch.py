@@ -28,7 +28,7 @@ from ...proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder
 from ...proto.checkpoint.pooler_config import pooler_of
 from ...proto.config import EngineArgs
 from ...proto.flag_checks import check_split
-from ...proto.process import LOCAL_WORKERS, PARENT_FD
+from ...proto.process import LOCAL_WORKERS, PARENT_FD, STARTED_AGAIN
 from .child import Child, say, without_errors
 from .commands import command_of, cpu_count, devices_of, free_port, import_path
 from .place import Place, State
@@ -179,8 +179,9 @@ class Supervisor:
                 self._selector.unregister(before.stream)
             before.close_ready()
         held = [self._held_fd] if self._held_fd >= 0 else []
+        again = {} if before is None else {STARTED_AGAIN: "1"}
         try:
-            child = Child(place.command, place.environment, self._read_end, *held)
+            child = Child(place.command, {**place.environment, **again}, self._read_end, *held)
         except OSError as error:
             raise LaunchError(f"quire.{place.service} cannot be started: {error}.") from error
         self._selector.register(child.stream, selectors.EVENT_READ, child)

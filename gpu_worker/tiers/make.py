@@ -119,6 +119,8 @@ def digest_of(args: EngineArgs, config: ModelConfig, told: str, shard: str, mode
         f"{args.load_format} {args.seed if args.load_format == 'dummy' else 0} {args.model_impl}",
         repr(sorted(config.hf.items(), key=str)), str(config.max_model_len if "dynamic" in repr(config.hf) else 0),
     ]  # fmt: skip
+    if model.adapters is not None:  # blocks of adapters' rows are told apart by what is in their files
+        parts.append(f"lora {model.adapters.dtype}")
     made = blake2b(digest_size=16)
     for part in [*parts, *_files(Path(config.path), args.load_format == "dummy")]:
         made.update(blake2b(part.encode(), digest_size=16).digest())

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from quire.client.supervisor.launch import Supervisor
 from quire.client.supervisor.place import Place, State
 from quire.client.supervisor.watch import LaunchError
 from quire.proto.config import ConfigError, EngineArgs
-from quire.proto.process import EXIT_CONFIG, PARENT_FD
+from quire.proto.process import EXIT_CONFIG, PARENT_FD, STARTED_AGAIN
 
 SLEEP = "import time; time.sleep(600)"
 DIES = "import sys; from quire.proto.process import die; die('gpu_worker', 'no memory: 3 GiB wanted, 2 free.', {})"
@@ -321,3 +322,19 @@ def test_error_lines_are_held_back_and_the_rest_passes_as_it_is():
     wait_for(lambda: child.ended() is not None)
     child.drained.set()
     child.close()
+
+
+def test_a_process_in_the_place_of_another_is_told_so(monkeypatch):
+    started = []
+
+    def child(command, environment, *held):
+        started.append(environment)
+        return SimpleNamespace(stream=None, close_ready=lambda: None)
+
+    monkeypatch.setattr(launch, "Child", child)
+    selector = SimpleNamespace(register=lambda *given: None, unregister=lambda *given: None)
+    held = SimpleNamespace(_selector=selector, _held_fd=-1, _read_end=0)
+    place = SimpleNamespace(service="frontend", process=None, command=(), environment={"A": "1"})
+    for _ in range(2):
+        place.process = Supervisor._spawn(held, place)
+    assert started == [{"A": "1"}, {"A": "1", STARTED_AGAIN: "1"}]

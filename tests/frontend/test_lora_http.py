@@ -16,7 +16,8 @@ from quire.frontend.main import settings_of
 from quire.proto.checkpoint.pooler_config import PoolerConfig
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import AdapterEntry
-from quire.proto.work import adapter_of
+from quire.proto.process import STARTED_AGAIN
+from quire.proto.work import Adapter, adapter_of
 
 KEY = {"Authorization": "Bearer admin"}
 EMBED = PoolerConfig("TinyModel", "embed", "CLS", True, True, "softmax", 3)
@@ -52,6 +53,13 @@ def used(server: FakeServer) -> list[str | None]:
 
 def change(server: FakeServer, what: str, body: Any, **headers: str) -> tuple[int, Any]:
     return ask(server, "POST", f"/v1/{what}_lora_adapter", body, {**KEY, **headers})[:2]
+
+
+def test_an_unknown_name_is_told_a_few_that_are_known(folders: Path) -> None:
+    entries = [AdapterEntry(f"n{n}", 0, Adapter(f"n{n}", str(folders / "sql"), b"d" * 16)) for n in range(30)]
+    with FakeServer(names=["fake"], adapters=AdapterFolders(16), modules=entries) as running:
+        message = error_of(post(running, {**HI, "model": "x"}), 404)["message"]
+    assert message.endswith("Valid names: fake, n0, n1, n2, n3, n4, n5, n6, n7, n8 and 21 more.")
 
 
 def test_a_requests_model_names_the_adapter(server: FakeServer) -> None:
@@ -145,3 +153,13 @@ def test_modules_are_read_when_the_frontend_starts(folders: Path) -> None:
     adapter_folder(folders / "sql", r=64)
     with pytest.raises(ConfigError, match="LoRA rank 64 is greater than max_lora_rank 16"):
         settings_of(args)
+
+
+def test_a_frontend_that_is_started_again_goes_on_without_a_folder_that_is_gone(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = EngineArgs(enable_lora=True, lora_modules=[f"sql={folders}/sql", f"gone={folders}/gone"])
+    with pytest.raises(ConfigError, match="gone"):
+        settings_of(args)
+    monkeypatch.setenv(STARTED_AGAIN, "1")
+    assert [entry.name for entry in settings_of(args).modules] == ["sql"]

@@ -16,10 +16,11 @@ from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.state import PlanError
 from quire.gpu_worker.tiers import disk as disk_module
 from quire.gpu_worker.tiers.disk import HEAD, MAGIC, Disk
+from quire.gpu_worker.tiers.make import digest_of
 from quire.gpu_worker.tiers.mover import Mover
 from quire.gpu_worker.tiers.together import Together
 from quire.proto.codec import from_i32, i8, i32
-from quire.proto.config import ConfigError
+from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import Lease, Move, Moved
 
 LEASE = Lease(1, 0, 1)
@@ -291,3 +292,16 @@ def test_the_processes_of_a_replica_answer_as_one():
         Moved(LEASE, written=NAMES[1]),
         Moved(LEASE, lost=NAMES[0]),
     ]
+
+
+def test_a_folder_of_blocks_is_of_one_dtype_of_adapters(tmp_path):
+    """Their rows are computed with what adapters were rounded to; without adapters nothing is added."""
+    args, config = EngineArgs(load_format="dummy"), types.SimpleNamespace(hf={}, path=tmp_path, max_model_len=8)
+
+    def digest(dtype):
+        slots = None if dtype is None else types.SimpleNamespace(dtype=dtype)
+        model = types.SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, whole="a spec", adapters=slots)
+        return digest_of(args, config, "told", "shard", model)
+
+    found = [digest(dtype) for dtype in (None, torch.float32, torch.bfloat16)]
+    assert len(set(found)) == 3 and digest(torch.float32) == found[1]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import pytest
 from adapter_rig import adapter
 from scheduler_house import House
 
+from quire.client import adapters
+from quire.client.adapters import AdapterBook
 from quire.client.core import SCHEDULER, EngineCore
+from quire.client.engine import Engine
 from quire.proto.messages import (
     PROTOCOL,
     AdapterEntry,
@@ -22,6 +26,7 @@ from quire.proto.messages import (
     Unregister,
 )
 from quire.scheduler import adapter_names
+from quire.scheduler.adapters import WISH_LIMIT_S
 
 A, B, NEW_A = adapter("A"), adapter("B"), adapter("A", "/adapters/A2")
 
@@ -123,6 +128,22 @@ def test_a_wish_goes_before_those_who_wait_and_outlives_a_worker(house: House) -
     assert not house.core.names.wishes
 
 
+def test_a_wish_that_nobody_grants_is_answered(house: House) -> None:
+    """Before the client stops to wait, so that a name does not appear behind its back; at once where nobody could."""
+    house.members.on_front("f1", Register(1, A))
+    house.later(WISH_LIMIT_S)
+    assert not house.told("f1", Registered)
+    house.later(1)
+    (answer,) = house.told("f1", Registered)
+    assert (answer.token, answer.status) == (1, 503) and "within 290 s" in answer.error
+    assert not house.core.names.wishes
+    assert inspect.signature(Engine.register).parameters["timeout"].default > WISH_LIMIT_S
+    house.worker("w1")
+    house.members.on_front("f1", Register(2, A))
+    (answer,) = house.told("f1", Registered)
+    assert answer.status == 400 and "--enable-lora" in answer.error
+
+
 def test_only_frontends_change_names_and_only_after_hello(house: House) -> None:
     for message in (Register(1, A), Unregister(1, "A"), Adapters([AdapterEntry("A", 9, A)])):
         bad = house.core.bad_messages
@@ -147,6 +168,16 @@ def test_names_have_bounds(house: House, monkeypatch: pytest.MonkeyPatch) -> Non
     house.members.on_front("f1", Register(6, B))
     (refused,) = house.told("f1", Registered)
     assert refused.status == 429
+
+
+def test_a_client_forgets_removed_names_as_the_scheduler_does() -> None:
+    book = AdapterBook()
+    book.merge([AdapterEntry("kept", 1, A)])
+    book.merge([AdapterEntry(f"n{n}", n, None) for n in range(2, adapters.MAX_REMOVED + 3)])
+    (told,) = book.introduction()
+    names = [entry.name for entry in told.entries]
+    assert len(names) == adapters.MAX_REMOVED + 1 and "kept" in names and "n2" not in names
+    assert adapters.MAX_REMOVED == adapter_names.MAX_REMOVED
 
 
 class Exchange:
