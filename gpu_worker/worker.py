@@ -58,7 +58,7 @@ from .runner import PROMPT_SLICE, Runner
 from .sampling.followers import Follower, Histories
 from .sampling.processors import Function, Processors
 from .speculation.loading import Drafts
-from .speculation.methods import ROWS, speculative_runner
+from .speculation.methods import draft_rows, speculative_runner
 from .state import PlanError, RowState, logprob_bytes
 from .tiers.keeper import Keeper
 from .warmup import every_stage, warm_up, warm_up_pieces, worst_case
@@ -242,7 +242,7 @@ class Worker:
         loaded = Loaded(assign.lease, *sizes, pooler is not None, pooler is not None and pooler.whole)
         if self._speculation is not None and pooler is None:
             loaded.drafts = self._speculation.drafts
-            loaded.draft_rows = self._speculation.draft_rows(ROWS[self._device.type])
+            loaded.draft_rows = draft_rows(self._speculation, self._device.type, assign.max_num_seqs)
         if self._mover is not None:
             loaded.kv_format, loaded.block_bytes = self._pages(assign.block_size)
         loaded.adapter_slots = 0 if self._adapters is None else self._adapters.use(self._model)
@@ -279,7 +279,10 @@ class Worker:
         )  # fmt: skip
         most = vocab if self._args.max_logprobs < 0 else min(vocab, max(self._args.max_logprobs, 2 * MAX_BEAMS))
         if self._device.type == "cpu":
-            activations = step_bytes(spec, max_tokens, max_rows + PROMPT_SLICE, self._dtype.itemsize)
+            slots = max_rows + PROMPT_SLICE
+            if (config := self._speculation) is not None and self._pooler is None:
+                slots += config.drafts * draft_rows(config, "cpu", max_rows)
+            activations = step_bytes(spec, max_tokens, slots, self._dtype.itemsize)
             activations += rows + logprob_bytes(max_rows, most) + min(logprob_bytes(max_tokens, most), ROOM)
             activations += self._drafts.step_bytes(max_tokens, max_rows)
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
@@ -349,8 +352,9 @@ class Worker:
 
     @property
     def _graphs(self) -> bool:
-        """Whether decode steps are replayed as CUDA graphs; hidden states of another stage cannot come into one."""
-        if self._device.type != "cuda" or self._args.enforce_eager:
+        """Whether decode steps are replayed as CUDA graphs; hidden states of another stage cannot come into one, and
+        those that heads tap would not come out."""
+        if self._device.type != "cuda" or self._args.enforce_eager or self._drafts.taps:
             return False
         return self._group.shard.stages == 1 and self._model.capturable and self._pooler is None
 

@@ -66,7 +66,13 @@ class DraftModel(KeysAndValues):
         self._base = np.zeros(state.max_rows, np.int64)  # where each row's last drafts begin
 
     def kept(self, rows: list[int], tried: list[int], kept: list[int]) -> None:
-        self.reach.computed[rows] = np.minimum(self.reach.computed[rows], self._base[rows] + kept)
+        which = np.flatnonzero(tried)  # the others computed nothing that may be wrong
+        if len(which):
+            at, right = np.array(rows)[which], np.array(kept)[which]
+            base = self._base[at]
+            ends = np.minimum(self.reach.computed[at], base + right)
+            self.reach.computed[at] = base
+            self.reach.reached(at, ends, self.state.tables_host)  # blocks that right drafts filled are whole
 
     def propose(self, rows: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         known = self.state.known[rows]

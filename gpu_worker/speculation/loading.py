@@ -98,6 +98,11 @@ class Drafts:
         if self._dropped:
             self.loaded, self._dropped = self._load(target), False
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """``Drafting.taps``; none where nothing is loaded."""
+        return () if self.loaded is None else self.loaded.taps
+
     def block_bytes(self, block_size: int) -> int:
         """``Drafting.block_bytes``; 0 where nothing is loaded."""
         return 0 if self.loaded is None else self.loaded.block_bytes(block_size)

@@ -18,6 +18,11 @@ ROWS = {"cpu": 8, "cuda": 32}
 """Rows that speculate in one step, at most, where ``disable_by_batch_size`` says nothing."""
 
 
+def draft_rows(config: SpeculativeConfig, device: str, rows: int) -> int:
+    """Of ``rows`` on a device of this type, those that speculate in one step at most."""
+    return min(config.draft_rows(ROWS[device]), rows)
+
+
 def lookup(config: SpeculativeConfig, state: RowState) -> Proposer:
     """The proposer of a method without a model."""
     most = config.drafts
@@ -41,6 +46,6 @@ def speculative_runner(
 
     return SpeculativeRunner(
         model, state, kv, max_tokens, proposer=proposer, drafts=config.drafts,
-        draft_rows=config.draft_rows(ROWS[state.device.type]), adapt=config.adapt, group=group, long=long,
+        draft_rows=draft_rows(config, state.device.type, state.max_rows), adapt=config.adapt, group=group, long=long,
         taps=() if drafting is None else drafting.taps,
     )  # fmt: skip

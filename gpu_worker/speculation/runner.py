@@ -1,7 +1,8 @@
 """The step of a worker that speculates: drafts, one run over them, and what of them is kept.
 
 Where a row is depends on how much of its draft the step before kept, so a plan says only from where to where it may be,
-and this process knows the place. On a GPU a step with drafts waits for its tokens, once; no other step does.
+and this process knows the place. On a GPU a step with drafts waits for its tokens, once, and
+what drafts by a model for each token that it drafts; no other step waits.
 """
 
 from __future__ import annotations

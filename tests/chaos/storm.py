@@ -68,6 +68,8 @@ class Report:
     recovery: list[float] = field(default_factory=list)
     surprises: list[str] = field(default_factory=list)
     left: dict[str, int] = field(default_factory=dict)
+    drafted: int = 0  # tokens, since the scheduler started last
+    kept: int = 0  # of these
     log_errors: list[str] = field(default_factory=list)
     drain_codes: list[int] = field(default_factory=list)
 
@@ -304,6 +306,7 @@ class Storm:
                 continue
             left |= {"running": stats.running, "waiting": stats.waiting, "blocks used": stats.blocks_used}
             left |= {"bad frames": stats.bad_frames}
+            self.report.drafted, self.report.kept = stats.draft_tokens, sum(stats.accepted)
             if not any((stats.running, stats.waiting, stats.blocks_used)):
                 break
             await asyncio.sleep(0.2)

@@ -140,6 +140,22 @@ def test_a_cached_prefix_brings_the_drafts_keys_along(folder: Path) -> None:
     assert rig.right == rig.tried == 6
 
 
+def test_blocks_that_right_drafts_filled_are_brought_along_too(folder: Path) -> None:
+    target, _ = load(folder)
+    rig = DraftRig(target)
+    rig.proposer = draft_model(rig, target)
+    rig.admit(0, PROMPTS[1], GREEDY)
+    for _ in range(6):
+        rig.step([0], 4)
+    reach = rig.proposer.reach
+    whole, computed = int(reach.computed[0]) // 8, int(reach.computed[0])
+    assert whole >= 7 and rig.right == rig.tried == 24
+    rig.admit(1, rig.tokens(0, 8 * whole + 1), GREEDY, cached=rig.state.tables_host[0, :whole].tolist())
+    assert reach.computed[1] == 8 * whole
+    rig.proposer.kept([0], [0], [0])  # of a step in which nobody was drafted for
+    assert reach.computed[0] == computed
+
+
 def test_drafts_end_at_the_length_of_the_draft(folder: Path) -> None:
     target, _ = load(folder)
     rig = DraftRig(target)
@@ -322,6 +338,7 @@ def test_all_requests_are_as_without_drafts(folder: Path, tmp_path: Path, method
     for more in ({"blocks": 160}, {"blocks": 26, "adapt": True}, {"budget": 24, "draft_rows": 3}):
         found = all_done(Driven(target, VOCAB, drafting=drafting, drafts=drafting.config.drafts, **more))
         assert found.outcome() == plain.outcome()
+        assert found.core.stats().draft_tokens and (more.get("blocks") != 26 or found.core.preemptions)
         if method == "draft_model" and more == {"blocks": 160}:
             assert found.steps < 0.75 * plain.steps
 

@@ -1,5 +1,7 @@
 """What the worker counts before it sizes the cache of a GPU, on a device that is not there."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_cuda import CUDA
@@ -7,6 +9,7 @@ from fake_cuda_models import FAMILIES, VOCAB, fake_device, make
 
 from quire.gpu_worker import worker
 from quire.gpu_worker.graphs import capture_sizes, piece_sizes
+from quire.gpu_worker.speculation.loading import Drafts
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import EngineArgs
 
@@ -44,3 +47,17 @@ def test_graphs_are_captured_and_counted_before_the_cache_is_sized(measure):
 def test_shorter_graphs_have_smaller_tables(measure):
     whole, short = measure()[0], measure(max_seq_len_to_capture=1024)[0]
     assert whole - short == capture_sizes(ROWS)[-1] * (LENGTH - 1024) // 16 * 4
+
+
+def test_a_head_that_reads_between_layers_leaves_graphs_out(tmp_path):
+    """A replay would not give it the hidden states of its step."""
+    with fake_device():
+        model = make(tmp_path, FAMILIES["llama"])[0]
+        config = ModelConfig(path=str(tmp_path), hf={}, max_model_len=LENGTH, vocab_size=VOCAB)
+        for drafts, graphs in (
+            (None, True),
+            (Drafts(SimpleNamespace(taps=())), True),
+            (Drafts(SimpleNamespace(taps=(2, 3))), False),
+        ):
+            made = worker.Worker(EngineArgs(), config, model, torch.bfloat16, CUDA, drafts=drafts)
+            assert made._graphs is graphs

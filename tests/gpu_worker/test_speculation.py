@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,10 +16,13 @@ from worker_toys import VOCAB, ToyModel
 
 from quire.gpu_worker.sampling.grammar import Grammars
 from quire.gpu_worker.speculation.lengths import Lengths
+from quire.gpu_worker.speculation.methods import draft_rows
 from quire.gpu_worker.speculation.ngram import Ngram, Suffix, occurrences
-from quire.proto.checkpoint.model_config import demo_model_path, load_model_config
+from quire.gpu_worker.worker import Worker
+from quire.proto.checkpoint.model_config import ModelConfig, demo_model_path, load_model_config
 from quire.proto.codec import i32
 from quire.proto.config import EngineArgs
+from quire.proto.speculation import speculative_config
 from quire.proto.structured import StructuredOutputsParams
 
 torch.set_num_threads(1)
@@ -91,6 +96,7 @@ def test_everything_at_once(toy: ToyModel, name: str) -> None:
         make = proposer(name, truth_of(plain, VOCAB, REQUESTS))
         found = submit_all(Driven(toy, VOCAB, make, **more), VOCAB, REQUESTS, 24)
         assert found.outcome() == plain.outcome()
+        assert found.core.stats().draft_tokens and ("blocks" not in more or found.core.preemptions)
     assert len(plain.tokens) == len(REQUESTS) + 2
 
 
@@ -155,6 +161,20 @@ def test_a_position_that_cannot_be_drawn_fails_as_it_would_alone(toy: ToyModel) 
     )
     found.submit(1, [4, 5], **asked)
     assert found.run().outcome() == plain.outcome()
+
+
+def test_there_is_room_for_the_drafts_of_all_rows_and_no_more(toy: ToyModel) -> None:
+    used = []
+    for many in (None, 10**9):
+        text = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "disable_by_batch_size": many})
+        args = EngineArgs(speculative_config=None if many is None else text)
+        config = ModelConfig(path="", hf={}, max_model_len=256, vocab_size=VOCAB)
+        worker = Worker(args, config, toy, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+        used.append(worker._measure(8, 3, 64).used)
+    assert used[1] - used[0] == 4 * 3 * VOCAB * 4 * 4  # ``step_bytes`` counts four copies of the logits
+    speculation = speculative_config(args)
+    assert speculation is not None and draft_rows(speculation, "cpu", 3) == 3
+    assert draft_rows(msgspec.structs.replace(speculation, disable_by_batch_size=None), "cpu", 30) == 8
 
 
 # ---------------------------------------------------------------- proposers
