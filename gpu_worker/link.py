@@ -23,6 +23,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -106,6 +107,7 @@ class Link:
         self.role = "both"
         self.last_step = 0  # told in each Heartbeat
         self.bad_frames = 0
+        self.bad_pages: Callable[[], int] = int  # frames that did not decode where other workers send pages
         self._endpoint, self._device, self._keys = endpoint, device, keys
         self._context = zmq.Context()
         self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -268,7 +270,7 @@ class Link:
                     self._look(wire)
                     self.bad_frames = bad_before + wire.bad_frames
                     if now >= next_heartbeat and self._wire is wire:
-                        wire.send(Heartbeat(self.last_step, resident_bytes(), self.bad_frames))
+                        wire.send(Heartbeat(self.last_step, resident_bytes(), self.bad_frames + self.bad_pages()))
                         next_heartbeat = now + HEARTBEAT_S
                         self._receive()
                 if self._dismissed and self.loaded:

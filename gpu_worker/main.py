@@ -219,6 +219,8 @@ def _mover(args: EngineArgs, keys: Keys | None, link: Link) -> Mover | None:
 
     mover = mover_for(args, keys, link.post)
     link.role, link.endpoint = args.worker_role, "" if mover is None else mover.endpoint
+    if mover is not None:
+        link.bad_pages = mover.bad_frames
     return mover
 
 

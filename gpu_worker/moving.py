@@ -52,6 +52,10 @@ class Mover:
         for run in (self._receive, self._send):
             threading.Thread(target=run, name="moving", daemon=True).start()
 
+    def bad_frames(self) -> int:
+        """Frames that did not decode."""
+        return self._router.bad_frames
+
     def close(self) -> None:
         """Listen no more, and leave no socket file. What was to be sent and has not left is lost."""
         self._closing = True
