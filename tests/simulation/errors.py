@@ -171,7 +171,9 @@ def _losses_since(last: float, consumer: Consumer, world: Any) -> int:
     links = set(zip(ends[::2], ends[1::2], strict=True))
     others = {blow for blow in blows if blow[1] not in LINKS}
     poisoned = sum(kind == "poison" for _, kind, _ in others)
-    return len(links) + len(others) - poisoned + min(poisoned, MAX_LOSSES - 1)
+    # A frontend that stands still loses its connection to each detokenizer, and finds that out of one after the other.
+    own = sum(target == f"f{consumer.ask.frontend}" for _, _, target in others) * (world.plan.shape.detokenizers - 1)
+    return len(links) + len(others) + own - poisoned + min(poisoned, MAX_LOSSES - 1)
 
 
 def _unavailable(consumer: Consumer, world: Any) -> str | None:

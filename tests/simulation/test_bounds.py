@@ -10,6 +10,7 @@ import pytest
 from simulation.bounds import counted_too_often, late_to_leave, over_limits, overlooked, without_cause
 
 SHAPE = SimpleNamespace(
+    detokenizers=1,
     max_num_queued_reqs=2,
     max_num_queued_tokens=10,
     max_requests_per_key=2,
@@ -64,7 +65,9 @@ def test_lines_and_keys_are_no_fuller_than_they_may_be(requests: list[dict[str, 
 )
 def test_what_comes_without_a_cause_is_found(attempt: int, waited: Any, blows: list[Any], rules: list[str]) -> None:
     request = SimpleNamespace(attempt=attempt, metrics=SimpleNamespace(time_in_queue=waited))
-    consumers = [SimpleNamespace(request=each, ask=SimpleNamespace(name="ask0")) for each in (request, None)]
+    consumers = [
+        SimpleNamespace(request=each, ask=SimpleNamespace(name="ask0", frontend=0)) for each in (request, None)
+    ]
     found = without_cause(world(consumers=consumers, blows=blows))
     assert [line.partition(" | ")[0] for line in found] == rules
 
@@ -82,7 +85,7 @@ def test_what_comes_without_a_cause_is_found(attempt: int, waited: Any, blows: l
 )
 def test_what_is_counted_has_as_many_causes(attempt: int, losses: int, blows: list[Any], rules: list[str]) -> None:
     request = SimpleNamespace(attempt=attempt, losses=SimpleNamespace(count=losses))
-    ask = SimpleNamespace(name="ask0", poison="")
+    ask = SimpleNamespace(name="ask0", poison="", frontend=0)
     consumers = [SimpleNamespace(request=each, ask=ask, begun=0.5, ended=5.0) for each in (request, None)]
     found = counted_too_often(world(consumers=consumers, blows=blows))
     assert [line.partition(" | ")[0] for line in found] == rules

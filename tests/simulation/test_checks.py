@@ -25,6 +25,7 @@ from simulation.consumer import Consumer
 
 WORKER = SimpleNamespace(blocks=20)
 SHAPE = SimpleNamespace(
+    detokenizers=1,
     workers=[WORKER], block_size=8, rows=4, budget=64, max_model_len=40, chunked=True, prefix_caching=True, pools="",
     whole=False, max_num_queued_reqs=3, max_num_queued_tokens=None, max_requests_per_key=2, queue_timeout=5.0,
 )  # fmt: skip

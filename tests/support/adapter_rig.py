@@ -46,21 +46,10 @@ class AdapterRig(Rig):
         """Names of what the worker was told to load, and has not."""
         return [told.name for told in self.loads[number]]
 
-    def run(self, turns: int = 500) -> None:
-        """Until nothing is left; what is to be loaded is loaded a turn later."""
-        for _ in range(turns):
-            for number in list(self.core.replicas):
-                while self.plan(number) is not None:
-                    pass
-                if self.plans[number]:
-                    self.work(number)
-                    self.answer_all()
-                if self.loads[number]:
-                    self.load(number)
-            if not self.core.requests and not any(self.plans.values()):
-                break
-        self.receive()
-        assert not self.core.requests
+    def beside(self, number: int) -> None:
+        """What is to be loaded is loaded a turn later."""
+        if self.loads[number]:
+            self.load(number)
 
     def check(self, uid: int, index: int = 0, count: int = 4) -> None:
         """The stream is that of its own adapter."""

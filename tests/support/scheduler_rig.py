@@ -141,11 +141,15 @@ class Rig:
                 if self.plans[number]:
                     self.work(number)
                     self.answer_all()
+                self.beside(number)
             if not self.core.requests and not any(self.plans.values()):
                 break
         self.receive()
         assert not self.core.requests
         assert all(r.pool.used == 0 for r in self.core.replicas.values())
+
+    def beside(self, number: int) -> None:
+        """What a worker does beside its steps; nothing here."""
 
     def receive(self) -> None:
         for _, message in self.core.outbox.take():
