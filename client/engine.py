@@ -272,7 +272,10 @@ class Engine:
         return sleeping.tags
 
     def _send_told(self) -> None:
-        """Tell the scheduler, or tell it again: this or another one may not have heard it."""
+        """Tell the scheduler, or tell it again where it was connected anew or is another one: it may not have heard it.
+
+        Not at other times: each change of the workers, of which this process is told, may come of what it told.
+        """
         wire = self._wires.get(SCHEDULER)
         if wire is not None and self.core.peers is not None:
             for message, _ in self._told.values():
@@ -315,6 +318,7 @@ class Engine:
             self._dropped += wire.bad_frames
 
     def _on_message(self, peer: str, message: Any) -> None:
+        before = self.core.peers
         self.core.received(peer, message)
         if isinstance(message, m.Stats):
             answer = self._asked.get(message.token)
@@ -327,7 +331,7 @@ class Engine:
         elif isinstance(message, m.Sleeping):
             if message.token in self._told and not (told := self._told[message.token][1]).done():
                 told.set_result(message)
-        elif isinstance(message, m.Peers) and self._told:
+        elif isinstance(message, m.Peers) and (before is None or before.epoch < message.epoch):
             self._send_told()
         self._flush()
 

@@ -29,7 +29,7 @@ from typing import Any
 import zmq
 
 from ..proto.codec import encode
-from ..proto.messages import PROTOCOL, Assign, Bye, FromSchedulerWorkers, Heartbeat, Hello, Rest
+from ..proto.messages import PROTOCOL, Assign, Bye, FromSchedulerWorkers, Heartbeat, Hello, Pages, Rest
 from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import DISCONNECTED, Dealer, Keys
 
@@ -137,7 +137,8 @@ class Link:
             session, message = self._inbox.get()
             if isinstance(message, BaseException):
                 raise message
-            if session == self._session or isinstance(message, LeaseLost | Leave):
+            # Pages say themselves of which lease they are, and whoever posted them counts those that wait.
+            if session == self._session or isinstance(message, LeaseLost | Leave | Pages):
                 self._seen = max(session, self._seen)
                 return message
 

@@ -70,11 +70,12 @@ class Mover:
         """The lease is over."""
         self._taking = None
 
-    def handle(self, message: Take | Give | Forget | Pages, lease: Lease | None, kv: KVCache) -> Any:
-        """Do it; the answer for the scheduler, or None."""
+    def handle(self, message: Take | Give | Forget | Pages, lease: Lease | None, kv: KVCache | None) -> Any:
+        """Do it; the answer for the scheduler, or None. To be called of all Pages that were posted, also where they are
+        of another lease or there is no cache: each holds one of MAX_WAITING places until then."""
         if isinstance(message, Pages):
             self._room.release()
-        if self._taking is None or (message.to if isinstance(message, Pages) else message.lease) != lease:
+        if self._taking is None or kv is None or (message.to if isinstance(message, Pages) else message.lease) != lease:
             return None
         try:
             if isinstance(message, Take):

@@ -30,6 +30,7 @@ class Weights:
     def __init__(self, model: Model, load: Callable[[], Model] | None = None):
         self._model: Model | None = model
         self._load, self._device = load, model.device
+        self.identity = ""  # of what was read, once it is known
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # a device's storage, the host's copy
 
     @property
@@ -54,7 +55,7 @@ class Weights:
         """They are on the device. Raises what the loader does."""
         began = time.monotonic()
         if self._model is None and self._load is not None:
-            self._model = self._load()
+            self._model, self.identity = self._load(), ""
         elif self._kept:
             kept, self._kept = self._kept, []
             to_device(kept)

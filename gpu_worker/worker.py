@@ -48,6 +48,7 @@ from .device import choose_long_steps, parameter_estimate, usable_cores
 from .kv_cache import KVCache
 from .link import Dismissed, LeaseLost, Leave, Link
 from .memory import Budget, available_memory, cpu_budget, cuda_budget, device_used, fit, gib, out_of_memory, step_bytes
+from .models.identity import identity_of
 from .outcome import ROOM
 from .parallel.parallel import Group, Ranks
 from .phase import TRANSITIONS, Phase
@@ -215,8 +216,7 @@ class Worker:
         self._drafts.bring_back(self._model)
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
         if wanted[0] not in (8, 16, 32) or not 1 <= wanted[1] <= wanted[2] < 2**31:  # no scheduler's flags say so
-            said = "Assign asks for blocks of {} tokens, {} rows and {} tokens a step".format(*wanted)
-            self._fail(0, PlanError(said))
+            self._fail(0, PlanError("Assign asks for blocks of {} tokens, {} rows, {} tokens a step".format(*wanted)))
             return
         if wanted != self._assigned:
             self._drop_cache()
@@ -249,10 +249,12 @@ class Worker:
         self._link.send(loaded)
 
     def _pages(self, block_size: int) -> tuple[str, int]:
-        """The format of this worker's pages, and the bytes of a block's."""
-        model = self._model
+        """The format of this worker's pages and whose they are, and the bytes of a block's."""
+        model, weights = self._model, self._weights
+        weights.identity = weights.identity or identity_of(self._args, self._config, model)
         of = model.spec, block_size, model.cache_dtype
-        return KVCache.format_of(*of, self._device, model.kv_scales), KVCache.block_bytes(*of)
+        told = f"{KVCache.format_of(*of, self._device, model.kv_scales)} of {weights.identity}"
+        return told, KVCache.block_bytes(*of)
 
     def _fit(self, budget: Budget, max_rows: int) -> int:
         """The number of blocks. An encoder keeps nothing in them: there are as many as its rows could ever fill."""
@@ -403,11 +405,11 @@ class Worker:
 
     def _move(self, message: Take | Give | Forget | Pages) -> None:
         """Pages go to another worker, or come from one. They are no part of a step: what fails ends the move alone."""
-        if self._mover is not None and self._runner is not None:
+        if self._mover is not None:
             if isinstance(message, Take):
                 self._tiers.guard(message.blocks)
-            answer = self._mover.handle(message, self._lease, self._runner.kv)
-            if answer is not None:
+            kv = self._runner.kv if self._runner is not None else None
+            if (answer := self._mover.handle(message, self._lease, kv)) is not None:
                 self._link.send(answer)
 
     # ------------------------------------------------------------ steps

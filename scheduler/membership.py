@@ -103,7 +103,8 @@ class Membership:
         elif isinstance(message, GetStats):
             self.core.outbox.put(peer, self.core.stats(message.token, self.bad_frames(), self.registry.compilations))
         elif isinstance(message, Sleep):
-            self.registry.sleep(peer, message)
+            if not self.registry.slumber.waits(peer, message.token):  # else it was told, and is told again
+                self.registry.sleep(peer, message)
         elif isinstance(message, Heartbeat):
             self.front[peer].bad_frames = count(message.bad_frames)
         elif isinstance(message, Bye):

@@ -79,9 +79,11 @@ class Moves:
 
     @property
     def due(self) -> bool:
-        """Something moves, or is to move."""
+        """Something moves, or is to move, or a Forget is to go before the next plan."""
+        if self._moves or self._outgoing:
+            return True
         replicas = self._books.replicas.values()
-        return bool(self._moves) or any(replica.draining or replica.role == "prefill" for replica in replicas)
+        return any(replica.draining or replica.role == "prefill" for replica in replicas)
 
     def patience(self, giver: Replica | None) -> float:
         """Seconds that a worker which is to leave at once may take to give away what runs there: none where nobody is
@@ -214,7 +216,9 @@ class Moves:
             taker.offer(move.number, seq, move.offered, full)
             move.offered = full
         blocks = taker.reserved[move.number].blocks
-        if (missing := goal - len(blocks)) > 0:
+        # Of one that is held the taker's first plan writes another token, which may be the first of a block.
+        needed = max(goal, blocks_for(seq.total, taker.block_size)) if seq in giver.held else goal
+        if (missing := needed - len(blocks)) > 0:
             if taker.pool.free_count - missing < taker.running:
                 return False
             more = taker.reserve_more(move.number, missing)
@@ -232,7 +236,8 @@ class Moves:
 
     def _give_up(self, move: Move, why: str = "", apart: bool = False) -> None:
         """The taker forgets it. ``apart``: these two workers are left alone for a while."""
-        move.taker.give_up(move.number)
+        if move.number in move.taker.reserved:  # else a plan has taken it over, or found that it has ended
+            move.taker.give_up(move.number)
         self._outgoing.append((move.taker.peer, Forget(move.taker.lease, move.number)))
         if apart:
             until = self._books.clock() + PATIENCE_S

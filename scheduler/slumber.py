@@ -76,6 +76,10 @@ class Slumber:
         """``peer`` is to be answered when the workers have done it."""
         self._waiting[peer, token] = None
 
+    def waits(self, peer: str, token: int) -> bool:
+        """It has asked, and was not answered yet."""
+        return (peer, token) in self._waiting
+
     @property
     def awaited(self) -> bool:
         """Somebody waits."""

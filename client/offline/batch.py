@@ -158,14 +158,18 @@ class Offline:
         self._wait(thread.run(thread.engine.wake_up(tags)))
 
     def _wait(self, answer: concurrent.futures.Future[T]) -> T:
-        """Its result; RuntimeError where everything ends before it comes."""
-        while True:
-            try:
-                return answer.result(POLL_S)
-            except TimeoutError:
-                self._alive()
-            except RequestError as error:
-                raise ValueError(error.message) from None
+        """Its result; RuntimeError where everything ends before it comes. Whoever does not wait for it any more has not
+        asked for it."""
+        try:
+            while True:
+                try:
+                    return answer.result(POLL_S)
+                except TimeoutError:
+                    self._alive()
+                except RequestError as error:
+                    raise ValueError(error.message) from None
+        finally:
+            answer.cancel()  # of no effect where it is there
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Encode and decode with another tokenizer from now on. RuntimeError while anything runs."""

@@ -123,7 +123,7 @@ def _pin_rope(model: Any, max_model_len: int) -> None:
 
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
-        changing = [kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if kind in _CHANGING]
+        changing = [kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if kind in CHANGING]
         if not changing:
             continue
         rope = getattr(module.config, "rope_parameters", None) or {}
@@ -140,7 +140,7 @@ def _pin_rope(model: Any, max_model_len: int) -> None:
         module.original_inv_freq = module.inv_freq.clone()
 
 
-_CHANGING = ("longrope", "dynamic")
+CHANGING = ("longrope", "dynamic")
 
 
 def _try(model: Any, config: ModelConfig) -> tuple[list[_Call], torch.Tensor]:

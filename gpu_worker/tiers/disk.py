@@ -149,8 +149,10 @@ class Disk:
         if unlink:
             path = self._path(block_hash)
             try:
-                with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
-                    ours = file.read(len(MAGIC)) == MAGIC[: os.fstat(file.fileno()).st_size]
+                handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe
+                with open(handle, "rb") as file:
+                    found = os.fstat(handle)
+                    ours = stat.S_ISREG(found.st_mode) and file.read(len(MAGIC)) == MAGIC[: found.st_size]
                 if ours:
                     path.unlink()
                     return

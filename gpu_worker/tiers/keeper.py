@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ..models.model import Model
     from ..parallel.group_link import Leader
     from .mover import Mover
+
+log = logging.getLogger(__name__)
 
 
 class Keeper:
@@ -48,6 +51,10 @@ class Keeper:
     def offer(self, model: Model, kv: KVCache, lease: Lease) -> None:
         """Make the tiers of ``kv``, where they are not there yet, and tell what all processes have room for. Raises
         ConfigError."""
+        if not kv.bytes_of_block:
+            log.info("no KV cache tiers: this model keeps nothing in a KV cache")
+            self.wanted = False
+            return
         if self._mover is None or self._mover.kv is not kv:
             self.drop()
             send = self._link.send if self._together is None else self._gather

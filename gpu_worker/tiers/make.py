@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +13,9 @@ import torch
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError, EngineArgs
 from ...proto.messages import Lease
-from ...proto.version import __version__
 from ..kv_cache import KVCache
 from ..memory import GIB, available_memory, gib
+from ..models.identity import digest_of
 from .disk import HEAD, Disk
 from .mover import Mover
 
@@ -28,8 +26,6 @@ log = logging.getLogger(__name__)
 
 MOST_OF_MEMORY, MUCH_OF_MEMORY = 0.7, 0.4
 """Of the host's available memory: a tier that takes more is refused, or warned of. vLLM's shares."""
-SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Parts of each weight file that are read to tell it from others."""
 _PROBED = 4
 """Blocks that are moved to measure a rate."""
 
@@ -105,47 +101,3 @@ def _say(mover: Mover, disk: Disk | None, slots: int, size: int) -> None:
         "KV cache tiers: %s; stores run at %s/s and loads from host memory at %s/s",
         ", and ".join(parts), gib(int(size / store_s)), gib(int(size / load_s)),
     )  # fmt: skip
-
-
-def digest_of(args: EngineArgs, config: ModelConfig, told: str, shard: str, model: Model) -> str:
-    """What names a folder of files: 32 hex digits of all that the bytes of a block depend on beside its hash.
-
-    That is the model's files and what the flags make of them, the layout and its part (``told``, ``shard``), and what
-    computes it: another processor, or another version of quire or torch, may round otherwise.
-    """
-    parts = [
-        f"quire {__version__} torch {torch.__version__} {_processor(model.device)}", told, shard,
-        f"{model.dtype} {model.whole!r} {args.quantization} {args.quantize_lm_head}",
-        f"{args.load_format} {args.seed if args.load_format == 'dummy' else 0} {args.model_impl}",
-        repr(sorted(config.hf.items(), key=str)), str(config.max_model_len if "dynamic" in repr(config.hf) else 0),
-    ]  # fmt: skip
-    if model.adapters is not None:  # blocks of adapters' rows are told apart by what is in their files
-        parts.append(f"lora {model.adapters.dtype}")
-    made = blake2b(digest_size=16)
-    for part in [*parts, *_files(Path(config.path), args.load_format == "dummy")]:
-        made.update(blake2b(part.encode(), digest_size=16).digest())
-    return made.hexdigest()
-
-
-def _processor(device: torch.device) -> str:
-    if device.type != "cpu":
-        return torch.cuda.get_device_name(device)
-    from ..kernels.cpu.library import library
-
-    found = library()
-    return f"cpu {found.name if found is not None else torch.backends.cpu.get_cpu_capability()}"
-
-
-def _files(folder: Path, dummy: bool) -> list[str]:
-    """Each file of a checkpoint: its name, size, time, and what stands at places all over it."""
-    told = []
-    for path in [folder] if folder.is_file() else sorted(folder.iterdir()):
-        if dummy or path.suffix not in (".safetensors", ".bin", ".pt", ".gguf") or not path.is_file():
-            continue
-        at, made = path.stat(), blake2b(digest_size=16)
-        with open(path, "rb") as file:
-            for start in np.linspace(0, max(0, at.st_size - SAMPLE_BYTES), SAMPLES, dtype=np.int64).tolist():
-                file.seek(start)
-                made.update(file.read(SAMPLE_BYTES))
-        told.append(f"{os.path.basename(path)} {at.st_size} {at.st_mtime_ns} {made.hexdigest()}")
-    return told

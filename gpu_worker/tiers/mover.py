@@ -248,6 +248,7 @@ class Mover:
                 self._synchronize(0)
         except Exception as error:  # noqa: BLE001  # the device is lost, and this thread has nobody else to tell
             self._fail(job.lease, error)
+            return
         finally:
             with self._lock:
                 for block in job.blocks:

@@ -25,7 +25,7 @@ from quire.proto.wire.sockets import DISCONNECTED, Router, front_endpoint
 class FakeScheduler:
     def __init__(self, address, epoch=1000):
         self.epoch, self.detokenizers, self.ready = epoch, [], True
-        self.hellos, self.engine = [], None
+        self.hellos, self.engine, self.sleeps = [], None, []
         self.router = Router(m.ToSchedulerFront, front_endpoint(address))
         self.router.attach(self.on_message)
 
@@ -34,6 +34,8 @@ class FakeScheduler:
             self.hellos.append(message)
             self.engine = peer
             self.tell()
+        elif isinstance(message, m.Sleep):
+            self.sleeps.append(message)
         elif isinstance(message, m.GetStats):
             stats = m.Stats(message.token, 1, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, [])
             self.router.send(peer, stats)
@@ -428,3 +430,22 @@ async def test_waiting_for_others_in_place_of_those_that_were(net, _):
     left.close()
     await waiting
     assert net.engine.ready and net.engine.detokenizers == {net.detokenizer.incarnation}
+
+
+@scenario()
+async def test_a_sleep_that_waits_is_told_again_to_another_scheduler_alone(net, monkeypatch):
+    """Not at each change of the workers, which may come of it."""
+    engine, scheduler = net.engine, net.scheduler
+    waiting = asyncio.ensure_future(engine.sleep())
+    await until(lambda: scheduler.sleeps)
+    for ready in (False, True):
+        scheduler.ready = ready
+        scheduler.tell()
+        await until(lambda ready=ready: engine.ready is ready)
+    await engine.stats(60)
+    assert len(scheduler.sleeps) == 1
+    scheduler.epoch += 1
+    scheduler.tell()
+    await until(lambda: len(scheduler.sleeps) == 2)
+    scheduler.router.send(scheduler.engine, m.Sleeping(scheduler.sleeps[0].token, ["weights"]))
+    assert await waiting == ["weights"]

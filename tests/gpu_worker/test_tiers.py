@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.state import PlanError
 from quire.gpu_worker.tiers import disk as disk_module
 from quire.gpu_worker.tiers.disk import HEAD, MAGIC, Disk
-from quire.gpu_worker.tiers.make import digest_of
+from quire.gpu_worker.tiers.keeper import Keeper
 from quire.gpu_worker.tiers.mover import Mover
 from quire.gpu_worker.tiers.together import Together
 from quire.proto.codec import from_i32, i8, i32
@@ -294,14 +295,36 @@ def test_the_processes_of_a_replica_answer_as_one():
     ]
 
 
-def test_a_folder_of_blocks_is_of_one_dtype_of_adapters(tmp_path):
-    """Their rows are computed with what adapters were rounded to; without adapters nothing is added."""
-    args, config = EngineArgs(load_format="dummy"), types.SimpleNamespace(hf={}, path=tmp_path, max_model_len=8)
+def test_a_pipe_in_a_files_place_holds_nobody_up(tmp_path):
+    disk = disk_at(tmp_path)
+    disk.write(NAMES[0], page(0))
+    path = file_of(tmp_path, NAMES[0])
+    path.unlink()
+    os.mkfifo(path)
+    done = threading.Thread(target=read, args=(disk, NAMES[0]), daemon=True)
+    done.start()
+    done.join(20)
+    assert not done.is_alive() and path.is_fifo()
 
-    def digest(dtype):
-        slots = None if dtype is None else types.SimpleNamespace(dtype=dtype)
-        model = types.SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, whole="a spec", adapters=slots)
-        return digest_of(args, config, "told", "shard", model)
 
-    found = [digest(dtype) for dtype in (None, torch.float32, torch.bfloat16)]
-    assert len(set(found)) == 3 and digest(torch.float32) == found[1]
+def test_a_store_that_failed_is_not_said_to_be_done():
+    moves = Moves()
+
+    def lost(blocks: list[int], into: torch.Tensor) -> None:
+        raise RuntimeError("the device is lost")
+
+    moves.kv.read_blocks = lost
+    moves.mover.move(Move(LEASE, 1, **stores([2], [0])))
+    assert str(moves.errors.get(timeout=20)) == "the device is lost"
+    moves.mover.close()
+    assert moves.told.empty()
+
+
+def test_a_model_without_a_cache_has_no_tiers(caplog):
+    keeper = Keeper(EngineArgs(swap_space=1), types.SimpleNamespace(), None)
+    keeper.attach(types.SimpleNamespace())
+    with caplog.at_level(logging.INFO):
+        keeper.offer(types.SimpleNamespace(), types.SimpleNamespace(bytes_of_block=0, k=[]), LEASE)
+    assert not keeper.wanted and len(caplog.records) == 1
+    keeper.open(LEASE)
+    keeper.end_lease()

@@ -1,15 +1,18 @@
 """A worker's life in one process: its link, leases and steps against a scheduler played by the test."""
 
+import queue
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from worker_fakes import FakeScheduler
+import zmq
+from worker_fakes import WAIT_S, FakeScheduler
 from worker_toys import CPU, GREEDY, VOCAB, ToyModel, oracle, plan
 
 from quire.gpu_worker.link import MAX_QUEUED, Dismissed, LeaseLost, Link
+from quire.gpu_worker.moving import MAX_WAITING, Mover
 from quire.gpu_worker.outcome import Outcome
 from quire.gpu_worker.results import Results
 from quire.gpu_worker.transfer import Download
@@ -21,19 +24,22 @@ from quire.proto.messages import (
     PROTOCOL,
     Admit,
     Assign,
+    BetweenWorkers,
     Bye,
     Configure,
     Drain,
     Heartbeat,
     Hello,
     Lease,
+    Pages,
     Ready,
     SlotFailed,
     StepFailed,
     StepResult,
 )  # fmt: skip
 from quire.proto.params import SamplingParams
-from quire.proto.wire.sockets import worker_endpoint
+from quire.proto.process import new_incarnation
+from quire.proto.wire.sockets import Dealer, worker_endpoint
 from quire.proto.work import Generate
 
 torch.set_num_threads(1)
@@ -429,3 +435,30 @@ def test_a_worker_goes_where_its_table_says(before, after):
     else:
         with pytest.raises(RuntimeError, match=f"from {before.name} to {after.name}"):
             worker._enter(after)
+
+
+def test_pages_that_nobody_wants_make_room_for_others(tmp_path):
+    """A worker that rests has no cache to write them to, and takes all the same what others sent before they knew."""
+    arrived = queue.SimpleQueue()
+    config = ModelConfig(path="", hf={}, max_model_len=64, vocab_size=VOCAB)
+    mover = Mover(f"ipc://{tmp_path}/pages", None, None, arrived.put)
+    worker = Worker(EngineArgs(), config, MODEL, torch.float32, CPU, mover=mover)
+    context = zmq.Context()
+    dealer = Dealer(BetweenWorkers, mover.endpoint, new_incarnation("gpu_worker"), None, context)
+    for number in range(3 * MAX_WAITING):
+        dealer.send(Pages(Lease(1, 0, 1), number, 0, 1, b""))
+    for _ in range(3 * MAX_WAITING):
+        worker._move(arrived.get(timeout=WAIT_S))
+    mover.close()
+    context.destroy(linger=0)
+
+
+def test_pages_of_an_earlier_session_are_not_lost(scheduler, link):
+    """Whoever posted them counts those that wait."""
+    peer, _ = scheduler.get(Hello)
+    scheduler.send(peer, Assign(Lease(1, 0, 1), 8, 8, 128))
+    assert isinstance(link.get(WAIT_S), Assign)
+    link.post(Pages(Lease(1, 0, 1), 1, 0, 1, b""))
+    link.renew()
+    scheduler.get(Hello)
+    assert isinstance(link.get(WAIT_S), Pages)

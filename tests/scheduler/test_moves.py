@@ -9,7 +9,19 @@ import pytest
 from scheduler_house import House
 
 from quire.proto.codec import from_i32, from_i64, i32
-from quire.proto.messages import PROTOCOL, Drain, Forget, Give, Hello, Pages, StepPlan, Submit, Take, TokenBatch
+from quire.proto.messages import (
+    PROTOCOL,
+    Drain,
+    Forget,
+    Give,
+    Hello,
+    NotMoved,
+    Pages,
+    StepPlan,
+    Submit,
+    Take,
+    TokenBatch,
+)
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
 from quire.scheduler.fake.fake_model import expected_tokens
@@ -25,6 +37,7 @@ class Pair(House):
         self.inboxes: dict[str, deque[Any]] = {}
         self.seen: list[Any] = []
         self.loses: Any = ()  # what does not reach "b"
+        self.late: list[Any] | None = None  # pages that come later
         self.tokens: dict[int, list[int]] = {}
         self.ended: set[int] = set()
         self.hello("d")
@@ -58,7 +71,9 @@ class Pair(House):
             return True
         for answer in self.workers[name].handle(message):
             if isinstance(answer, SendPages):
-                if (peer := answer.endpoint.removeprefix("ipc://")) in self.inboxes:
+                if self.late is not None:
+                    self.late.append(answer)
+                elif (peer := answer.endpoint.removeprefix("ipc://")) in self.inboxes:
                     self.inboxes[peer].append(answer.pages)
             else:
                 self.registry.on_worker(name, answer)
@@ -248,3 +263,69 @@ def test_where_one_kind_is_gone_the_other_does_both(stays: str, dies: str) -> No
 def test_a_role_that_is_none_is_refused(pair: Pair) -> None:
     pair.registry.on_worker("x", Hello("gpu_worker", "x", PROTOCOL, 1, role="both ways"))
     assert "x" not in pair.registry.workers and pair.core.bad_messages == 1
+
+
+@pytest.mark.parametrize("prompt", range(17, 25))
+def test_one_that_decodes_on_for_long_while_its_pages_come_has_a_block_for_its_next_token(prompt: int) -> None:
+    """At every offset in a block: blocks were reserved when the move began, four blocks of tokens ago."""
+    pair = Pair()
+    pair.start("a")
+    pair.ask(1, prompt=prompt)
+    pair.turns(6)
+    pair.start("b")
+    pair.registry.drain("a", "asked", 30.0)
+    pair.late = []
+    seen = len(pair.tokens[1])
+    for _ in range(100):
+        if len(pair.tokens[1]) < seen + 4 * 8:
+            pair.turn()
+    late, pair.late = pair.late, None
+    for answer in late:
+        pair.inboxes["b"].append(answer.pages)
+    for _ in range(40):
+        pair.turn()
+        if (live := pair.core.requests.get(1)) is not None and live.live[0].replica == 1:
+            seq = live.live[0]
+            assert len(seq.blocks) * 8 >= seq.total
+    assert pair.core.stats().moves == 1 and pair.core.stats().recomputed_tokens == 0
+    for _ in range(200):
+        pair.turn()
+    assert pair.tokens[1] == expected_tokens(list(range(100, 100 + prompt)), 1, 60, 1000)
+
+
+def test_a_worker_that_gives_up_what_a_plan_has_taken_over_changes_nothing(pair: Pair) -> None:
+    pair.ask(1)
+    pair.turns(12)
+    pair.start("b")
+    pair.registry.drain("a", "asked", 30.0)
+    taker = pair.core.replicas[1]
+    for _ in range(100):
+        pair.registry.to_workers += pair.registry.moves.advance()
+        if taker.landed:
+            break
+        pair.turn()
+    (number,) = taker.reserved
+    assert pair.core.plan(taker) is not None and not taker.reserved
+    pair.registry.moves.heard(taker, NotMoved(taker.lease, number, "late"))
+    assert pair.replica_of(1) == 1
+
+
+def test_the_taker_forgets_a_move_before_its_blocks_are_anybody_elses(pair: Pair) -> None:
+    """Also where that was the only thing to say of moves."""
+    pair.ask(1)
+    pair.turns(12)
+    pair.start("b")
+    pair.registry.drain("a", "asked", 30.0)
+    taker = pair.core.replicas[1]
+    for _ in range(100):
+        if taker.reserved:
+            break
+        pair.turn()
+    (number,) = taker.reserved
+    pair.kill("a")
+    pair.registry.moves.heard(taker, NotMoved(taker.lease, number, "full"))
+    seen = len(pair.seen)
+    pair.turn()
+    kinds = [type(message) for message in pair.seen[seen:] if isinstance(message, Forget | StepPlan)]
+    assert kinds[:2] == [Forget, StepPlan]
+    pair.finish(1)

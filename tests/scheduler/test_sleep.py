@@ -214,3 +214,16 @@ def test_one_that_rests_may_leave_and_one_that_is_silent_is_taken_for_dead(house
     house.later(house.core.config.worker_timeout + 1)
     assert "b" not in house.registry.workers
     assert not house.told("d", TokenBatch)
+
+
+def test_who_waits_and_asks_again_changes_nothing(house: Bedroom) -> None:
+    """Sleep and wake_up of two administrators: told again at every change, each would undo the other for ever."""
+    house.worker("w")
+    house.tell("sleep")
+    house.tell("wake_up")
+    before = house.registry.workers["w"].lease
+    house.members.on_front("f", Sleep(1, "sleep"))
+    house.members.on_front("f", Sleep(2, "wake_up"))
+    assert house.registry.workers["w"].lease == before and house.away() is None
+    house.woken("w")
+    assert [answer.token for answer in house.told("f", Sleeping)] == [1, 2]
