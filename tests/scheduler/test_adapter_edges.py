@@ -1,0 +1,327 @@
+"""A replica's slots for adapters, their names, and loads that end: what holds at the edge of each rule."""
+
+from __future__ import annotations
+
+import pytest
+from adapter_rig import AdapterRig, adapter
+from scheduler_house import House
+
+from quire.proto.messages import AdapterEntry, AdapterReady, AdapterStats, Failed, Lease, LoadAdapter, Register, Stats
+from quire.scheduler import adapter_names
+from quire.scheduler.adapter_names import AdapterNames
+from quire.scheduler.adapter_slots import FAILED_S, RETRY_S, AdapterSlots
+from quire.scheduler.adapters import LOAD_LIMIT_S, loads_lost, loads_overdue
+from quire.scheduler.block_pool import PoolError
+
+A, B, C, D = (adapter(name) for name in "ABCD")
+LEASE = Lease(1, 0, 7)
+
+
+def ask(slots: AdapterSlots, *wanted, now: float = 0.0, first=None) -> list[bool]:
+    """One plan, with these next in line: whether each may begin."""
+    slots.begin_turn(first)
+    may = [slots.admits(each) for each in wanted]
+    slots.end_turn(now)
+    return may
+
+
+def load(slots: AdapterSlots, now: float = 0.0, error: str = "") -> None:
+    """The worker has done the first of what it was told."""
+    adapter = slots.loading[0]
+    (slot,) = [slot for slot in slots.slots if slot.adapter == adapter]
+    assert slots.loaded(AdapterReady(LEASE, slots.slots.index(slot), slot.generation, error), now) == adapter
+    if error:
+        slots.note_failed(adapter, now)
+
+
+def full(*adapters, count: int = 0) -> AdapterSlots:
+    """Slots with these ready, one more used than the other: the first was used first."""
+    slots = AdapterSlots(LEASE, count or len(adapters))
+    ask(slots, *adapters)
+    for each in adapters:
+        load(slots)
+        slots.take(each)
+    slots.take_loads()
+    return slots
+
+
+# ---------------------------------------------------------------- slots
+
+
+def test_an_adapter_on_its_way_and_ready() -> None:
+    slots = AdapterSlots(LEASE, 2)
+    assert ask(slots, A, A, B) == [False] * 3
+    assert slots.loading == [A, B] and slots.holds(A) and not (slots.has(A) or slots.takes(A))
+    assert slots.could_take(A, 0.0) and slots.may_have(A, 0.0) and not slots.holds(C)
+    assert slots.take_loads() == [
+        LoadAdapter(LEASE, 0, "A", A.path, 1, A.digest), LoadAdapter(LEASE, 1, "B", B.path, 2, B.digest)
+    ]  # fmt: skip
+    assert slots.take_loads() == []
+    load(slots)
+    assert slots.has(A) and slots.takes(A) and not slots.has(B) and slots.loading == [B]
+    assert slots.could_take(C, 0.0)  # nobody uses A
+    assert slots.take(A) == 0 and not slots.could_take(C, 0.0) and slots.could_take(A, 0.0)
+    with pytest.raises(PoolError, match="'B', which is not ready in slot 1"):
+        slots.take(B)
+    slots.check_integrity([0])
+
+
+def test_of_slots_that_nobody_uses_the_one_used_longest_ago_is_given_away() -> None:
+    slots = full(A, B, C)
+    for number in range(3):
+        slots.leave(number)
+    slots.take(A)
+    slots.leave(0)
+    assert ask(slots, D) == [False]
+    assert slots.loading == [D] and not slots.holds(B) and slots.has(A) and slots.has(C)
+    slots = full(A, B)
+    slots.leave(0), slots.leave(1)
+    assert ask(slots, A, C) == [True, False]  # A's slot will be used
+    assert not slots.holds(B) and slots.has(A)
+
+
+def test_only_as_many_are_granted_as_there_are_slots() -> None:
+    slots = AdapterSlots(LEASE, 2)
+    ask(slots, B, C, first=A)  # a wish goes first
+    assert slots.loading == [A, B]
+    slots = full(A, B)
+    assert ask(slots, A, B, C) == [True, True, False]
+    assert ask(slots, A, C, B) == [True, False, False]  # B is not granted: C is, which comes before it
+
+
+def test_so_many_slots_are_closed_as_are_lacking_those_used_longest_ago_first() -> None:
+    slots = full(A, B, C)
+    ask(slots, D)
+    assert [slots.takes(each) for each in (A, B, C)] == [False, True, True]
+    assert not slots.could_take(A, 0.0) and slots.has(A)
+    slots.begin_turn()
+    slots.end_turn(0.0)  # nobody looked at the line: it stays closed
+    assert not slots.takes(A)
+    ask(slots, D, adapter("E"))
+    assert [slots.takes(each) for each in (A, B, C)] == [False, False, True]
+    ask(slots, B, D)  # of two that are closed one is enough, and B is asked for
+    assert [slots.takes(each) for each in (A, B, C)] == [False, True, True]
+    ask(slots, C)
+    assert [slots.takes(each) for each in (A, B, C)] == [True, True, True]
+
+
+def test_a_closed_slot_is_given_away_once_it_is_empty_even_to_whom_it_was_granted() -> None:
+    slots = full(A, B)
+    ask(slots, C)
+    slots.leave(1)
+    assert ask(slots, A, C) == [False, False]  # B's slot is free for C, and A's is open again
+    assert slots.loading == [C] and ask(slots, A) == [True]
+    slots = full(A, B)
+    ask(slots, C, D)
+    slots.leave(0)
+    assert ask(slots, C, A) == [False, False]
+    assert slots.loading == [C] and not slots.holds(A)  # it was closed, and comes back behind C
+
+
+def test_a_failed_load_is_not_tried_again_here_for_a_while() -> None:
+    slots = AdapterSlots(LEASE, 1)
+    ask(slots, A)
+    load(slots, 5.0, "no such folder")
+    assert not slots.holds(A) and not slots.loading and slots.could_take(B, 5.0)
+    assert [slots.could_take(A, 5.0 + after) for after in (RETRY_S - 0.1, RETRY_S)] == [False, True]
+    assert [slots.may_have(A, 5.0 + after) for after in (FAILED_S - 0.1, FAILED_S)] == [False, True]
+    ask(slots, A, now=5.0 + RETRY_S - 0.1)
+    assert not slots.loading
+    ask(slots, A, now=5.0 + RETRY_S)
+    assert slots.loading == [A]
+    load(slots, 20.0)
+    ask(slots, B, now=20.0)
+    assert not slots.holds(A) and slots.may_have(A, 20.0)  # it did load in the end
+    slots.note_failed(A, 50.0), slots.note_failed(B, 40.0 + FAILED_S)
+    assert list(slots._failed) == [A.digest, B.digest]
+    slots.note_failed(B, 50.0 + FAILED_S)  # the first is forgotten by now
+    assert list(slots._failed) == [B.digest]
+    slots.forget_failed(B), slots.forget_failed(B)
+    assert slots.may_have(B, 50.0 + FAILED_S)
+
+
+def test_a_load_hangs_from_when_the_worker_came_to_it() -> None:
+    slots = AdapterSlots(LEASE, 3)
+    assert slots.look(1e9) is None and not slots.stuck
+    ask(slots, A, now=100.0)
+    ask(slots, B, now=150.0)
+    assert slots.look(100.0) is None and not slots.stuck
+    assert slots.look(100.1) == A and slots.stuck
+    assert not slots.could_take(A, 400.0) and not slots.could_take(C, 400.0) and not slots.may_have(C, 400.0)
+    ask(slots, C, now=400.0)
+    assert slots.loading == [A, B]
+    load(slots, 420.0)
+    assert not slots.stuck and slots.look(420.0) is None and slots.look(420.1) == B
+    assert slots.could_take(A, 430.0) and slots.may_have(A, 430.0)
+
+
+# ---------------------------------------------------------------- loads that end
+
+
+@pytest.mark.parametrize(("status", "told"), [(399, 500), (400, 400), (599, 599), (600, 500)])
+def test_the_status_of_a_load_that_failed(status: int, told: int) -> None:
+    rig = AdapterRig()
+    uid = rig.ask(A)
+    rig.step()
+    rig.load(error="why", status=status)
+    assert rig.failures() == {uid: Failed(uid, 0, told, "why", "model")}
+
+
+def lose_while_loading(rig: AdapterRig) -> None:
+    rig.step()
+    loading = rig.replica.adapters.loading
+    rig.core.end_lease(rig.replica)
+    assert loading and not loads_lost(rig.core, loading)
+    rig.add(0, 64)
+
+
+def test_workers_lost_before_a_load_that_succeeded_do_not_count() -> None:
+    rig = AdapterRig()
+    assert loads_lost(rig.core, []) == []
+    first = rig.ask(A)
+    for _ in range(2):
+        lose_while_loading(rig)
+    rig.run()
+    rig.check(first)
+    rig.core.end_lease(rig.replica)
+    rig.add(0, 64)
+    again = rig.ask(A)
+    for _ in range(2):
+        lose_while_loading(rig)
+    assert not rig.failures()
+    lose_while_loading(rig)
+    (failed,) = rig.failures().values()
+    assert (failed.uid, failed.status, failed.param) == (again, 500, "model")
+    assert failed.message == "A worker died 3 times while it loaded lora adapter 'A'; it is taken for the cause."
+    rig.ask(A)
+    lose_while_loading(rig)  # who asks for it again has it tried three times more
+    assert len(rig.failures()) == 1
+
+
+def test_a_worker_that_drains_is_no_other_that_may_load_it() -> None:
+    rig = AdapterRig(blocks=[64, 64])
+    uid = rig.ask(A)
+    for number in (0, 1):
+        rig.plan(number)
+    first = next(number for number in (0, 1) if rig.loads[number])
+    rig.core.replicas[1 - first].drain()
+    rig.load(first, error="no such folder")
+    assert list(rig.failures()) == [uid]
+
+
+def test_what_runs_with_an_adapter_goes_on_though_it_cannot_be_loaded_elsewhere() -> None:
+    rig = AdapterRig(blocks=[64, 64])
+    runs = rig.ask(A, max_tokens=20)
+    while (runs, 0) not in rig.tokens:
+        for number in (0, 1):
+            rig.step(number)
+            rig.beside(number)
+    at = rig.core.requests[runs].live[0].replica
+    rig.core.replicas[at].drain()
+    waits = rig.ask(A)
+    rig.plan(1 - at)
+    rig.load(1 - at, error="no such folder")
+    assert list(rig.failures()) == [waits]
+    rig.run()
+    rig.check(runs, count=20)
+
+
+def test_a_load_is_overdue_for_a_replica_that_is_there() -> None:
+    rig = AdapterRig()
+    uid = rig.ask(A)
+    rig.step()
+    gone = rig.replica
+    rig.core.end_lease(gone)
+    rig.add(0, 64)
+    rig.now = LOAD_LIMIT_S + 1
+    assert loads_overdue(rig.core, gone) == [] and not rig.failures() and not gone.adapters.stuck
+    bare = AdapterRig(adapter_slots=0)
+    assert loads_overdue(bare.core, bare.replica) == []
+    rig.step()
+    rig.now += LOAD_LIMIT_S + 1
+    assert loads_overdue(rig.core, rig.replica) == []
+    (failed,) = rig.failures().values()
+    text = "lora adapter 'A' was not loaded within 300 s from /adapters/A; try again."
+    assert (failed.uid, failed.status, failed.message, failed.param) == (uid, 503, text, "model")
+
+
+# ---------------------------------------------------------------- names
+
+
+def entry(name: str, generation: int, there: bool = True) -> AdapterEntry:
+    return AdapterEntry(name, generation, adapter(name, f"/{generation}") if there else None)
+
+
+def test_of_two_entries_the_higher_generation_counts() -> None:
+    names = AdapterNames()
+    assert names.merge([entry("a", 5), entry("b", 5, there=False)]) == [entry("a", 5), entry("b", 5, there=False)]
+    assert names.merge([entry("a", 4), entry("a", 5), entry("b", 6)]) == [entry("b", 6)]
+    assert names.get("a") == adapter("a", "/5") and names.get("b") == adapter("b", "/6") and names.get("c") is None
+    names.begin(3), names.begin(2)
+    assert [names.set("c", A).generation, names.set("c", None).generation] == [7, 8]
+    names.begin(100), names.begin(50)
+    assert names.set("d", A, "base") == AdapterEntry("d", 101, A, "base")
+
+
+def test_names_that_are_known_are_taken_from_frontends_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_names, "MAX_NAMES", 2)
+    monkeypatch.setattr(adapter_names, "MAX_REMOVED", 1)
+    names = AdapterNames()
+    assert len(names.merge([entry(name, 1) for name in "abcd"])) == 3
+    assert names.merge([entry("c", 2)]) == [entry("c", 2)]  # it is there
+    names.merge([entry("a", 3, there=False)])
+    names.set("b", None)
+    names.set("c", None)
+    assert list(names.entries) == ["c"]  # the last that was removed
+    names.set("c", A), names.set("d", A)
+    assert names.refusal(Register(1, adapter("c"), replace=True)) is None
+    told = names.refusal(Register(1, adapter("e")))
+    assert told == (400, "2 lora adapters are known, which is the limit; unload one.")
+
+
+def test_a_name_that_somebody_waits_for_is_taken() -> None:
+    names = AdapterNames()
+    names.wish("f1", Register(1, A), 5.0)
+    names.wish("f1", Register(2, B), 6.0)
+    names.wish("f2", Register(1, C), 7.0)
+    names.wish("f1", Register(1, A, again=True), 8.0)
+    assert [(wish.peer, wish.asked.token, wish.since) for wish in names.wishes] == [
+        ("f1", 2, 6.0), ("f2", 1, 7.0), ("f1", 1, 8.0)
+    ]  # fmt: skip
+    told = names.refusal(Register(3, A))
+    assert told is not None and told[0] == 400
+    assert names.refusal(Register(3, A, replace=True)) is names.refusal(Register(3, A, again=True)) is None
+    assert names.refusal(Register(3, D)) is None
+    assert [wish.adapter for wish in names.withdrawn(7.0)] == [B] and len(names.wishes) == 2
+    names.forget("f2")
+    assert [wish.adapter for wish in names.granted(A.digest)] == [A] and names.wishes == []
+
+
+# ---------------------------------------------------------------- what is told of them
+
+
+def test_stats_name_adapters_that_run_and_that_wait_once_and_in_order() -> None:
+    rig = AdapterRig(adapter_slots=2)
+    stats = rig.core.stats()
+    assert isinstance(stats, AdapterStats) and stats.running_adapters == stats.waiting_adapters == []
+    for chosen in (B, A, A, D, C, None, C):
+        rig.ask(chosen, max_tokens=30)
+    for _ in range(2):
+        rig.step()
+        rig.load()
+    rig.step()
+    stats = rig.core.stats()
+    assert isinstance(stats, AdapterStats)
+    assert (stats.max_loras, stats.running_adapters, stats.waiting_adapters) == (2, ["A", "B"], ["C", "D"])
+    assert (stats.running, stats.waiting) == (4, 3)
+    rig.run()
+    stats = rig.core.stats()
+    assert isinstance(stats, AdapterStats) and stats.running_adapters == stats.waiting_adapters == []
+    assert type(AdapterRig(adapter_slots=0).core.stats()) is Stats
+
+
+def test_a_worker_without_slots_that_says_an_adapter_is_ready_is_expelled() -> None:
+    house = House()
+    lease = house.worker("w1")
+    house.registry.on_worker("w1", AdapterReady(lease, 0, 1))
+    assert "w1" not in house.registry.workers and house.core.bad_messages == 1
