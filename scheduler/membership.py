@@ -23,6 +23,7 @@ from ..proto.messages import (
     Heartbeat,
     Hello,
     Manage,
+    Managed,
     Peer,
     Peers,
     PromptLogprobs,
@@ -199,6 +200,8 @@ class Membership:
                 self.core.outbox.put(peer, gone)
         elif isinstance(message, Reconcile):
             self.core.outbox.put(peer, Unknown(message.uids, message.attempts))
+        elif isinstance(message, Manage):
+            self.core.outbox.put(peer, Managed(message.token, [], "The scheduler was started meanwhile; ask again."))
         elif not isinstance(
             message,
             Abort | Stopped | BeamStopped | GetStats | Sleep | Adapters | Register | Unregister | Heartbeat | Bye,
