@@ -80,6 +80,9 @@ class Program:
             parts, *sections, threads, beside._program if beside else None
         )
         self.threads_of = self._program.threads_of
+        self.address, self.result = self._program.address, result
+        """For calls of C that run it beside others, between ``begin`` and ``check``; hidden states of the outputs of
+        the step that was last, in their order, where logits were wanted."""
         self._columns = [np.zeros(len(tokens), np.int64) for _ in range(3)]
         self._outputs = np.zeros(outputs, np.int64)
         self._outputs_at = self._outputs.ctypes.data  # numpy takes a microsecond to say
@@ -123,7 +126,7 @@ class Program:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocabulary] of hidden states [S, hidden] that ``hidden`` gave; S is ``outputs`` at most."""
         self._builder.result.rows(len(hidden)).copy_(hidden)
-        self._check(self._program.run_head(len(hidden), self._profile()))
+        self.check(self._program.run_head(len(hidden), self._profile()))
         return self._logits[: len(hidden)]
 
     def tapped(self) -> torch.Tensor:
@@ -139,12 +142,16 @@ class Program:
 
     def _run(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         step, count = self._step, len(rows)
-        if self._taps:
-            self._forget()
+        self.begin()
         for column, values in zip(self._columns, (rows, starts, counts), strict=True):
             column[:count] = values
         step.rows, step.nanoseconds = count, self._profile()
-        self._check(self._program.run(byref(step)))
+        self.check(self._program.run(byref(step)))
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._taps:
+            self._forget()
 
     def _profile(self) -> int | None:
         return None if self.nanoseconds is None else self.nanoseconds.ctypes.data
@@ -158,7 +165,8 @@ class Program:
             return 1
         return 0
 
-    def _check(self, failed: int) -> None:
+    def check(self, failed: int) -> None:
+        """Raise what a call raised in the step that has ended, which returned ``failed``."""
         error, self._error = self._error, None
         if failed and error is not None:
             raise error

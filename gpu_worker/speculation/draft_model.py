@@ -7,13 +7,14 @@ computed for drafts that were not accepted is computed again over it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from ..kv_cache import KVCache
 from .draws import draw
+from .lengths import least_seconds
 from .passes import NativePasses, Passes
 from .proposer import Proposer
 from .reach import Reach
@@ -54,6 +55,17 @@ class KeysAndValues(Proposer):
         self.reach.reset()
 
 
+class Job(NamedTuple):
+    """``wanted`` drafts of ``row``, the ``at``-th that is asked for: it has ``known`` tokens, and keys and values of
+    those before ``start``."""
+
+    at: int
+    row: int
+    start: int
+    known: int
+    wanted: int
+
+
 class DraftModel(KeysAndValues):
     """Drafts by ``passes`` of the draft model, over sequences of at most ``length`` tokens.
 
@@ -63,78 +75,100 @@ class DraftModel(KeysAndValues):
     def __init__(self, state: RowState, kv: KVCache, passes: Passes, max_tokens: int, length: int) -> None:
         super().__init__(state, kv)
         self._passes, self._max_tokens, self._length = passes, max_tokens, length
-        self._base = np.zeros(state.max_rows, np.int64)  # where each row's last drafts begin
+        self._base = [0] * state.max_rows  # where each row's last drafts begin
+
+    def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
+        state = self.state
+        for row, start in zip(rows, starts, strict=True):
+            self.reach.grown(row, start, state.tables_host, state.blocks_set.item(row))
 
     def kept(self, rows: list[int], tried: list[int], kept: list[int]) -> None:
-        which = np.flatnonzero(tried)  # the others computed nothing that may be wrong
-        if len(which):
-            at, right = np.array(rows)[which], np.array(kept)[which]
-            base = self._base[at]
-            ends = np.minimum(self.reach.computed[at], base + right)
-            self.reach.computed[at] = base
-            self.reach.reached(at, ends, self.state.tables_host)  # blocks that right drafts filled are whole
+        reach = self.reach
+        for row, count, right in zip(rows, tried, kept, strict=True):
+            if count:  # the others computed nothing that may be wrong
+                base = self._base[row]
+                end = min(reach.computed.item(row), base + right)
+                reach.computed[row] = base
+                reach.advance(row, end, self.state.tables_host)  # blocks that right drafts filled are whole
+
+    def seconds(self, count: int) -> float:
+        passes = self._passes
+        if not isinstance(passes, NativePasses) or passes.drafter is None or count >= self._length:
+            return 0.0
+        drafter = passes.drafter
+        return least_seconds(lambda: drafter.draft([0], [0], [1], [count])) / count
 
     def propose(self, rows: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        known = self.state.known[rows]
-        # Drafting position p computes those before it.
-        counts = np.clip(np.minimum(most, self._length + 1 - known), 0, None)
-        drafts = np.full((len(rows), int(most.max(initial=0))), -1, np.int32)
-        starts = np.minimum(self.reach.computed[rows], known - 1)
-        behind = known - starts
-        if (late := behind > 1).any():
-            counts = np.where(late & ~self._caught_up(rows, starts, known, counts), 0, counts)
-            starts = np.minimum(self.reach.computed[rows], known - 1)
-            behind = known - starts
-        self._base[rows] = known
-        at = np.flatnonzero(counts > 0)
-        if not len(at):
-            return drafts, counts
-        at = at[np.argsort(behind[at] != 1, kind="stable")]
-        self._draft(rows[at], starts[at], known[at], counts[at], drafts, at)
-        self.reach.computed[rows[at]] = known[at] + counts[at] - 1  # of the last draft nothing is computed
-        return drafts, counts
+        state, known = self.state, self.state.known[rows]
+        found = np.array(self.draft(state, rows.tolist(), most.tolist()))
+        places = np.minimum(known[:, None] + np.arange(int(most.max(initial=1))), state.max_model_len)
+        if state.on_host:
+            return state.tokens_host[rows[:, None], places], found
+        drafts = state.tokens[tuple(state.upload(rows[:, None], places))]
+        return drafts.cpu().numpy(), found
 
-    def _caught_up(self, rows: np.ndarray, starts: np.ndarray, known: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Bring rows on that lack more than a pass can have; bool [R]: whether each is level now, or nearly so."""
-        lacking = np.where(counts > 0, known - 1 - starts, 0)
-        before = lacking.cumsum() - lacking
-        take = np.clip(np.minimum(lacking, self._max_tokens - before), 0, None)
-        level = take == lacking
-        late = np.flatnonzero((take > 0) & ~level)
-        self._fill(rows[late], starts[late], take[late])
-        return level
+    def draft(self, state: RowState, rows: list[int], most: list[int]) -> list[int]:
+        counts = [0] * len(rows)
+        jobs = self._jobs(rows, most)
+        for at, _, _, _, count in jobs:
+            counts[at] = count
+        if jobs:
+            self._draw(jobs)
+        return counts
+
+    def _jobs(self, rows: list[int], most: list[int]) -> list[Job]:
+        """Who is drafted for. The others that lack more than a pass can have are brought on meanwhile."""
+        state, computed, room = self.state, self.reach.computed, self._max_tokens
+        found, late = [], []
+        for at, (row, limit) in enumerate(zip(rows, most, strict=True)):
+            known = self._base[row] = state.known.item(row)
+            # Drafting position p computes those before it.
+            count = min(limit, self._length + 1 - known)
+            if count <= 0:
+                continue
+            start = min(computed.item(row), known - 1)
+            lacking = known - 1 - start
+            if lacking > room:
+                if room > 0:
+                    late.append((row, start, room))
+                room = 0
+            else:
+                room -= lacking
+                found.append(Job(at, row, start, known, count))
+        if late:
+            self._fill(*(np.array(column) for column in zip(*late, strict=True)))
+        return found
 
     def _fill(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        if not len(rows):
-            return
-        order = np.argsort(counts != 1, kind="stable")
-        rows, starts, counts = rows[order], starts[order], counts[order]
         self._passes.fill(rows, starts, counts)
         self.reach.reached(rows, starts + counts, self.state.tables_host)
 
-    def _draft(
-        self, rows: np.ndarray, starts: np.ndarray, known: np.ndarray, counts: np.ndarray, drafts: np.ndarray,
-        at: np.ndarray,
-    ) -> None:  # fmt: skip
-        """Draw ``counts`` drafts of each of ``rows`` into ``drafts[at]`` and into the rows."""
-        most = int(counts.max())
-        if isinstance(self._passes, NativePasses) and (counts == most).all():
-            found = self._passes.drafts(rows, starts, known, most)
-            if found is not None:
-                self.reach.reached(rows, known, self.state.tables_host)
-                drafts[at, :most] = found
-                return
+    def _draw(self, jobs: list[Job]) -> None:
+        """Draw the drafts of ``jobs`` into their rows."""
+        reach, tables = self.reach, self.state.tables_host
+        if isinstance(self._passes, NativePasses) and self._passes.drafter is not None:
+            if len(jobs) > 1:
+                jobs.sort(key=lambda job: -job.wanted)
+            _, rows, starts, known, counts = (list(column) for column in zip(*jobs, strict=True))
+            self._passes.drafter.draft(rows, starts, known, counts)
+        else:
+            jobs.sort(key=lambda job: job.known - job.start != 1)
+            self._draw_by_passes(jobs)
+        for job in jobs:
+            reach.advance(job.row, job.known, tables)
+            reach.computed[job.row] = job.known + job.wanted - 1  # of the last draft nothing is computed
+
+    def _draw_by_passes(self, jobs: list[Job]) -> None:
+        _, rows, starts, known, counts = (np.array(column) for column in zip(*jobs, strict=True))
         logits, _ = self._passes.last(rows, starts, known - starts)
-        self.reach.reached(rows, known, self.state.tables_host)
-        for step in range(most):
+        for step in range(int(counts.max())):
             if step:
                 if (counts <= step).any():
                     going = counts > step
-                    rows, known, counts, at = rows[going], known[going], counts[going], at[going]
+                    rows, known, counts = rows[going], known[going], counts[going]
                 logits, _ = self._passes.last(rows, known + (step - 1), np.ones(len(rows), np.int64))
             tokens = draw(logits, self.state, rows, positions := known + step)
             put(self.state, rows, positions, tokens)
-            drafts[at, step] = tokens.cpu().numpy()
 
 
 def put(state: RowState, rows: np.ndarray, positions: np.ndarray, tokens: torch.Tensor) -> None:

@@ -16,30 +16,11 @@ from ..models.program_writer import Area
 from .head_model import Head
 
 
-class Given:
-    """The hidden states of a step, of which each pass through the body takes the next."""
-
-    def __init__(self) -> None:
-        self._rows = torch.empty(0)
-        self._next = 0
-        self._first: np.ndarray = np.zeros(0, np.int64)
-
-    def begin(self, rows: torch.Tensor, first: np.ndarray) -> None:
-        """``rows`` float32 [T, hidden]; ``first``: which of them are at position 0, ascending."""
-        self._rows, self._first, self._next = rows, first, 0
-
-    def take(self, count: int) -> tuple[torch.Tensor, list[int]]:
-        """The next ``count``, and which of these are at position 0."""
-        start, self._next = self._next, self._next + count
-        first = self._first[(self._first >= start) & (self._first < self._next)] - start
-        return self._rows[start : self._next], first.tolist()
-
-
 class HeadBuilder(Builder):
     """Writes a head's sections."""
 
-    def __init__(self, model: Head, given: Given, kv: KVCache, outputs: int, logits: torch.Tensor) -> None:
-        self.head_model, self.given = model, given
+    def __init__(self, model: Head, kv: KVCache, outputs: int, logits: torch.Tensor) -> None:
+        self.head_model = model
         super().__init__(model, kv, outputs, logits)
 
     def _enter(self) -> None:
@@ -48,25 +29,20 @@ class HeadBuilder(Builder):
         joined = self.area("joined", 2 * width)
         at_embedding, at_hidden = (0, width) if parts.embed_first else (width, 0)
         self.add(native.Embed(*self._rows_of(parts.embed), parts.embed_scale, joined.part(at_embedding)), joined)
-        into = self.stream if parts.join is None else self.area("given", width)
-
-        def take(rows: int) -> None:
-            hidden, first = self.given.take(rows)
-            into.rows(rows).copy_(hidden)
-            if first and parts.zero_first:
-                joined.tensor[first, at_embedding : at_embedding + width] = 0.0
-            if parts.hidden_norm is None:
-                joined.tensor[:rows, at_hidden : at_hidden + width] = hidden
-
-        operation = native.Call(number=len(self.calls))
-        self.calls.append((operation, take))
-        self.add(operation, joined)
+        zeroed = joined.part(at_embedding) if parts.zero_first else native.Buffer()
+        given = joined.part(at_hidden)
+        if parts.hidden_norm is not None:
+            area = self.stream if parts.join is None else self.area("given", width)
+            given = area.buffer
+        elif parts.join is None:
+            self.add(native.Give(width, self.stream.buffer), self.stream)
+        self.add(native.Give(width, given, zeroed), joined)
         if parts.embed_norm is not None:
             norm, place = self._norm_struct(parts.embed_norm, width), joined.part(at_embedding)
             self.add(native.RowNorm(norm, place, place), joined)
         if parts.hidden_norm is not None:
             norm = self._norm_struct(parts.hidden_norm, width)
-            self.add(native.RowNorm(norm, into.buffer, joined.part(at_hidden)), joined)
+            self.add(native.RowNorm(norm, given, joined.part(at_hidden)), joined)
         self.joined = joined
         if parts.join is not None:
             self.product(joined, parts.join, self.stream)
@@ -104,14 +80,20 @@ class HeadProgram(Program):
     def _write(self, model: Decoder, kv: KVCache, outputs: int) -> Builder:
         if not isinstance(model, Head):
             raise TypeError(f"{type(model).__name__} is no head")
-        self._model, self._given = model, Given()
-        return HeadBuilder(model, self._given, kv, outputs, self._logits)
+        self._model = model
+        return HeadBuilder(model, kv, outputs, self._logits)
 
-    def give(self, hidden: torch.Tensor, starts: np.ndarray, counts: np.ndarray) -> None:
+    @property
+    def vocabulary(self) -> np.ndarray | None:
+        """int64: the target's id of each of the head's tokens; None: they are the target's."""
+        found = self._model.parts.vocabulary
+        return None if found is None else found.numpy()
+
+    def give(self, hidden: torch.Tensor) -> None:
         """``hidden`` float32 [T, hidden]: what the tokens of the next step are given, one row after another."""
-        first = (counts.cumsum() - counts)[starts == 0]
-        self._given.begin(hidden, first)
+        self._kept = kept = hidden.float()
+        self._step.given, self._step.given_stride = kept.data_ptr(), kept.stride(0)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocabulary of the target]."""
-        return self._model.in_target(super().head(hidden))
+    def logits(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, outputs: np.ndarray) -> torch.Tensor:
+        """As ``Program.logits``, [S, vocabulary of the target]."""
+        return self._model.in_target(super().logits(rows, starts, counts, outputs))

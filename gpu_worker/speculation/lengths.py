@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import time
+from collections.abc import Callable
 
 TOKEN_COST = {"cpu": 0.12, "cuda": 0.01}
-"""What one more token adds to a step of one row, as a share of it: a CPU soon computes, a GPU long only reads
-weights. docs/speculation.md says how it was measured."""
+"""What one more token adds to a step of one row, as a share of it, where that is not measured: a CPU soon computes, a
+GPU long only reads weights."""
+STEP_S = 150e-6
+"""About what a step takes beside its model: plans, results, and whoever reads them."""
 FIRST_RATE = 0.7
 """What a row's acceptance is taken to be before anything is known."""
 LEAST_RATE, MOST_RATE = 0.01, 0.99
@@ -23,7 +26,9 @@ class Lengths:
     """
 
     def __init__(self, max_rows: int, cost: float):
+        """``cost``: what one more token adds to a step of one row, as a share of it."""
         self._cost = cost
+        self._speed = 1.0  # tokens in the time of a step of one row, as of the last step
         self._rates = [FIRST_RATE] * max_rows
         self._idle = [0] * max_rows  # steps without a draft
 
@@ -40,20 +45,26 @@ class Lengths:
     def most(self, rows: list[int], limits: list[int]) -> list[int]:
         """How many tokens to draft for each of ``rows``, ``limits`` at most.
 
-        With rate r the n-th token is kept with a likelihood of r^n. It is worth drafting while that is over the share
-        of the step's time that it takes, for the other rows wait for it too.
+        With rate r the n-th token is kept with a likelihood of r^n. It is worth drafting while that is over the tokens
+        that a step gives elsewhere in the time which it takes, for the other rows wait for it too.
         """
-        share = math.log(self._cost * len(rows) / (1 + self._cost * len(rows)))
-        found = []
+        bar, found, gained, drafted = self._cost * self._speed, [], 0.0, 0
         for row, limit in zip(rows, limits, strict=True):
-            wanted = int(share / math.log(self._rates[row]))
-            if not wanted:
+            rate = likely = self._rates[row]
+            count = 0
+            while count < limit and likely > bar:
+                count += 1
+                gained += likely
+                likely *= rate
+            drafted += count
+            if count:
+                self._idle[row] = 0
+            else:
                 self._idle[row] += 1
                 if self._idle[row] >= RETRY:
-                    wanted = 1
-            if wanted:
-                self._idle[row] = 0
-            found.append(wanted if wanted < limit else limit)
+                    self._idle[row], count = 0, min(1, limit)
+            found.append(count)
+        self._speed = (len(rows) + gained) / (1 + self._cost * (len(rows) - 1 + drafted))
         return found
 
     def learn(self, row: int, tried: int, kept: int) -> None:
@@ -62,3 +73,17 @@ class Lengths:
         for right in [1.0] * kept + [0.0] * (kept < tried):  # what comes after a wrong one says nothing
             rate += WEIGHT * (right - rate)
         self._rates[row] = min(max(rate, LEAST_RATE), MOST_RATE)
+
+
+def least_seconds(act: Callable[[], object], times: int = 5, within: float = 0.3) -> float:
+    """The least that ``act`` takes, of so many times, or of as many as begin ``within`` these seconds."""
+    act()
+    end, least = time.perf_counter() + within, float("inf")
+    for _ in range(times):
+        began = time.perf_counter()
+        act()
+        now = time.perf_counter()
+        least = min(least, now - began)
+        if now > end:
+            break
+    return least

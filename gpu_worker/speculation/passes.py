@@ -17,9 +17,9 @@ from ..kv_cache import KVCache
 from ..models.model import Model
 from ..models.program import Program, runs_natively
 from ..sampling.sampler import chooser
-from .draws import needs_of
 from .head_model import Head
 from .head_program import HeadProgram
+from .native import Drafter
 
 if TYPE_CHECKING:
     from ..state import RowState
@@ -51,11 +51,8 @@ def passes_of(model: Model, kv: KVCache, state: RowState, long: LongSteps | None
 
 
 class NativePasses(Passes):
-    """A program beside the target's.
-
-    ``drafts`` is what ``last``, a draw and its token written to the row come to, over and over. A pass of a small model
-    takes some 20 us, so what Python does between two of them counts.
-    """
+    """A program beside the target's. ``drafter`` does what ``last``, a draw and its token written to the row come to,
+    over and over."""
 
     def __init__(
         self, model: Model, kv: KVCache, state: RowState, long: LongSteps | None, beside: Program | None
@@ -69,61 +66,21 @@ class NativePasses(Passes):
         elif runs_natively(model, kv):
             self._program = Program(model, kv, state.tokens, state.tables, state.max_rows, long, beside)
         self._none = np.zeros(0, np.int64)
-        self._state, self._chooser = state, chooser()
-        self._rooms: dict[int, _Room] = {}
+        native = chooser()
+        self.drafter = None if native is None else Drafter(self._program, native, state, state.max_rows)
 
     def last(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, given: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        outputs = counts.cumsum() - 1
-        if self._head is None or given is None:
-            return self._program.logits(rows, starts, counts, outputs), None
-        self._head.give(given, starts, counts)
-        hidden = self._head.hidden(rows, starts, counts, outputs)
-        return self._head.head(hidden), hidden
+        if self._head is not None and given is not None:
+            self._head.give(given)
+        logits = self._program.logits(rows, starts, counts, counts.cumsum() - 1)
+        return logits, None if self._head is None else self._program.result.rows(len(rows)).clone()
 
     def fill(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, given: torch.Tensor | None = None) -> None:
         if self._head is not None and given is not None:
-            self._head.give(given, starts, counts)
+            self._head.give(given)
         self._program.logits(rows, starts, counts, self._none)
-
-    def drafts(self, rows: np.ndarray, starts: np.ndarray, known: np.ndarray, count: int) -> np.ndarray | None:
-        """``count`` drafts of each row, int32 [R, count], which are in the rows as well; None where this cannot.
-
-        ``rows``: int64 [R], with keys and values of all before ``starts``; ``known`` tokens each.
-        """
-        if self._head is not None or self._chooser is None:
-            return None
-        size = len(rows)
-        room = self._rooms.get(size)
-        if room is None:
-            room = self._rooms[size] = _Room(size, self._program.room_of_logits(size))
-        needs, state = needs_of(self._state, rows), self._state
-        params, positions = state.sampling.packed_host if needs.random else None, room.positions
-        positions[:] = known
-        drafts = np.empty((size, count), np.int32)
-        counts, outputs = known - starts, (known - starts).cumsum() - 1
-        for step in range(count):
-            self._program.logits(rows, starts, counts, outputs)
-            self._chooser.choose(
-                room.logits, params, rows, positions, room.tokens, room.chosen, None,
-                room.thresholds if needs.threshold else None,
-            )  # fmt: skip
-            state.tokens_host[rows, positions] = drafts[:, step] = room.tokens
-            # Of the token that was drawn comes the next one.
-            starts, counts, outputs = positions.copy(), room.ones, room.places
-            positions += 1
-        return drafts
-
-
-class _Room:
-    """What ``size`` rows are drawn with, made once, for asking an array for its address takes its time."""
-
-    def __init__(self, size: int, logits: np.ndarray) -> None:
-        self.logits = logits
-        self.tokens, self.chosen = np.empty(size, np.int32), np.empty(size, np.float32)
-        self.thresholds = np.empty(size, np.float32)
-        self.positions, self.ones, self.places = np.empty(size, np.int64), np.ones(size, np.int64), np.arange(size)
 
 
 class TorchPasses(Passes):

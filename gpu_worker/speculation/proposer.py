@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .verify import wide_run
+
 if TYPE_CHECKING:
-    from ..state import Run
+    from ..state import RowState, Run
 
 
 class Proposer:
@@ -29,9 +31,28 @@ class Proposer:
         """
         raise NotImplementedError
 
+    def draft(self, state: RowState, rows: list[int], most: list[int]) -> list[int]:
+        """On a CPU: ``propose``, with the drafts written to ``state`` behind the tokens of their rows. Returns how many
+        of each."""
+        drafts, found = self.propose(np.array(rows), np.array(most))
+        counts = [min(count, limit) for count, limit in zip(found.tolist(), most, strict=True)]
+        for row, count, draft in zip(rows, counts, drafts, strict=True):
+            known = state.known.item(row)
+            state.tokens_host[row, known : known + count] = draft[:count]
+        return counts
+
+    def seconds(self, count: int) -> float:
+        """What each of ``count`` drafts takes, where that is much; asked before the first row is admitted."""
+        return 0.0
+
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
         """The model has run these tokens, of prompts or drafted; which of those are kept is not known yet. ``hidden``
         [T, hidden_size], in the order of the tokens, where that is wanted."""
+
+    def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
+        """``ran`` of a step of nothing but ``rows`` that speculate: ``counts`` tokens of each from ``starts`` on."""
+        if type(self).ran is not Proposer.ran:
+            self.ran(wide_run(rows, starts, counts).run, hidden)
 
     def kept(self, rows: list[int], tried: list[int], kept: list[int]) -> None:
         """Of ``tried`` drafted tokens of each of ``rows`` so many were right."""

@@ -59,17 +59,29 @@ class Reach:
             blocks: int64 [max_rows], how many leading entries of each table are set.
         """
         changed = blocks[rows] > self._seen[rows]
-        if not np.count_nonzero(changed):
+        if np.count_nonzero(changed):
+            for row, start in zip(rows[changed].tolist(), starts[changed].tolist(), strict=True):
+                self.grown(row, start, tables, blocks.item(row))
+
+    def grown(self, row: int, start: int, tables: np.ndarray, count: int) -> None:
+        """``ran`` of one row, which has ``count`` blocks."""
+        first = self._seen.item(row)
+        if count <= first:
             return
-        for row, start in zip(rows[changed].tolist(), starts[changed].tolist(), strict=True):
-            first, count = int(self._seen[row]), int(blocks[row])
-            if self._fresh[row]:
-                first, self._fresh[row] = start // self.block_size, False
-                whole = self._filled[tables[row, :first]]
-                leading = first if whole.all() else int(whole.argmin())
-                self.computed[row] = leading * self.block_size
-            self._filled[tables[row, first:count]] = False
-            self._seen[row] = count
+        if self._fresh.item(row):
+            first, self._fresh[row] = start // self.block_size, False
+            whole = self._filled[tables[row, :first]]
+            leading = first if whole.all() else int(whole.argmin())
+            self.computed[row] = leading * self.block_size
+        self._filled[tables[row, first:count]] = False
+        self._seen[row] = count
+
+    def advance(self, row: int, end: int, tables: np.ndarray) -> None:
+        """``reached`` of one row."""
+        before, whole = self.computed.item(row) // self.block_size, end // self.block_size
+        self.computed[row] = end
+        if whole > before:
+            self._filled[tables[row, before:whole]] = True
 
     def reached(self, rows: np.ndarray, ends: np.ndarray, tables: np.ndarray) -> None:
         """``rows`` have keys and values of all tokens before ``ends``, which are known tokens; int64 [R] each."""

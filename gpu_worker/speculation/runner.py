@@ -17,42 +17,63 @@ import torch
 from ...proto.codec import from_i32, i32
 from ...proto.messages import SpeculativePlan, StepPlan
 from ..device import LongSteps
-from ..kernels.columns import LOGPROBS, PENALTIES, USES
+from ..kernels.columns import BY_MIN_P, BY_TOP_K, BY_TOP_P, LOGPROBS, PENALTIES, RANDOM, USES
 from ..kv_cache import KVCache
 from ..models.program import Program
 from ..outcome import ROOM, Outcome, PromptGroup
 from ..parallel.parallel import Group
 from ..runner import Runner, outputs_of
 from ..sampling.sample_batch import SampleBatch
-from ..sampling.sampler import Sampled
+from ..sampling.sampler import Sampled, chooser
 from ..state import PlanError, RowState, Run, Span, column
 from ..transfer import Arrival
-from .lengths import TOKEN_COST, Lengths
+from .lengths import STEP_S, TOKEN_COST, Lengths, least_seconds
+from .native import Verifier
 from .proposer import Proposer
-from .verify import Drafted, Draws, SpeculativeOutcome, Wide, wide_run, widen
+from .verify import Drafted, Draws, SpeculativeOutcome, Verified, Wide, wide_run, widen
 
 if TYPE_CHECKING:
     from ..models.model import Model
 
 MANY_LOGPROBS = 1024
 """A row that asks for more of each token is not drafted for: an answer has room for so much."""
+DRAWS = RANDOM | BY_TOP_K | BY_TOP_P | BY_MIN_P
+"""Bits of USES of a row whose draws are a function of its logits and parameters alone."""
 
 
 class SpeculativeRunner(Runner):
     """A Runner whose rows speculate where a plan says so.
 
     ``proposer`` makes what drafts, given the native program of this model, where there is one. ``drafts``: tokens for a
-    row at most.
+    row at most. ``cost``: as ``Lengths`` has it; None: it is measured.
     """
 
     def __init__(
         self, model: Model, state: RowState, kv: KVCache, max_tokens: int, *,
         proposer: Callable[[Program | None], Proposer], drafts: int, draft_rows: int, adapt: bool = True,
-        group: Group | None = None, long: LongSteps | None = None, taps: tuple[int, ...] = (),
+        cost: float | None = None, group: Group | None = None, long: LongSteps | None = None,
+        taps: tuple[int, ...] = (),
     ):  # fmt: skip
         super().__init__(model, state, kv, max_tokens, None, group, long, drafts * draft_rows, taps)
         self.proposer, self.drafts = proposer(self.program), drafts
-        self._lengths = Lengths(self.state.max_rows, TOKEN_COST[self.state.device.type]) if adapt else None
+        self._verifier: Verifier | None = None
+        if self.program is not None and (native := chooser()) is not None:
+            self._verifier = Verifier(self.program, native, state, draft_rows, draft_rows * (1 + drafts))
+        self._lengths: Lengths | None = None
+        if adapt:
+            self._lengths = Lengths(state.max_rows, self._cost() if cost is None else cost)
+
+    @torch.inference_mode()
+    def _cost(self) -> float:
+        """What a draft adds to a step of one row, as a share of it: measured where C verifies."""
+        verifier, drafts = self._verifier, min(self.drafts, self.state.max_model_len - 1)
+        if verifier is None or not drafts:
+            return TOKEN_COST[self.state.device.type]
+        step = least_seconds(lambda: verifier.verify([0], [0], [1]))
+        wide = least_seconds(lambda: verifier.verify([0], [0], [1 + drafts]))
+        draft = self.proposer.seconds(drafts)
+        self.state.tokens_host[0] = 0
+        return (draft + max(0.0, wide - step) / drafts) / (step + STEP_S)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Outcome:
@@ -87,14 +108,22 @@ class SpeculativeRunner(Runner):
 
     # -- drafts
 
-    def _speculate(self, plan: SpeculativePlan) -> SpeculativeOutcome:
+    def _speculate(self, plan: SpeculativePlan) -> Outcome:
         state = self.state
         drafted = self._draft(plan)
-        self._put(drafted)
-        if len(drafted.rows) * 4 == len(plan.rows) == len(plan.sample_rows):
-            wide = wide_run(drafted)
-            if len(wide.run.rows) and wide.run.counts.sum() > self.max_tokens:
-                raise PlanError(f"drafts make {wide.run.counts.sum()} tokens, over {self.max_tokens}")
+        alone = len(drafted.rows) * 4 == len(plan.rows) == len(plan.sample_rows)
+        if alone and (tokens := len(drafted.rows) + sum(drafted.counts)) > self.max_tokens:
+            raise PlanError(f"drafts make {tokens} tokens, over {self.max_tokens}")
+        if alone and self._verifier is not None and self._plain(drafted.rows):
+            verified = self._verify(self._verifier, drafted)
+            if verified is not None:
+                return verified
+        if state.on_host:
+            of = zip(drafted.rows, drafted.starts, drafted.counts, strict=True)
+            found = [state.tokens_host[row, start + 1 : start + 1 + count].tolist() for row, start, count in of]
+            drafted = drafted._replace(drafts=found)
+        if alone:
+            wide = wide_run(drafted.rows, drafted.starts, [1 + count for count in drafted.counts])
         else:
             wide = widen(state.checked_run(self._exact(plan, drafted), self.max_tokens), drafted)
         spans = state.prompt_spans(wide.run, ROOM) if state.asking else []
@@ -130,10 +159,10 @@ class SpeculativeRunner(Runner):
                 raise PlanError(f"row {row} speculates at {start}, which its plan or its blocks do not cover")
             starts.append(start)
             limits.append(stop - start - 1)
-        return Drafted(at, rows, starts, self._propose(rows, limits))
+        return Drafted(at, rows, starts, *self._propose(rows, starts, limits))
 
-    def _propose(self, rows: list[int], limits: list[int]) -> list[list[int]]:
-        """Drafts of ``rows``, ``limits`` tokens at most."""
+    def _propose(self, rows: list[int], starts: list[int], limits: list[int]) -> tuple[list[int], list[list[int]]]:
+        """Drafts of ``rows``, ``limits`` tokens at most, into the rows: how many, and on a GPU which."""
         state, params = self.state, self.state.sampling.packed_host
         most = [min(limit, self.drafts) for limit in limits]
         if self._lengths is not None:
@@ -142,30 +171,68 @@ class SpeculativeRunner(Runner):
             if params.item(row, LOGPROBS) > MANY_LOGPROBS or row in state.failed:
                 most[at] = 0
         if not any(most):
-            return [[]] * len(rows)
-        drafts, found = self.proposer.propose(np.array(rows), np.array(most))
-        return [draft[: min(count, limit)] for draft, count, limit in
-                zip(drafts.tolist(), found.tolist(), most, strict=True)]  # fmt: skip
-
-    def _put(self, drafted: Drafted) -> None:
-        """Write drafts behind the tokens that their rows have."""
-        state = self.state
-        for row, start, draft in zip(drafted.rows, drafted.starts, drafted.drafts, strict=True):
-            if draft and state.on_host:
-                state.tokens_host[row, start + 1 : start + 1 + len(draft)] = draft
-            elif draft:
+            return most, [[]] * len(rows)
+        if state.on_host:
+            return self.proposer.draft(state, rows, most), []
+        found, counts = self.proposer.propose(np.array(rows), np.array(most))
+        drafts = [draft[: min(count, limit)] for draft, count, limit in
+                  zip(found.tolist(), counts.tolist(), most, strict=True)]  # fmt: skip
+        for row, start, draft in zip(rows, starts, drafts, strict=True):
+            if draft:
                 (tokens,) = state.upload(np.array(draft, np.int32))
                 state.tokens[row, start + 1 : start + 1 + len(draft)] = tokens
+        return [len(draft) for draft in drafts], drafts
+
+    # -- steps of nothing but rows that speculate, whose draws take no more than a threshold and noise
+
+    def _plain(self, rows: list[int]) -> bool:
+        """Whether the draws of ``rows`` are so, and their model is the plain one."""
+        state, params = self.state, self.state.sampling.packed_host
+        if state.failed or state.asking or any(params.item(row, USES) & ~DRAWS for row in rows):
+            return False
+        if self.slots is not None:
+            self.slots.active = bool((state.adapters[rows] >= 0).any())
+            if self.slots.active:
+                return False
+        return all(follower.rows.isdisjoint(rows) for follower in state.followers)
+
+    def _verify(self, verifier: Verifier, drafted: Drafted) -> Outcome | None:
+        """The step as one call; None, with nothing changed, where some token cannot be drawn."""
+        state, proposer, (_, rows, starts, drafts, _) = self.state, self.proposer, drafted
+        counts = [1 + count for count in drafts]
+        rights = verifier.verify(rows, starts, counts)
+        if rights is None:
+            return None
+        hidden = None
+        if proposer.wants_hidden:
+            hidden = self._tapped() if self.taps else verifier.hidden(sum(counts))
+        proposer.verified(rows, starts, counts, hidden)
+        tokens = []
+        for row, start, right in zip(rows, starts, rights, strict=True):
+            end = state.known[row] = start + 2 + right
+            tokens.append(state.tokens_host[row, start + 1 : end].tobytes())
+        self._learn(drafted, rights)
+        return Verified(b"".join(tokens), [1 + right for right in rights], drafts)
+
+    def _learn(self, drafted: Drafted, rights: list[int]) -> None:
+        """So many drafts of each row were right."""
+        if self._lengths is not None:
+            for row, count, right in zip(drafted.rows, drafted.counts, rights, strict=True):
+                if count:
+                    self._lengths.learn(row, count, right)
+        self.proposer.kept(drafted.rows, drafted.counts, rights)
+
+    # -- other steps
 
     def _exact(self, plan: SpeculativePlan, drafted: Drafted) -> StepPlan:
         """The plan with where its rows are. They count as so long as their drafts make them, until it is known what is
         kept."""
         starts, counts = from_i32(plan.starts), from_i32(plan.counts)
-        for at, (row, start, draft) in enumerate(
-            zip(drafted.rows, drafted.starts, drafted.drafts, strict=True), drafted.at
+        for at, (row, start, count) in enumerate(
+            zip(drafted.rows, drafted.starts, drafted.counts, strict=True), drafted.at
         ):
-            starts[at], counts[at] = start, 1 + len(draft)
-            self.state.known[row] = start + 1 + len(draft)
+            starts[at], counts[at] = start, 1 + count
+            self.state.known[row] = start + 1 + count
         return msgspec.structs.replace(plan, starts=i32(starts), counts=i32(counts))
 
     # -- draws
@@ -242,14 +309,12 @@ class SpeculativeRunner(Runner):
             kept[number] += right
             state.known[row] = start + 2 + right
             rights.append(right)
-            if draft and self._lengths is not None:
-                self._lengths.learn(row, len(draft), right)
         lasts = [draws.tokens[first + right] for first, right in zip(firsts[at:], rights, strict=False)]
         self._set_tokens(np.array(drafted.rows), np.array(drafted.starts) + 1 + rights, lasts)
         for slot, why in draws.failed.items():
             if slot in firsts:
                 state.failed[wide.run.sample_rows.item(slot)] = why
-        self.proposer.kept(drafted.rows, [len(draft) for draft in drafted.drafts], rights)
+        self._learn(drafted, rights)
         return SpeculativeOutcome(self._download, state.device, draws, wide, kept, drafted, prompts)
 
     def _set_tokens(self, rows: np.ndarray, positions: np.ndarray, tokens: list[int]) -> None:

@@ -33,7 +33,8 @@ class Drafted(NamedTuple):
     at: int
     rows: list[int]
     starts: list[int]  # where each is
-    drafts: list[list[int]]  # of each, what is drafted after the token that it has there
+    counts: list[int]  # how many tokens are drafted after the one that each has there
+    drafts: list[list[int]]  # these; none while they are in the rows alone
 
 
 class Wide(NamedTuple):
@@ -44,22 +45,22 @@ class Wide(NamedTuple):
     firsts: list[int]
 
 
-def wide_run(drafted: Drafted) -> Wide:
-    """The run of a step in which nothing but these rows runs: something is drawn after every token of it."""
-    rows, starts = np.array(drafted.rows), np.array(drafted.starts)
-    counts = np.array([1 + len(draft) for draft in drafted.drafts])
-    ends, total = starts + counts, counts.cumsum()
-    src = np.arange(len(rows)).repeat(counts)
+def wide_run(of: list[int], starts: list[int], counts: list[int]) -> Wide:
+    """The run of a step of nothing but these rows, ``counts`` tokens of each: something is drawn after every one."""
+    rows, many = np.array(of), np.array(counts)
+    first = np.array(starts)
+    ends, total = first + many, many.cumsum()
+    src = np.arange(len(rows)).repeat(many)
     outputs = np.arange(total[-1])
     positions = outputs + (ends + 1 - total)[src]
-    firsts = (total - counts).tolist()
-    return Wide(Run(rows, starts, counts, ends, src, rows[src], positions, len(src) == len(rows), outputs), firsts)
+    run = Run(rows, first, many, ends, src, rows[src], positions, len(src) == len(rows), outputs)
+    return Wide(run, (total - many).tolist())
 
 
 def widen(run: Run, drafted: Drafted) -> Wide:
     """``run`` has in it one slot for each row, which draws from its last token."""
     counts = np.ones(len(run.sample_src), np.int64)
-    counts[drafted.at : drafted.at + len(drafted.rows)] += [len(draft) for draft in drafted.drafts]
+    counts[drafted.at : drafted.at + len(drafted.rows)] += drafted.counts
     ends = counts.cumsum()
     back = ends.repeat(counts) - 1 - np.arange(ends[-1])  # from the last slot of each row
     src, rows = run.sample_src.repeat(counts), run.sample_rows.repeat(counts)
@@ -117,7 +118,7 @@ class SpeculativeOutcome(Outcome):
         failed = {slot: draws.failed[first] for slot, first in enumerate(firsts) if first in draws.failed}
         tokens = [token for first, count in zip(firsts, kept, strict=True) for token in drawn[first : first + count]]
         super().__init__(download, torch.tensor(tokens, dtype=torch.int32, device=device), (), prompts, failed)
-        self._kept, self._found = kept, [len(draft) for draft in drafted.drafts]
+        self._kept, self._found = kept, drafted.counts
         self._records: dict[int, list[Record]] = {}
         if draws.records:
             for slot, (first, count) in enumerate(zip(firsts, kept, strict=True)):
@@ -139,3 +140,14 @@ class SpeculativeOutcome(Outcome):
             lease, step, plain.tokens, i32(self._kept), i32(slots), found, plain.prompts, failed,
             drafted=i32(self._found),
         )  # fmt: skip
+
+
+class Verified(Outcome):
+    """A step of nothing but rows that speculate, which is on the host: ``tokens`` are int32 of all rows, ``kept`` says
+    how many of each, and ``drafted`` how many were drafted."""
+
+    def __init__(self, tokens: bytes, kept: list[int], drafted: list[int]) -> None:  # nothing is to be downloaded
+        self._tokens, self._kept, self._drafted = tokens, kept, drafted
+
+    def result(self, lease: Lease, step: int) -> SpeculativeResult:
+        return SpeculativeResult(lease, step, self._tokens, counts=i32(self._kept), drafted=i32(self._drafted))

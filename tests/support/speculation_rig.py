@@ -66,7 +66,7 @@ class Driven:
 
             self.runner = SpeculativeRunner(
                 model, self.state, self.kv, budget, proposer=make, drafts=drafts, draft_rows=draft_rows, adapt=adapt,
-                taps=drafting.taps if drafting else (),
+                cost=0.12, taps=drafting.taps if drafting else (),
             )  # fmt: skip
         self.core.add_replica(self.replica)
         self.flying: deque[tuple[StepPlan, Outcome]] = deque()

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "src"
 COMMON = (
     "team.c", "library.c", "linear_run.c", "pack.c", "pack_codes.c", "word_planes.c", "attention_run.c", "sampler.c",
-    "program.c", "experts.c", "adapt_run.c",
+    "program.c", "experts.c", "adapt_run.c", "speculate.c",
 )  # fmt: skip
 """Compiled once; the other sources once for each instruction set."""
 

@@ -197,9 +197,15 @@ class Activate(Structure):
     ]  # fmt: skip
 
 
+class Give(Structure):
+    """out = the hidden state that the step gives the token; ``zeroed`` is 0 at position 0."""
+
+    _fields_ = [("size", c_int32), ("out", Buffer), ("zeroed", Buffer)]
+
+
 KINDS: tuple[type[Structure], ...] = (
     Linear, Attend, Gather, Call, Dispatch, Experts, Adapt, Embed, Position, RowNorm, HeadNorm, Prepare, Sum, Clamp,
-    Grow, Softcap, Route, Combine, GatedSum, Activate,
+    Grow, Softcap, Route, Combine, GatedSum, Activate, Give,
 )  # fmt: skip
 """The operations in the order of program.h's q_kind."""
 
@@ -210,6 +216,7 @@ class Step(Structure):
     _fields_ = [
         ("rows", c_int32), ("outputs", c_int32), ("row", c_void_p), ("start", c_void_p), ("count", c_void_p),
         ("output", c_void_p), ("hidden", c_void_p), ("hidden_stride", c_int64), ("nanoseconds", c_void_p),
+        ("given", c_void_p), ("given_stride", c_int64),
     ]  # fmt: skip
 
 
@@ -252,6 +259,7 @@ class NativeProgram:
         if not address:
             raise MemoryError("no memory for the step's program")
         weakref.finalize(self, self._library.c.q_program_free, address)
+        self.address: int = address
         self.run: Callable[[object], int] = functools.partial(self._library.c.q_program_run, address)
         """(a Step by reference) -> 0, or what the call returned that failed."""
         self.run_head: Callable[[int, object], int] = functools.partial(self._library.c.q_program_head, address)

@@ -9,7 +9,7 @@ import numpy as np
 from .library import Library
 
 
-class _Choice(ctypes.Structure):
+class Choice(ctypes.Structure):
     """choose.h's q_choice."""
 
     _fields_ = (
@@ -22,13 +22,14 @@ class _Choice(ctypes.Structure):
 
 
 class Chooser:
-    """Thresholds, draws and most likely tokens, by a team of ``threads`` threads; the same bits by any number."""
+    """Thresholds, draws and most likely tokens, by a ``team`` of ``threads`` threads; the same bits by any number."""
 
     def __init__(self, library: Library, threads: int) -> None:
         self._c, self._threads = library.c, threads
-        self._team = ctypes.c_void_p(library.team(threads))
+        self.team = library.team(threads)
+        self._team = ctypes.c_void_p(self.team)
         self._c.q_choose_scratch.restype = ctypes.c_int64
-        self._choice, self._scratch, self._vocab = _Choice(), np.empty(0, np.float32), -1
+        self._choice, self._scratch, self._vocab = Choice(), np.empty(0, np.float32), -1
         self._pointer = ctypes.byref(self._choice)
         self._addresses: dict[str, tuple[np.ndarray | None, int | None]] = {}
 
@@ -69,11 +70,16 @@ class Chooser:
             self._c.q_choose(self._team, self._pointer)
 
     def _prepare(self, vocab: int) -> None:
-        """Room for rows of ``vocab`` logits: of each thread, aligned to 64 bytes."""
-        size = self._c.q_choose_scratch(vocab) * self._threads
-        self._scratch = np.empty(size + 16, np.float32)
-        self._choice.scratch = -(-self._scratch.ctypes.data // 64) * 64
-        self._choice.vocab = self._vocab = vocab
+        """Room for rows of ``vocab`` logits."""
+        self._scratch = self.prepare(self._choice, vocab)
+        self._vocab = vocab
+
+    def prepare(self, choice: Choice, vocab: int) -> np.ndarray:
+        """Let ``choice`` be of rows of ``vocab`` logits. Returns its scratch, of each thread, aligned to 64
+        bytes, which must live as long as ``choice`` is used."""
+        scratch = np.empty(self._c.q_choose_scratch(vocab) * self._threads + 16, np.float32)
+        choice.scratch, choice.vocab = -(-scratch.ctypes.data // 64) * 64, vocab
+        return scratch
 
     def _point(self, **arrays: np.ndarray | None) -> None:
         """Asking an array for its address takes longer than most of a step's choice, so those of the last call, which

@@ -2,7 +2,9 @@
 #ifndef QUIRE_CHOOSE_H
 #define QUIRE_CHOOSE_H
 
-#include <stdint.h>
+#include "kernels.h"
+
+struct q_team; /* team.h */
 
 /* The columns of a row's parameters: kernels/columns.py, which a test compares. */
 enum { Q_INV_T = 0, Q_LOG_MIN_P, Q_TOP_P, Q_TOP_K, Q_SEED_LOW, Q_SEED_HIGH, Q_COLUMNS = 16 };
@@ -25,6 +27,9 @@ typedef struct q_choice {
   float *thresholds;        /* out or NULL, [slots]: the lowest logit / temperature that may be drawn */
   float *scratch;           /* of each thread, scratch_size(vocab) values */
 } q_choice;
+
+/* Chooses the tokens of all slots. */
+Q_EXPORT void q_choose(struct q_team *team, const q_choice *choice);
 
 /* A row that is looked at. ``peaks`` are the largest logits of its chunks. */
 typedef struct {

@@ -194,6 +194,13 @@ static void activate_row(const q_activate_op *op, int32_t row) {
                         row_of(&op->out, at));
 }
 
+static void give_row(const q_program *program, const q_give_op *op, int32_t row) {
+  const q_step *step = program->step;
+  size_t bytes = (size_t)op->size * sizeof(float);
+  memcpy(row_of(&op->out, row), step->given + (program->tokens_before + row) * step->given_stride, bytes);
+  if (op->zeroed.data != NULL && program->positions[row] == 0) memset(row_of(&op->zeroed, row), 0, bytes);
+}
+
 /* One row operation for one row. */
 static void run_row(const q_program *program, const q_op *op, int32_t row) {
   const void *of = op->arguments;
@@ -208,6 +215,7 @@ static void run_row(const q_program *program, const q_op *op, int32_t row) {
     case Q_COMBINE: q_combine_row(of, row); break;
     case Q_GATED_SUM: q_gated_sum_row(of, row); break;
     case Q_ACTIVATE: activate_row(of, row); break;
+    case Q_GIVE: give_row(program, of, row); break;
     case Q_NORM: {
       const q_norm_op *norm = of;
       q_kernel->norm(&norm->norm, (const float *)row_of(&norm->in, row), (float *)row_of(&norm->out, row));
@@ -525,7 +533,8 @@ void q_program_sizes(int32_t *sizes, int32_t count) {
       sizeof(q_op), sizeof(q_linear_op), sizeof(q_attend_op), sizeof(q_gather_op), sizeof(q_call_op),
       sizeof(q_dispatch_op), sizeof(q_experts_op), sizeof(q_adapt_op), sizeof(q_embed_op), sizeof(q_position_op), sizeof(q_norm_op),
       sizeof(q_head_norm_op), sizeof(q_prepare_op), sizeof(q_sum_op), sizeof(q_clamp_op), sizeof(q_grow_op),
-      sizeof(q_softcap_op), sizeof(q_route_op), sizeof(q_combine_op), sizeof(q_gated_sum_op), sizeof(q_activate_op), sizeof(q_routing),
+      sizeof(q_softcap_op), sizeof(q_route_op), sizeof(q_combine_op), sizeof(q_gated_sum_op), sizeof(q_activate_op), sizeof(q_give_op),
+      sizeof(q_routing),
       sizeof(q_step), sizeof(q_program_parts),
   };
   for (int32_t at = 0; at < count && at < (int32_t)(sizeof found / sizeof *found); at++) sizes[at] = found[at];

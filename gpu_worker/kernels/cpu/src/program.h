@@ -44,6 +44,7 @@ typedef enum {
   Q_COMBINE,
   Q_GATED_SUM,
   Q_ACTIVATE,
+  Q_GIVE,
   Q_KINDS
 } q_kind;
 
@@ -227,6 +228,13 @@ typedef struct {
   q_buffer in, out;
 } q_activate_op;
 
+/* out = the hidden state that the step gives the token. ``zeroed``, or data NULL: as many values that are 0 for a token at
+ * position 0. */
+typedef struct {
+  int32_t size;
+  q_buffer out, zeroed;
+} q_give_op;
+
 /* Counts the slots of ``rows`` rows and gives them their places. */
 void q_sort_by_expert(const q_routing *routing, int32_t rows);
 /* These do their operation for one row. */
@@ -247,6 +255,8 @@ typedef struct {
   float *hidden;                /* NULL: logits are wanted; else [outputs][hidden_stride], output in ascending order */
   int64_t hidden_stride;        /* values */
   int64_t *nanoseconds;         /* [Q_KINDS], added to, or NULL */
+  const float *given;           /* of a head: a hidden state for each token, [tokens][given_stride]; else NULL */
+  int64_t given_stride;         /* values */
 } q_step;
 
 typedef struct q_program q_program;

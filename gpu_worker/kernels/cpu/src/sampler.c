@@ -27,8 +27,7 @@ static void choose_some(void *argument, int id, int threads) {
 /* Values of the scratch of each thread of a q_choice. */
 Q_EXPORT int64_t q_choose_scratch(int32_t vocab) { return q_scratch_size(vocab); }
 
-/* Chooses the tokens of all slots. */
-Q_EXPORT void q_choose(q_team *team, const q_choice *choice) {
+void q_choose(q_team *team, const q_choice *choice) {
   q_shared_choice shared = {.choice = choice};
   if (choice->slots == 1 || (int64_t)choice->slots * choice->vocab < ALONE)
     choose_some(&shared, 0, 1);
