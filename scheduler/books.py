@@ -265,7 +265,7 @@ class Books:
             self.prefix_queries += seq.total
             self.prefix_hits += computed
         else:
-            self.recomputed_tokens += max(0, seq.total - 1 - computed)
+            self.recomputed_tokens += seq.total - 1 - computed
         if not request.started:
             request.start()
             self._has_started(request)

@@ -73,7 +73,7 @@ def _check(replica: Replica, result: StepResult) -> tuple[Step, Ints, Kept]:
         raise BadFrame(f"token {highest} of a vocabulary of {replica.vocab_size}")
     if result.logprobs or result.logprob_slots:
         _check_logprobs(result, slots)
-    if step.prompts or result.prompts:
+    if result.prompts:
         _check_prompts(step, result)
     if places is None:
         return step, tokens.view(np.int32), {}

@@ -317,6 +317,10 @@ def test_stats_name_adapters_that_run_and_that_wait_once_and_in_order() -> None:
     rig.run()
     stats = rig.core.stats()
     assert isinstance(stats, AdapterStats) and stats.running_adapters == stats.waiting_adapters == []
+    rig.adapter_slots = 5
+    rig.add(1, 64)
+    stats = rig.core.stats()
+    assert isinstance(stats, AdapterStats) and stats.max_loras == 5
     assert type(AdapterRig(adapter_slots=0).core.stats()) is Stats
 
 

@@ -22,6 +22,16 @@ def search(rig: Rig, length: int, width: int = 2, **params: Any) -> BeamGroup:
     return group
 
 
+def test_a_search_takes_a_row_that_another_had() -> None:
+    rig = Rig()
+    rig.submit(20)
+    rig.run()
+    group = search(rig, 60)
+    rig.plan()  # which looks at every counter
+    assert group.prefilling and group.row == 0 and group.horizon == 0
+    rig.run()
+
+
 # ---------------------------------------------------------------- what it may hold
 
 

@@ -8,7 +8,7 @@ import pytest
 from scheduler_rig import Rig
 
 from quire.proto.codec import i32
-from quire.proto.messages import Failed, Finish, SlotFailed, StepResult, TokenBatch
+from quire.proto.messages import Child, Failed, Finish, SlotFailed, StepResult, Stopped, TokenBatch
 from quire.scheduler.books import UNPLACED_S
 from quire.scheduler.fake.fake_model import expected_tokens
 
@@ -123,6 +123,25 @@ def test_stats_of_several_replicas() -> None:
     assert (stats.token, stats.bad_frames, stats.compilations) == (0, 0, 0)
 
 
+def test_what_a_preempted_sequence_computes_again_is_counted() -> None:
+    rig = Rig(enable_prefix_caching=False)
+    uid = rig.submit(20, max_tokens=30)
+    for _ in range(6):
+        rig.step()
+    (seq,) = rig.core.requests[uid].live
+    assert seq.total == 26 and rig.core.stats().recomputed_tokens == 0
+    rig.core.preempt(seq)
+    rig.plan()
+    assert rig.core.stats().recomputed_tokens == 25  # the last token was not computed before
+    cached = Rig()
+    uid = cached.submit(20, max_tokens=30)
+    for _ in range(6):
+        cached.step()
+    cached.core.preempt(*cached.core.requests[uid].live)
+    cached.plan()
+    assert cached.core.stats().recomputed_tokens == 1  # three blocks are found
+
+
 # ---------------------------------------------------------------- time
 
 
@@ -196,6 +215,18 @@ def test_the_minute_begins_again_where_somebody_may_hold_it(comes: str) -> None:
     assert [failed.uid for failed in failures(rig)] == [uid]
 
 
+def test_one_that_waited_for_a_worker_which_never_came_has_a_minute_too() -> None:
+    rig = Rig(blocks=[4])
+    rig.core.expect_replica(1)
+    uid = large(rig)
+    rig.core.give_up_replica(1)
+    rig.core.expire()
+    assert failures(rig) == []
+    rig.now += UNPLACED_S
+    rig.core.expire()
+    assert [failed.uid for failed in failures(rig)] == [uid]
+
+
 def test_without_any_worker_everybody_waits() -> None:
     rig = Rig(blocks=[])
     uid = rig.submit(8)
@@ -248,3 +279,31 @@ def test_ends_are_told_with_the_last_token_and_once() -> None:
         (i32([1, 1]), bytes(2), i32([-1, -1])),
         (i32([1, 1]), bytes([Finish.LENGTH.value] * 2), i32([-1, -1])),
     ]
+
+
+def test_one_that_is_stopped_while_it_waits_leaves_the_line() -> None:
+    rig = Rig()
+    uid = rig.submit(8, max_tokens=9)
+    rig.step()
+    rig.core.preempt(*rig.core.requests[uid].live)
+    assert len(rig.core.queue) == 1
+    rig.core.stopped(Stopped(uid, 0, 0, 0))
+    assert not rig.core.queue and not rig.core.requests
+    rig.core.check_integrity()
+
+
+def test_what_had_ended_before_the_last_attempt_was_lost_ends_as_it_did() -> None:
+    rig = Rig()
+    uid = rig.submit(8, attempt=1, n=3, max_tokens=3, eos=(7,), children=[
+        Child(0, i32([5, 6, 7])), Child(1, i32([5, 6, 4])), Child(2, i32([7])),
+    ])  # fmt: skip
+    rig.receive()
+    assert rig.ends == {(uid, 0): (Finish.STOP, -1), (uid, 1): (Finish.LENGTH, -1), (uid, 2): (Finish.STOP, -1)}
+    assert not rig.core.requests
+
+
+def test_one_that_had_grown_to_the_models_length_ends_with_no_stop_id() -> None:
+    rig = Rig(max_model_len=10)
+    uid = rig.submit(8, attempt=1, max_tokens=5, min_tokens=5, children=[Child(0, i32([5, 6]))])
+    rig.receive()
+    assert rig.ends == {(uid, 0): (Finish.LENGTH, -1)}

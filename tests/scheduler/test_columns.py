@@ -85,6 +85,17 @@ def test_a_look_is_due_at_its_step_and_no_row_is_compared_before() -> None:
     assert lookout.reached(np.array([1, 2]), np.zeros(2, np.int32)).tolist() == [0, 1]
 
 
+def test_who_was_told_of_a_look_that_is_due_overlooks_nothing() -> None:
+    lookout, rows, positions = Lookout(2), np.array([0, 1]), np.array([5, 5], np.int32)
+    lookout.set(rows, np.array([7, 9], np.int32))
+    assert not lookout.overlooks(rows, positions + 9)  # nobody has compared them
+    assert lookout.reached(rows, positions).tolist() == []
+    assert lookout.overlooks(rows, positions + 3) and not lookout.overlooks(rows, positions)
+    assert lookout.reached(rows, positions + 1).tolist() == []
+    assert not lookout.overlooks(rows, positions + 3)  # they are compared in the next step
+    assert lookout.reached(rows, positions + 2).tolist() == [0]
+
+
 def test_a_look_that_is_set_nearer_is_not_overlooked() -> None:
     lookout, rows, positions = Lookout(2), np.array([0, 1]), np.array([5, 5], np.int32)
     lookout.set(0, 40)
@@ -120,6 +131,26 @@ def test_what_was_drawn_in_a_row_before_is_nothing_to_its_next_owner() -> None:
     assert due.tolist() == [0] and columns.fill_blocks(rows) == [i32(range(1, 9))]
 
 
+def test_what_is_drawn_after_a_verification_is_fetched_from_there() -> None:
+    columns, rows = Columns(1, 8, 9), np.array([0])
+    columns.enter(0, 16, 16, 900, [])
+    columns.expect_full_block(0, 2)
+    columns.begin_drawn(0, 16, i32([16]))
+
+    def draw(first: int, last: int) -> None:
+        for position in range(first, last + 1):
+            ends = np.array([position], np.int32)
+            if len(columns.decoded(rows, ends, ends)):
+                columns.expect_next_blocks(rows, ends)
+                columns.fill_blocks(rows)
+
+    draw(17, 26)  # a block of these is full
+    columns.begin_drawn(0, 29, i32(range(24, 30)))  # three tokens of a verification: what was before is known
+    columns.expect_full_block(0, 3)
+    draw(30, 50)
+    assert columns.fetch_drawn(0, 51, 22) == i32(range(29, 51)) and len(columns.kept[0]) == 3
+
+
 def test_stop_ids_are_those_of_somebody_who_is_there() -> None:
     stop_ids, tokens = StopIds(100), np.array([0, 2, 5, 7, 99], np.int32)
     assert stop_ids.among(tokens) == []
@@ -142,6 +173,13 @@ def test_stop_ids_are_found_among_many_tokens_too(count: int) -> None:
     assert stop_ids.among(tokens[:3]) == [] and stop_ids.among(tokens[51:60]) == []
     assert stop_ids.among(np.full(count, 7, np.int32)) == []
     assert stop_ids == StopIds(100, [frozenset({3, 50})]) != StopIds(100)
+    assert stop_ids != {3, 50}
+
+
+def test_the_first_token_of_a_vocabulary_may_be_a_stop_id() -> None:
+    stop_ids = StopIds(100, [frozenset({0})])
+    for count in (1, FEW):
+        assert stop_ids.among(np.zeros(count, np.int32)) == list(range(count))
 
 
 def test_positions_of_rows_that_go_on_together_are_those_of_each() -> None:

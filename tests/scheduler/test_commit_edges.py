@@ -207,6 +207,20 @@ def test_pieces_of_prompt_logprobs_join(pieces: list[tuple[int, int, int]], soun
     assert [(message.uid, message.status) for message in failed] == ([] if whole else [(uid, 500)])
 
 
+def test_prompt_logprobs_are_of_those_who_asked_and_are_there() -> None:
+    rig = Rig()
+    gone, stays = rig.submit(8, prompt_logprobs=0), rig.submit(8)
+    plan = planned(rig)
+    with pytest.raises(BadFrame):
+        commit(rig, plan, [1, 2], prompts=[piece(1, 1, 7)])
+    rig.core.abort(gone, 0)
+    commit(rig, plan, [1, 2], prompts=[piece(0, 1, 7)])
+    assert told(rig, PromptLogprobs) == [] and set(rig.core.requests) == {stays}
+    plan = planned(rig)
+    with pytest.raises(BadFrame, match="logprobs of prompt tokens 1 to 8"):
+        commit(rig, plan, [3], prompts=[piece(0, 1, 7)])
+
+
 # ---------------------------------------------------------------- pooling
 
 
@@ -262,6 +276,15 @@ def test_a_stop_id_of_another_ends_nobody_and_ones_own_only_after_min_tokens() -
     rig.receive()
     assert rig.ends == {(1, 0): (Finish.STOP, 7), (2, 0): (Finish.STOP, 9), (3, 0): (Finish.STOP, -1)}
     assert rig.tokens == {(1, 0): [7, 7], (2, 0): [7, 5, 9], (3, 0): [5, 5, 7]}
+
+
+@pytest.mark.parametrize(("token", "end"), [(7, (Finish.STOP, 7)), (5, (Finish.LENGTH, -1))])
+def test_the_last_token_that_may_come_ends_a_sequence_once(token: int, end: tuple[Finish, int]) -> None:
+    rig = Rig()
+    uid = rig.submit(8, max_tokens=1, stop_token_ids=[7])
+    commit(rig, planned(rig), [token])
+    rig.receive()
+    assert rig.ends == {(uid, 0): end} and rig.tokens == {(uid, 0): [token]} and not rig.core.requests
 
 
 def test_tokens_drawn_for_one_who_left_meanwhile_go_to_nobody() -> None:

@@ -70,6 +70,19 @@ def test_who_waits_is_answered_once() -> None:
     assert slumber.take_waiting() == [("f", 1), ("g", 1)] and not slumber.awaited and slumber.take_waiting() == []
 
 
+def test_nobody_begins_while_what_runs_ends_before_a_sleep() -> None:
+    house = House()
+    house.hello("f", "frontend"), house.hello("d")
+    house.worker("w")
+    house.submit("d", 1, max_tokens=9)
+    house.plans("w")
+    house.members.on_front("f", Sleep(1, "sleep", mode="wait"))
+    house.submit("d", 2)
+    assert house.core.paused and not house.plans("w") and len(house.core.queue) == 1
+    house.members.on_front("f", Sleep(2, "wake_up"))
+    assert not house.core.paused and house.registry.slumber.falling == 0
+
+
 # ---------------------------------------------------------------- tiers that a worker has
 
 
