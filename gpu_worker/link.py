@@ -29,7 +29,7 @@ from typing import Any
 import zmq
 
 from ..proto.codec import encode
-from ..proto.messages import PROTOCOL, Assign, Bye, FromSchedulerWorkers, Heartbeat, Hello, Pages, Rest
+from ..proto.messages import PROTOCOL, Assign, Bye, FromSchedulerWorkers, Heartbeat, Hello, Rest
 from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import DISCONNECTED, Dealer, Keys
 
@@ -61,6 +61,10 @@ class LeaseLost:
 
 class Leave:
     """In place of a message: this process was asked to end, and should drain first."""
+
+
+class Arrived:
+    """In place of a message: pages of other workers wait to be put into their blocks."""
 
 
 class Dismissed(Exception):
@@ -137,8 +141,8 @@ class Link:
             session, message = self._inbox.get()
             if isinstance(message, BaseException):
                 raise message
-            # Pages say themselves of which lease they are, and whoever posted them counts those that wait.
-            if session == self._session or isinstance(message, LeaseLost | Leave | Pages):
+            # Pages say themselves of which lease they are, and those that wait are to be taken in any case.
+            if session == self._session or isinstance(message, LeaseLost | Leave | Arrived):
                 self._seen = max(session, self._seen)
                 return message
 

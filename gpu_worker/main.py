@@ -182,12 +182,12 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     _check_parts(config, pooler, args)
     check_footprint(args, config, pooler, dtype, device, shard, cache_dtype)
     functions, grammars = load_functions(args.logits_processor or []), Grammars(config, args)
+    links.mover = _mover(args, keys) if pooler is None else None
     group = _join(args, config, dtype, device, shard, keys, links) if count > 1 else Group()
-    mover: Mover | None = None
     if links.link is None:
         shared = f", one of {count}" if count > 1 else ""
         links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
-        links.mover = mover = _mover(args, keys, own) if count == 1 and pooler is None else None
+        _tell(own, links, args)
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
 
     load = partial(_model, args, config, dtype, cache_dtype, device, group, pooler)
@@ -202,7 +202,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     links.link.loaded = True
     log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
     how = args, config, model, dtype, device
-    return Worker(*how, grammars, functions, group, links.others, pooler, load, mover, drafts)
+    return Worker(*how, grammars, functions, group, links.others, pooler, load, links.mover, drafts)
 
 
 def _check_parts(config: ModelConfig, pooler: PoolerConfig | None, args: EngineArgs) -> None:
@@ -213,15 +213,24 @@ def _check_parts(config: ModelConfig, pooler: PoolerConfig | None, args: EngineA
         check(config, pooler, args)
 
 
-def _mover(args: EngineArgs, keys: Keys | None, link: Link) -> Mover | None:
-    """What exchanges pages with other workers, and what the scheduler is told of it."""
+def _mover(args: EngineArgs, keys: Keys | None) -> Mover | None:
+    """What exchanges pages with other workers."""
     from .moving import mover_for
 
-    mover = mover_for(args, keys, link.post)
-    link.role, link.endpoint = args.worker_role, "" if mover is None else mover.endpoint
-    if mover is not None:
-        link.bad_pages = mover.bad_frames
-    return mover
+    return mover_for(args, keys)
+
+
+def _tell(link: Link, links: Links, args: EngineArgs) -> None:
+    """What the scheduler learns of where pages of other workers come in: all processes of a replica, or nowhere."""
+    from .page_moves import BETWEEN
+
+    link.role = args.worker_role
+    if links.mover is not None:
+        others = links.others.endpoints if links.others is not None else {}
+        endpoints = {**others, args.rank: links.mover.endpoint}
+        link.bad_pages = links.mover.bad_frames
+        if all(endpoints.values()):
+            link.endpoint = BETWEEN.join(endpoints[number] for number in sorted(endpoints))
 
 
 def _model(
@@ -272,7 +281,9 @@ def _join(
     """Meet the other processes of this replica."""
     from .parallel import rendezvous
 
-    link = rendezvous.link_for(args, shard, rendezvous.settings_of(args, config, dtype, device), keys, links.leave)
+    settings, mover = rendezvous.settings_of(args, config, dtype, device), links.mover
+    pages = "" if mover is None else mover.endpoint
+    link = rendezvous.link_for(args, shard, settings, keys, links.leave, pages)
     if isinstance(link, rendezvous.Leader):
         links.others = link
     else:

@@ -40,6 +40,11 @@ class Weights:
             raise RuntimeError("the weights are put away, and nobody has brought them back")
         return self._model
 
+    @property
+    def there(self) -> bool:
+        """They are in the memory of this machine, if not on the device."""
+        return self._model is not None
+
     def put_away(self, level: int) -> None:
         """As Rest says; nobody may use the model's tensors meanwhile. What was dropped stays so at level 1."""
         if not level:

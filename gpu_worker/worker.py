@@ -29,7 +29,6 @@ from ..proto.messages import (
     LoadAdapter,
     Loaded,
     Move,
-    Pages,
     Ready,
     Rest,
     Rested,
@@ -46,11 +45,12 @@ from . import compilations
 from .adapters import Adapters, Read, Told
 from .device import choose_long_steps, parameter_estimate, usable_cores
 from .kv_cache import KVCache
-from .link import Dismissed, LeaseLost, Leave, Link
+from .link import Arrived, Dismissed, LeaseLost, Leave, Link
 from .memory import Budget, available_memory, cpu_budget, cuda_budget, device_used, fit, gib, out_of_memory, step_bytes
 from .models.identity import identity_of
 from .outcome import ROOM
-from .parallel.parallel import Group, Ranks
+from .page_moves import PageMoves, Said, pages_of
+from .parallel.parallel import Group, Ranks, number_of
 from .phase import TRANSITIONS, Phase
 from .pooling import Pooler
 from .rest import Weights
@@ -105,7 +105,6 @@ class Worker:
         drafts: Drafts | None = None,
     ):
         """``load`` reads the model again, after a sleep; ``mover`` exchanges pages with other workers."""
-        self._mover = mover
         self._group, self._others = group or Group(), others
         self._args, self._config, self._weights, self._pooler = args, config, Weights(model, load), pooler
         self._dtype, self._device = dtype, device
@@ -125,6 +124,8 @@ class Worker:
         self._runner: Runner | None = None
         self._adapters: Adapters | None = None
         self._tiers = Keeper(args, config, others)
+        number, count = number_of(self._group.shard), self._group.shard.size * self._group.shard.stages
+        self._moves = PageMoves(mover, others, number, count, self._tiers.guard)
 
     def serve(self, link: Link | group_link.Member) -> None:
         """Until Drain, or until nobody is there to ask. Raises Dismissed on Bye and ConfigError where the model does
@@ -134,6 +135,7 @@ class Worker:
         if (slots := self._model.adapters) is not None:
             self._adapters = Adapters(slots, self._args.max_cpu_loras or slots.count, link, self._others)
         self._results.sent = self._tiers.attach(link)
+        self._moves.attach(link)
         if self._device.type == "cuda":
             compilations.watch(self._compiled)
         while True:
@@ -144,8 +146,8 @@ class Worker:
             match link.get(left):
                 case StepPlan() as plan:
                     self._step(plan)
-                case (Take() | Give() | Forget() | Pages()) as message:
-                    self._move(message)
+                case (Take() | Give() | Forget() | Arrived() | Said()) as message:
+                    self._moves.handle(message, self._lease, self._kv)
                 case Move() as move if move.lease == self._lease:
                     self._tiers.move(move)
                 case Assign() as assign:
@@ -181,6 +183,10 @@ class Worker:
     def _model(self) -> Model:
         return self._weights.model
 
+    @property
+    def _kv(self) -> KVCache | None:
+        return None if self._runner is None else self._runner.kv
+
     def _begin(self, message: Assign | Rest, phase: Phase) -> bool:
         """A lease begins; False for one of a scheduler before the one that is there."""
         if message.lease.epoch < self._epoch:
@@ -204,6 +210,7 @@ class Worker:
         self._state = self._assigned = None
         self._drafts.put_away(rest.level)
         self._weights.put_away(rest.level)
+        self._link.loaded = self._weights.there
         if self._others is not None:
             self._others.collect(Rested, rest.lease)
         self._link.send(Rested(rest.lease))
@@ -214,6 +221,7 @@ class Worker:
             return
         self._weights.bring_back()
         self._drafts.bring_back(self._model)
+        self._link.loaded = True
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
         if wanted[0] not in (8, 16, 32) or not 1 <= wanted[1] <= wanted[2] < 2**31:  # no scheduler's flags say so
             self._fail(0, PlanError("Assign asks for blocks of {} tokens, {} rows, {} tokens a step".format(*wanted)))
@@ -243,18 +251,13 @@ class Worker:
         if self._speculation is not None and pooler is None:
             loaded.drafts = self._speculation.drafts
             loaded.draft_rows = draft_rows(self._speculation, self._device.type, assign.max_num_seqs)
-        if self._mover is not None:
-            loaded.kv_format, loaded.block_bytes = self._pages(assign.block_size)
+        if self._moves.on:
+            weights, model = self._weights, self._model
+            weights.identity = weights.identity or identity_of(self._args, self._config, model)
+            pages = pages_of(model, self._device, assign.block_size, weights.identity, self._group.shard)
+            loaded.kv_format, loaded.block_bytes = pages
         loaded.adapter_slots = 0 if self._adapters is None else self._adapters.use(self._model)
         self._link.send(loaded)
-
-    def _pages(self, block_size: int) -> tuple[str, int]:
-        """The format of this worker's pages and whose they are, and the bytes of a block's."""
-        model, weights = self._model, self._weights
-        weights.identity = weights.identity or identity_of(self._args, self._config, model)
-        of = model.spec, block_size, model.cache_dtype
-        told = f"{KVCache.format_of(*of, self._device, model.kv_scales)} of {weights.identity}"
-        return told, KVCache.block_bytes(*of)
 
     def _fit(self, budget: Budget, max_rows: int) -> int:
         """The number of blocks. An encoder keeps nothing in them: there are as many as its rows could ever fill."""
@@ -335,8 +338,7 @@ class Worker:
         if self._others is not None:
             self._others.collect(Ready, configure.lease)
         self._enter(Phase.READY)
-        if self._mover is not None:
-            self._mover.begin(configure.num_blocks)
+        self._moves.begin(configure.num_blocks)
         self._next_step = 1
         self._link.last_step = 0
         self._link.send(Ready(configure.lease))
@@ -391,8 +393,7 @@ class Worker:
         if self._phase is not Phase.UNASSIGNED:
             self._enter(Phase.UNASSIGNED)
         self._lease = None
-        if self._mover is not None:
-            self._mover.end()
+        self._moves.end()
         if self._state is not None:
             self._state.reset()
         if self._adapters is not None:
@@ -402,15 +403,6 @@ class Worker:
         if phase not in TRANSITIONS[self._phase]:
             raise RuntimeError(f"a worker went from {self._phase.name} to {phase.name}, which its table does not have")
         self._phase = phase
-
-    def _move(self, message: Take | Give | Forget | Pages) -> None:
-        """Pages go to another worker, or come from one. They are no part of a step: what fails ends the move alone."""
-        if self._mover is not None:
-            if isinstance(message, Take):
-                self._tiers.guard(message.blocks)
-            kv = self._runner.kv if self._runner is not None else None
-            if (answer := self._mover.handle(message, self._lease, kv)) is not None:
-                self._link.send(answer)
 
     # ------------------------------------------------------------ steps
 
@@ -428,6 +420,7 @@ class Worker:
             if self._tiers.wanted:
                 self._tiers.begin(plan)
             outcome = self._runner.launch(plan)
+            self._moves.take_arrived(lease, self._runner.kv)  # known before this step's end, so the next plan has them
             if self._group.leader:
                 self._results.put(lease, plan.step, outcome)
             self._next_step += 1

@@ -1,6 +1,6 @@
 """What the processes of one replica tell each other (``gpu_worker/parallel/group_link.py``): beside what comes of the
-scheduler (Assign, Rest, Configure, StepPlan, Move) and its answers (Loaded, Rested, Tiers, Ready, Moved), how
-they meet."""
+scheduler (Assign, Rest, Configure, StepPlan, Move, Take, Give, Forget) and its answers (Loaded, Rested, Tiers, Ready,
+Moved, Taken, NotMoved), how they meet."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from .messages import (
     Configure,
     Drain,
     DropAdapter,
+    Forget,
+    Give,
     Heartbeat,
     LoadAdapter,
     Loaded,
     Message,
     Move,
     Moved,
+    NotMoved,
     Ready,
     Rest,
     Rested,
     StepPlan,
+    Take,
+    Taken,
     Tiers,
 )  # fmt: skip
 
@@ -32,6 +37,7 @@ class Join(Message):
     number: int
     pid: int
     settings: dict[str, str]  # what all must have alike, by flag
+    endpoint: str = ""  # where it takes pages of other workers
 
 
 class Meet(Message):
@@ -41,8 +47,11 @@ class Meet(Message):
     port: int
 
 
-FromLeader = Meet | Assign | Rest | Configure | StepPlan | Move | LoadAdapter | DropAdapter | Drain | Heartbeat | Bye
+FromLeader = (
+    Meet | Assign | Rest | Configure | StepPlan | Move | LoadAdapter | DropAdapter | Take | Give | Forget | Drain
+    | Heartbeat | Bye
+)  # fmt: skip
 """leader -> another process. Drain: the replica is done, end with code 0."""
 
-ToLeader = Join | Loaded | Rested | Tiers | Ready | Moved | AdapterReady | Drain | Bye
+ToLeader = Join | Loaded | Rested | Tiers | Ready | Moved | AdapterReady | Taken | NotMoved | Drain | Bye
 """another process -> leader. Drain: it was asked to end."""

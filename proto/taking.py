@@ -30,6 +30,10 @@ class Taking:
         pages = self._pages.setdefault(message.move, message.pages)
         return Taken(message.lease, message.move, len(known), pages)
 
+    def is_early(self, pages: Pages) -> bool:
+        """They came before their Take, and are to be kept until that comes."""
+        return pages.move > self._latest and pages.move not in self._blocks
+
     def early(self, move: int) -> list[Pages]:
         """Pages of ``move`` that came before its Take: they are to be put into their places now."""
         found = [pages for pages in self._early if pages.move == move]
@@ -44,7 +48,7 @@ class Taking:
     def places(self, pages: Pages) -> list[int] | None:
         """The blocks that these are for; None where they are not wanted now, or some before them were lost."""
         blocks = self._blocks.get(pages.move)
-        if blocks is None and pages.move > self._latest and len(self._early) < MAX_EARLY:
+        if self.is_early(pages) and len(self._early) < MAX_EARLY:
             self._early.append(pages)
         if blocks is None or pages.first != self._pages[pages.move] or pages.count < 1:
             return None

@@ -85,6 +85,14 @@ class AdapterSlots:
         """It is ready here, or may come: it could be loaded, and that has not failed."""
         return self.has(adapter) or not (self.stuck or now - self._failed.get(adapter.digest, -FAILED_S) < FAILED_S)
 
+    def want(self, adapter: Adapter, now: float) -> None:
+        """A sequence that runs elsewhere is to come here: have ``adapter`` loaded, where a slot is free for it. One at
+        a time, so that those whose turn it is in line wait for no others."""
+        if self.loading or adapter.digest in self._held or self._failed_lately(adapter, now):
+            return
+        if (number := self._free_slot()) is not None:
+            self._load(number, adapter, now)
+
     # -- turns
 
     def begin_turn(self, first: Adapter | None = None) -> None:

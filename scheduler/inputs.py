@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..proto.messages import StepPlan
 from .membership import Membership
 
 Outgoing = list[tuple[str, Any]]
@@ -30,9 +31,9 @@ class Inputs:
         """A detokenizer, frontend or operator sent this."""
         self.membership.on_front(peer, message)
 
-    def worker_gone(self, peer: str, why: str) -> None:
-        """A worker's connection broke, or it cannot be reached."""
-        self.registry.gone(peer, why)
+    def worker_gone(self, peer: str, why: str, unsent: int = 0) -> None:
+        """A worker's connection broke, or it cannot be reached: the last ``unsent`` of its plans never left."""
+        self.registry.gone(peer, why, unsent=unsent)
 
     def front_gone(self, peer: str) -> None:
         """The connection of a peer of the front side broke."""
@@ -70,3 +71,8 @@ class Inputs:
     def to_front(self) -> Outgoing:
         """What the front side is owed, in order."""
         return self.core.outbox.take()
+
+
+def plans_to(peer: str, outgoing: Outgoing) -> int:
+    """How many of these messages are plans for ``peer``."""
+    return sum(each == peer and isinstance(message, StepPlan) for each, message in outgoing)

@@ -15,7 +15,7 @@ from ..proto.wire.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys,
 from ..proto.wire.wire import descriptor
 from .blame import Blame
 from .core import Scheduler
-from .inputs import Inputs
+from .inputs import Inputs, plans_to
 from .membership import Membership
 from .recorder import Recorder, TurnClock, open_ring
 
@@ -64,9 +64,11 @@ class Turns:
     def _send(self) -> bool:
         """Everything owed. False where something could not be delivered: others are owed something in turn."""
         inputs, settled = self.inputs, True
-        for peer, message in inputs.to_workers():
-            if not self.workers.send(peer, message):
-                inputs.worker_gone(peer, "is gone: it cannot be reached")
+        outgoing, unreachable = inputs.to_workers(), set()
+        for at, (peer, message) in enumerate(outgoing):
+            if peer not in unreachable and not self.workers.send(peer, message):
+                unreachable.add(peer)
+                inputs.worker_gone(peer, "is gone: it cannot be reached", plans_to(peer, outgoing[at:]))
                 settled = False
         for peer, message in inputs.to_front():
             if not self.front.send(peer, message):

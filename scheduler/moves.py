@@ -31,6 +31,9 @@ AT_ONCE = 4
 """Moves from one giver at once."""
 PIECE_BYTES, WINDOW_BYTES = 4 * 2**20, 32 * 2**20
 """Of one Give, and of a move's pages that were asked for and are not known to have come."""
+BESIDE_BYTES = 8 * 2**20
+"""The same of all moves from one giver whose sequences go on decoding there: on a CPU nothing is computed while pages
+are copied, so this is how much longer a step may take."""
 PATIENCE_S = 5.0
 """A move that gets no further for so long is given up, and those two workers are left alone for as long."""
 SPARE_BLOCKS = 2
@@ -59,11 +62,16 @@ class Move:
         """The sequence is where it was."""
         return self.seq.generation == self.generation and self.seq.state is State.RUNNING
 
-    def next_pages(self, goal: int) -> tuple[int, int] | None:
-        """The slots to ask for next, where some are wanted before ``goal`` and the window has room: from, to before."""
-        piece, window = (max(1, size // self.giver.block_bytes) for size in (PIECE_BYTES, WINDOW_BYTES))
-        end = min(goal, self.known, self.given + piece, self.pages + window)
+    def next_pages(self, goal: int, allowed: int) -> tuple[int, int] | None:
+        """The slots to ask for next, where some are wanted before ``goal``, the window has room, and so many more are
+        ``allowed``: from, to before."""
+        end = min(goal, self.known, self.given + self.blocks(PIECE_BYTES), self.pages + self.blocks(WINDOW_BYTES))
+        end = min(end, self.given + allowed)
         return (self.given, end) if end > self.given else None
+
+    def blocks(self, size: int) -> int:
+        """Blocks in so many bytes, one at least."""
+        return max(1, size // self.giver.block_bytes)
 
 
 class Moves:
@@ -130,16 +138,14 @@ class Moves:
                 room -= 1
 
     def _may_move(self, seq: Sequence) -> bool:
-        """It decodes and nothing binds it: a beam search and one that may be what ends workers stay, and one with an
-        adapter, which the taker may not have ready."""
-        if seq in self._moving or isinstance(seq, BeamGroup):
-            return False
-        return not seq.quarantined and seq.request.adapter is None
+        """It decodes and nothing binds it: a beam search and one that may be what ends workers stay."""
+        return seq not in self._moving and not isinstance(seq, BeamGroup) and not seq.quarantined
 
     def _taker(self, giver: Replica, seq: Sequence) -> Replica | None:
-        """The best of the replicas that have room: one that decodes, if there is one, and the least loaded."""
-        now, found = self._books.clock(), None
-        best: tuple[bool, int] = (False, 0)
+        """The best of the replicas that have room: one that decodes, if there is one, and the least loaded. Where it
+        has not the adapter of ``seq`` ready it is told to load it, and ``seq`` goes on where it is until then."""
+        now, found, adapter = self._books.clock(), None, seq.request.adapter
+        best: tuple[bool, bool, int] = (False, False, 0)
         for replica in self._books.replicas.values():
             if replica is giver or replica.draining or replica.quarantined or replica.kv_format != giver.kv_format:
                 continue
@@ -147,10 +153,19 @@ class Moves:
                 continue
             if self._apart.get((giver.lease.counter, replica.lease.counter), now) > now or replica.stalled(now):
                 continue
-            rank = (replica.role != "prefill", -replica.running)
+            ready = adapter is None
+            if adapter is not None:
+                if replica.adapters is None or not replica.adapters.could_take(adapter, now):
+                    continue
+                ready = replica.adapters.takes(adapter)
+            rank = (replica.role != "prefill", ready, -replica.running)
             if (found is None or rank > best) and replica.endpoint and self._has_room(replica, seq):
                 found, best = replica, rank
-        return found
+        if found is None or best[1]:
+            return found
+        assert found.adapters is not None and adapter is not None  # which is what is not ready
+        found.adapters.want(adapter, now)
+        return None
 
     def _has_room(self, replica: Replica, seq: Sequence) -> bool:
         if not replica.free_rows or not can_ever_hold(replica, seq):
@@ -163,8 +178,9 @@ class Moves:
         seq.keep_drawn(seq.total)
         cached = cached_prefix(taker, seq)
         reserved = taker.reserve(
-            self._numbers, cached, blocks_for(seq.total, taker.block_size) + SPARE_BLOCKS - len(cached)
-        )
+            self._numbers, cached, blocks_for(seq.total, taker.block_size) + SPARE_BLOCKS - len(cached),
+            seq.request.adapter,
+        )  # fmt: skip
         move = Move(self._numbers, seq, giver, taker, len(cached), self._books.clock())
         self._moves[move.number] = self._moving[seq] = move
         self._outgoing.append((taker.peer, Take(taker.lease, move.number, 0, i32(reserved.blocks), len(cached))))
@@ -204,6 +220,8 @@ class Moves:
             return
         if held and move.pages >= goal and seq.drew and seq.computed == seq.scheduled:
             taker.land(Landing(move.number, seq, move.generation))
+        elif held and move.given >= goal and goal - move.pages <= move.blocks(PIECE_BYTES):
+            taker.expect(move.number)
         if not move.awaits:
             move.since = self._books.clock()
 
@@ -224,13 +242,22 @@ class Moves:
             more = taker.reserve_more(move.number, missing)
             take = Take(taker.lease, move.number, len(blocks) - len(more), i32(more))
             self._outgoing.append((taker.peer, take))
-        table = seq.blocks
-        while (slots := move.next_pages(goal)) is not None:
+        table, allowed = seq.blocks, self._allowed(move)
+        while (slots := move.next_pages(goal, allowed)) is not None:
             first, end = slots
             give = Give(giver.lease, move.number, first, i32(table[first:end]), taker.endpoint, taker.lease)
             self._outgoing.append((giver.peer, give))
             move.given = end
+            allowed -= end - first
         return True
+
+    def _allowed(self, move: Move) -> int:
+        """Blocks of it that may be asked for now: while it decodes, so many that the giver's steps stay short."""
+        giver = move.giver
+        if move.seq in giver.held or not giver.device.startswith("cpu"):
+            return move.blocks(WINDOW_BYTES)
+        asked = sum(other.given - other.pages for other in self._moves.values() if other.giver is giver)
+        return max(0, move.blocks(BESIDE_BYTES) - asked)
 
     # -- how it ends early
 

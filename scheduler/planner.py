@@ -22,7 +22,7 @@ from .books import Books
 from .columns import Ints, Rows
 from .draft import Draft
 from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, elsewhere, has_room
-from .replica import MAX_IN_FLIGHT, Landing, Replica
+from .replica import Landing, Replica
 from .request import Sequence, State
 from .tiers import MAX_LOADS, Tier
 
@@ -36,7 +36,7 @@ ADAPTER_LOOKAHEAD = 1024
 
 def plan_step(books: Books, replica: Replica) -> StepPlan | None:
     """The next step of ``replica``, or None where it has enough in flight or nothing to run."""
-    if len(replica.in_flight) >= MAX_IN_FLIGHT:
+    if replica.has_enough:
         return None
     if replica.tier is not None:
         replica.tier.settle(replica.pool)

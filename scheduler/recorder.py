@@ -40,7 +40,7 @@ class Kind(IntEnum):
     SUBMIT = 3  # peer, ``redact.submit`` encoded
     DREW = 4  # peer, lease, step, how many tokens, (uid, index) of those whose token ended them: a plain result
     UNFIT = 5  # peer, lease, step: a result that was not taken
-    WORKER_GONE = 6  # peer, why
+    WORKER_GONE = 6  # peer, why, how many of its last plans never left
     FRONT_GONE = 7  # peer
     UNDELIVERED = 8  # peer, the kind of message, whose tokens were in it
     BAD_FRAMES = 9  # how many
@@ -149,9 +149,9 @@ class Recorder(Inputs):
         bare = redact.submit(message, hashes, self._keys.alias(message.key), sound)
         self._turn.append((Kind.SUBMIT, peer, encode(bare)))
 
-    def worker_gone(self, peer: str, why: str) -> None:
-        self._turn.append((Kind.WORKER_GONE, peer, why))
-        self.registry.gone(peer, why)
+    def worker_gone(self, peer: str, why: str, unsent: int = 0) -> None:
+        self._turn.append((Kind.WORKER_GONE, peer, why, unsent))
+        super().worker_gone(peer, why, unsent)
 
     def front_gone(self, peer: str) -> None:
         self._turn.append((Kind.FRONT_GONE, peer))

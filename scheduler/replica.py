@@ -15,6 +15,7 @@ import numpy as np
 
 from ..proto.messages import Lease
 from ..proto.standstill import Standstill
+from ..proto.work import Adapter
 from . import request
 from .adapter_slots import AdapterSlots
 from .batch import Batch, Lineup
@@ -25,7 +26,8 @@ from .step import Step
 from .tiers import Tier, TieredPool
 
 MAX_IN_FLIGHT = 2
-"""Plans sent and not yet answered: one runs while the next waits at the worker's door."""
+"""Plans sent and not yet answered: one runs while the next waits at the worker's door. The next waits here, for a few
+milliseconds, where the last pages of a sequence are on their way: else that would wait for it too."""
 STALL_S = 2.0
 """After so long without a result a worker is no good place for those who wait, as long as another has room. It may be
 sound for all that: it loses nothing but what it would have been given."""
@@ -35,10 +37,12 @@ _ONE = np.ones(1, np.int32)
 
 
 class Reserved(NamedTuple):
-    """A row and blocks for a sequence that is on its way here. ``blocks`` grows with it."""
+    """A row and blocks for a sequence that is on its way here, and its adapter's slot (-1: none). ``blocks`` grows with
+    it."""
 
     row: int
     blocks: list[int]
+    adapter_slot: int
 
 
 class Landing(NamedTuple):
@@ -81,6 +85,7 @@ class Replica:
         self.leaving: set[Sequence] = set()  # of ``prefilling``: they are held when they would decode
         self.reserved: dict[int, Reserved] = {}  # by the number of the move
         self.landed: list[Landing] = []
+        self.expected: set[int] = set()  # moves of which nothing but the last pages is still to come
         self.drops: list[int] = []  # rows given up since the last plan
         self.in_flight: deque[Step] = deque()
         self.last_step = 0
@@ -106,6 +111,11 @@ class Replica:
 
     # -- steps
 
+    @property
+    def has_enough(self) -> bool:
+        """No plan is to be made for it now."""
+        return len(self.in_flight) >= (1 if self.expected else MAX_IN_FLIGHT)
+
     def launch(self, step: Step) -> list[int]:
         """``step`` is on its way. Returns the rows given up since the one before."""
         self.last_step = step.number
@@ -117,6 +127,11 @@ class Replica:
         """The result of the oldest step in flight has come."""
         self.progress_at = now
         return self.in_flight.popleft()
+
+    def withdraw(self, count: int) -> None:
+        """The last ``count`` plans never left. The lease is about to end."""
+        for _ in range(min(count, len(self.in_flight))):
+            self.in_flight.pop()
 
     def abandon_steps(self) -> list[Sequence]:
         """No result will come any more. Returns the sequences that were in a step in flight."""
@@ -242,11 +257,13 @@ class Replica:
             if seq.loose or seq.scheduled < seq.end:  # with verifications in flight it may be further back
                 self.going.add(seq)
 
-    def reserve(self, move: int, cached: list[int], fresh: int) -> Reserved:
-        """A row, and blocks: the ``cached`` ones, and so many more. There must be room."""
+    def reserve(self, move: int, cached: list[int], fresh: int, adapter: Adapter | None = None) -> Reserved:
+        """A row, and blocks: the ``cached`` ones, and so many more. There must be room, and ``adapter`` ready."""
         for block in cached:
             self.pool.share(block)
-        reserved = self.reserved[move] = Reserved(self.free_rows.pop(), cached + self.pool.allocate_many(fresh))
+        slot = -1 if adapter is None or self.adapters is None else self.adapters.take(adapter)
+        blocks = cached + self.pool.allocate_many(fresh)
+        reserved = self.reserved[move] = Reserved(self.free_rows.pop(), blocks, slot)
         return reserved
 
     def reserve_more(self, move: int, count: int) -> list[int]:
@@ -263,13 +280,25 @@ class Replica:
 
     def give_up(self, move: int) -> None:
         """Nobody comes by this move."""
-        reserved = self.reserved.pop(move)
+        reserved = self._take_reserved(move)
         self.free_rows.append(reserved.row)
         self.pool.release_table(reserved.blocks)
         self.landed = [landing for landing in self.landed if landing.move != move]
 
+    def _take_reserved(self, move: int) -> Reserved:
+        reserved = self.reserved.pop(move)
+        self.expected.discard(move)
+        if self.adapters is not None and reserved.adapter_slot >= 0:
+            self.adapters.leave(reserved.adapter_slot)
+        return reserved
+
+    def expect(self, move: int) -> None:
+        """Its last pages are on their way: the next plan is not made long before it must be, so that it has them."""
+        self.expected.add(move)
+
     def land(self, landing: Landing) -> None:
         """All its pages are here."""
+        self.expected.discard(landing.move)
         self.landed.append(landing)
 
     def take_landed(self) -> list[Landing]:
@@ -279,7 +308,7 @@ class Replica:
 
     def arrive(self, landing: Landing, computed: int) -> None:
         """``landing.seq``, which waits, goes on here with so much computed."""
-        row, blocks = self.reserved.pop(landing.move)
+        row, blocks, _ = self._take_reserved(landing.move)
         need = blocks_for(landing.seq.total, self.block_size)
         self.pool.release_table(blocks[need:])
         self._begin(landing.seq, [row], blocks[:need], computed)
@@ -354,7 +383,8 @@ class Replica:
             if (flying := sum(seq in step.speculating() for step in self.in_flight)) != seq.loose:
                 raise PoolError(f"{flying} verifications are in flight of a sequence that counts {seq.loose}")
         if self.adapters is not None:
-            self.adapters.check_integrity([seq.adapter_slot for seq in running if seq.adapter_slot >= 0])
+            users = [seq.adapter_slot for seq in running] + [each.adapter_slot for each in coming]
+            self.adapters.check_integrity([slot for slot in users if slot >= 0])
         if any((seq.request.adapter is None) is not (seq.adapter_slot < 0) for seq in running):
             raise PoolError("a sequence runs without its adapter, or with one that is not its own")
         if self.stop_ids != StopIds(self.vocab_size, (seq.stops for seq in running)):
@@ -367,6 +397,8 @@ class Replica:
             raise PoolError("plans go by before somebody is at its horizon")
         if columns.milestone.overlooks(rows, columns.computed.of(rows) + 1):
             raise PoolError("commits go by before somebody is at its milestone")
+        if not self.expected.issubset(self.reserved):
+            raise PoolError("pages are expected of a move that has nothing reserved")
         if not self.held.issubset(self.decoding) or self.held.intersection(batch.seqs):
             raise PoolError("a sequence is held that does not decode here, or goes on all the same")
         left_out = (seq for seq in self.decoding if seq not in batch.seqs and seq not in self.held)

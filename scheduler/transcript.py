@@ -131,9 +131,9 @@ class Transcript(Inputs):
         self._say("> " + peer, message)
         super().front(peer, message)
 
-    def worker_gone(self, peer: str, why: str) -> None:
-        self._line(f"! {peer} {why}")
-        super().worker_gone(peer, why)
+    def worker_gone(self, peer: str, why: str, unsent: int = 0) -> None:
+        self._line(f"! {peer} {why}" + (f"; of its plans {unsent} never left" if unsent else ""))
+        super().worker_gone(peer, why, unsent)
 
     def front_gone(self, peer: str) -> None:
         self._line(f"! {peer} is gone: its connection broke")

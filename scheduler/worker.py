@@ -10,8 +10,10 @@ from .replica import Replica
 from .worker_phase import TRANSITIONS, Event, Phase
 
 INT32_MAX = 2**31 - 1
-MAX_DRAFTS = 64
-"""Tokens that a worker may draft for a row in one step."""
+MAX_DRAFTS, MAX_SLOTS = 64, 4096
+"""Tokens that a worker may draft for a row in one step; its slots for adapters."""
+DROPPED = 2
+"""The level of a sleep from which on workers do not keep their weights."""
 ROLES = ("both", "prefill", "decode")
 
 
@@ -20,18 +22,27 @@ class Worker:
 
     __slots__ = (
         "bad_frames", "drained", "heartbeat_at", "hello", "lease", "leave_by", "loaded", "phase", "reason", "replica",
-        "rested", "since", "tiers",
+        "rest", "rested", "since", "tiers",
     )  # fmt: skip
 
-    def __init__(self, hello: Hello, lease: Lease, now: float, rests: bool = False):
+    def __init__(self, hello: Hello, lease: Lease, now: float, rest: int | None = None):
+        """``rest``: the level of the Rest that it is sent, None for an Assign."""
         self.hello, self.lease, self.heartbeat_at, self.since = hello, lease, now, now
-        self.phase = Phase.RESTING if rests else Phase.LOADING
+        self.phase = Phase.LOADING if rest is None else Phase.RESTING
+        self.rest = rest
         self.rested = False  # it has given back its memory
         self.bad_frames = 0  # it has counted, by its last Heartbeat
         self.loaded: Loaded | None = None
         self.tiers: Tiers | None = None  # what it keeps outside of its device's cache
         self.replica: Replica | None = None
         self.leave_by, self.reason, self.drained = math.inf, "", 0
+
+    @property
+    def has_weights(self) -> bool:
+        """Its weights are somewhere in its memory; else it has to read them again, which may take long."""
+        if self.rest is not None:
+            return self.rest < DROPPED and (self.rested or self.hello.loaded)
+        return self.phase is not Phase.LOADING or self.hello.loaded
 
     def follow(self, event: Event, now: float) -> bool:
         """Go where the table says; False, and nowhere, where it does not know the event in this phase."""
@@ -66,6 +77,16 @@ class Worker:
 def count(claimed: int) -> int:
     """A peer's own count, kept where sums of it still fit a message."""
     return max(0, min(claimed, INT32_MAX))
+
+
+def impossible(message: Loaded) -> str:
+    """Why no worker can be as this one says that it is; "" where it can."""
+    sizes = (message.num_blocks, message.max_model_len, message.vocab_size)
+    if not all(1 <= size <= INT32_MAX for size in sizes) or not 0 <= message.adapter_slots <= MAX_SLOTS:
+        return f"it said Loaded{sizes}, with {message.adapter_slots} slots for adapters"
+    if not (0 <= message.drafts <= MAX_DRAFTS and 0 <= message.draft_rows <= INT32_MAX):
+        return f"it would draft {message.drafts} tokens for each of {message.draft_rows} rows"
+    return ""
 
 
 def wrong_protocol(hello: Hello) -> Bye:

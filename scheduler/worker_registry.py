@@ -52,20 +52,20 @@ from .moves import Moves
 from .offload import heard, moves, tier_of
 from .replica import Replica
 from .slumber import Slumber
-from .worker import INT32_MAX, MAX_DRAFTS, ROLES, Worker, count, wrong_protocol
+from .worker import ROLES, Worker, count, impossible, wrong_protocol
 from .worker_phase import GOING, STARTING, Event, Phase
 
 log = logging.getLogger(__name__)
 
 LOADING_LIMIT_S, LOADED_LIMIT_S = 3600.0, 600.0
-"""The second is for a worker that said in its Hello that its weights are there."""
+"""The second is for a worker whose weights are there: it said so in its Hello, or has loaded them since."""
 LEAST_TIMEOUT_S = 2.0
 """``worker_timeout`` and ``step_timeout`` are no shorter: heartbeats come, and are checked, once a second."""
 STOPPED_S = 15.0
 """After this process itself stood still, connections that break for so long say nothing about what ran there."""
 MAX_BLOCKS = 2**22
 """The most blocks of a worker that are used: 64 million tokens in blocks of 16 is plenty, and books cost memory."""
-MAX_LOST, MAX_SLOTS = 256, 4096
+MAX_LOST = 256
 
 
 class WorkerRegistry:
@@ -154,7 +154,7 @@ class WorkerRegistry:
         self._leases += 1
         lease = Lease(self.epoch, number, self._leases)
         rest, config = self.slumber.rest, self.config
-        self.workers[peer] = Worker(hello, lease, self.core.clock(), rest is not None)
+        self.workers[peer] = Worker(hello, lease, self.core.clock(), rest)
         self.core.expect_replica(number)
         if rest is not None:
             log.info("worker %s (%s) is replica %d, and sleeps", peer, hello.device, number)
@@ -168,12 +168,8 @@ class WorkerRegistry:
     def _loaded(self, peer: str, worker: Worker, message: Loaded) -> None:
         if not self._starts(peer, worker, Event.LOADED):
             return
-        sizes = (message.num_blocks, message.max_model_len, message.vocab_size)
-        if not all(1 <= size <= INT32_MAX for size in sizes) or not 0 <= message.adapter_slots <= MAX_SLOTS:
-            self._expel(peer, f"it said Loaded{sizes}, with {message.adapter_slots} slots for adapters")
-            return
-        if not (0 <= message.drafts <= MAX_DRAFTS and 0 <= message.draft_rows <= INT32_MAX):
-            self._expel(peer, f"it would draft {message.drafts} tokens for each of {message.draft_rows} rows")
+        if wrong := impossible(message):
+            self._expel(peer, wrong)
             return
         if message.num_blocks > MAX_BLOCKS:  # a tiny model has room for more than anybody could use
             log.info("worker %s has room for %d blocks; %d are used", peer, message.num_blocks, MAX_BLOCKS)
@@ -273,8 +269,9 @@ class WorkerRegistry:
 
     # -- leaving
 
-    def gone(self, peer: str, why: str, blame: bool = True) -> None:
-        """The lease ends; what ran there goes back in line. ``blame``: what was in flight may be the cause."""
+    def gone(self, peer: str, why: str, blame: bool = True, unsent: int = 0) -> None:
+        """The lease ends; what ran there goes back in line. ``blame``: what was in flight may be the cause, but for the
+        last ``unsent`` plans, which never left."""
         worker = self.workers.pop(peer, None)
         if worker is None:
             return
@@ -288,6 +285,7 @@ class WorkerRegistry:
         if worker.replica is not None:
             blame = blame and self.core.clock() - self._stood_still > STOPPED_S
             adapters = worker.replica.adapters
+            worker.replica.withdraw(unsent)
             self.core.end_lease(worker.replica, blame)
             if blame and adapters is not None:
                 self.answer(loads_lost(self.core, adapters.loading))
@@ -397,7 +395,7 @@ class WorkerRegistry:
                 else:
                     self.core.give_up_replica(worker.lease.replica)
                 del self.workers[peer]
-                self._begin(peer, replace(worker.hello, loaded=True))
+                self._begin(peer, replace(worker.hello, loaded=worker.has_weights))
         self.changed()
 
     def _tell_awaiting(self) -> None:

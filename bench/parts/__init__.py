@@ -6,6 +6,6 @@
 
 PARTS = (
     "control-plane", "chain", "worker-python", "kernels", "sampling", "steps", "offline", "serve", "startup",
-    "prefix-caching", "preemption", "roles", "quantization", "llamacpp", "quality", "idle", "simulation", "speculation",
-    "tiers",
+    "prefix-caching", "preemption", "roles", "moves", "quantization", "llamacpp", "quality", "idle", "simulation",
+    "speculation", "tiers",
 )  # fmt: skip

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -48,7 +48,7 @@ def measure(report: Report, args: argparse.Namespace) -> None:
     known: list[list[int]] | None = None
     for repeat in range(args.repeats):
         for layout, roles in LAYOUTS.items():
-            with report.sample(layout=layout, repeat=repeat) as values, _server(roles, args.model) as port:
+            with report.sample(layout=layout, repeat=repeat) as values, server(roles, args.model) as (port, _):
                 tokens, gaps, firsts, prompts = _load(port, args, repeat)
                 values["itl_p50_ms"], values["itl_p99_ms"] = (1000 * (percentile(gaps, p) or 0.0) for p in (50, 99))
                 values["ttft_p50_ms"] = 1000 * (percentile(firsts, 50) or 0.0)
@@ -61,19 +61,26 @@ def measure(report: Report, args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _server(roles: tuple[str, ...], model: str | None) -> Iterator[int]:
-    """Its port, once all workers are ready."""
+def server(
+    roles: tuple[str, ...], model: str | None, flags: Sequence[str] = ()
+) -> Iterator[tuple[int, list[subprocess.Popen[bytes]]]]:
+    """Its port and its workers, once all are ready. ``flags`` are for all processes."""
     with tempfile.TemporaryDirectory(prefix="quire-roles-") as folder, contextlib.ExitStack() as stack:
         os.mkdir(f"{folder}/s", 0o700)
         port = free_port()
         of_model = [f"--model={model}"] if model else []
-        commands = [["scheduler"], ["detokenizer", *of_model]]
+        rows = [flag for flag in flags if flag.startswith("--max-num-seqs")]
+        commands = [["scheduler", *rows], ["detokenizer", *of_model]]
         commands += [["frontend", "--host=127.0.0.1", f"--port={port}", *of_model]]
-        commands += [["gpu_worker", f"--worker-role={role}", *of_model] for role in roles]
-        for service, *flags in commands:
-            command = [sys.executable, "-P", "-m", f"quire.{service}", f"--scheduler=ipc://{folder}/s", *flags]
+        others = [flag for flag in flags if flag not in rows]
+        commands += [["gpu_worker", f"--worker-role={role}", *of_model, *others] for role in roles]
+        workers = []
+        for service, *own in commands:
+            command = [sys.executable, "-P", "-m", f"quire.{service}", f"--scheduler=ipc://{folder}/s", *own]
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             stack.callback(end_process, process)
+            if service == "gpu_worker":
+                workers.append(process)
         limit = time.monotonic() + START_S
         while time.monotonic() < limit:
             with contextlib.suppress(OSError, BenchError):
@@ -82,7 +89,7 @@ def _server(roles: tuple[str, ...], model: str | None) -> Iterator[int]:
             time.sleep(0.2)
         else:
             raise BenchError(f"{len(roles)} workers were not ready within {START_S:g} s")
-        yield port
+        yield port, workers
 
 
 def _load(port: int, args: argparse.Namespace, seed: int) -> tuple[list[list[int]], list[float], list[float], int]:

@@ -28,7 +28,7 @@ import zmq
 
 from ...proto.codec import encode
 from ...proto.group import FromLeader, Join, Meet, ToLeader
-from ...proto.messages import PROTOCOL, AdapterReady, Bye, Drain, Heartbeat, Moved
+from ...proto.messages import PROTOCOL, AdapterReady, Bye, Drain, Heartbeat, Moved, NotMoved, Taken
 from ...proto.process import heartbeat, new_incarnation
 from ...proto.wire.sockets import DISCONNECTED, Dealer, Keys, Router
 from ..link import LINGER_MS, LOOK_S, MAX_QUEUED, Leave
@@ -187,6 +187,9 @@ class Leader(_GroupLink):
         self._numbers: dict[str, int] = {}
         self.on_moved: Callable[[int, Moved], Any] = lambda number, message: None
         """Called, by the thread here, where another process has moved blocks."""
+        self.on_taken: Callable[[int, Taken | NotMoved], Any] = lambda number, answer: None
+        """The same, where it has taken pages of another worker, or cannot."""
+        self.endpoints: dict[int, str] = {}  # where the others take pages of other workers, by number
         self._complete = threading.Event()
         self._told: Callable[[int, AdapterReady], Any] = lambda number, answer: None
 
@@ -235,6 +238,8 @@ class Leader(_GroupLink):
             self._on_leave()
         elif isinstance(message, Moved):
             self.on_moved(number, message)
+        elif isinstance(message, Taken | NotMoved):
+            self.on_taken(number, message)
         else:
             self._queue((number, message))
 
@@ -245,6 +250,7 @@ class Leader(_GroupLink):
             self._wire.send(peer, Bye(refusal))
             return
         self._numbers[peer] = join.number
+        self.endpoints[join.number] = join.endpoint
         self._missing.discard(join.number)
         if not self._missing:
             self._complete.set()
@@ -275,13 +281,14 @@ class Member(_GroupLink):
     """Another process's link to its leader, with the interface of ``link.Link``."""
 
     def __init__(
-        self, endpoint: str, number: int, settings: dict[str, str], keys: Keys | None, pid: int | None = None
-    ) -> None:
-        """Joins at ``endpoint`` once started, whenever the leader comes."""
+        self, endpoint: str, number: int, settings: dict[str, str], keys: Keys | None, pid: int | None = None,
+        pages: str = "",
+    ) -> None:  # fmt: skip
+        """Joins at ``endpoint`` once started, whenever the leader comes. Other workers reach it at ``pages``."""
         super().__init__(Dealer(FromLeader, endpoint, new_incarnation("rank"), keys, zmq.Context()))
         self._number = number
         self.loaded, self.last_step = False, 0
-        self.send(Join(PROTOCOL, number, pid or os.getpid(), settings))
+        self.send(Join(PROTOCOL, number, pid or os.getpid(), settings, pages))
 
     def meet(self) -> Meet:
         """Wait for the leader's word that all are there."""

@@ -54,9 +54,11 @@ def check(config: ModelConfig, pooler: PoolerConfig | None, args: EngineArgs) ->
 
 
 def link_for(
-    args: EngineArgs, shard: Shard, settings: dict[str, str], keys: Keys | None, on_leave: Callable[[], Any]
-) -> Leader | Member:
-    """This process's links, started. Raises ConfigError for an address that cannot be."""
+    args: EngineArgs, shard: Shard, settings: dict[str, str], keys: Keys | None, on_leave: Callable[[], Any],
+    pages: str = "",
+) -> Leader | Member:  # fmt: skip
+    """This process's links, started. ``pages``: where it takes pages of other workers. Raises ConfigError for an
+    address that cannot be."""
     number, count = number_of(shard), shard.size * shard.stages
     if number == leader_of(shard.size, shard.stages):
         others = [each for each in range(count) if each != number]
@@ -66,7 +68,7 @@ def link_for(
     endpoint = _endpoint(args, bind=False)
     if keys is not None and endpoint.startswith("tcp://"):
         endpoint += " " + keys.public.decode()  # a replica's processes share one pair
-    member = Member(endpoint, number, settings, keys)
+    member = Member(endpoint, number, settings, keys, pages=pages)
     member.start()
     return member
 

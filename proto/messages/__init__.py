@@ -26,7 +26,7 @@ from .adapters import (
 )
 from .base import Logprobs, Message
 from .membership import Bye, Drain, Heartbeat, Hello, Peer, Peers
-from .moves import Forget, Give, NotMoved, Pages, Take, Taken
+from .moves import Forget, Give, NotMoved, Pages, SharedMemory, Take, Taken
 from .operators import (
     AdapterStats,
     GetStats,
@@ -87,14 +87,15 @@ __all__ = [
     "Heartbeat", "Hello", "Lease", "LoadAdapter", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Move", "Moved",
     "NotMoved",
     "Pages", "Peer", "Peers", "Pooled", "PromptChunk", "PromptLogprobs", "Quarantined", "Ready", "Reconcile",
-    "Register", "Registered", "ReplicaStats", "Rest", "Rested", "Resume", "Sleep", "Sleeping", "SlotFailed",
+    "Register", "Registered", "ReplicaStats", "Rest", "Rested", "Resume", "SharedMemory", "Sleep", "Sleeping",
+    "SlotFailed",
     "SlotPooled", "SpeculativePlan", "SpeculativeResult", "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped",
     "Submit", "Take", "Taken", "TextBatch", "TierStats",
     "Tiers", "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch",
     "Tokenize", "Unknown", "Unregister", "WorkerInfo",
 ]  # fmt: skip
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:

@@ -8,6 +8,8 @@ computed again.
 
 from __future__ import annotations
 
+import msgspec
+
 from .base import Message
 from .plans import Lease
 
@@ -58,11 +60,22 @@ class NotMoved(Message):
     error: str
 
 
+class SharedMemory(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Memory of the process ``pid`` that others of its user find by the number of a file there. ``token`` is in it."""
+
+    pid: int
+    fd: int
+    token: bytes
+
+
 class Pages(Message):
-    """worker -> worker: the pages of ``count`` slots from ``first`` on, one block's after the other's."""
+    """worker -> worker: the pages of ``count`` slots from ``first`` on, one block's after the other's, in ``data`` or,
+    with ``slot`` >= 0, in that slot of ``shared``."""
 
     to: Lease
     move: int
     first: int
     count: int
     data: bytes
+    shared: SharedMemory | None = None
+    slot: int = -1

@@ -1,6 +1,5 @@
 """A worker's life in one process: its link, leases and steps against a scheduler played by the test."""
 
-import queue
 import threading
 import time
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import zmq
 from worker_fakes import WAIT_S, FakeScheduler
 from worker_toys import CPU, GREEDY, VOCAB, ToyModel, oracle, plan
 
-from quire.gpu_worker.link import MAX_QUEUED, Dismissed, LeaseLost, Link
+from quire.gpu_worker.link import MAX_QUEUED, Arrived, Dismissed, LeaseLost, Link
 from quire.gpu_worker.moving import MAX_WAITING, Mover
 from quire.gpu_worker.outcome import Outcome
 from quire.gpu_worker.results import Results
@@ -439,26 +438,28 @@ def test_a_worker_goes_where_its_table_says(before, after):
 
 def test_pages_that_nobody_wants_make_room_for_others(tmp_path):
     """A worker that rests has no cache to write them to, and takes all the same what others sent before they knew."""
-    arrived = queue.SimpleQueue()
+    arrived = threading.Semaphore(0)
     config = ModelConfig(path="", hf={}, max_model_len=64, vocab_size=VOCAB)
-    mover = Mover(f"ipc://{tmp_path}/pages", None, None, arrived.put)
+    mover = Mover(f"ipc://{tmp_path}/pages", None, None)
+    mover.start(arrived.release)
     worker = Worker(EngineArgs(), config, MODEL, torch.float32, CPU, mover=mover)
     context = zmq.Context()
     dealer = Dealer(BetweenWorkers, mover.endpoint, new_incarnation("gpu_worker"), None, context)
     for number in range(3 * MAX_WAITING):
         dealer.send(Pages(Lease(1, 0, 1), number, 0, 1, b""))
     for _ in range(3 * MAX_WAITING):
-        worker._move(arrived.get(timeout=WAIT_S))
+        assert arrived.acquire(timeout=WAIT_S)
+        worker._moves.handle(Arrived(), worker._lease, worker._kv)
     mover.close()
     context.destroy(linger=0)
 
 
-def test_pages_of_an_earlier_session_are_not_lost(scheduler, link):
-    """Whoever posted them counts those that wait."""
+def test_word_of_pages_of_an_earlier_session_is_not_lost(scheduler, link):
+    """Those that wait are counted until they are taken."""
     peer, _ = scheduler.get(Hello)
     scheduler.send(peer, Assign(Lease(1, 0, 1), 8, 8, 128))
     assert isinstance(link.get(WAIT_S), Assign)
-    link.post(Pages(Lease(1, 0, 1), 1, 0, 1, b""))
+    link.post(Arrived())
     link.renew()
     scheduler.get(Hello)
-    assert isinstance(link.get(WAIT_S), Pages)
+    assert isinstance(link.get(WAIT_S), Arrived)

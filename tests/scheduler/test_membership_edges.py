@@ -46,9 +46,9 @@ from quire.proto.work import Generate
 from quire.scheduler.blame import SLOTS, START, Blame
 from quire.scheduler.inputs import Inputs
 from quire.scheduler.membership import LOST_FRONT_S, STOOD_STILL_S
+from quire.scheduler.worker import INT32_MAX
 from quire.scheduler.worker_phase import Phase
 from quire.scheduler.worker_registry import (
-    INT32_MAX,
     LOADED_LIMIT_S,
     LOADING_LIMIT_S,
     MAX_BLOCKS,

@@ -11,10 +11,12 @@ from scheduler_house import House
 from quire.proto.codec import from_i32, from_i64, i32
 from quire.proto.messages import (
     PROTOCOL,
+    AdapterReady,
     Drain,
     Forget,
     Give,
     Hello,
+    LoadAdapter,
     NotMoved,
     Pages,
     StepPlan,
@@ -23,8 +25,9 @@ from quire.proto.messages import (
     TokenBatch,
 )
 from quire.proto.params import SamplingParams
-from quire.proto.work import Generate
-from quire.scheduler.fake.fake_model import expected_tokens
+from quire.proto.work import Adapter, Generate, with_adapter
+from quire.scheduler import moves
+from quire.scheduler.fake.fake_model import expected_tokens, tag
 from quire.scheduler.fake.fake_worker import FakeWorker, SendPages
 
 
@@ -40,18 +43,22 @@ class Pair(House):
         self.late: list[Any] | None = None  # pages that come later
         self.tokens: dict[int, list[int]] = {}
         self.ended: set[int] = set()
+        self.tags: dict[int, int] = {}
         self.hello("d")
 
-    def start(self, name: str, role: str = "both", blocks: int = 64) -> None:
-        worker = self.workers[name] = FakeWorker(blocks, 512, 1000)
+    def start(self, name: str, role: str = "both", blocks: int = 64, slots: int = 0) -> None:
+        worker = self.workers[name] = FakeWorker(blocks, 512, 1000, adapter_slots=slots)
         worker.endpoint, worker.role = f"ipc://{name}", role
         self.inboxes[name] = deque()
         self.registry.on_worker(name, worker.hello(name))
         self.settle(only=name)
 
-    def ask(self, uid: int, prompt: int = 20, max_tokens: int = 60, **params: Any) -> None:
+    def ask(
+        self, uid: int, prompt: int = 20, max_tokens: int = 60, adapter: Adapter | None = None, **params: Any
+    ) -> None:
         ids = list(range(100 * uid, 100 * uid + prompt))
-        work = Generate(SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params), uid)
+        work = with_adapter(Generate(SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params), uid), adapter)
+        self.tags[uid] = tag(adapter.digest) if adapter is not None else 0
         self.members.on_front("d", Submit(uid, 0, i32(ids), b"", work, float(uid)))
 
     def hand_out(self) -> None:
@@ -115,7 +122,8 @@ class Pair(House):
             self.turn()
         for uid in uids:
             asked = self.tokens[uid]
-            assert asked == expected_tokens(list(range(100 * uid, 100 * uid + 20)), uid, len(asked), 1000)
+            prompt = list(range(100 * uid, 100 * uid + 20))
+            assert asked == expected_tokens(prompt, uid, len(asked), 1000, self.tags[uid])
         assert self.ended.issuperset(uids)
 
     def kill(self, name: str) -> None:
@@ -328,4 +336,84 @@ def test_the_taker_forgets_a_move_before_its_blocks_are_anybody_elses(pair: Pair
     pair.turn()
     kinds = [type(message) for message in pair.seen[seen:] if isinstance(message, Forget | StepPlan)]
     assert kinds[:2] == [Forget, StepPlan]
+    pair.finish(1)
+
+
+def named(name: str, path: str = "") -> Adapter:
+    return Adapter(name, path or name, name.encode().ljust(16))
+
+
+@pytest.mark.parametrize("steps", [None, 3, 9])
+def test_sequences_with_adapters_move_once_the_taker_has_them(steps: int | None) -> None:
+    """More adapters than it has slots, too: each goes when a slot is free. ``steps``: then the giver is killed."""
+    pair = Pair()
+    pair.start("a", slots=4)
+    for uid, adapter in enumerate((named("x"), named("y"), named("x"), None, named("z")), 1):
+        pair.ask(uid, adapter=adapter, max_tokens=40 if uid == 2 else 80)
+    pair.turns(16)
+    pair.start("b", slots=2)
+    pair.registry.drain("a", "asked", 300.0)
+    if steps is None:
+        pair.finish(1, 2, 3, 4, 5)
+        stats = pair.core.stats()
+        assert stats.moves >= 4 and stats.recomputed_tokens == 0
+        loads = [message.name for message in pair.seen if isinstance(message, LoadAdapter)]
+        assert len(loads) <= 3 + 3, loads  # nothing is loaded in vain again and again
+    else:
+        pair.turns(steps)
+        pair.kill("a")
+        pair.finish(1, 2, 3, 4, 5)
+
+
+def test_one_whose_adapter_cannot_be_loaded_elsewhere_ends_where_it_is() -> None:
+    pair = Pair()
+    pair.start("a", slots=1)
+    pair.ask(1, adapter=named("x", "x-bad-adapter-elsewhere"))
+    pair.workers["a"]._load = lambda message, store: (  # type: ignore[method-assign]
+        store.adapters.__setitem__(message.slot, tag(message.digest)),
+        AdapterReady(message.lease, message.slot, message.generation),
+    )[1]
+    pair.turns(12)
+    pair.start("b", slots=1)
+    pair.registry.drain("a", "asked", 300.0)
+    pair.finish(1)
+    assert pair.core.stats().moves == 0
+
+
+def test_on_a_cpu_steps_stay_short_while_pages_are_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "PIECE_BYTES", 64)  # one block
+    monkeypatch.setattr(moves, "BESIDE_BYTES", 128)
+    for uid in (1, 2, 3):
+        pair.ask(uid, max_tokens=150)
+    pair.turns(30)
+    pair.core.replicas[0].device = "cpu"
+    pair.start("b")
+    pair.registry.drain("a", "asked", 30.0)
+    for _ in range(60):
+        pair.turn()
+        under_way = [move for move in pair.registry.moves._moves.values() if move.seq not in move.giver.held]
+        assert sum(move.given - move.pages for move in under_way) <= 2
+    pair.finish(1, 2, 3)
+    assert pair.core.stats().moves == 3 and pair.core.stats().recomputed_tokens == 0
+
+
+def test_the_taker_has_no_second_plan_while_the_last_pages_come(pair: Pair) -> None:
+    """Else whoever comes would wait for that one too. Before and after it has two as ever."""
+    pair.ask(1)
+    pair.turns(12)
+    pair.start("b")
+    pair.ask(2, max_tokens=200)
+    pair.turns(12)
+    pair.registry.drain("a", "asked", 30.0)
+    taker, most = pair.core.replicas[1], {False: 0, True: 0}
+    for _ in range(60):
+        pair.hand_out()
+        expected = bool(taker.expected)
+        for name in ("a", "b"):
+            pair.do_next(name)
+        if expected and taker.expected:
+            assert len(taker.in_flight) <= 1 or most[True] == 0
+            most[True] = 1
+        most[False] = max(most[False], len(taker.in_flight))
+    assert most == {True: 1, False: 2} and not taker.expected
     pair.finish(1)

@@ -126,6 +126,10 @@ BROKEN: dict[str, Fault] = {
         "a worker's end is held against requests also where the scheduler had stood still",
         ("scheduler.worker_registry:WorkerRegistry.gone", "blame = blame and self.core.clock()", "self.core.clock()"),
     ),
+    "a plan that never left blamed": Fault(
+        "what is in a plan that could not be sent pays for the worker's end",
+        ("scheduler.replica:Replica.withdraw", "self.in_flight.pop()", "pass"),
+    ),
     "a drain forgets": Fault(
         "what still runs on a worker that drains is dropped when its time is up",
         ("scheduler.worker_registry:WorkerRegistry._let_go", "self.core.requeue(seq)", "self.core.drop(seq.request)"),

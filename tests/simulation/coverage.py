@@ -108,7 +108,7 @@ def _worker(watch: Watch) -> None:
 
         return followed
 
-    def gone(self: WorkerRegistry, peer: str, why: str, blame: bool = True) -> Mark | None:
+    def gone(self: WorkerRegistry, peer: str, why: str, blame: bool = True, unsent: int = 0) -> Mark | None:
         worker = self.workers.get(peer)
         return ("worker", worker.phase.value, end_of(why), "over") if worker is not None else None
 

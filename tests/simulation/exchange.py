@@ -176,3 +176,23 @@ def watch_scheduler(members: membership.Membership, fail: Fail, stood_still: Cal
     core.submit, core.abort, core.end_lease = submitted, aborted, lease_ended  # type: ignore[method-assign]
     core.owner_returned = returned  # type: ignore[method-assign]
     members.undelivered = not_delivered  # type: ignore[method-assign]
+
+
+def watch_blame(core: Any, workers: Any, fail: Fail) -> None:
+    """Where a lease ends, nobody pays for a plan that never left: ``workers`` is the socket that they leave by."""
+    send, end_lease = workers.send, core.end_lease
+    left: dict[int, int] = {}  # by the number of the lease, the last step whose plan was sent
+
+    def sent(peer: str, message: Any) -> bool:
+        reached: bool = send(peer, message)
+        if reached and isinstance(message, m.StepPlan):
+            left[message.lease.counter] = message.step
+        return reached
+
+    def lease_ended(replica: Any, blame: bool = True) -> None:
+        last = replica.in_flight[-1].number if replica.in_flight else 0
+        if blame and last > left.get(replica.lease.counter, 0):
+            fail(f"innocent | {replica.peer}: what is in step {last} pays for its end, and that plan never left")
+        end_lease(replica, blame)
+
+    workers.send, core.end_lease = sent, lease_ended

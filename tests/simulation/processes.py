@@ -15,7 +15,7 @@ from quire.proto.codec import from_i32, from_i64
 from quire.scheduler import blame, core, inputs, loop, main, membership, transcript
 
 from .chance import Draws
-from .exchange import STOOD_S, watch_scheduler
+from .exchange import STOOD_S, watch_blame, watch_scheduler
 from .fairness import watch_line
 from .host import Host
 
@@ -82,6 +82,7 @@ class Scheduler(Process):
         self.inputs = transcript.Transcript(self.membership) if written else inputs.Inputs(self.membership)
         front = world.network.listen(host, FRONT, m.ToSchedulerFront, wake=self._wake_front)
         workers = world.network.listen(host, WORKERS, m.ToSchedulerWorkers, wake=self._wake_workers)
+        watch_blame(self.core, workers, world.fail)
         self.turns = loop.Turns(front, workers, self.inputs)
         self._due = self._ticks = False
         self.serves()

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.scheduler.worker import DROPPED
+
 from . import bounds, chance, faults, toy
 from .checks import Rules, check_end, leftovers
 from .consumer import Consumer
@@ -29,9 +31,10 @@ from .workers import Worker
 SERVICES = {"w": "gpu_worker", "s": "scheduler", "d": "detokenizer", "f": "frontend"}
 AFTER_S = 8.0
 """So long after the last ask or fault that has a time, those that wait for a message strike no more."""
-PATIENCE_S, HUNG_PATIENCE_S = 300.0, 800.0
+PATIENCE_S, HUNG_PATIENCE_S, WOKEN_PATIENCE_S = 300.0, 800.0, 3800.0
 """By when all requests have to end once the faults have stopped. The longest the product lets one wait without a sign
-is NO_DETOKENIZER_RESUMED_S; a worker that hung may be waited for LOADED_LIMIT_S, while its step still hangs."""
+is NO_DETOKENIZER_RESUMED_S; a worker that hung may be waited for LOADED_LIMIT_S, while its step still hangs, and for
+LOADING_LIMIT_S where it slept without its weights."""
 CLEAN_S = 60.0
 """By when nothing is left after the last has ended: a silent Engine is let go after 20 s, a lost connection found after
 12, and what it leads to is given up 5 s later."""
@@ -299,8 +302,7 @@ class World:
             self._until(lambda: self.supervisor.ready, START_S)
         self._until(self._all_over, self._schedule())
         self._calm_down()
-        patience = HUNG_PATIENCE_S if self._hung else PATIENCE_S
-        if not self._until(self._look_calm, self.timeline.now + patience, LOOK_S):
+        if not self._until(self._look_calm, self.timeline.now + self._patience(), LOOK_S):
             for line in check_end(self):
                 self.fail(line)
             return
@@ -309,6 +311,12 @@ class World:
             self.scheduler.core.check_integrity()
         for line in [*check_end(self), *bounds.without_cause(self), *bounds.counted_too_often(self)]:
             self.fail(line)
+
+    def _patience(self) -> float:
+        if not self._hung:
+            return PATIENCE_S
+        dropped = any(each.kind == "sleep" and each.value >= DROPPED for each in self.plan.faults)
+        return WOKEN_PATIENCE_S if dropped else HUNG_PATIENCE_S
 
     def _until(self, reached: Callable[[], bool], until: float, every: float = 0.0) -> bool:
         """Let things happen until ``reached``, which is asked after each, or every so many seconds."""

@@ -35,6 +35,7 @@ from quire.proto.pooling import PoolingParams
 from quire.proto.work import Generate, Pool
 from quire.scheduler.core import Scheduler
 from quire.scheduler.fake.fake_worker import FakeWorker
+from quire.scheduler.inputs import plans_to
 from quire.scheduler.membership import Membership
 from quire.scheduler.transcript import Transcript
 
@@ -72,9 +73,13 @@ class TranscriptWorld:
 
     def deliver(self) -> None:
         """What is owed goes out, as in the loop: workers first."""
-        for peer, message in self.inputs.to_workers():
+        outgoing, gone = self.inputs.to_workers(), set()
+        for at, (peer, message) in enumerate(outgoing):
+            if peer in gone:
+                continue
             if peer in self.lost:
-                self.inputs.worker_gone(peer, "is gone: it cannot be reached")
+                gone.add(peer)
+                self.inputs.worker_gone(peer, "is gone: it cannot be reached", plans_to(peer, outgoing[at:]))
             elif isinstance(message, Bye):
                 self.fakes.pop(peer, None)
             elif peer in self.fakes:
