@@ -141,6 +141,7 @@ def _run(args: EngineArgs, links: Links, ending: Ending) -> int:
         end(error)
     finally:
         links.close(farewell)
+    worker.finish()  # others wait for nothing of this
     return 0
 
 

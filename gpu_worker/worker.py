@@ -89,21 +89,11 @@ class Worker:
     """
 
     def __init__(
-        self,
-        args: EngineArgs,
-        config: ModelConfig,
-        model: Model,
-        dtype: torch.dtype,
-        device: torch.device,
-        grammars: Grammars | None = None,
-        functions: dict[str, Function] | None = None,
-        group: Group | None = None,
-        others: group_link.Leader | None = None,
-        pooler: PoolerConfig | None = None,
-        load: Callable[[], Model] | None = None,
-        mover: Mover | None = None,
-        drafts: Drafts | None = None,
-    ):
+        self, args: EngineArgs, config: ModelConfig, model: Model, dtype: torch.dtype, device: torch.device,
+        grammars: Grammars | None = None, functions: dict[str, Function] | None = None, group: Group | None = None,
+        others: group_link.Leader | None = None, pooler: PoolerConfig | None = None,
+        load: Callable[[], Model] | None = None, mover: Mover | None = None, drafts: Drafts | None = None,
+    ):  # fmt: skip
         """``load`` reads the model again, after a sleep; ``mover`` exchanges pages with other workers."""
         self._group, self._others = group or Group(), others
         self._args, self._config, self._weights, self._pooler = args, config, Weights(model, load), pooler
@@ -176,6 +166,10 @@ class Worker:
                     return
                 case Bye(reason=reason):
                     raise Dismissed(reason, served=self._epoch > 0)
+
+    def finish(self) -> None:
+        """The link is closed. What waits to be written to disk is written."""
+        self._tiers.drop()
 
     # ------------------------------------------------------------ leases
 

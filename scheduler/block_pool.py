@@ -110,6 +110,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block of this content is here."""
+        return block_hash in self._by_hash
+
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of these (distinct) blocks are free now, and so cost a free block when shared."""
         refs = self.refs

@@ -18,7 +18,7 @@ def tier_of(core: Scheduler, worker: Worker) -> Tier | None:
     if told is None or not core.config.enable_prefix_caching:
         return None
     sizes = Sizes(min(count(told.slots), MOST_SLOTS), told.disk, count(told.block_bytes), core.config.block_size)
-    return Tier(sizes, core.count_tiers())
+    return Tier(sizes, core.count_tiers(), core.clock)
 
 
 def heard(worker: Worker, message: Tiers | Moved) -> str:

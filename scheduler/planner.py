@@ -30,6 +30,10 @@ TOGETHER = 8
 """Children of one request that begin together, sharing one prefill, although others wait. The rest take turns."""
 LOOKAHEAD = 32
 """Waiting sequences left to other replicas in one plan, at most."""
+GLANCE = 32
+"""Blocks by which it is decided whether to wait for a load that cannot begin yet."""
+LOADING_LOOKAHEAD = 64
+"""Waiting sequences passed over in one plan because their blocks are loaded, at most."""
 ADAPTER_LOOKAHEAD = 1024
 """Waiting sequences passed over in one plan because their adapter is not there, at most."""
 
@@ -257,8 +261,8 @@ class Candidate(NamedTuple):
 
 def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     """Those in line that are this replica's to take, in order, each with its cached blocks: passed over are those that
-    only a larger replica could ever hold, those that are better off on another one, and those whose adapter is not
-    here yet."""
+    only a larger replica could ever hold, those that are better off on another one, and those whose adapter, or whose
+    blocks, are not here yet."""
     now = books.clock()
     others = elsewhere(replica, books.replicas.values(), now)
     stalled = bool(others) and replica.stalled(now)
@@ -276,6 +280,8 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
         if not others and adapter is not None and not _admits(replica, adapter):
             if (without := without + 1) == ADAPTER_LOOKAHEAD:
                 return
+            continue
+        if replica.tier is not None and replica.tier.coming(seq):
             continue
         cached = cached_prefix(replica, seq)
         if not others:
@@ -298,9 +304,12 @@ def _admit(books: Books, replica: Replica, draft: Draft) -> None:
     if not books.queue:
         return
     chunked = books.config.enable_chunked_prefill and not replica.whole
+    loading = 0
     if draft.budget and replica.free_rows:
         for seq, cached in _candidates(books, replica):
             if replica.tier is not None and _loads(replica, replica.tier, seq, cached):
+                if (loading := loading + 1) == LOADING_LOOKAHEAD:
+                    return
                 continue
             if not _finds_room(replica, seq, cached):
                 break
@@ -329,15 +338,17 @@ def _finds_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:
 
 
 def _loads(replica: Replica, tier: Tier, seq: Sequence, cached: list[int]) -> bool:
-    """Whether ``seq`` waits for blocks that are loaded, which begins here where they are kept, there is room for all of
-    it, and that is sooner than to compute them. Nobody behind it waits meanwhile."""
-    load, size = tier.of(seq), replica.block_size
-    if load is not None and load.coming:
-        return True
+    """Whether ``seq`` waits for blocks that are loaded, perhaps for another that begins alike. A load begins here where
+    they are kept, there is room for all of it, and that is sooner than to compute them. Nobody behind waits for it."""
+    size = replica.block_size
     first, limit = len(cached), seq.reusable() // size
     if seq.quarantined or first >= limit:
         return False
     hashes = seq.hash_blocks(limit, size)
+    if hashes[first] in tier.on_their_way:
+        return True
+    if len(tier.loads) >= MAX_LOADS:  # it may have to wait for its turn, and is looked at in every plan until then
+        limit = min(limit, first + GLANCE)
     found = tier.find(replica.pool, hashes, first, limit)
     count = tier.worth(hashes[first : first + found], size) if found else 0
     if found and not count and tier.measure_again():

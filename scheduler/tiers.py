@@ -11,6 +11,8 @@ Everything here dies with the lease. A room above the sequences and below the re
 from __future__ import annotations
 
 from array import array
+from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..proto.codec import BadFrame, from_i32, i8, i32
@@ -24,6 +26,8 @@ MAX_LOADS = 16
 
 MEASURED_AGAIN = 8
 """Of so many loads that would take longer than to compute, one is made: it may have been slow for a while only."""
+WAITS, SURE = 16, 3
+"""Loads of which the shortest says how long any load takes beside its blocks, and how many say nothing yet."""
 
 
 class Sizes(NamedTuple):
@@ -39,12 +43,12 @@ class Load:
     """Blocks on their way for a sequence in line: ``blocks`` are all that it holds of the pool for it, those that were
     cached before included; of the last ``len(hashes)`` the contents come."""
 
-    __slots__ = ("blocks", "coming", "generation", "hashes", "seq", "slots")
+    __slots__ = ("asked_at", "blocks", "coming", "generation", "hashes", "seq", "slots")
 
-    def __init__(self, seq: Sequence, blocks: list[int], hashes: list[bytes], slots: list[int]):
+    def __init__(self, seq: Sequence, blocks: list[int], hashes: list[bytes], slots: list[int], now: float):
         self.seq, self.generation = seq, seq.generation
         self.blocks, self.hashes, self.slots = blocks, hashes, slots
-        self.coming = True
+        self.coming, self.asked_at = True, now
 
     @property
     def wanted(self) -> bool:
@@ -55,14 +59,15 @@ class Load:
 class Tier:
     """What a replica's worker keeps. ``take`` hands over what is to be moved."""
 
-    def __init__(self, sizes: Sizes, counts: TierStats):
-        self.sizes, self.counts = sizes, counts
+    def __init__(self, sizes: Sizes, counts: TierStats, clock: Callable[[], float]):
+        self.sizes, self.counts, self._clock = sizes, counts, clock
         self.host: dict[bytes, int] = {}  # hash -> slot, the one that was used longest ago first
         self.disk: set[bytes] = set()
         self.free_slots = array("i", range(sizes.slots - 1, -1, -1))
         self.pinned: dict[int, int] = {}  # slot -> loads that read it
         self.loads: dict[int, Load] = {}  # on their way, by the number of their Move
         self.held: dict[tuple, Load] = {}  # by the key of their sequence: on their way, or there
+        self.on_their_way: set[bytes] = set()  # hashes; whoever begins with the same blocks waits for these
         self._filling: dict[bytes, int] = {}  # hash -> slot that is being written
         self._writing: set[bytes] = set()  # on their way to disk
         self._stores: dict[int, list[bytes]] = {}  # asked for, by number
@@ -70,6 +75,7 @@ class Tier:
         self._moves: list[Move] = []
         self._number = self._refused = 0
         self.load_s = self.disk_s = self.token_s = 0.0
+        self._waits: deque[float] = deque(maxlen=WAITS)  # what loads took beside their blocks
 
     # -- stores
 
@@ -110,16 +116,17 @@ class Tier:
     def find(self, pool: BlockPool, hashes: list[bytes], first: int, limit: int) -> int:
         """How many of ``hashes`` from ``first`` on, before ``limit``, are kept here and not in ``pool``, one after
         another."""
-        at = first
-        while at < limit and (hashes[at] in self.host or hashes[at] in self.disk) and not pool.find([hashes[at]], 1):
+        at, host, disk = first, self.host, self.disk
+        while at < limit and ((wanted := hashes[at]) in host or wanted in disk) and not pool.holds(wanted):
             at += 1
         return at - first
 
     def worth(self, hashes: list[bytes], block_size: int) -> int:
-        """How many of these blocks, from the first on, are loaded sooner than computed, by what the worker measured."""
+        """How many of these blocks, from the first on, are loaded sooner than computed, by what was measured: seconds
+        for each block and token by the worker, and here how long a load takes at least beside that."""
         if not self.token_s:
             return len(hashes)
-        spent, best, found = 0.0, 0.0, 0
+        spent, best, found = min(self._waits) if len(self._waits) >= SURE else 0.0, 0.0, 0
         for count, block_hash in enumerate(hashes, 1):
             spent += (self.load_s if block_hash in self.host else self.disk_s) - self.token_s * block_size
             if spent <= best:
@@ -146,7 +153,8 @@ class Tier:
                 self.pinned[slot] = self.pinned.get(slot, 0) + 1
         self._pack_stores(lease)
         self._number += 1
-        load = self.loads[self._number] = self.held[seq.key] = Load(seq, cached + blocks, hashes, slots)
+        load = self.loads[self._number] = self.held[seq.key] = Load(seq, cached + blocks, hashes, slots, self._clock())
+        self.on_their_way.update(hashes)
         self._moves.append(
             Move(lease, self._number, load_blocks=i32(blocks), load_slots=i32(load.slots), load_hashes=b"".join(hashes))
         )
@@ -155,6 +163,11 @@ class Tier:
         """The load for ``seq``, on its way or there."""
         load = self.held.get(seq.key)
         return load if load is not None and load.wanted and load.seq is seq else None
+
+    def coming(self, seq: Sequence) -> bool:
+        """Blocks for ``seq`` are on their way."""
+        load = self.of(seq)
+        return load is not None and load.coming
 
     def started(self, pool: BlockPool, tokens: int) -> None:
         """A sequence has left the line and computes so many of its tokens: what was held for it it holds itself."""
@@ -223,10 +236,15 @@ class Tier:
         self.disk.difference_update(lost)
         self.load_s, self.disk_s = message.load_s or self.load_s, message.disk_s or self.disk_s
         self.token_s = message.token_s or self.token_s
+        if load is not None and not failed:
+            on_disk = load.slots.count(-1)
+            took = (len(load.slots) - on_disk) * self.load_s + on_disk * self.disk_s
+            self._waits.append(max(0.0, self._clock() - load.asked_at - took))
 
     def _arrived(self, pool: BlockPool, load: Load, failed: set[int]) -> None:
         """Its blocks may be found now, but for those that failed: these are computed."""
         load.coming = False
+        self.on_their_way.difference_update(load.hashes)
         blocks, size = load.blocks[len(load.blocks) - len(load.hashes) :], self.sizes.block_bytes
         there = [place for place in range(len(blocks)) if place not in failed]
         for place, (block_hash, slot) in enumerate(zip(load.hashes, load.slots, strict=True)):

@@ -126,6 +126,10 @@ def _of_tiers(tiers: TierStats) -> list[tuple[str, str, int]]:
     return [
         ("quire:external_prefix_cache_queries", "prompt tokens looked up outside of devices' caches", tiers.queries),
         ("quire:external_prefix_cache_hits", "prompt tokens loaded in place of being computed", hits),
+        ("quire:kv_offload_load_bytes", "bytes of blocks loaded into devices' caches",
+         tiers.host_load_bytes + tiers.disk_load_bytes),
+        ("quire:kv_offload_store_bytes", "bytes of blocks stored, in host memory and on disk",
+         tiers.host_store_bytes + tiers.disk_store_bytes),
         ("quire:kv_offload_cpu_hits", "of these, from host memory", tiers.host_hits),
         ("quire:kv_offload_disk_hits", "of these, from disk", tiers.disk_hits),
         ("quire:kv_offload_cpu_load_bytes", "bytes of blocks loaded from host memory", tiers.host_load_bytes),

@@ -7,16 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError, EngineArgs
 from ...proto.messages import Lease
 from ..kv_cache import KVCache
-from ..memory import GIB, available_memory, gib
+from ..memory import GIB, gib
 from ..models.identity import digest_of
 from .disk import HEAD, Disk
+from .host_memory import HostMemory
 from .mover import Mover
 
 if TYPE_CHECKING:
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_OF_MEMORY, MUCH_OF_MEMORY = 0.7, 0.4
-"""Of the host's available memory: a tier that takes more is refused, or warned of. vLLM's shares."""
 _PROBED = 4
 """Blocks that are moved to measure a rate."""
 
@@ -44,7 +40,7 @@ def make_mover(
     slots = host_bytes(args) // size
     if (args.swap_space or args.kv_offloading_size) and not slots:
         raise ConfigError(f"no block of {size} bytes fits {gib(host_bytes(args))} of host memory; raise swap_space.")
-    host = _host_memory(slots, size, cuda) if slots else None
+    host = HostMemory(slots, size, cuda) if slots else None
     disk = None
     if args.kv_disk_path is not None and args.kv_disk_size is not None:
         shard = model.group.shard
@@ -64,25 +60,6 @@ def host_bytes(args: EngineArgs) -> int:
     if args.kv_offloading_size:
         return int(args.kv_offloading_size * GIB) // (args.tensor_parallel_size * args.pipeline_parallel_size)
     return int(args.swap_space * GIB)
-
-
-def _host_memory(slots: int, size: int, cuda: bool) -> torch.Tensor:
-    """Pages that the system gives on first touch, or pinned ones that a GPU can copy beside its steps."""
-    total, available = slots * size, available_memory()
-    if total > MOST_OF_MEMORY * available:
-        raise ConfigError(
-            f"Too large swap space. {gib(total)} out of the {gib(available)} of available CPU memory is allocated for "
-            f"the swap space of one worker; lower swap_space (or kv_offloading_size)."
-        )
-    if total > MUCH_OF_MEMORY * available:
-        log.warning("Possibly too large swap space. %s out of the %s of available CPU memory is allocated for it",
-                    gib(total), gib(available))  # fmt: skip
-    if cuda:
-        try:
-            return torch.empty((slots, size), dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            log.warning("%s of host memory cannot be pinned (%s): blocks are copied more slowly", gib(total), error)
-    return torch.from_numpy(np.zeros((slots, size), np.uint8))
 
 
 def _say(mover: Mover, disk: Disk | None, slots: int, size: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -28,6 +27,9 @@ from ..kv_cache import KVCache
 from ..state import PlanError, column
 from ..transfer import RING
 from .disk import Disk
+from .host_memory import HostMemory
+from .line import Line
+from .rates import FEW_TOKENS, PromptRate, Rate
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +37,10 @@ WRITE_BEHIND = 256 << 20
 """Bytes that wait to be written to disk, at most; what comes then is not kept there."""
 TOLD_AT_ONCE = 4096
 """Hashes in one message, at most."""
-FEW_TOKENS = 32
-"""Prompt tokens of a step, by fewer of which no rate is measured."""
-_OLD = 0.5
-"""Weight of what was measured before."""
+HANGS_S = 5.0
+"""After so long without a block a load from disk is given up; then nothing is read until the disk answers."""
+FLUSH_S = 3.0
+"""How long a process that ends writes what waits. Whoever ends it kills it after five seconds."""
 
 
 @dataclass(slots=True)
@@ -53,65 +55,24 @@ class _Job:
     hashes: list[bytes]
     after: Any  # CUDA event: what was launched before this came
     waits: list[_Job] = field(default_factory=list)  # stores out of blocks that are loaded into
-    done: threading.Event = field(default_factory=threading.Event)
-
-
-class Rate:
-    """Seconds for each of something, by the last that were measured; 0 before any."""
-
-    def __init__(self) -> None:
-        self.each = 0.0
-
-    def add(self, count: int, seconds: float) -> None:
-        """So many took so long."""
-        if count:
-            self.each = _OLD * self.each + (1 - _OLD) * seconds / count if self.each else seconds / count
-
-
-class _Line:
-    """A thread that does what is handed over, in order."""
-
-    def __init__(self, name: str, do: Callable[[Any], None]):
-        self._do = do
-        self._queue: queue.Queue[Any] = queue.Queue()  # as short as the scheduler's bound on Moves, or WRITE_BEHIND
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def put(self, job: Any) -> None:
-        self._queue.put(job)
-
-    def empty(self) -> bool:
-        return self._queue.empty()
-
-    def join(self) -> None:
-        """Wait until all is done."""
-        self._queue.join()
-
-    def close(self) -> None:
-        """End the thread when all is done."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            try:
-                self._do(job)
-            finally:
-                self._queue.task_done()
-        self._queue.task_done()
+    done: threading.Event = field(default_factory=threading.Event)  # of a load: it is answered
+    tried: int = 0  # of a load: places that have their block, or failed to
+    failed: list[int] = field(default_factory=list)
 
 
 class Mover:
-    """One process's tiers over its cache ``kv``. ``host`` uint8 [slots, bytes of a block], or None.
+    """One process's tiers over its cache ``kv``, in ``host`` memory and on ``disk``, either of which may be None.
 
     ``send`` takes messages from any thread; ``fail`` the error of a thread here, which ends the lease.
     """
 
     def __init__(
-        self, kv: KVCache, host: torch.Tensor | None, disk: Disk | None, send: Callable[[Any], None],
+        self, kv: KVCache, host: HostMemory | None, disk: Disk | None, send: Callable[[Any], None],
         fail: Callable[[Lease, Exception], None],
     ):  # fmt: skip
-        self.kv, self.slots, self._host, self._disk, self._send, self._fail = (
-            kv, 0 if host is None else len(host), host, disk, send, fail
-        )  # fmt: skip
+        self.kv, self._memory, self._disk, self._send, self._fail = kv, host, disk, send, fail
+        self._host = None if host is None else host.pages
+        self.slots = 0 if self._host is None else len(self._host)
         self._device = kv.k[0].device
         self._cuda = self._device.type != "cpu"
         self._streams = [torch.cuda.Stream(self._device) for _ in range(3)] if self._cuda else [None] * 3
@@ -121,11 +82,14 @@ class Mover:
         self._ended_at = 0.0
         self._storing: dict[int, _Job] = {}  # by block
         self._lock = threading.Lock()
+        self._into = threading.Lock()  # held while a loaded block is written, and where it must not be any more
+        self._hangs = False  # a file is being read, for too long
         self._behind = 0  # bytes that wait to be written
         self._told: tuple[list[bytes], list[bytes]] = [], []  # written and lost, not yet sent
-        self.load, self.disk, self.token = Rate(), Rate(), Rate()
-        self._stores, self._loads = _Line("kv-stores", self._store), _Line("kv-loads", self._load_host)
-        self._reads, self._writes = _Line("kv-reads", self._load_disk), _Line("kv-writes", self._write)
+        self.load, self.disk, self.token = Rate(), Rate(), PromptRate()
+        self._stores, self._loads = Line("kv-stores", self._store), Line("kv-loads", self._load_host)
+        self._reads, self._writes = Line("kv-reads", self._load_disk), Line("kv-writes", self._write)
+        self._watch = Line("kv-watch", self._watch_load)
 
     def _page(self) -> torch.Tensor:
         return torch.empty((1, self.kv.bytes_of_block), dtype=torch.uint8, pin_memory=self._cuda)
@@ -137,21 +101,22 @@ class Mover:
         return Tiers(lease, self.slots, self._disk is not None, self.kv.bytes_of_block)
 
     def probe(self, count: int) -> tuple[float, float]:
-        """Seconds to load a block and to store one, measured on the first ``count``, which nobody uses yet."""
+        """Seconds to load a block and to store one, measured on the first ``count``, which nobody uses yet: the best
+        of a few, as each waits now and then for a processor."""
         page, after, took = self._pages[0], None, []
         if self._cuda:
             after = torch.cuda.Event()
             after.record()
-        write = self.kv.write_blocks  # its first time takes pages of the cache from the system
-        for move in (self.kv.read_blocks, write, self.kv.read_blocks, write):
+        for move in (self.kv.read_blocks, self.kv.write_blocks) * 4:  # the first takes pages from the system
             began = time.monotonic()
             with torch.inference_mode(), self._on(0, after):
                 for block in range(count):
                     move([block], page)
                 self._synchronize(0)
             took.append(max(time.monotonic() - began, 1e-9) / max(1, count))
-        self.load.add(1, took[3])
-        return took[3], took[2]
+        load_s, store_s = min(took[1::2]), min(took[::2])
+        self.load.add(1, load_s)
+        return load_s, store_s
 
     def open(self, lease: Lease) -> None:
         """A lease has begun, and Ready was sent: tell what is on disk."""
@@ -162,19 +127,27 @@ class Mover:
                 self._send(Moved(lease, written=b"".join(found[first : first + TOLD_AT_ONCE])))
 
     def end_lease(self) -> None:
-        """Nobody asks for what is under way any more; it is waited for, as it uses blocks."""
-        self._lease = None
+        """Nobody asks for what is under way any more; it is waited for, as it uses blocks. A file that is being read
+        is not, for that may take for ever: what comes of it is written nowhere."""
+        with self._into:
+            self._lease = None
+            self._synchronize(2)
         self._steps.clear()
-        for line in (self._stores, self._loads, self._reads):
+        for line in (self._stores, self._loads):
             line.join()
 
     def close(self) -> None:
-        """End the threads once they have done what they have; files that wait are written."""
-        for line in (self._stores, self._loads, self._reads):
-            line.join()
+        """End the threads once they have done what they have. What waits for the disk is written, as far as FLUSH_S
+        goes, and host memory given back."""
+        self.end_lease()
+        for line in (self._stores, self._loads, self._reads, self._watch, self._writes):
             line.close()
-        self._writes.join()
-        self._writes.close()
+        deadline = time.monotonic() + FLUSH_S
+        if not self._writes.join(FLUSH_S):
+            log.warning("%d bytes of KV blocks are not written to disk after %g s", self._behind, FLUSH_S)
+        if self._memory is not None and self._reads.join(max(0.0, deadline - time.monotonic())):
+            self._host = None
+            self._memory.close()
 
     def move(self, move: Move) -> None:
         """Begin what the scheduler asks for. Raises PlanError."""
@@ -195,7 +168,13 @@ class Mover:
             if self._disk is None and min(job.slots) < 0:
                 raise PlanError("load_slots asks for the disk, where nothing is kept")
             job.waits = self._stored_from(job.blocks)
-            (self._reads if min(job.slots) < 0 else self._loads).put(job)
+            if min(job.slots) >= 0:
+                self._loads.put(job)
+            elif self._hangs:
+                self._loaded(job, given_up=True)
+            else:
+                self._reads.put(job)
+                self._watch.put(job)
 
     def _job(self, move: Move, blocks: bytes, slots: bytes, hashes: bytes, after: Any) -> _Job:
         held = column("blocks", blocks, self.kv.num_blocks).tolist()
@@ -228,7 +207,7 @@ class Mover:
         if self._steps:
             tokens, rows, began = self._steps.popleft()
             now = time.monotonic()
-            if tokens - rows >= FEW_TOKENS:
+            if tokens - rows >= FEW_TOKENS:  # else it is of decodes
                 self.token.add(tokens, now - max(began, self._ended_at))
             self._ended_at = now
 
@@ -272,33 +251,77 @@ class Mover:
 
     def _load_disk(self, job: _Job) -> None:
         self._load(job, 2, self.disk)
+        self._hangs = False
 
     def _load(self, job: _Job, stream: int, rate: Rate) -> None:
         for store in job.waits:
             store.done.wait()
-        failed, began = [], time.monotonic()
+        began = time.monotonic()
         try:
             with torch.inference_mode(), self._on(stream, job.after):
-                for place, (block, slot, block_hash) in enumerate(zip(job.blocks, job.slots, job.hashes, strict=True)):
-                    if job.lease != self._lease:
-                        return  # nobody waits for it
-                    page = self._pages[1]
-                    if slot >= 0 and self._host is not None:
-                        page = self._host[slot : slot + 1]
-                    elif self._disk is None or not self._disk.read(block_hash, memoryview(page.numpy()[0])):
-                        failed.append(place)
-                        continue
-                    self.kv.write_blocks([block], page)
-                    if slot < 0:
-                        self._synchronize(stream)  # the page is used again
+                for place, slot in enumerate(job.slots):
+                    page = self._pages[1] if slot < 0 or self._host is None else self._host[slot : slot + 1]
+                    found = slot >= 0 or self._read(job, place, page)
+                    with self._into:
+                        if self._over(job):
+                            return  # nobody waits for it, and the block is somebody else's
+                        if found:
+                            self.kv.write_blocks([job.blocks[place]], page)
+                        else:
+                            job.failed.append(place)
+                        if slot < 0:
+                            self._synchronize(stream)  # the page is used again
+                        job.tried = place + 1
                 self._synchronize(stream)
         except Exception as error:  # noqa: BLE001  # as above
             self._fail(job.lease, error)
             return
         rate.add(len(job.blocks), time.monotonic() - began)
-        rates = self.load.each, self.disk.each, self.token.each
+        self._loaded(job)
+
+    def _read(self, job: _Job, place: int, page: torch.Tensor) -> bool:
+        """Have a file's bytes in ``page``; False where they are not to be had."""
+        if self._disk is None or self._over(job):
+            return False
+        return self._disk.read(job.hashes[place], memoryview(page.numpy()[0]))
+
+    def _over(self, job: _Job) -> bool:
+        """Nobody waits for this load any more."""
+        return job.done.is_set() or job.lease != self._lease
+
+    def _loaded(self, job: _Job, given_up: bool = False) -> None:
+        """Answer, unless it was answered before. ``given_up``: what has not come by now is computed, and a read that
+        comes back later changes nothing any more."""
+        with self._into:
+            if job.done.is_set():
+                return
+            if given_up:
+                self._synchronize(2)
+                job.failed += range(job.tried, len(job.blocks))
+            job.done.set()
+        failed, rates = job.failed, (self.load.each, self.disk.each, self.token.each)
         lost = b"".join(job.hashes[place] for place in failed if job.slots[place] < 0)
         self._answer(job, Moved(job.lease, job.number, i32(failed) if failed else b"", b"", lost, *rates))
+
+    def _watch_load(self, job: _Job) -> None:
+        """Loads from disk are watched in the order in which they are read."""
+        tried = -1
+        while not self._over(job):
+            if job.tried == tried:
+                self._hang(job)
+            if self._hangs:
+                self._loaded(job, given_up=True)
+            tried = job.tried
+            job.done.wait(HANGS_S)
+
+    def _hang(self, job: _Job) -> None:
+        """Nothing is read until the read that this job waits for comes back."""
+        with self._into:
+            if job.done.is_set():
+                return
+            self._hangs = True
+        log.warning("a file of the KV cache's disk tier was not read in %g s; blocks are computed until it answers",
+                    HANGS_S)  # fmt: skip
 
     def _write(self, item: tuple[bytes, bytes]) -> None:
         assert self._disk is not None  # nothing else is handed over

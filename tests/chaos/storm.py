@@ -70,6 +70,7 @@ class Report:
     left: dict[str, int] = field(default_factory=dict)
     drafted: int = 0  # tokens, since the scheduler started last
     kept: int = 0  # of these
+    loaded: int = 0  # prompt tokens from outside of devices' caches, since the scheduler started last
     log_errors: list[str] = field(default_factory=list)
     drain_codes: list[int] = field(default_factory=list)
 
@@ -307,6 +308,8 @@ class Storm:
             left |= {"running": stats.running, "waiting": stats.waiting, "blocks used": stats.blocks_used}
             left |= {"bad frames": stats.bad_frames}
             self.report.drafted, self.report.kept = stats.draft_tokens, sum(stats.accepted)
+            if stats.tiers is not None:
+                self.report.loaded = stats.tiers.host_hits + stats.tiers.disk_hits
             if not any((stats.running, stats.waiting, stats.blocks_used)):
                 break
             await asyncio.sleep(0.2)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from chaos.cluster import Cluster, Shape
 from chaos.faults import KILLS, PAUSES, SOCKETS, WORKERS
@@ -58,6 +59,11 @@ def test_kills_of_workers_that_share_a_model() -> None:
     check(asyncio.run(run(shape, seed=31, seconds=5.0, kinds=("kill worker", "kill scheduler"))))
 
 
-def test_everything_over_the_demo_model_with_keys() -> None:
-    shape = Shape(fake=False, tcp=True, scheduler_flags=SCHEDULER, worker_flags=["--cpu-threads=1"])
-    check(asyncio.run(run(shape, seed=21, seconds=12.0, kinds=(*KILLS, *PAUSES, *SOCKETS, *WORKERS))))
+def test_everything_over_the_demo_model_with_keys_and_tiers(tmp_path: Path) -> None:
+    """The caches hold a part of what is asked again and again; the rest is loaded from host memory and from disk."""
+    tiers = ["--swap-space=0.01", f"--kv-disk-path={tmp_path}", "--kv-disk-size=0.02"]
+    flags = ["--cpu-threads=1", "--max-model-len=512", "--num-gpu-blocks-override=120", *tiers]
+    shape = Shape(fake=False, tcp=True, scheduler_flags=SCHEDULER, worker_flags=flags)
+    report = asyncio.run(run(shape, seed=21, seconds=12.0, kinds=(*KILLS, *PAUSES, *SOCKETS, *WORKERS)))
+    check(report)
+    assert report.loaded

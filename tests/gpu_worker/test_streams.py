@@ -7,6 +7,7 @@ early, comes out wrong in some order. Each protection is taken away once, to see
 import threading
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 
 import kernel_device  # noqa: F401  # before Triton: its kernels are interpreted here
 import numpy as np
@@ -22,9 +23,14 @@ from worker_toys import CPU, GREEDY, LADDER, LEASE, Hand, Ladder, plan
 
 from quire.gpu_worker import results as sending
 from quire.gpu_worker import transfer
+from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.tiers import mover
+from quire.gpu_worker.tiers.host_memory import HostMemory
 from quire.gpu_worker.transfer import Download, Upload
 from quire.proto.checkpoint.model_config import load_model_config
+from quire.proto.codec import i8, i32
+from quire.proto.messages import Move
 from quire.proto.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: test_worker_gpu runs on it")
@@ -366,3 +372,74 @@ def test_steps_draw_what_the_cpu_draws(order, graphs, config, on_cpu):
         if graphs:
             hand.runner.capture(64, progress=False)
         assert generate(hand, prompts, 4) == expected
+
+
+# ---------------------------------------------------------------- blocks that leave the cache and come back
+
+
+class AtOnce:
+    """In the place of a thread: what is handed over is done at once."""
+
+    def __init__(self, name, do):
+        self.put = do
+
+    def empty(self):
+        return True
+
+    def join(self, seconds=None):
+        return True
+
+    def close(self):
+        pass
+
+
+def tiers(order):
+    """Blocks are stored behind the steps that wrote them, written over, and loaded behind the steps that read what was
+    in their new place before."""
+    spec, told, errors = SimpleNamespace(kv_heads=(2, 2), head_dim=8), [], []
+    with FakeCuda(values=True, choose=order) as device, torch.inference_mode():
+        kv = KVCache(spec, 4, 8, torch.float32, CUDA)
+
+        def fill(block, value):
+            page = torch.full((1, kv.bytes_of_block), value, dtype=torch.uint8).pin_memory()
+            kv.write_blocks([block], page)
+
+        def read(block):
+            page = torch.empty((1, kv.bytes_of_block), dtype=torch.uint8, pin_memory=True)
+            kv.read_blocks([block], page)
+            return page
+
+        moving = mover.Mover(kv, HostMemory(2, kv.bytes_of_block, cuda=True), None, told.append, errors.append)
+        moving.open(LEASE)
+        with device.step():
+            fill(0, 7)
+            fill(1, 8)
+        both = {"store_slots": i32([0, 1]), "store_files": i8([0, 0]), "store_hashes": b"a" * 16 + b"b" * 16}
+        moving.move(Move(LEASE, 1, i32([0, 1]), **both))
+        moving.guard(i32([0]))
+        with device.step():
+            fill(0, 9)
+            before = read(2)
+        moving.move(Move(LEASE, 2, load_blocks=i32([2, 3]), load_slots=i32([1, 0]), load_hashes=b"b" * 16 + b"a" * 16))
+        assert [each.number for each in told] == [1, 2]
+        found = [read(block) for block in (0, 2, 3)]
+        moving.close()
+        device.streams.finish()
+        assert not before.any() and [set(page.flatten().tolist()) for page in found] == [{9}, {8}, {7}]
+        assert not errors and not any(each is None for each in device._pinned.values())  # nothing stays registered
+
+
+def test_blocks_come_back_from_host_memory_in_any_order_of_streams(monkeypatch):
+    monkeypatch.setattr(mover, "Line", AtOnce)
+    for order in ORDERS:
+        tiers(order)
+
+
+@pytest.mark.parametrize("left_out", ["_on", "_synchronize"])
+def test_copies_of_blocks_that_wait_for_nothing_are_seen(monkeypatch, left_out):
+    monkeypatch.setattr(mover, "Line", AtOnce)
+    if left_out == "_on":  # not behind what was launched before
+        monkeypatch.setattr(mover.Mover, "_on", lambda self, number, after: torch.cuda.stream(self._streams[number]))
+    else:  # it is said to be done before it is
+        monkeypatch.setattr(mover.Mover, "_synchronize", lambda self, number: None)
+    assert found_wrong(tiers)

@@ -16,9 +16,13 @@ import torch
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.state import PlanError
 from quire.gpu_worker.tiers import disk as disk_module
+from quire.gpu_worker.tiers import host_memory
+from quire.gpu_worker.tiers import mover as mover_module
 from quire.gpu_worker.tiers.disk import HEAD, MAGIC, Disk
+from quire.gpu_worker.tiers.host_memory import HostMemory
 from quire.gpu_worker.tiers.keeper import Keeper
 from quire.gpu_worker.tiers.mover import Mover
+from quire.gpu_worker.tiers.rates import KEPT, PromptRate, Rate
 from quire.gpu_worker.tiers.together import Together
 from quire.proto.codec import from_i32, i8, i32
 from quire.proto.config import ConfigError, EngineArgs
@@ -160,7 +164,7 @@ class Moves:
         self.kv = KVCache(SPEC, 6, 8, dtype, torch.device("cpu"))
         for block in range(6):
             self.fill(block, block)
-        host = torch.zeros((slots, self.kv.bytes_of_block), dtype=torch.uint8) if slots else None
+        host = HostMemory(slots, self.kv.bytes_of_block, cuda=False) if slots else None
         self.told: queue.SimpleQueue[Moved] = queue.SimpleQueue()
         self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self.mover = Mover(self.kv, host, disk, self.told.put, lambda lease, error: self.errors.put(error))
@@ -274,6 +278,105 @@ def test_loads_of_a_lease_that_ended_change_nothing_more():
     moves.mover.move(Move(LEASE, 2, load_blocks=i32([1]), load_slots=i32([0]), load_hashes=NAMES[2]))
     moves.mover.close()
     assert moves.content(1) == 1 and moves.told.empty()
+
+
+def test_what_a_disk_does_not_answer_is_computed_until_it_does(tmp_path, monkeypatch, caplog):
+    size = Moves(slots=0).kv.bytes_of_block
+    disk, reads, go_on = Disk(tmp_path / "kv", 1 << 20, size), queue.SimpleQueue(), queue.SimpleQueue()
+    moves = Moves(slots=0, disk=disk)
+    moves.move(**stores([2, 5], [-1, -1], [1, 1]))
+    moves.written(2)
+    reading, watch = disk.read, moves.mover._watch.put
+
+    def hung(block_hash: bytes, into: memoryview) -> bool:
+        reads.put(None)
+        go_on.get(timeout=20)
+        return reading(block_hash, into)
+
+    monkeypatch.setattr(disk, "read", hung)
+    monkeypatch.setattr(moves.mover._watch, "put", lambda job: (reads.get(timeout=20), watch(job)))
+    monkeypatch.setattr(mover_module, "HANGS_S", 0.0)
+    asked = {"load_blocks": i32([0, 1]), "load_slots": i32([-1, -1]), "load_hashes": NAMES[2] + NAMES[5]}
+    with caplog.at_level(logging.WARNING):
+        given_up, at_once = moves.move(**asked), moves.move(**asked)  # the second is not even tried
+    assert [from_i32(each.failed) for each in (given_up, at_once)] == [[0, 1]] * 2
+    assert given_up.lost == NAMES[2] + NAMES[5] and len(caplog.records) == 1
+    go_on.put(None)
+    moves.mover._reads.join(20)
+    assert [moves.content(block) for block in (0, 1)] == [0, 1]  # they are somebody else's by now
+    monkeypatch.setattr(mover_module, "HANGS_S", 20.0)
+    for _ in range(2):
+        go_on.put(None)
+    assert moves.move(**asked).failed == b"" and [moves.content(block) for block in (0, 1)] == [2, 5]
+    moves.mover.close()
+
+
+def test_a_read_that_hangs_holds_up_neither_the_next_lease_nor_the_end(tmp_path, monkeypatch):
+    size = Moves(slots=0).kv.bytes_of_block
+    disk, go_on, reads = Disk(tmp_path / "kv", 1 << 20, size), queue.SimpleQueue(), queue.SimpleQueue()
+    moves = Moves(disk=disk)
+
+    def hung(block_hash: bytes, into: memoryview) -> bool:
+        reads.put(None)
+        go_on.get(timeout=20)
+        return True
+
+    monkeypatch.setattr(disk, "read", hung)
+    monkeypatch.setattr(mover_module, "FLUSH_S", 0.0)
+    moves.mover.move(Move(LEASE, 1, load_blocks=i32([0]), load_slots=i32([-1]), load_hashes=NAMES[2]))
+    reads.get(timeout=20)
+    moves.mover.end_lease()
+    moves.mover.close()
+    go_on.put(None)
+    moves.mover._reads.join(20)
+    assert moves.content(0) == 0 and moves.told.empty()
+
+
+def test_what_waits_for_the_disk_is_written_at_the_end_within_a_bound(tmp_path, monkeypatch, caplog):
+    size = Moves(slots=0).kv.bytes_of_block
+    disk, go_on = Disk(tmp_path / "kv", 1 << 20, size), threading.Event()
+    writing = disk.write
+    monkeypatch.setattr(disk, "write", lambda *given: (go_on.wait(20), writing(*given))[1])
+    moves = Moves(slots=0, disk=disk)
+    moves.mover.move(Move(LEASE, 1, **stores([2, 5], [-1, -1], [1, 1])))
+    monkeypatch.setattr(mover_module, "FLUSH_S", 0.0)
+    with caplog.at_level(logging.WARNING):
+        moves.mover.close()
+    assert f"{2 * size} bytes of KV blocks are not written" in caplog.text
+    go_on.set()
+    monkeypatch.setattr(mover_module, "FLUSH_S", 20.0)
+    other = Moves(slots=0, disk=disk)
+    other.mover.move(Move(LEASE, 1, **stores([3], [-1], [1])))
+    other.mover.close()
+    assert NAMES[3] in disk
+
+
+def test_rates_are_what_most_take():
+    rate = Rate()
+    for seconds in [1.0] * KEPT + [4.0, 90.0]:
+        rate.add(2, seconds)
+    assert rate.each == 0.5
+    prompts = PromptRate()
+    for _ in range(3):
+        prompts.add(40, 0.4)  # mostly what a step takes however few its tokens are
+        prompts.add(400, 0.8)
+    prompts.add(800, 90.0)  # once: it says nothing
+    prompts.add(5, 1e-9)
+    assert prompts.each == 0.002
+
+
+def test_all_workers_of_a_machine_count_where_memory_is_shared_out(monkeypatch, caplog):
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 1000)
+    with pytest.raises(ConfigError, match="swap space of one worker; lower swap_space"):
+        host_memory.check_room(701)
+    with caplog.at_level(logging.WARNING):
+        host_memory.check_room(401)
+    assert "Possibly too large swap space" in caplog.text
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(host_memory, "available_memory", lambda: total)
+    monkeypatch.setenv(host_memory.LOCAL_WORKERS, "3")
+    with pytest.raises(ConfigError, match="swap space of 3 workers"):
+        host_memory.check_room(total // 4)
 
 
 def test_the_processes_of_a_replica_answer_as_one():

@@ -17,7 +17,7 @@ class Kept:
     """A tier, and the pool of its replica."""
 
     def __init__(self, slots: int = 4, disk: bool = False, blocks: int = 20):
-        self.tier = Tier(Sizes(slots, disk, 64, SIZE), TierStats())
+        self.tier = Tier(Sizes(slots, disk, 64, SIZE), TierStats(), lambda: 0.0)
         self.pool = TieredPool(blocks, True, self.tier)
         self.held: list[list[int]] = []  # blocks of those who run
 

@@ -12,11 +12,14 @@ from scheduler_rig import VOCAB, Rig
 from quire.proto.codec import BadFrame, from_i8, from_i32, i32
 from quire.proto.hashing import hash_blocks
 from quire.proto.messages import Lease, Move, Moved, TierStats
+from quire.scheduler import planner
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.fake.fake_model import expected_tokens
 from quire.scheduler.fake.page_store import PageStore
+from quire.scheduler.placement import cached_prefix
 from quire.scheduler.replica import Replica
-from quire.scheduler.tiers import MAX_LOADS, MEASURED_AGAIN, Sizes, Tier
+from quire.scheduler.request import Sequence
+from quire.scheduler.tiers import MAX_LOADS, MEASURED_AGAIN, SURE, Sizes, Tier
 
 
 class TieredRig(Rig):
@@ -37,7 +40,7 @@ class TieredRig(Rig):
             config.max_num_seqs, blocks, size, self.vocab, slots=self.slots, disk=self.disk
         )  # fmt: skip
         self.plans[number], self.loads[number] = deque(), []
-        tier = Tier(Sizes(self.slots, self.disk is not None, 8 * size, size), self.core.count_tiers())
+        tier = Tier(Sizes(self.slots, self.disk is not None, 8 * size, size), self.core.count_tiers(), self.core.clock)
         replica = Replica(
             number, lease, f"w{number}", config.max_num_seqs, blocks, size, self.max_model_len, self.vocab,
             config.enable_prefix_caching, tier=tier,
@@ -226,6 +229,65 @@ def test_what_was_loaded_for_those_in_line_makes_room():
         assert rig.tokens[uid, 0] == expected_tokens([*prompt, 1, 2, 3], uid, 2, VOCAB)
 
 
+def test_what_a_load_takes_beside_its_blocks_counts():
+    """Four blocks of eight tokens that are computed in 32 ms."""
+    rig = small()
+    prompt = rig.prompt(36, 77)
+    rig.whole(prompt)
+
+    def again(answered_after: float) -> int:
+        """How many of its tokens were loaded."""
+        rig.crowd()
+        rig.hold = True
+        uid = rig.submit(prompt, max_tokens=1)
+        rig.step()
+        rig.now += answered_after
+        rig.arrive(release=True)
+        rig.hold = False
+        rig.run()
+        return rig.started[uid]
+
+    assert [again(0.040) for _ in range(SURE)] == [32] * SURE
+    rig.tier.moved(rig.replica.pool, Moved(rig.replica.lease, load_s=0.001, token_s=0.001))
+    assert again(0.040) == 0
+    rig.tier._waits.append(0.020)  # the shortest counts: others had to wait for steps
+    assert again(0.040) == 32
+
+
+def test_a_preempted_sequence_is_computed_where_that_is_sooner():
+    rig = small(blocks=9, max_num_seqs=2)
+    rig.tier.moved(rig.replica.pool, Moved(rig.replica.lease, load_s=1.0, token_s=0.001))
+    a, b = (rig.submit(rig.prompt(24, salt), max_tokens=30, ignore_eos=True) for salt in (1, 2))
+    rig.run()
+    assert rig.core.preemptions and not loads(rig)
+    for uid, salt in ((a, 1), (b, 2)):
+        assert rig.tokens[uid, 0] == expected_tokens(rig.prompt(24, salt), uid, 30, VOCAB)
+
+
+def test_what_many_begin_with_is_loaded_once_and_a_plan_does_not_look_through_their_line(monkeypatch):
+    rig = TieredRig(slots=2000, blocks=200, max_num_seqs=8)
+    prompt = rig.prompt(120, 500)
+    rig.whole(prompt, 1)
+    for _ in range(10):
+        rig.crowd(5, 200)
+    looked: list[int] = []
+
+    def look(replica: Replica, seq: Sequence) -> list[int]:
+        looked.append(seq.uid)
+        return cached_prefix(replica, seq)
+
+    monkeypatch.setattr(planner, "cached_prefix", look)
+    rig.hold = True
+    for _ in range(4 * planner.LOADING_LOOKAHEAD):
+        rig.submit(prompt, max_tokens=1)
+    rig.plan()
+    assert len(rig.tier.loads) == 1 and len(looked) <= planner.LOADING_LOOKAHEAD
+    rig.hold = False
+    rig.arrive()
+    rig.run()
+    assert len(rig.ends) == rig.last_uid and len(loads(rig)) == 1
+
+
 def test_only_so_many_loads_are_under_way():
     rig = TieredRig(slots=2000, blocks=200, max_num_seqs=MAX_LOADS + 4)
     prompts = [rig.prompt(12, salt) for salt in range(500, 500 + MAX_LOADS + 2)]
@@ -245,7 +307,7 @@ def test_only_so_many_loads_are_under_way():
 
 
 def tier_of(slots: int = 2, disk: bool = False) -> Tier:
-    return Tier(Sizes(slots, disk, 64, 8), TierStats())
+    return Tier(Sizes(slots, disk, 64, 8), TierStats(), lambda: 0.0)
 
 
 def test_the_oldest_makes_room_and_one_that_is_used_stays():

@@ -192,6 +192,14 @@ BROKEN: dict[str, Fault] = {
             "heads.append((first.key[0], -counts[account],",
         ),
     ),
+    "passed over for want of room": Fault(
+        "whose blocks could be loaded, were there room for them, is passed over as if they were on their way",
+        (
+            "scheduler.planner:_loads",
+            "if not count or not _finds_room(replica, seq, cached):\n        return False",
+            "if not count or not _finds_room(replica, seq, cached):\n        return bool(count)",
+        ),
+    ),
     "priority ignored": Fault(
         "requests wait in the order in which they came, whatever their priority",
         ("scheduler.intake:take_in", 'books.config.scheduling_policy == "priority"', "False"),

@@ -125,7 +125,7 @@ class FakeCuda(TorchDispatchMode):
         self.capturing: Graph | None = None
         self.allocated = self.peak = 0
         self.graphs: list[Graph] = []
-        self._pinned: dict[int, torch.UntypedStorage] = {}
+        self._pinned: dict[int, torch.UntypedStorage | None] = {}  # by address; what torch did not allocate: None
         self._exit = ExitStack()
         self.properties = SimpleNamespace(
             name="a device that is not there", major=capability[0], minor=capability[1], multi_processor_count=132,
@@ -225,6 +225,18 @@ class FakeCuda(TorchDispatchMode):
         storage = tensor.untyped_storage()
         self._pinned[storage.data_ptr()] = storage
         return tensor
+
+    def register(self, address: int, size: int, flags: int) -> int:
+        """In the place of cudaHostRegister."""
+        self.note("pin", "host memory registered")
+        self._pinned[address] = None
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """In the place of cudaHostUnregister."""
+        self.note("pin", "host memory unregistered")
+        del self._pinned[address]
+        return 0
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._pinned
@@ -566,6 +578,7 @@ def _stand_ins(device: FakeCuda) -> Iterator[tuple[Any, str, Any]]:
         "default_stream": lambda where=None: streams.default,
         "stream": lambda stream: _Within(streams, stream),
         "synchronize": synchronize,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=device.register, cudaHostUnregister=device.unregister),
         "CUDAGraph": functools.partial(Graph, device),
         "graph": functools.partial(_Capture, device),
         "graph_pool_handle": lambda: (0, 0),
