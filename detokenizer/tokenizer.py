@@ -20,7 +20,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are the par
 
 from tokenizers import Tokenizer
 
-from ..proto.checkpoint.tokenizer_files import NAMED, chat_templates, mark_special, named_tokens, tokenizer_config
+from ..proto.checkpoint.chat_templates import templates_of, tokenizer_config
+from ..proto.checkpoint.tokenizer_files import NAMED, mark_special, named_tokens
 from ..proto.config import ConfigError
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def load_tokenizer(
     """Load the tokenizer of a model's folder. Raises ConfigError with the remedy where there is none."""
     folder = Path(path)
     config = tokenizer_config(folder)
-    templates = _templates(folder, config, chat_template)
+    templates = templates_of(folder, config, chat_template)
     ends: Iterable[str] = ()
     if not (folder / "tokenizer.json").exists():
         from ..proto.checkpoint.tokenizers_own import own_tokenizer  # only such folders need it
@@ -113,23 +114,6 @@ def _longest(backend: Tokenizer) -> int | None:
         return None
     shrink = 1 if backend.normalizer is None else 4  # composing (NFC) makes at most four characters one
     return shrink * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-
-
-# ---------------------------------------------------------------- chat templates
-
-
-def _templates(folder: Path, config: dict[str, Any], chosen: str | None) -> dict[str, str]:
-    """Templates by name. A ``--chat-template`` (a file, or the template itself) stands for all of the model's."""
-    return chat_templates(folder, config) if chosen is None else {"default": _chosen_template(chosen)}
-
-
-def _chosen_template(chosen: str) -> str:
-    try:
-        return Path(chosen).read_text("utf-8")
-    except (OSError, ValueError) as error:
-        if any(mark in chosen for mark in "{}\n"):
-            return chosen
-        raise ConfigError(f"chat template {chosen!r} is neither a readable file nor a template: {error}") from error
 
 
 # ---------------------------------------------------------------- the slow way

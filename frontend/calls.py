@@ -176,14 +176,20 @@ class Call:
     def _rich(self, choice: Choice, event: StreamEvent) -> bytes:
         """The same with logprobs and token ids: a chunk has those of its event, and comes even while text is held."""
         data = b"" if choice.opened else self._rich_opening(choice)
+        if self._body.prompt_only:
+            if not event.finish:
+                return data
+            event = StreamEvent(event.index, finish=event.finish)
+        reason, more, usage = self._taken(choice, event)
+        reason = "length" if self._body.prompt_only else reason
+        return data + self._chunks.rich(choice.index, event.text, more, reason, event.stop_reason, usage)
+
+    def _taken(self, choice: Choice, event: StreamEvent) -> tuple[str | None, dict[str, Any], dict[str, object] | None]:
+        """Count an event; why its choice ended (None: it has not), what its chunk carries beside text, and usage."""
         reason = None
         if event.finish:
             reason = _reason(event.finish)
             self._metrics.finished(reason)
-        if self._body.prompt_only:
-            if reason is None:
-                return data
-            event, reason = StreamEvent(event.index), "length"
         if count := len(event.tokens):
             self._note(choice, count)
         usage = self._usage_of(choice) if self._continuous else None
@@ -192,7 +198,7 @@ class Call:
             more["logprobs"] = choice.logprobs.of(event.logprobs)
         if self._extras is not None and self._extras.token_ids:
             more["token_ids"] = event.tokens
-        return data + self._chunks.rich(choice.index, event.text, more, reason, event.stop_reason, usage)
+        return reason, more, usage
 
     def _rich_opening(self, choice: Choice) -> bytes:
         choice.opened = True

@@ -7,13 +7,15 @@ from typing import Any
 
 from aiohttp import web
 
+from ..client.results import StreamEvent
 from ..client.stream import RequestStream
-from .calls import Call, Ended, answer
+from .calls import Call, Choice, Ended, answer
 from .extras import ChatLogprobs, Extras, prompt_logprobs
 from .front import FRONT, request_id
 from .prompts import text_of
 from .schema import ChatRequest
 from .sse import ChatChunks
+from .tool_choice import ChoiceReader, Reading
 
 ROLE = "assistant"
 
@@ -26,10 +28,17 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     front.check_generates("Chat Completions")
     messages = body.conversation()
     params = front.params(body)
+    reading = body.reading(front.settings.tool_parser, front.settings.reasoning_parser)
+    if reading is not None:
+        reading.bind(params)
     await front.wait_ready()
     streams = front.submit(request, [{"messages": messages}], params, body, template=body.template())
     echo = _last_words(messages) if body.echo else ""
-    call = Call(streams, body, params, front.metrics, (lambda _: echo) if echo else None)
+    prefix = (lambda _: echo) if echo else None
+    if reading is None:
+        call = Call(streams, body, params, front.metrics, prefix)
+    else:
+        call = ReadCall(reading, streams, body, params, front.metrics, prefix)
     id, created = request_id(request, body, "chatcmpl-"), int(time.time())
     if body.stream:
         include_usage, continuous = body.usage_options()
@@ -44,19 +53,55 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             "object": "chat.completion",
             "created": created,
             "model": model,
-            "choices": [_choice(choice, extras) for choice in choices],
+            "choices": [_choice(choice, extras, reading) for choice in choices],
             "usage": usage,
             **_of_prompt(streams[0], extras),
         },
     )
 
 
-def _choice(choice: Ended, extras: Extras) -> dict[str, Any]:
+class ReadCall(Call):
+    """A call whose text is read on its way: what is a thought or a call of a tool is told as such."""
+
+    def __init__(self, reading: Reading, *args: Any):
+        super().__init__(*args)
+        self._reading = reading
+        self._readers: dict[int, ChoiceReader] = {}
+        self._render = self._read
+
+    async def stream(self, request: web.Request, chunks: ChatChunks, stall_s: float) -> web.StreamResponse:  # type: ignore[override]
+        self._deltas = chunks
+        return await super().stream(request, chunks, stall_s)
+
+    def _read(self, choice: Choice, event: StreamEvent) -> bytes:
+        """The chunk of one event; empty while nothing of it is certain and nothing else is to be told."""
+        data = b"" if choice.opened else self._rich_opening(choice)
+        reader = self._readers.get(choice.index)
+        if reader is None:
+            prompt = self._streams[choice.prompt].accepted
+            reader = self._readers[choice.index] = self._reading.reader(prompt.prompt if prompt else None)
+        delta = reader.delta(event.text, bool(event.finish))
+        reason, more, usage = self._taken(choice, event)
+        if reason is not None:
+            reason = reader.reason(reason)
+        elif not delta and not more:
+            return data
+        return data + self._deltas.delta(choice.index, delta, more, reason, event.stop_reason, usage)
+
+
+def _choice(choice: Ended, extras: Extras, reading: Reading | None) -> dict[str, Any]:
+    message, reason = {"content": choice.text}, choice.reason
+    if reading is not None:
+        accepted = choice.stream.accepted
+        reader = reading.reader(accepted.prompt if accepted else None)
+        message, reason = reader.message(choice.text), reader.reason(reason)
+    if choice.echo:
+        message["content"] = choice.echo + (message["content"] or "")
     return {
         "index": choice.index,
-        "message": {"role": ROLE, "content": (choice.echo or "") + choice.text, "refusal": None},
+        "message": {"role": ROLE, **message, "refusal": None},
         "logprobs": ChatLogprobs(extras).of(choice.logprobs),
-        "finish_reason": choice.reason,
+        "finish_reason": reason,
         "stop_reason": choice.stop,
         "token_ids": choice.tokens if extras.token_ids else None,
     }

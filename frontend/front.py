@@ -57,6 +57,8 @@ class Settings:
     again_s: float = 2.0  # when to ask again where it was
     adapters: AdapterFolders | None = None  # None: --enable-lora was not given
     modules: list[AdapterEntry] = field(default_factory=list)  # --lora-modules
+    tool_parser: str | None = None  # what finds calls of tools where a model may choose to make some
+    reasoning_parser: str | None = None  # what tells thoughts from answers
     lora_root: str | None = None  # the folder below which adapters may be loaded from over HTTP
 
 

@@ -7,6 +7,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Collection
+from pathlib import Path
 
 from aiohttp import web
 
@@ -14,7 +16,8 @@ from ..client.adapter_folders import AdapterFolders, parse_modules
 from ..client.engine import Engine
 from ..client.offline.defaults import default_sampling
 from ..client.results import RequestError
-from ..proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder
+from ..proto.checkpoint.chat_templates import templates_of, tokenizer_config
+from ..proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.event_loop import new_loop
@@ -34,6 +37,7 @@ from .auth import keys_of
 from .front import FRONT, Front, Settings
 from .port import ClaimedSite, claim, listen, url_of
 from .protocol import Runner
+from .tools import REASONING_PARSERS, TOOL_PARSERS, detect
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +69,8 @@ def main() -> None:
 
 def settings_of(args: EngineArgs) -> Settings:
     """Settings by the flags, the environment and the model's folder. Raises ConfigError."""
-    model = config_of(args, model_folder(args))
+    folder = model_folder(args)
+    model = config_of(args, folder)
     pooler = pooler_of(model, args)  # may lower max_model_len
     defaults = default_sampling(model.generation, args.generation_config, args.override_generation_config)
     if "max_tokens" in defaults:  # not a request's own mistake where it is too much
@@ -94,7 +99,29 @@ def settings_of(args: EngineArgs) -> Settings:
         defaults=defaults,
         ceiling=defaults.get("max_tokens") if said else None,  # by flag it binds all; the model's own is a suggestion
         pooler=pooler,
+        tool_parser=None if pooler is not None else _tool_parser(args, folder),
+        reasoning_parser=_known("reasoning_parser", args.reasoning_parser, REASONING_PARSERS),
     )
+
+
+def _tool_parser(args: EngineArgs, folder: str) -> str | None:
+    """``--tool-call-parser``, or the one whose form the chat template shows. Raises ConfigError."""
+    named = _known("tool_call_parser", args.tool_call_parser, TOOL_PARSERS)
+    if named is not None or not args.enable_auto_tool_choice or args.skip_tokenizer_init:
+        return named if args.enable_auto_tool_choice else None
+    home = Path(tokenizer_folder(args, folder))
+    templates = templates_of(home, tokenizer_config(home), args.chat_template)
+    found = detect(templates.get("tool_use") or templates.get("default") or "")
+    if found is not None:
+        log.info("calls of tools are read by --tool-call-parser %s, which the chat template shows", found)
+    return found
+
+
+def _known(flag: str, name: str | None, parsers: Collection[str]) -> str | None:
+    if name is not None and name not in parsers:
+        told = ", ".join(sorted(parsers))
+        raise ConfigError(f"{flag} must be one of {told}; got {name!r:.80}.")
+    return name
 
 
 def _modules(folders: AdapterFolders | None, texts: list[str], names: list[str]) -> list[AdapterEntry]:

@@ -19,6 +19,7 @@ from .extras import Extras
 from .parsing import Request, check_salt, parse
 from .prompts import MAX_PROMPTS, conversation_of, prompts_of, template_of
 from .structured import OBJECT, form_field, form_of
+from .tool_choice import Reading, choice_of, reading_of, shown, tools_of
 
 __all__ = ["MAX_CHOICES", "MAX_PROMPTS", "ChatRequest", "CompletionRequest", "GenerateRequest", "parse"]
 
@@ -41,13 +42,10 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_embeds": (),
     "prompt_token_ids": (),
-    "reasoning_effort": ("none",),
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "suffix": ("",),
     "thinking_token_budget": (-1,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncation_side": ("left",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -204,7 +202,9 @@ class GenerateRequest(Request, kw_only=True):
         names = self.own_names()
         words = known.message
         for name in {known.param, "max_tokens"} & names.keys():
-            words = re.sub(rf"(?<![\w-]){name}(\.(json|regex|choice|grammar|json_object))?\b", names[name], words)
+            words = re.sub(
+                rf"(?<![\w-]){name}(\.(json|regex|choice|grammar|json_object|structural_tag))?\b", names[name], words
+            )
         if words == known.message and known.param not in names:
             return known
         return ApiError(known.status, words, names.get(known.param, known.param), known.retry_after)
@@ -278,6 +278,11 @@ class ChatRequest(GenerateRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -290,6 +295,8 @@ class ChatRequest(GenerateRequest):
 
     def own_names(self) -> dict[str | None, str]:
         names = {**GenerateRequest.own_names(self), "logprobs": "top_logprobs"}
+        if self.tools is not None and form_field(self) is None:
+            names[OBJECT] = "tools"
         return names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
 
     def check(self) -> None:
@@ -297,11 +304,28 @@ class ChatRequest(GenerateRequest):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
 
+    def reading(self, parser: str | None, reasoning: str | None) -> Reading | None:
+        """How the answer is read by the server's parsers; None: as it comes. Raises ApiError."""
+        if self.tools is None and self.tool_choice is None and reasoning is None:
+            return None
+        tools = tools_of(self.tools)
+        choice = choice_of(self.tool_choice, tools)
+        one, thoughts = self.parallel_tool_calls is False, self.include_reasoning is not False
+        return reading_of(tools, choice, one, thoughts, form_field(self) is not None, parser, reasoning)
+
     def template(self) -> dict[str, Any]:
-        """How the chat template is to be rendered; the detokenizer refuses what cannot be."""
-        return template_of(
-            self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs, self.add_special_tokens
-        )
+        """How the chat template is to be rendered; the detokenizer refuses what cannot be. A model that is to call no
+        tools is told of none."""
+        kwargs = self.chat_template_kwargs
+        if self.reasoning_effort is not None:
+            effort: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+            if self.reasoning_effort == "none":
+                effort["enable_thinking"] = False
+            kwargs = {**effort, **(kwargs or {})}
+        template = template_of(self.add_generation_prompt, self.continue_final_message, kwargs, self.add_special_tokens)
+        if self.tools is not None and self.tool_choice != "none":
+            template["tools"] = [shown(tool) for tool in self.tools]
+        return template
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages, each with a role, all their parts as parts of text. Raises ApiError."""

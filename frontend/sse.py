@@ -141,7 +141,14 @@ class ChatChunks(Chunks):
         self, index: int, text: str, more: dict[str, Any], reason: str | None = None, stop: int | str | None = None,
         usage: dict[str, object] | None = None,
     ) -> bytes:  # fmt: skip
-        choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": reason, **more}
+        return self.delta(index, {"content": text}, more, reason, stop, usage)
+
+    def delta(
+        self, index: int, delta: dict[str, Any], more: dict[str, Any], reason: str | None = None,
+        stop: int | str | None = None, usage: dict[str, object] | None = None,
+    ) -> bytes:  # fmt: skip
+        """A chunk of any delta, as ``rich`` makes it of text."""
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
         return self._choice(choice if reason is None else {**choice, "stop_reason": stop}, usage)
 
 

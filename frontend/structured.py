@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import msgspec
+
 from ..proto.structured import StructuredOutputsParams
 from .errors import ApiError
 from .parsing import kind_of
@@ -79,7 +81,9 @@ def _of_format(given: Any) -> dict[str, Any] | None:
             return {"json_object": True}
         case "json_schema":
             return {"json": _schema(given.get("json_schema"))}
-    raise _bad(f".type must be text, json_object or json_schema, got {given.get('type')!r:.80}")
+        case "structural_tag":
+            return {"structural_tag": msgspec.json.encode(given).decode()}
+    raise _bad(f".type must be text, json_object, json_schema or structural_tag, got {given.get('type')!r:.80}")
 
 
 def _schema(named: Any) -> dict[str, Any] | bool:

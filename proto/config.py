@@ -76,13 +76,15 @@ class EngineArgs:
         "auto", _WORK, "whose model runs: auto: quire's where it knows the architecture, else transformers' with "
         "quire's attention", ("auto", "quire", "transformers"),
     )  # fmt: skip
-    tokenizer: str | None = _flag(None, _WORDS, "folder or hub id of the tokenizer (default: the model's)")
+    tokenizer: str | None = _flag(None, _MODEL, "folder or hub id of the tokenizer (default: the model's)")
     tokenizer_mode: str = _flag("auto", _TEXT, "auto: the fast tokenizer if there is one", ("auto", "slow"))
-    tokenizer_revision: str | None = _flag(None, _WORDS, "branch, tag or commit of the tokenizer")
+    tokenizer_revision: str | None = _flag(None, _MODEL, "branch, tag or commit of the tokenizer")
     skip_tokenizer_init: bool = _flag(
         False, ("frontend", "detokenizer", "gpu_worker"), "no tokenizer: prompts are token ids, and no text comes out"
     )
-    chat_template: str | None = _flag(None, _TEXT, "a jinja file, or the template itself, in place of the model's")
+    chat_template: str | None = _flag(
+        None, ("frontend", "detokenizer"), "a jinja file, or the template itself, in place of the model's"
+    )
     load_format: str = _flag(
         "auto", _WORK, "auto: safetensors; pt: pickled tensors (.bin, .pt); dummy: random weights by config",
         ("auto", "safetensors", "pt", "dummy"),
@@ -243,6 +245,17 @@ class EngineArgs:
         None, _HTTP, "the key that routes of administrators ask for, which are there only with one (/sleep, /wake_up, "
         "/is_sleeping, /v1/load_lora_adapter, /v1/unload_lora_adapter); several as for --api-key; also "
         "QUIRE_ADMIN_API_KEY", several=True,
+    )  # fmt: skip
+    enable_auto_tool_choice: bool = _flag(
+        True, _HTTP, "let models choose whether to call tools, where it is known how they write calls"
+    )
+    tool_call_parser: str | None = _flag(
+        None, _HTTP, "how the model writes calls of tools: hermes, llama3_json, ... (docs/tools.md; default: by its "
+        "chat template)",
+    )  # fmt: skip
+    reasoning_parser: str | None = _flag(
+        None, _HTTP, "how the model writes its thoughts, told as reasoning: deepseek_r1, qwen3, ... (docs/tools.md; "
+        "default: they are part of the answer)",
     )  # fmt: skip
     max_request_bytes: int = _flag(8 * 2**20, _HTTP, "largest request body in bytes; more gets 413")
     max_n: int = _flag(128, _HTTP, "most choices of one prompt, n and best_of, that a request may ask for")

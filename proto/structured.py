@@ -9,11 +9,11 @@ import msgspec
 MAX_CHARACTERS = 2**18
 """Characters that a schema, pattern, grammar or list of choices may have."""
 
-_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The form of an output; exactly one of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object`` is given.
+    """The form of an output; exactly one of the first five, or ``structural_tag``, is given.
 
     Args:
         json: a JSON schema, as an object or as text.
@@ -25,6 +25,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         disable_additional_properties: objects have no properties but those their schema names.
         whitespace_pattern: regular expression of what may stand between the parts of JSON (default: a blank, or a line
             break and at most 40 blanks).
+        structural_tag: JSON text of free text with parts that have a form (`proto/grammars/structural_tags.py`).
 
     Raises:
         ValueError: none or several are given, or one has the wrong type.
@@ -38,6 +39,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    structural_tag: str | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -54,7 +56,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def _check_types(self) -> None:
         if self.json is not None and not isinstance(self.json, (str, dict, bool)):
             raise ValueError(f"structured_outputs.json must be a JSON schema, got {type(self.json).__name__}.")
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        for name in ("regex", "grammar", "whitespace_pattern", "structural_tag"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"structured_outputs.{name} must be a string that is not empty, got {value!r:.80}.")
@@ -68,7 +70,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.json_object is not None and self.json_object is not True:
             raise ValueError(f"structured_outputs.json_object must be true, got {self.json_object!r:.80}.")
         size = sum(map(len, self.choice or ()))
-        texts = (self.json, self.regex, self.grammar, self.whitespace_pattern)
+        texts = (self.json, self.regex, self.grammar, self.whitespace_pattern, self.structural_tag)
         size += sum(len(text) for text in texts if isinstance(text, str))
         if isinstance(self.json, dict):
             try:

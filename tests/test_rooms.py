@@ -69,7 +69,7 @@ FLOORS = {
         "client.supervisor",
         "client.offline",
     ],
-    "frontend": ["frontend"],
+    "frontend": ["frontend.tools", "frontend"],
     "cli": ["cli"],
 }
 """Of each service from the ground up: modules, or packages with all that is not named apart. Beside its own floor and

@@ -22,7 +22,8 @@ def load_tokenizer(args: EngineArgs) -> Any:
 
 def _own(folder: Path) -> Any:
     """The tokenizer of a folder whose vocabulary transformers cannot read without code of the folder's own, or None."""
-    from ...proto.checkpoint.tokenizer_files import chat_templates, extra_tokens, named_tokens
+    from ...proto.checkpoint.chat_templates import chat_templates
+    from ...proto.checkpoint.tokenizer_files import extra_tokens, named_tokens
     from ...proto.checkpoint.tokenizers_own import own_tokenizer
 
     own = own_tokenizer(folder)

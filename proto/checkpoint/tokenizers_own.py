@@ -22,9 +22,11 @@ from ..config import ConfigError
 from . import tokenizers_chat as chats
 from . import tokenizers_sentencepiece as sentencepiece
 from . import tokenizers_tiktoken as tiktoken
+from .chat_templates import tokenizer_config
 from .gguf import gguf_file
 from .gguf_tokenizer import gguf_tokenizer
-from .tokenizer_files import content, mark_special, read_json, tokenizer_config
+from .model_config import read_json
+from .tokenizer_files import content, mark_special
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -31,6 +32,7 @@ from ..config import ConfigError
 from ..structured import StructuredOutputsParams
 from .grammar_strings import lost_character, narrow_strings
 from .grammar_unions import exclusive
+from .structural_tags import FormatError, lark_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -84,21 +86,24 @@ def grammar_of(spec: StructuredOutputsParams) -> str:
 
     try:
         if spec.json is not None:
-            return _json_grammar(spec, _schema(spec))
+            return _json_grammar(spec, _schema(spec.json, spec.disable_additional_properties))
         if spec.json_object:
             return _json_grammar(spec, {"type": "object"})
         if spec.regex is not None:
             return LLMatcher.grammar_from_regex(spec.regex)
         if spec.choice is not None:
             return LLMatcher.grammar_from_lark(_choices(spec.choice))
+        if spec.structural_tag is not None:
+            return LLMatcher.grammar_from_lark(lark_of(spec.structural_tag, partial(_embedded, spec)))
         return LLMatcher.grammar_from_lark(_lark(spec.grammar or ""))
     except RecursionError:
         raise GrammarError("it is nested too deeply.") from None
+    except FormatError as error:
+        raise GrammarError(str(error)) from None
 
 
-def _schema(spec: StructuredOutputsParams) -> dict[str, Any]:
-    """The schema as an object, checked and closed as far as ``spec`` asks for it."""
-    schema = spec.json
+def _schema(schema: Any, close: bool) -> dict[str, Any]:
+    """The schema as an object, checked and, with ``close``, closed."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
@@ -112,7 +117,7 @@ def _schema(spec: StructuredOutputsParams) -> dict[str, Any]:
         raise GrammarError(f"a schema must be an object, got {type(schema).__name__}.")
     # An $id within may have pointers count from elsewhere than the document: then none is looked up here.
     root = schema if str(schema).count("'$id'") <= ("$id" in schema) else {}
-    return _walk(schema, spec.disable_additional_properties, root)
+    return _walk(schema, close, root)
 
 
 def _walk(schema: Any, close: bool, root: dict[str, Any]) -> Any:
@@ -173,14 +178,33 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _json_grammar(spec: StructuredOutputsParams, schema: dict[str, Any]) -> str:
-    from llguidance import LLMatcher
-
+def _options(spec: StructuredOutputsParams) -> Any:
+    """llguidance's options of JSON."""
     options: Any = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}
     if spec.disable_any_whitespace:
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = spec.whitespace_pattern or _WHITESPACE
+    return options
+
+
+def _embedded(spec: StructuredOutputsParams, schema: Any, exact: bool) -> str:
+    """A schema that stands within a grammar. One that need not be honoured exactly, and cannot be, is any object."""
+    try:
+        own = _schema(schema, spec.disable_additional_properties)
+        if not exact:
+            validate(_json_grammar(spec, own))
+    except GrammarError:
+        if exact:
+            raise
+        own = {"type": "object"}
+    return msgspec.json.encode({**own, "x-guidance": _options(spec)}).decode()
+
+
+def _json_grammar(spec: StructuredOutputsParams, schema: dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    options = _options(spec)
     try:
         return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)
     except (ValueError, TypeError, msgspec.MsgspecError) as error:

@@ -105,6 +105,22 @@ def write(grammars: Grammars, row: int, text: str) -> None:
 
 # ---------------------------------------------------------------- forms
 
+CALL = {"begin": '<f>{"name": "é", "arguments": ', "content": {"type": "json_schema", "json_schema": {
+    "$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"],
+    "additionalProperties": False}}, "end": "}</f>"}  # fmt: skip
+LOOSE = {
+    "begin": "<g>",
+    "content": {"type": "json_schema", "json_schema": {"uniqueItems": True}, "strict": False},
+    "end": "</g>",
+}
+ONE = '<f>{"name": "é", "arguments": {"a": 1}}</f>'
+
+
+def tags(kind: str, **more: Any) -> dict[str, Any]:
+    format = {"type": kind, "triggers": ["<f>", "<g>"], "tags": [CALL, LOOSE], **more}
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": format})}
+
+
 FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"json_object": True}, ["{}", '{"a": [1, null]}', '{ "a" : 1 }'], ["[]", "1", '{"a"}', ""]),
     ({"json_object": True}, ['{\n    "a": 1,\n\t"b": 2\n}', '{\r\n}'], ['{"a":  1}', '{\n\n}', '{"a" \n: 1}']),
@@ -133,6 +149,18 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"grammar": 'start: greet\ngreet: "hi" | "hi" " " NAME\nNAME: /[A-Z][a-z]+/'}, ["hi", "hi Bo"], ["hi bo"]),
     ({"grammar": 'root ::= pair ("," pair)*\npair ::= "(" [0-9]+ ")" # one\n'}, ["(1)", "(1),(22)"], ["()", "(1),"]),
     ({"grammar": r'root ::= [\u0041-\u005A\u00e9] "\u0062c\\u" | "\U0001F600"'}, ["Abc\\u", "ébc\\u", "😀"], ["abc"]),
+    (tags("triggered_tags"), ["", "a < b", ONE, f"x {ONE} y\n<g>{{}}</g>", "<g>{\"b\": [1]}</g>"],
+     ["<f>", "<f>x", ONE.replace("1", '"1"'), "<g>[]</g>", "<g>{}"]),
+    (tags("triggered_tags", stop_after_first=True), ["text", ONE, f"x {ONE}"], [ONE + ONE, ONE + " y"]),
+    (tags("triggered_tags", at_least_one=True), [f"x{ONE}y"], ["", "text"]),
+    (tags("tags_with_separator", separator=", ", at_least_one=True), [ONE, f"{ONE}, <g>{{}}</g>"],
+     ["", "x", f"{ONE},"]),
+    (tags("tags_with_separator", separator="", stop_after_first=True), ["", ONE], [ONE + ONE]),
+    (tags("sequence", elements=[{"type": "or", "elements": [{"type": "const_string", "value": "a"}, {"type": "tag",
+      "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}]}, CALL | {"type": "tag"}]),
+     ["a" + ONE, "<t>b <f></t>" + ONE], [ONE, "<t>b" + ONE]),
+    ({"structural_tag": json.dumps({"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+      "triggers": ["<"]})}, ["a <f>12</f>"], ["a < b", "<f>x</f>"]),
 ]  # fmt: skip
 
 
@@ -163,6 +191,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(ab"}, "unclosed"), ({"regex": r"(a)\1"}, "backreferences"),
     ({"grammar": "start: x"}, "x"), ({"grammar": 'begin: "a"'}, "start"), ({"grammar": 'root ::= "a'}, "GBNF"),
     ({"grammar": "root ::= other"}, "other"), ({"grammar": 'x ::= "a"'}, "root"),
+    ({"structural_tag": "{"}, "not JSON"), ({"structural_tag": "[]"}, "object"), ({"structural_tag": "{}"}, "a format"),
+    (tags("none"), "'none'"), (tags("sequence"), "elements"), (tags("triggered_tags", triggers=["x"]), "no trigger"),
+    (tags("triggered_tags", tags=[1]), "each of tags"), (tags("triggered_tags", tags=[{**CALL, "end": 5}]), "end must"),
+    (tags("triggered_tags", tags=[{**LOOSE, "content": {**LOOSE["content"], "strict": True}}]), "uniqueItems"),
     ({"grammar": r'root ::= "\uD800"'}, "no character"), ({"grammar": "root ::= " + "(" * 30000}, "nested"),
 ]  # fmt: skip
 

@@ -153,7 +153,7 @@ STRUCTURED = Row(None, [
     {"json": {}, "disable_any_whitespace": True, "disable_additional_properties": True},
     {"json": {}, "whitespace_pattern": "[ ]?"},
 ], [
-    ({}, "exactly one of json, regex, choice, grammar, json_object; got none"),
+    ({}, "exactly one of json, regex, choice, grammar, json_object, structural_tag; got none"),
     ({"json_object": False}, "got none"), ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
     ({"json": 5}, "json must be a JSON schema"), ({"regex": ""}, "regex must be a string that is not empty"),
     ({"regex": 5}, "regex must be"), ({"choice": []}, "choice must be"), ({"choice": [""]}, "choice must be"),

@@ -1,0 +1,201 @@
+"""What a chat asks of tools and of thoughts: the checks, how its answer is demanded, and how it is read."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..proto.params import SamplingParams
+from ..proto.structured import StructuredOutputsParams
+from .errors import ApiError
+from .parsing import kind_of
+from .tools import Arguments, Begin, Content, Delta, Reader
+from .tools.forms import FORMS, PLAIN, demanded, free
+
+MAX_TOOLS = 1024
+MAX_NAME = 256
+JSON_LIST = "json_list"
+"""The parser of calls that are demanded as a list, for models whose own form cannot be."""
+
+_USAGE = '{"type": "function", "function": {"name": "my_function"}}'
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call. ``strict``: its schema must be honoured exactly."""
+
+    name: str
+    schema: dict[str, Any] | bool
+    strict: bool
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers of one chat are read. ``parser`` and ``reasoning`` are names of parsers, or None."""
+
+    parser: str | None
+    reasoning: str | None
+    tools: dict[str, Tool] = field(default_factory=dict)
+    one: bool = False  # a single call is wanted
+    thoughts: bool = True  # they are wanted
+    form: str | None = None  # a structural tag that the answer must have
+
+    def bind(self, params: SamplingParams) -> None:
+        """Have ``params`` draw an answer that can be read: the marks of many families are special tokens."""
+        params.skip_special_tokens = False
+        if self.form is not None:
+            params.structured_outputs = StructuredOutputsParams(structural_tag=self.form)
+
+    def reader(self, prompt: str | None) -> ChoiceReader:
+        """What reads one choice; ``prompt`` is the rendered one."""
+        return ChoiceReader(self, prompt)
+
+
+def tools_of(given: list[Any] | None) -> dict[str, Tool]:
+    """The tools by name. Raises ApiError."""
+    if given is None:
+        return {}
+    if not given or len(given) > MAX_TOOLS:
+        raise ApiError(
+            400, f"tools must hold 1 to {MAX_TOOLS} tools, got {len(given)}; leave it out for none.", "tools"
+        )
+    found = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(given)]
+    return {tool.name: tool for tool in found}
+
+
+def _tool(given: Any, where: str) -> Tool:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or given.get("type", "function") != "function":
+        raise ApiError(400, f"{where} must be an object with type 'function' and a function.", "tools")
+    name, schema, strict = function.get("name"), function.get("parameters"), function.get("strict")
+    if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME or not name.isprintable():
+        raise ApiError(
+            400, f"{where}.function.name must be a string of 1 to {MAX_NAME} printable characters, got {name!r:.80}.",
+            "tools",
+        )  # fmt: skip
+    if not isinstance(schema, dict | bool | None):
+        raise ApiError(400, f"{where}.function.parameters must be a JSON schema, got {kind_of(schema)}.", "tools")
+    if not isinstance(strict, bool | None):
+        raise ApiError(400, f"{where}.function.strict must be true or false, got {kind_of(strict)}.", "tools")
+    return Tool(name, {"type": "object"} if schema is None else schema, bool(strict))
+
+
+def shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as its model is told of it: ``strict`` is for us."""
+    return {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+
+
+def choice_of(given: Any, tools: dict[str, Tool]) -> str | Tool:
+    """``none``, ``auto``, ``required``, or the tool that must be called. Raises ApiError."""
+    if given is None:
+        return "auto" if tools else "none"
+    if given == "none":
+        return "none"
+    if given not in ("auto", "required") and not isinstance(given, dict):
+        said = f'Invalid value for `tool_choice`: {given!r:.80}! Only named tools, "none", "auto" or "required" are'
+        raise ApiError(400, said + " supported.", "tool_choice")
+    if not tools:
+        raise ApiError(400, "When using `tool_choice`, `tools` must be set.", "tool_choice")
+    if isinstance(given, str):
+        return given
+    function = given.get("function", given)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise ApiError(400, f"tool_choice must name a function, as in {_USAGE}.", "tool_choice")
+    if name not in tools:
+        raise ApiError(
+            400, f"The tool specified in `tool_choice` ({name!r:.80}) does not match any of the specified `tools`.",
+            "tool_choice",
+        )  # fmt: skip
+    return tools[name]
+
+
+def reading_of(
+    tools: dict[str, Tool], choice: str | Tool, one: bool, thoughts: bool, formed: bool, parser: str | None,
+    reasoning: str | None,
+) -> Reading | None:  # fmt: skip
+    """How a chat's answer is read; None: as text, as it comes. ``parser`` is the server's, None where it has none;
+    ``formed``: the request wants a form of its own, which then binds the whole answer. Raises ApiError."""
+    if choice == "none":
+        return None if reasoning is None else Reading(None, reasoning, thoughts=thoughts)
+    if choice == "auto":
+        if parser is None:
+            raise ApiError(
+                400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set, because '
+                'the chat template shows no form of calls that is known; or use tool_choice "required".', "tool_choice",
+            )  # fmt: skip
+        form = FORMS.get(parser)
+        bound = None
+        if form is not None and form.trigger is not None and not formed:
+            bound = free(form, _schemas(tools), one)
+        return Reading(parser, reasoning, tools, one, thoughts, bound)
+    if isinstance(choice, Tool):
+        tools, one = {choice.name: choice}, True
+    known = FORMS.get(parser or "")
+    bound = demanded(known or PLAIN, _schemas(tools), one)
+    return Reading(parser if known else JSON_LIST, None, tools, one, thoughts, bound)
+
+
+def _schemas(tools: dict[str, Tool]) -> dict[str, tuple[Any, bool]]:
+    return {name: (tool.schema, tool.strict) for name, tool in tools.items()}
+
+
+class ChoiceReader:
+    """The text of one choice to what a chat answers: deltas as they come, or one message."""
+
+    def __init__(self, reading: Reading, prompt: str | None):
+        schemas = {name: tool.schema for name, tool in reading.tools.items() if isinstance(tool.schema, dict)}
+        self._reader = Reader(reading.parser, reading.reasoning, schemas, prompt)
+        self._reading = reading
+        self._short = reading.parser == "mistral"  # whose templates want ids of nine characters
+        self.calls = 0
+
+    def delta(self, text: str, last: bool) -> dict[str, Any]:
+        """What is new, as a delta of OpenAI's; empty where nothing is certain yet. ``last``: the text ends here."""
+        deltas = self._reader.feed(text)
+        if last:
+            deltas += self._reader.end()
+        found: dict[str, Any] = {}
+        for delta in deltas:
+            self._add(found, delta)
+        return found
+
+    def _add(self, found: dict[str, Any], delta: Delta) -> None:
+        if isinstance(delta, Begin):
+            self.calls += 1
+            if self._wanted:
+                called = {"name": delta.name, "arguments": ""}
+                call = {"index": self.calls - 1, "id": self._id(), "type": "function", "function": called}
+                found.setdefault("tool_calls", []).append(call)
+        elif isinstance(delta, Arguments):
+            if self._wanted:
+                pieces = found.setdefault("tool_calls", [])
+                if not pieces:
+                    pieces.append({"index": self.calls - 1, "function": {"arguments": ""}})
+                pieces[-1]["function"]["arguments"] += delta.text
+        elif isinstance(delta, Content):
+            found["content"] = found.get("content", "") + delta.text
+        elif self._reading.thoughts:
+            for name in ("reasoning", "reasoning_content"):
+                found[name] = found.get(name, "") + delta.text
+
+    @property
+    def _wanted(self) -> bool:
+        return self.calls == 1 or not self._reading.one
+
+    def _id(self) -> str:
+        made = uuid.uuid4().hex
+        return made[:9] if self._short else "call_" + made[:24]
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The fields of the whole answer's message."""
+        found = self.delta(text, last=True)
+        for call in found.get("tool_calls", ()):
+            del call["index"]
+        message: dict[str, Any] = {"content": found.get("content") or (None if self.calls else "")}
+        return {**message, **{name: value for name, value in found.items() if name != "content"}}
+
+    def reason(self, reason: str) -> str:
+        """finish_reason, where the engine's is ``reason``."""
+        return "tool_calls" if self.calls and reason == "stop" else reason

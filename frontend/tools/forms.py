@@ -1,0 +1,88 @@
+"""The forms in which calls are demanded of a model: structural tags, in the words that its family uses.
+
+Where a family's own marks are special tokens, or its form is no JSON, calls are demanded as a JSON list, as vLLM does
+for all: ``[{"name": ..., "parameters": {...}}]``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .json_calls import JsonReader
+from .reader import Wait
+
+
+@dataclass(frozen=True)
+class Form:
+    """How calls are written: ``begin`` (with %s for the name as JSON), the arguments, ``end``; ``separator`` between
+    them, ``open`` and ``close`` around all. ``trigger`` begins a call in free text; None: only whole answers."""
+
+    begin: str
+    end: str
+    separator: str
+    open: str = ""
+    close: str = ""
+    trigger: str | None = None
+
+
+_LIST = Form('{"name": %s, "arguments": ', "}", ", ", "[", "]")
+
+FORMS = {
+    "hermes": Form(
+        '<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>", "\n", trigger="<tool_call>"
+    ),
+    "llama3_json": Form('{"name": %s, "parameters": ', "}", "; "),
+    "llama4_json": Form('{"name": %s, "parameters": ', "}", "; "),
+    "phi4_mini_json": Form('{"name": %s, "arguments": ', "}", ", ", "functools[", "]"),
+    "xlam": _LIST,
+}  # fmt: skip
+PLAIN = Form('{"name": %s, "parameters": ', "}", ", ", "[", "]")
+
+
+class JsonList(JsonReader):
+    """Reads ``PLAIN``: the whole answer is a list of calls."""
+
+    def read(self) -> Wait:
+        self.mark = 0
+        yield from self.guarded(self.calls(bare=True))
+
+
+def demanded(form: Form, tools: dict[str, tuple[Any, bool]], one: bool) -> str:
+    """The structural tag of an answer that is nothing but calls, of ``one`` or of several. ``tools`` has a schema by
+    name, and whether it must be honoured exactly."""
+    some = {
+        "type": "tags_with_separator", "tags": _tags(form, tools), "separator": form.separator, "at_least_one": True,
+        "stop_after_first": one,
+    }  # fmt: skip
+    if not form.open:
+        return _structural(some)
+    around = [_const(form.open), some, _const(form.close)]
+    return _structural({"type": "sequence", "elements": around})
+
+
+def free(form: Form, tools: dict[str, tuple[Any, bool]], one: bool) -> str:
+    """The structural tag of text in which a call, once begun, has its form; ``form`` must have a trigger."""
+    return _structural(
+        {"type": "triggered_tags", "triggers": [form.trigger], "tags": _tags(form, tools), "stop_after_first": one}
+    )
+
+
+def _tags(form: Form, tools: dict[str, tuple[Any, bool]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "begin": form.begin % json.dumps(name, ensure_ascii=False),
+            "content": {"type": "json_schema", "json_schema": schema, "strict": strict},
+            "end": form.end,
+        }
+        for name, (schema, strict) in tools.items()
+    ]
+
+
+def _const(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _structural(format: dict[str, Any]) -> str:
+    return json.dumps({"type": "structural_tag", "format": format}, ensure_ascii=False)

@@ -1,0 +1,138 @@
+"""Structural tags: free text in which what stands between certain marks has a form. As a grammar in Lark's notation.
+
+The format is that of vLLM and xgrammar, as JSON: ``{"type": "structural_tag", "format": {...}}``, or the older one with
+``structures`` and ``triggers``. Of formats there are const_string, any_text, json_schema, sequence, or, tag,
+triggered_tags and tags_with_separator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+MAX_DEPTH = 20
+"""Formats within formats."""
+
+
+class FormatError(ValueError):
+    """A structural tag that cannot be read. One line, for the client."""
+
+
+def lark_of(text: str, schema: Callable[[Any, bool], str]) -> str:
+    """The grammar of the structural tag ``text``. ``schema`` gives the text of a JSON schema as the grammar is to have
+    it; its second argument tells whether it must be honoured exactly. Raises FormatError."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the structural tag is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise FormatError("a structural tag must be an object.")
+    return _Writer(schema).grammar(_older(given) if "structures" in given else given.get("format"))
+
+
+def _older(given: dict[str, Any]) -> dict[str, Any]:
+    """The format of the older form: every structure is a tag that a trigger begins."""
+    tags = [
+        {**each, "content": {"type": "json_schema", "json_schema": each.get("schema")}}
+        if isinstance(each, dict)
+        else each
+        for each in _list(given, "structures")
+    ]
+    return {"type": "triggered_tags", "triggers": given.get("triggers"), "tags": tags}
+
+
+class _Writer:
+    def __init__(self, schema: Callable[[Any, bool], str]):
+        self._schema = schema
+        self._rules: list[str] = []
+
+    def grammar(self, format: Any) -> str:
+        start = self._of(format, 0)
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/", ""])
+
+    def _rule(self, body: str, options: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def _of(self, format: Any, depth: int) -> str:
+        """The name of the rule of one format."""
+        if not isinstance(format, dict) or depth > MAX_DEPTH:
+            raise FormatError(f"a format must be an object with a type, at most {MAX_DEPTH} within one another.")
+        match format.get("type"):
+            case "const_string":
+                return self._rule(_text(format, "value"))
+            case "any_text":
+                return self._rule("TEXT")
+            case "json_schema":
+                return self._rule("%json " + self._schema(format.get("json_schema"), format.get("strict") is not False))
+            case "sequence":
+                return self._rule(" ".join(self._of(each, depth + 1) for each in _list(format, "elements")))
+            case "or":
+                return self._rule(" | ".join(self._of(each, depth + 1) for each in _list(format, "elements")))
+            case "tag":
+                return self._rule(self._tag(format, _text(format, "begin"), depth))
+            case "triggered_tags":
+                return self._triggered(format, depth)
+            case "tags_with_separator":
+                return self._separated(format, depth)
+        raise FormatError(f"a format of type {format.get('type')!r:.80} is not supported.")
+
+    def _tag(self, tag: Any, begin: str, depth: int) -> str:
+        content = tag.get("content")
+        end = _text(tag, "end")
+        if isinstance(content, dict) and content.get("type") == "any_text" and end != '""':
+            return f"{begin} {self._rule(f'TEXT {end}', '[lazy]')}"
+        return f"{begin} {self._of(content, depth + 1)} {end}"
+
+    def _triggered(self, format: dict[str, Any], depth: int) -> str:
+        """Text, and in it tags, each from its trigger on; a trigger is part of no other text."""
+        triggers = _list(format, "triggers")
+        bodies: dict[str, list[str]] = {}
+        for tag in _tags(format):
+            begin = tag["begin"]
+            trigger = next(
+                (each for each in triggers if isinstance(each, str) and each and begin.startswith(each)), None
+            )
+            if trigger is None:
+                raise FormatError(f"no trigger begins the tag {begin!r:.80}.")
+            rest = json.dumps(begin[len(trigger) :])
+            bodies.setdefault(trigger, []).append(self._rule(self._tag(tag, rest, depth)))
+        groups = []
+        for trigger, rules in bodies.items():
+            head = self._rule(f"TEXT {json.dumps(trigger)}", "[lazy]")
+            groups.append(self._rule(f"{head} ({' | '.join(rules)})"))
+        some = f"({' | '.join(groups)})"
+        if format.get("stop_after_first"):
+            return self._rule(some if format.get("at_least_one") else f"{some} | TEXT")
+        return self._rule(f"{some}{'+' if format.get('at_least_one') else '*'} TEXT")
+
+    def _separated(self, format: dict[str, Any], depth: int) -> str:
+        tags = [self._rule(self._tag(tag, _text(tag, "begin"), depth)) for tag in _tags(format)]
+        some = self._rule(" | ".join(tags))
+        separator = _text(format, "separator")
+        body = some if format.get("stop_after_first") else f"{some} ({separator} {some})*"
+        return self._rule(body if format.get("at_least_one") else f"({body})?")
+
+
+def _tags(format: dict[str, Any]) -> list[dict[str, Any]]:
+    tags = _list(format, "tags")
+    if not all(isinstance(tag, dict) and isinstance(tag.get("begin"), str) for tag in tags):
+        raise FormatError("each of tags must be an object with begin, content and end.")
+    return tags
+
+
+def _list(format: dict[str, Any], name: str) -> list[Any]:
+    value = format.get(name)
+    if not isinstance(value, list) or not value:
+        raise FormatError(f"{name} must be a list that is not empty.")
+    return value
+
+
+def _text(format: dict[str, Any], name: str) -> str:
+    """A text as a literal of the grammar."""
+    value = format.get(name, "")
+    if not isinstance(value, str):
+        raise FormatError(f"{name} must be a string, got {value!r:.80}.")
+    return json.dumps(value)

@@ -1,0 +1,206 @@
+"""Chats with tools and thoughts over HTTP, streamed and not, over an engine of scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from http_asks import error_of, post
+
+from quire.client.generation import OpenGeneration
+from quire.client.results import RequestError
+from quire.frontend.fake import FakeServer, Say
+from quire.proto.messages import Finish
+
+PATH = "/v1/chat/completions"
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "get_time"}},
+]
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+PARIS = '{"city": "Paris"}'
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": ' + PARIS + "}\n</tool_call>"
+LATE = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+
+
+def says(text: str, finish: Finish = Finish.STOP, step: int = 5) -> Any:
+    def script(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
+        pieces = [text[at : at + step] for at in range(0, len(text), step)]
+        for piece in pieces:
+            for index in range(request.work.params.n):
+                yield Say(index, piece)
+            yield 0.0
+        for index in range(request.work.params.n):
+            yield Say(index, "", finish=finish)
+
+    return script
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[FakeServer]:
+    with FakeServer(tool_parser="hermes", reasoning_parser="qwen3") as running:
+        yield running
+
+
+@pytest.fixture
+def server(shared: FakeServer) -> FakeServer:
+    shared.engine.requests.clear()
+    return shared
+
+
+def client(server: FakeServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
+
+
+def whole(server: FakeServer, **more: Any) -> Any:
+    status, body = post(server, {**CHAT, **more}, PATH)
+    assert status == 200, body
+    return body["choices"][0]
+
+
+def streamed(server: FakeServer, extra: Any = None, **more: Any) -> tuple[dict[str, Any], str | None, list[Any]]:
+    """A choice's message put together from its chunks, its finish_reason, and the deltas."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    reason, deltas = None, []
+    for chunk in client(server).chat.completions.create(
+        model="fake", stream=True, **{**CHAT, **more}, extra_body=extra
+    ):
+        for choice in chunk.choices:
+            reason = choice.finish_reason or reason
+            delta = choice.delta.model_dump(exclude_unset=True)
+            deltas.append(delta)
+            message["content"] += delta.get("content") or ""
+            message["reasoning"] += delta.get("reasoning") or ""
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            for piece in delta.get("tool_calls") or ():
+                if "id" in piece:
+                    assert piece["index"] == len(message["tool_calls"])
+                    message["tool_calls"].append([piece["function"]["name"], piece["function"]["arguments"]])
+                else:
+                    message["tool_calls"][piece["index"]][1] += piece["function"]["arguments"]
+    return message, reason, deltas
+
+
+def asked(server: FakeServer) -> Any:
+    (request,) = server.engine.requests
+    assert isinstance(request, OpenGeneration)
+    return request
+
+
+def test_thought_text_and_two_calls(server: FakeServer) -> None:
+    server.engine.script = says(f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{LATE}")
+    choice = whole(server)
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("Let me see.", "Hm.", "Hm.")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "get_weather", "arguments": PARIS}, {"name": "get_time", "arguments": "{}"},
+    ]  # fmt: skip
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert all(call["type"] == "function" and "index" not in call for call in message["tool_calls"])
+    params = asked(server).work.params
+    assert params.skip_special_tokens is False
+    told = json.loads(params.structured_outputs.structural_tag)["format"]
+    assert (told["type"], told["triggers"], told["stop_after_first"]) == ("triggered_tags", ["<tool_call>"], False)
+    assert asked(server).message.template["tools"] == TOOLS
+
+    got, reason, deltas = streamed(server)
+    assert (got["content"], got["reasoning"], reason) == ("Let me see.", "Hm.", "tool_calls")
+    assert got["tool_calls"] == [["get_weather", PARIS], ["get_time", "{}"]]
+    assert len([delta for delta in deltas if delta.get("tool_calls")]) > 3  # in pieces
+
+
+def test_what_is_not_wanted_is_left_out(server: FakeServer) -> None:
+    server.engine.script = says(f"<think>Hm.</think>{CALL}{LATE}")
+    choice = whole(server, include_reasoning=False, parallel_tool_calls=False, n=2, logprobs=True)
+    assert "reasoning" not in choice["message"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+    assert choice["message"]["content"] is None and choice["logprobs"]["content"]
+    got, reason, _ = streamed(server, {"include_reasoning": False}, parallel_tool_calls=False)
+    assert (got, reason) == ({"content": "", "reasoning": "", "tool_calls": [["get_weather", PARIS]]}, "tool_calls")
+    form = json.loads(server.engine.requests[-1].work.params.structured_outputs.structural_tag)  # type: ignore[union-attr]
+    assert form["format"]["stop_after_first"] is True
+
+
+def test_an_answer_without_calls_and_one_cut_off(server: FakeServer) -> None:
+    server.engine.script = says("Just text. ")
+    choice = whole(server)
+    assert (choice["message"], choice["finish_reason"]) == (
+        {"role": "assistant", "content": "Just text. ", "refusal": None}, "stop",
+    )  # fmt: skip
+    server.engine.script = says(CALL[:55], Finish.LENGTH)
+    choice = whole(server)
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": CALL[49:55]}
+
+
+def test_none_tells_the_model_of_no_tools(server: FakeServer) -> None:
+    server.engine.script = says(CALL)
+    assert whole(server, tool_choice="none")["message"]["content"] == CALL
+    assert "tools" not in asked(server).message.template
+    assert asked(server).work.params.structured_outputs is None
+
+
+def test_required_and_named_are_demanded(server: FakeServer) -> None:
+    server.engine.script = says(CALL)
+    choice = whole(server, tool_choice="required")
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
+    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]
+    assert (form["type"], form["at_least_one"], len(form["tags"])) == ("tags_with_separator", True, 2)
+    server.engine.requests.clear()
+    whole(server, tool_choice={"type": "function", "function": {"name": "get_time"}})
+    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]
+    assert [tag["begin"] for tag in form["tags"]] == ['<tool_call>\n{"name": "get_time", "arguments": ']
+    assert form["stop_after_first"] is True
+
+
+def test_a_model_whose_form_is_not_known_is_asked_for_a_list() -> None:
+    with FakeServer(says('[{"name": "get_weather", "parameters": {"city": "Paris"}}]')) as server:
+        choice = whole(server, tool_choice="required")
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": PARIS}
+        assert streamed(server, tool_choice="required")[0]["tool_calls"] == [["get_weather", PARIS]]
+        error = error_of(post(server, CHAT, PATH), 400)
+        assert error["param"] == "tool_choice" and "--tool-call-parser" in error["message"]
+        server.engine.script = says("<think>Hm.</think>Yes.")
+        plain = whole(server, tools=None)
+        assert plain["message"] == {"role": "assistant", "content": "<think>Hm.</think>Yes.", "refusal": None}
+
+
+def test_effort_goes_to_the_template(server: FakeServer) -> None:
+    server.engine.script = says("Yes.")
+    whole(server, tools=None, reasoning_effort="none", chat_template_kwargs={"a": 1})
+    assert asked(server).message.template["chat_template_kwargs"] == {
+        "reasoning_effort": "none", "enable_thinking": False, "a": 1,
+    }  # fmt: skip
+
+
+def test_a_form_of_the_requests_own_binds_the_whole_answer(server: FakeServer) -> None:
+    server.engine.script = says('{"a": 1}')
+    assert whole(server, response_format={"type": "json_object"})["message"]["content"] == '{"a": 1}'
+    assert asked(server).work.params.structured_outputs.json_object is True
+
+
+@pytest.mark.parametrize(
+    "more, param, words",
+    [
+        ({"tools": []}, "tools", "leave it out"),
+        ({"tools": None, "tool_choice": "auto"}, "tool_choice", "`tools` must be set"),
+        ({"tools": None, "tool_choice": {"function": {"name": "f"}}}, "tool_choice", "`tools` must be set"),
+        ({"tool_choice": "any"}, "tool_choice", "Invalid value"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "must name a function"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "does not match"),
+        ({"tools": [5]}, "tools", "tools[0] must be an object"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "name must be"),
+        ({"tools": [{"type": "function", "function": {"name": "a\nb"}}]}, "tools", "printable"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools", "JSON schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools", "true or false"),
+        ({"parallel_tool_calls": 5}, "parallel_tool_calls", "true or false"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(server: FakeServer, more: dict[str, Any], param: str, words: str) -> None:
+    error = error_of(post(server, {**CHAT, **more}, PATH), 400)
+    assert error["param"] == param and words in error["message"]

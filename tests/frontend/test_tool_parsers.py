@@ -1,0 +1,252 @@
+"""Tool calls and thoughts are found in what each family writes, however its text is cut."""
+
+# ruff: noqa: E501 - texts of models stand as they are
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.frontend.tools import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    Arguments,
+    Begin,
+    Content,
+    Reader,
+    Reasoning,
+    detect,
+)
+
+Found = tuple[str, str, list[tuple[str, str]]]
+"""Thought, content, and calls as (name, arguments)."""
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"}, "high": {"type": "number"}, "now": {"type": "boolean"},
+        "where": {"type": "object"}, "tags": {"type": ["array", "null"]}, "code": {},
+    },
+}  # fmt: skip
+SCHEMAS = {"get_weather": WEATHER, "get_time": {"type": "object", "properties": {}}}
+
+ONE = '{"city": "Paris", "days": 2}'
+PARIS, TIME = ("get_weather", ONE), ("get_time", "{}")
+HEART = '{"name": "get_weather", "arguments": ' + ONE + "}"
+LLAMA = HEART.replace("arguments", "parameters")
+EMPTY = '{"name": "get_time", "arguments": {}}'
+
+CALLS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", f"<tool_call>\n{HEART}\n</tool_call>", "", [PARIS]),
+    ("hermes", f"Let me see.\n<tool_call>\n{HEART}\n</tool_call>\n<tool_call>{EMPTY}</tool_call>\n", "Let me see.", [PARIS, TIME]),
+    ("hermes", '<tool_call>{"arguments": {"a": "}\\"{"}, "name": "f"}</tool_call> Done.', " Done.", [("f", '{"a": "}\\"{"}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", "a <tool_call> is a mark, and so is </tool_call>", "a <tool_call> is a mark, and so is </tool_call>", []),
+    ("hermes", 'x <tool_call>{"name": 5}</tool_call>', 'x <tool_call>{"name": 5}</tool_call>', []),
+    ("hermes", 'so <tool_call>\n{"na', 'so <tool_call>\n{"na', []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ]}}</tool_call>after', "after", [("f", '{"a": ')]),
+    ("hermes", "1 < 2 <tool", "1 < 2 <tool", []),
+    ("hermes", "\n\nplain\n", "\n\nplain\n", []),
+    ("llama3_json", LLAMA, "", [PARIS]),
+    ("llama3_json", f'<|python_tag|>{LLAMA}; {{"name": "get_time", "parameters": {{}}}}', "", [PARIS, TIME]),
+    ("llama3_json", f'Here are the results: {LLAMA} ; {{"type": "function", "name": "get_time", "parameters": {{}}}} Would you?', "Here are the results: Would you?", [PARIS, TIME]),
+    ("llama3_json", '{"name": "toolWithoutParams"}', '{"name": "toolWithoutParams"}', []),
+    ("llama3_json", '{"parameters": {}} and {invalid json}', '{"parameters": {}} and {invalid json}', []),
+    ("llama3_json", f'{{"result": {LLAMA}}}', '{"result":}', [PARIS]),
+    ("mistral", f"[TOOL_CALLS] [{HEART}, {EMPTY}]", "", [PARIS, TIME]),
+    ("mistral", f"Well[TOOL_CALLS]get_weather{ONE}[TOOL_CALLS]get_time{{}}", "Well", [PARIS, TIME]),
+    ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{ONE}", "", [PARIS]),
+    ("mistral", "[TOOL_CALLS] no call at all {", "[TOOL_CALLS] no call at all {", []),
+    ("internlm", f"Sure.<|action_start|><|plugin|>\n{LLAMA}\n<|action_end|>", "Sure.", [PARIS]),
+    ("internlm", "<|action_start|><|interpreter|>\n1+1<|action_end|>", "<|action_start|><|interpreter|>\n1+1<|action_end|>", []),
+    ("granite", f"<|tool_call|>[{HEART}, {EMPTY}]", "", [PARIS, TIME]),
+    ("granite", f"<tool_call> [{HEART}]", "", [PARIS]),
+    ("granite", "<|tool_call|>[]", "<|tool_call|>[]", []),
+    ("phi4_mini_json", f"functools[\n  {HEART},\n  {EMPTY}\n]\nMore?", "\nMore?", [PARIS, TIME]),
+    ("phi4_mini_json", 'functools[] is text, functools{"name": "f"} too', 'functools[] is text, functools{"name": "f"} too', []),
+    ("xlam", f"[{HEART}, {EMPTY}]", "", [PARIS, TIME]),
+    ("xlam", f"<think>Hm.</think>[{HEART}]", "<think>Hm.</think>", [PARIS]),
+    ("xlam", f"I'll look.\n```json\n[{HEART}]\n```", "I'll look.", [PARIS]),
+    ("xlam", f"I'll look.[TOOL_CALLS][{HEART}]", "I'll look.", [PARIS]),
+    ("xlam", f"I'll look.<tool_call>[{HEART}]</tool_call>", "I'll look.", [PARIS]),
+    ("xlam", "[1, 2] and ```python\nx = {}\n```", "[1, 2] and ```python\nx = {}\n```", []),
+    ("pythonic", "[get_weather(city='Paris', days=2), get_time()]", "", [PARIS, TIME]),
+    ("pythonic", r"""[get_weather(city='Martha\'s', high=-1.5, now=True, where={'a': ["x, y)", 'b']}, tags=None)]""", "",
+     [("get_weather", '{"city": "Martha\'s", "high": -1.5, "now": true, "where": {"a": ["x, y)", "b"]}, "tags": null}')]),
+    ("pythonic", "[get_weather(city=here, code=b'z', high=1e999, now=true)]", "",
+     [("get_weather", '{"city": "here", "code": "b\'z\'", "high": "1e999", "now": true}')]),
+    ("pythonic", "[see f(x=1)] and [1, 2]", "[see f(x=1)] and [1, 2]", []),
+    ("pythonic", "[other(x=1)]", "[other(x=1)]", []),
+    ("pythonic", "How can I help?", "How can I help?", []),
+    ("llama4_pythonic", "<|python_start|>[get_weather(city='Paris', days=2)]<|python_end|>", "", [PARIS]),
+    ("llama4_pythonic", "[get_weather(city='Paris', days=2)]", "", [PARIS]),
+    ("qwen3_coder", "Yes.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>", "Yes.", [PARIS, TIME]),
+    ("qwen3_xml", "<function=get_weather>\n<parameter=city>\nline \"1\"\n\nline 2\n</parameter>\n<parameter=now>True</parameter>\n<parameter=where>{'a': 1}</parameter>\n<parameter=tags>null</parameter>\n<parameter=high>3</parameter><parameter=code>5</parameter>\n</function>", "",
+     [("get_weather", '{"city": "line \\"1\\"\\n\\nline 2", "now": true, "where": {"a": 1}, "tags": null, "high": 3, "code": "5"}')]),
+    ("qwen3_xml", "<tool_call><function=get_weather><parameter=days>many<parameter=city></function></tool_call>", "",
+     [("get_weather", '{"days": "many", "city": ""}')]),
+    ("qwen3_xml", "a <tool_call> b", "a <tool_call> b", []),
+    ("deepseek_v3", f"Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{ONE}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "Ok.", [PARIS, TIME]),
+    ("deepseek_v31", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ONE}<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [PARIS, TIME]),
+    ("openai", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ONE}<|call|>", "", [PARIS]),
+    ("openai", f"<|channel|>commentary<|message|>First.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{ONE}<|end|><|start|>assistant<|channel|>commentary to=functions.get_time<|message|><|end|><|start|>assistant<|channel|>final<|message|>There.", "First.\nThere.", [PARIS, TIME]),
+    ("openai", "No marks here.", "No marks here.", []),
+]  # fmt: skip
+
+THOUGHTS: list[tuple[str, str | None, str, str, str]] = [
+    ("deepseek_r1", None, "Hm. Hm.\n</think>\n\nYes.", "Hm. Hm.", "Yes."),
+    ("deepseek_r1", "<｜Assistant｜><think>\n", "<think>\nHm.</think>Yes.\n", "Hm.", "Yes.\n"),
+    ("deepseek_r1", None, "never closed ", "never closed", ""),
+    ("deepseek_r1", "<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
+    ("qwen3", "<|im_start|>assistant\n", "<think>\n1 < 2\n</think>\n\nYes.", "1 < 2", "Yes."),
+    ("qwen3", "<|im_start|>assistant\n<think>\n", "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+    ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "Yes. <think>", "", "Yes. <think>"),
+    ("qwen3", None, " Yes.", "", " Yes."),
+    ("glm45", None, "<think>Hm.</think>\nYes.", "Hm.", "Yes."),
+    ("granite", None, "Here is my thought process: This\nThat Here is my response: Yes.", "This\nThat", "Yes."),
+    ("granite", None, "Here's my thought process:a Here was Here's my response:", "a Here was", ""),
+    ("granite", None, "Here is my thought failure", "", "Here is my thought failure"),
+    ("mistral", None, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+    ("gpt-oss", None, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "Hm.", "Yes."),
+]  # fmt: skip
+
+
+def run(pieces: list[str], tool: str | None, reasoning: str | None = None, prompt: str | None = None) -> Found:
+    reader = Reader(tool, reasoning, SCHEMAS, prompt)
+    deltas = [delta for piece in pieces for delta in reader.feed(piece)] + reader.end()
+    calls: list[list[str]] = []
+    texts: dict[Any, str] = {Content: "", Reasoning: ""}
+    for delta in deltas:
+        if isinstance(delta, Begin):
+            calls.append([delta.name, ""])
+        elif isinstance(delta, Arguments):
+            calls[-1][1] += delta.text
+        else:
+            texts[type(delta)] += delta.text
+    return texts[Reasoning], texts[Content], [(name, arguments) for name, arguments in calls]
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[a:b] for a, b in pairwise(edges)]
+
+
+@pytest.mark.parametrize("tool, text, content, calls", CALLS)
+def test_what_a_family_writes(tool: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    thought = "Hm." if "analysis" in text else ""
+    assert run([text], tool) == (thought, content, calls)
+    assert run(list(text), tool) == (thought, content, calls)
+
+
+@pytest.mark.parametrize("reasoning, prompt, text, thought, content", THOUGHTS)
+def test_what_is_thought(reasoning: str, prompt: str | None, text: str, thought: str, content: str) -> None:
+    assert run([text], None, reasoning, prompt) == (thought, content, [])
+    assert run(list(text), None, reasoning, prompt) == (thought, content, [])
+
+
+def test_a_call_after_a_thought() -> None:
+    text = f"<think>Should I call <tool_call>?</think>\n\n<tool_call>\n{HEART}\n</tool_call>"
+    assert run([text], "hermes", "qwen3") == ("Should I call <tool_call>?", "", [PARIS])
+
+
+def test_every_parser_has_an_example() -> None:
+    assert {tool for tool, *_ in CALLS} | {"llama4_json"} == set(TOOL_PARSERS)
+    assert {name for name, *_ in THOUGHTS} | {"openai_gptoss"} == set(REASONING_PARSERS)
+
+
+MARKS = sorted(
+    {mark for _, text, _, _ in CALLS for mark in (text[:12], text[3:30], text[-14:])} | set('{}[]"\\:,\n <>=()')
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    st.sampled_from(CALLS + [("hermes", text, "", []) for _, _, text, _, _ in THOUGHTS]),
+    st.sampled_from([None, *sorted(REASONING_PARSERS)]),
+    st.lists(st.integers(0, 10**6), max_size=12),
+    st.integers(0, 10**6),
+    st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from(MARKS)), max_size=3),
+)
+def test_any_split_of_any_truncation_of_any_damage_gives_the_same(case, reasoning, places, end, damage) -> None:  # type: ignore[no-untyped-def]
+    tool, text = case[0], case[1]
+    for place, mark in damage:
+        place %= len(text) + 1
+        text = text[:place] + mark + text[place:]
+    text = text[: len(text) - end % (len(text) + 1)] if end % 3 == 0 else text
+    assert run(cut(text, places), tool, reasoning) == run([text], tool, reasoning)
+
+
+def test_ten_thousand_splits_and_truncations() -> None:
+    rng = random.Random(17)
+    for number in range(10_000):
+        tool, text, content, calls = CALLS[number % len(CALLS)]
+        whole = number % 2 == 0
+        text = text if whole else text[: rng.randrange(len(text) + 1)]
+        found = run(cut(text, [rng.randrange(len(text) + 1) for _ in range(rng.randrange(6))]), tool)
+        if whole:
+            assert found[1:] == (content, calls)
+        for _, arguments in found[2]:
+            assert isinstance(arguments, str)
+
+
+def test_arguments_come_in_pieces_and_begin_with_the_name() -> None:
+    reader = Reader("hermes", None, {})
+    given_ = [
+        reader.feed(piece) for piece in ('<tool_call>{"name": "f", "arg', 'uments": {"a"', ': "bc', 'd"}', "}</tool")
+    ]
+    assert given_ == [[], [Begin("f"), Arguments('{"a"')], [Arguments(': "bc')], [Arguments('d"}')], []]
+    assert reader.feed("_call>") + reader.end() == []
+
+
+def test_half_of_a_surrogate_pair_is_no_character() -> None:
+    _, _, ((name, arguments),) = run(['<tool_call>{"name": "f\\ud800", "arguments": "\\udc00"}</tool_call>'], "hermes")
+    assert (name, arguments) == ("f?", "?")
+    assert run([r"[get_weather(city='\ud800')]"], "pythonic")[2] == [("get_weather", '{"city": "?"}')]
+
+
+def test_long_and_deep_text_is_read_in_time() -> None:
+    for tool in TOOL_PARSERS:
+        for unit in (
+            "{",
+            "[",
+            '{"name": ',
+            '{"type": {"',
+            "<tool_call>",
+            "[get_time(",
+            "[get_weather(city=[",
+            "```",
+            "</think>[",
+        ):
+            found = run([unit] * 300, tool)
+            assert found == run([unit * 300], tool)
+
+
+@pytest.mark.parametrize(
+    "template, name",
+    [
+        ("{% if tools %}<tool_call>{\"name\": , \"arguments\": }", "hermes"),
+        ("{% if tools %}<tool_call>{\\\"name\\\": , \\\"arguments\\\": }", "hermes"),
+        ("{% if tools %}<tool_call><function=", "qwen3_coder"),
+        ("{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<|start_of_role|> <|tool_call|>", "granite"),
+        ("{{ tools }}Environment: ipython \"parameters\"", "llama3_json"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("<tool_call> \"arguments\"", None),
+        ("{{ tools }}", None),
+    ],
+)  # fmt: skip
+def test_a_template_tells_its_parser(template: str, name: str | None) -> None:
+    assert detect(template) == name
+
+
+def test_calls_are_json_of_their_values() -> None:
+    for tool, text, _, calls in CALLS:
+        for (name, arguments), (_, said) in zip(run([text], tool)[2], calls, strict=True):
+            if arguments != '{"a": ':
+                assert json.loads(arguments) == json.loads(said), name
