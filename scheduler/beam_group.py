@@ -137,8 +137,7 @@ class BeamGroup(Sequence):
 
     def begin_decoding(self) -> None:
         """As for any sequence, but the planner always has to look."""
-        self.prefilling = False
-        self.columns.look_at(self.row, 0)
+        self.prefilling = False  # its horizon stays 0, as when it got its rows
 
     def check_look_ahead(self, block_size: int, refs: array[int]) -> None:
         """PoolError where the planner would not look."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from scheduler_rig import VOCAB, Rig
 from quire.proto.codec import BadFrame, f32, from_i32, i32
 from quire.proto.messages import BeamStopped, BeamTokens, Failed, Finish, Logprobs, StepResult, TokenBatch
 from quire.scheduler.beam_group import BeamGroup, read_scores, score
+from quire.scheduler.beams import plan_beams
+from quire.scheduler.draft import Draft
 
 INF = math.inf
 
@@ -226,6 +229,45 @@ def test_when_a_search_with_enough_ends_is_over(early_stopping: bool | str, live
     assert bool(rig.core.requests) == goes_on
     if goes_on:
         assert [ended.stop_id for ended in group.ended] == [5, 6] and group.ready
+
+
+def test_the_longest_that_a_beam_could_become_is_what_was_asked_for() -> None:
+    """Where that is more than the model has, as vLLM counts it."""
+    rig = Rig(max_model_len=20)
+    search(rig, 8, max_tokens=100, stop_token_ids=[5, 6], early_stopping="never")
+    step(rig, [(5, -1.0), (6, -2.0), (8, -8.0), (7, -9.0)])
+    assert rig.core.requests  # -8 at 108 tokens is better than -2 at 9
+
+
+def crowded(free: int) -> tuple[Rig, BeamGroup]:
+    """Two beams that need a block each, with so many free; another decodes beside them."""
+    rig = Rig()
+    group = search(rig, 8, max_tokens=20)
+    rig.submit(9, max_tokens=20)
+    rig.step()
+    rig.replica.reserve(1, [], rig.replica.pool.free_count - free)
+    return rig, group
+
+
+@pytest.mark.parametrize(("free", "preempted"), [(1, 1), (2, 0)])
+def test_beams_that_need_blocks_send_who_came_last_back(free: int, preempted: int) -> None:
+    rig, group = crowded(free)
+    rig.plan()
+    assert rig.core.preemptions == preempted and [len(beam.blocks) for beam in group.beams] == [2, 2]
+    rig.replica.give_up(1)
+    rig.run()
+
+
+def test_what_is_kept_for_those_in_line_goes_before_anybody_who_runs() -> None:
+    rig, group = crowded(1)
+
+    def make_room(pool: object) -> bool:
+        rig.replica.give_up(1)
+        return True
+
+    rig.replica.tier = SimpleNamespace(make_room=make_room)
+    plan_beams(rig.core, rig.replica, Draft(32), group)
+    assert not rig.core.preemptions and [len(beam.blocks) for beam in group.beams] == [2, 2]
 
 
 def test_the_last_token_that_it_may_have_ends_every_candidate() -> None:

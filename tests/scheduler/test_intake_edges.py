@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from adapter_rig import AdapterRig, adapter
 from scheduler_rig import VOCAB, Rig
 
 from quire.proto.codec import i32, i64
@@ -279,3 +280,43 @@ def test_what_an_owner_believes_in_and_what_is_here() -> None:
     assert [told for _, told in rig.core.outbox.take()] == [Unknown(i64([2, 3]), i32([3, 0]))]
     rig.core.open("detok", Reconcile(i64([1]), i32([1])))
     assert rig.core.outbox.take() == []
+
+
+def test_of_two_limits_the_keys_own_is_told_first() -> None:
+    rig = Rig(max_num_queued_reqs=1, max_requests_per_key=1)
+    assert answer(rig, submission(uid=1, key="k")) is None
+    failed = answer(rig, submission(uid=2, key="k"))
+    assert failed is not None and failed.status == 429 and not failed.message.startswith("The server is full")
+
+
+# ---------------------------------------------------------------- workers that differ
+
+
+def test_one_worker_with_slots_is_enough_for_adapters() -> None:
+    rig = AdapterRig(adapter_slots=0)
+    rig.adapter_slots = 2
+    rig.add(1, 64)
+    rig.ask(adapter("A"))
+    assert not rig.failures()
+
+
+def test_one_worker_that_runs_prompts_whole_is_enough_to_bound_them() -> None:
+    rig = Rig()
+    config = rig.core.config
+    rig.core.add_replica(Replica(1, Lease(1, 1, 9), "w1", config.max_num_seqs, 64, 8, 256, VOCAB, whole=True))
+    assert answer(rig, submission(ids=i32(range(32)))) is None
+    failed = answer(rig, submission(uid=2, ids=i32(range(33))))
+    assert failed is not None and "33 tokens and a step runs at most max_num_batched_tokens=32" in failed.message
+
+
+def test_the_token_that_is_none_is_named() -> None:
+    failed = answer(Rig(), submission(ids=i32([0, VOCAB])))
+    assert failed is not None and failed.message.startswith(f"Token id {VOCAB} is out of vocabulary")
+
+
+def test_what_has_ended_needs_no_block() -> None:
+    """Of 17 tokens the last is not computed: two blocks are enough for who goes on."""
+    rig = Rig(blocks=2)
+    children = [Child(0, i32(range(9))), Child(1, b"")]
+    message = submission(ids=i32(range(8)), attempt=1, children=children, params={"n": 2, "max_tokens": 9})
+    assert answer(rig, message) is None

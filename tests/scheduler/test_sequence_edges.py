@@ -272,3 +272,26 @@ def test_the_children_of_a_suspect_are_suspects_each_until_its_own_first_token()
     rig.run()
     for uid, index in ((1, 0), (1, 1), (1, 2), (2, 0)):
         assert rig.tokens[uid, index] == expected_tokens(rig.prompt(8, uid), uid + index, 30, VOCAB)
+
+
+@pytest.mark.parametrize(("first", "cached"), [(0, 0), (1, 0), (16, 8), (17, 16), (39, 32), (40, 32)])
+def test_of_a_prompt_whose_logprobs_are_asked_for_the_cache_gives_what_is_before_them(first: int, cached: int) -> None:
+    rig = Rig(max_num_batched_tokens=64)
+    prompt = rig.prompt(40, 1)
+    rig.submit(prompt)
+    rig.run()
+    uid = rig.submit(prompt, prompt_logprobs=0, prompt_from=first)
+    rig.run()
+    assert rig.started[uid] == cached
+    assert sum(len(piece.logprobs.ranks) // 4 for piece in rig.prompts.get(uid, [])) == 40 - max(first, 1)
+
+
+def test_a_block_that_fills_behind_cached_ones_is_found() -> None:
+    rig = Rig()
+    prompt = rig.prompt(20, 1)
+    rig.submit(prompt)
+    rig.run()
+    uid = rig.submit(prompt, max_tokens=9)
+    rig.run()
+    hashes = hash_blocks(i32([*prompt, *rig.tokens[uid, 0]]), 8, root_of(""))
+    assert rig.started[uid] == 16 and len(rig.replica.pool.find(hashes, 9)) == 3

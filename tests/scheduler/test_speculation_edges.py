@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from drafting_rig import Drafting, K
 
 from quire.proto.codec import BadFrame, from_i32, i32
+from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import Failed, SlotFailed, SpeculativePlan, SpeculativeResult, StepResult
 from quire.scheduler.books import Speculation
 
@@ -148,3 +150,25 @@ def test_a_sequence_grows_by_what_it_was_given_and_its_full_blocks_are_found() -
     assert (seq.loose, seq.scheduled, seq.computed, seq.total) == (0, 16, 16, 17)
     assert list(seq.outputs) == [first, *range(20, 27)]
     assert len(rig.replica.pool.find(seq.hash_blocks(2, 8), 9)) == 2
+
+
+def test_a_row_goes_over_from_decodes_to_verifications_and_back() -> None:
+    rig = Drafting(draft_rows=1, blocks=100)
+    uid, other = rig.submit(9, max_tokens=90), rig.submit(9, max_tokens=90)
+    (seq,) = rig.core.requests[uid].live
+    plans = [rig.step() for _ in range(6)]
+    rig.core.abort(other, 0)
+    plans += [rig.step() for _ in range(3)]
+    assert list(seq.outputs) == rig.tokens[uid, 0]
+    rig.submit(9, max_tokens=90)
+    plans += [rig.step() for _ in range(20)]
+    kinds = [isinstance(plan, SpeculativePlan) for plan in plans]
+    assert sorted({*pairwise(kinds)}) == [
+        (False, False),
+        (False, True),
+        (True, False),
+        (True, True),
+    ]
+    assert list(seq.outputs) == rig.tokens[uid, 0]
+    hashes = hash_blocks(i32([*rig.prompt(9, uid), *seq.outputs]), 8, root_of(""))
+    assert len(rig.replica.pool.find(hashes, 99)) == seq.computed // 8
