@@ -6,7 +6,18 @@ import pytest
 from adapter_rig import AdapterRig, adapter
 from scheduler_house import House
 
-from quire.proto.messages import AdapterEntry, AdapterReady, AdapterStats, Failed, Lease, LoadAdapter, Register, Stats
+from quire.proto.messages import (
+    AdapterEntry,
+    AdapterReady,
+    Adapters,
+    AdapterStats,
+    Failed,
+    Lease,
+    LoadAdapter,
+    Register,
+    Registered,
+    Stats,
+)
 from quire.scheduler import adapter_names
 from quire.scheduler.adapter_names import AdapterNames
 from quire.scheduler.adapter_slots import FAILED_S, RETRY_S, AdapterSlots
@@ -329,3 +340,54 @@ def test_a_worker_without_slots_that_says_an_adapter_is_ready_is_expelled() -> N
     lease = house.worker("w1")
     house.registry.on_worker("w1", AdapterReady(lease, 0, 1))
     assert "w1" not in house.registry.workers and house.core.bad_messages == 1
+
+
+# ---------------------------------------------------------------- who is told of names
+
+
+@pytest.fixture
+def house() -> House:
+    """With two frontends and a detokenizer, and A known to all."""
+    house = House()
+    for front in ("f1", "f2"):
+        house.hello(front, "frontend")
+    house.hello("d1")
+    assert not [message for _, message in house.core.outbox.take() if isinstance(message, Adapters)]
+    house.worker("w1", slots=2)
+    register(house, Register(1, A))
+    return house
+
+
+def register(house: House, asked: Register) -> list[tuple[str, type]]:
+    """Ask as f1, and have the worker load what it is told to; who is told what of names."""
+    house.members.on_front("f1", asked)
+    house.registry.plans()
+    for told in house.sent("w1", LoadAdapter):
+        house.registry.on_worker("w1", AdapterReady(told.lease, told.slot, told.generation))
+    told = house.core.outbox.take()
+    return [(peer, type(message)) for peer, message in told if isinstance(message, Adapters | Registered)]
+
+
+def test_what_was_done_is_not_told_again_and_what_was_not_is_done(house: House) -> None:
+    everybody = [("f1", Adapters), ("f2", Adapters), ("f1", Registered)]
+    assert register(house, Register(1, A, again=True)) == [("f1", Registered)]
+    assert register(house, Register(2, A, replace=True)) == everybody
+    assert register(house, Register(3, adapter("A", "/2"), replace=True, again=True)) == everybody
+    assert house.core.names.get("A") == adapter("A", "/2")
+    assert register(house, Register(4, B)) == everybody
+
+
+def test_only_news_are_told_and_only_to_frontends_that_are_there(house: House) -> None:
+    house.members.on_front("f2", Adapters(list(house.core.names.entries.values())))
+    assert house.core.outbox.take() == []
+    house.hello("d2")
+    assert not house.told("d2", Adapters)
+    house.members.front_gone("f2")
+    house.core.outbox.take()
+    assert register(house, Register(2, B)) == [("f1", Adapters), ("f1", Registered)]
+
+
+def test_one_worker_with_slots_is_enough_to_register(house: House) -> None:
+    house.worker("w2")
+    assert register(house, Register(2, B)) == [("f1", Adapters), ("f2", Adapters), ("f1", Registered)]
+    assert house.core.names.get("B") == B

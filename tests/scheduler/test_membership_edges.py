@@ -504,3 +504,28 @@ def test_aborts_and_stops_reach_the_request(house: House) -> None:
     assert {uid: len(request.live) for uid, request in house.core.requests.items()} == {1: 2, 3: 1}
     house.members.on_front("d1", Bye())
     assert house.core.lost_owners == {"d1"}
+
+
+def test_operators_are_neither_announced_nor_told_who_is_there(house: House) -> None:
+    house.hello("o1", "operator")
+    house.hello("f1", "frontend")
+    told = house.core.outbox.take()
+    assert [(peer, type(message)) for peer, message in told] == [("f1", Peers)]
+    assert [peer.incarnation for peer in told[0][1].peers] == ["f1"]
+    house.hello("d1")
+    (told,) = house.told("d1", Peers)
+    assert [peer.incarnation for peer in told.peers] == ["f1", "d1"]
+
+
+def test_the_first_heartbeat_counts_no_bad_frame(house: House) -> None:
+    house.hello("f1", "frontend")
+    house.members.tick()
+    assert house.told("f1", Heartbeat) == [Heartbeat()]
+
+
+def test_a_uid_that_no_column_holds_is_refused_on_either_side(house: House) -> None:
+    house.hello("d1")
+    for uid in (2**63, -(2**63) - 1):
+        house.submit("d1", uid)
+        (failed,) = house.told("d1", Failed)
+        assert (failed.uid, failed.status) == (uid, 400)
