@@ -100,7 +100,7 @@ def test_what_a_worker_has_outside_of_its_device(
     house.registry.on_worker("w1", Tiers(lease, slots, True, block_bytes))
     house.registry.on_worker("w1", Loaded(lease, 64, 128, 1000))
     seen: list[Sizes] = []
-    monkeypatch.setattr("quire.scheduler.offload.Tier", lambda sizes, counts: seen.append(sizes))
+    monkeypatch.setattr("quire.scheduler.offload.Tier", lambda sizes, *_: seen.append(sizes))
     house.registry.on_worker("w1", Ready(lease))
     assert seen == [Sizes(kept[0], True, kept[1], 8)] and house.core.tiers is not None
     house.registry.on_worker("w1", Moved(lease, 9))  # this one has none after all

@@ -8,7 +8,7 @@ from scheduler_rig import Rig
 from quire.proto.codec import BadFrame, from_i8, from_i32, i32
 from quire.proto.messages import Lease, Move, Moved, TierStats
 from quire.scheduler.request import Sequence, State
-from quire.scheduler.tiers import MEASURED_AGAIN, Sizes, Tier, TieredPool
+from quire.scheduler.tiers import MEASURED_AGAIN, SURE, WAITS, Sizes, Tier, TieredPool
 
 LEASE, SIZE = Lease(1, 0, 7), 8
 
@@ -17,7 +17,8 @@ class Kept:
     """A tier, and the pool of its replica."""
 
     def __init__(self, slots: int = 4, disk: bool = False, blocks: int = 20):
-        self.tier = Tier(Sizes(slots, disk, 64, SIZE), TierStats(), lambda: 0.0)
+        self.now = 0.0
+        self.tier = Tier(Sizes(slots, disk, 64, SIZE), TierStats(), lambda: self.now)
         self.pool = TieredPool(blocks, True, self.tier)
         self.held: list[list[int]] = []  # blocks of those who run
 
@@ -140,14 +141,16 @@ def test_what_a_load_is_and_what_it_leaves() -> None:
     assert (from_i32(move.load_slots), move.load_hashes) == ([0, 1, -1], b"".join(NAMES[:3]))
     assert len({*cached, *blocks}) == 4 and kept.tier.tables() == [cached + blocks] and kept.pool.used == 4
     load = kept.tier.of(seq)
-    assert load is not None and load.coming and load.wanted
+    assert load is not None and load.coming and load.wanted and kept.tier.coming(seq)
+    assert kept.tier.on_their_way == {*NAMES[:3]}
     kept.tier.settle(kept.pool)
     assert not kept.tier.make_room(kept.pool) and kept.pool.used == 4 and kept.pool.find(NAMES, 9) == []
     kept.moved(number=move.number)
     counts = kept.counts
     assert (counts.queries, counts.host_hits, counts.disk_hits, counts.failed_loads) == (24, 16, 8, 0)
     assert (counts.host_load_bytes, counts.disk_load_bytes) == (128, 64)
-    assert kept.pool.find(NAMES[:3], 9) == blocks and not load.coming and kept.pool.used == 4
+    assert kept.pool.find(NAMES[:3], 9) == blocks and not kept.tier.coming(seq) and kept.pool.used == 4
+    assert not kept.tier.on_their_way
     kept.tier.settle(kept.pool)
     assert kept.tier.of(seq) is load and not kept.tier.make_room(kept.pool, seq)
     kept.tier.started(kept.pool, 5)
@@ -239,3 +242,31 @@ def test_what_was_measured_holds_until_it_is_measured_again() -> None:
     assert (kept.tier.load_s, kept.tier.disk_s, kept.tier.token_s) == (1.0, 2.0, 3.0)
     again = [kept.tier.measure_again() for _ in range(2 * MEASURED_AGAIN)]
     assert [at for at, due in enumerate(again, 1) if due] == [MEASURED_AGAIN, 2 * MEASURED_AGAIN]
+
+
+def waited(kept: Kept, seq: Sequence, seconds: float, *names: bytes, **told: object) -> None:
+    """A load of these comes after so long."""
+    move = kept.begin(seq, *names)
+    kept.now += seconds
+    kept.moved(number=move.number, **told)
+    kept.tier.make_room(kept.pool)
+
+
+def test_what_any_load_takes_beside_its_blocks_counts_once_it_is_sure() -> None:
+    """The shortest of the last ones; a token is computed in 0.25 s, so a block in 2 s."""
+    kept, (seq,) = Kept(disk=True), waiting()
+    kept.store(*NAMES[:2])
+    kept.moved(written=NAMES[2], load_s=0.5, disk_s=1.0, token_s=0.25)
+    for _ in range(SURE - 1):
+        waited(kept, seq, 9.0, *NAMES[:3])
+    waited(kept, seq, 0.0, *NAMES[:3], failed=i32([2]))  # of one that failed nothing is known
+    kept.moved(written=NAMES[2])
+    assert kept.tier.worth(NAMES[:1], SIZE) == 1
+    waited(kept, seq, 3.5, *NAMES[:3])  # 2 s of it for the blocks: two from memory and one from disk
+    assert [kept.tier.worth(NAMES[:count], SIZE) for count in (1, 2, 3)] == [1, 2, 3]
+    waited(kept, seq, 2.0, *NAMES[:3])
+    for _ in range(WAITS):
+        waited(kept, seq, 4.0, *NAMES[:3])
+    assert [kept.tier.worth(NAMES[:count], SIZE) for count in (1, 2, 3)] == [0, 2, 3]
+    waited(kept, seq, 0.25, NAMES[0])  # sooner than was measured: nothing beside
+    assert list(kept.tier._waits)[-1] == 0.0
