@@ -63,10 +63,22 @@ class Adapters:
         self._kept: OrderedDict[tuple[str, bytes], Adapter] = OrderedDict()
         threading.Thread(target=self._run, name="adapters", daemon=True).start()
 
+    @property
+    def to_come(self) -> int:
+        """Bytes of the host's memory that adapters may take beside what they take now: as many as are kept and one that
+        is read, of the highest rank, with every product."""
+        held = sum(each.nbytes for each in list(self._kept.values()))
+        return max(0, (self._most_kept + 1) * self.slots.most_bytes - held)
+
+    def put_away(self) -> None:
+        """The worker sleeps: slots take no memory of the device."""
+        self.slots.put_away()
+
     def use(self, model: Model) -> int:
-        """``model`` was read anew, perhaps: it is what has the slots now. How many there are."""
+        """A lease begins. ``model`` was read anew, perhaps: it is what has the slots now. How many there are."""
         if model.adapters is not None:
             self.slots = model.adapters
+        self.slots.bring_back()
         return self.slots.count
 
     def change(self, message: LoadAdapter | DropAdapter | Read | Told, lease: Lease | None) -> None:
@@ -89,6 +101,7 @@ class Adapters:
             self._told(AdapterReady(asked.lease, asked.slot, asked.generation,
                                     f"slot {asked.slot} is not in [0, {self.slots.count}).", 500))  # fmt: skip
             return
+        self.slots.begin_load(asked.slot)
         try:
             self._asked.put_nowait(asked)
         except queue.Full:
@@ -154,8 +167,9 @@ class Adapters:
             log.info(
                 "adapter %r of %s: %.1f MB in %.2f s", asked.name, folder, kept.nbytes / 1e6, time.monotonic() - began
             )
-            while len(self._kept) >= self._most_kept:
-                self._kept.popitem(last=False)
+            while len(self._kept) >= self._most_kept:  # one in a slot would take its memory all the same
+                spare = (key for key, each in self._kept.items() if not slots.has(each))
+                del self._kept[next(spare, next(iter(self._kept)))]
         self._kept[key] = kept
         self._kept.move_to_end(key)
-        return slots.ready(kept)
+        return slots.ready(asked.slot, kept)

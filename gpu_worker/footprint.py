@@ -22,11 +22,13 @@ from .device import parameter_estimate
 from .kv_cache import KVCache
 from .layers.formats.at_load import AtLoad
 from .layers.formats.dense import cpu_has_bf16
+from .lora.target import most_bytes
 from .memory import gib, memory_limits, step_bytes
+from .models.adapter_reader import adapter_dtype
 from .models.dtypes import gpu_capability, stored_dtype
 from .models.fallback import uses_fallback
 from .models.files import Tensors, weight_files
-from .models.loader import size_of
+from .models.loader import adapted_targets, size_of
 from .spec import Shard
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Footprint:
     token_bytes: int  # of the cache of one token
     step: int  # bytes of the smallest step's activations
     follows: bool = True  # whether the cache has the model's dtype, whatever that is
+    adapters: int = 0  # bytes of the most that adapters may take
 
     @property
     def weights(self) -> int:
@@ -59,7 +62,7 @@ class Footprint:
     @property
     def total(self) -> int:
         """Bytes of it all."""
-        return self.weights + self.cache + self.step
+        return self.weights + self.cache + self.step + self.adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +86,24 @@ def check_footprint(
 ) -> None:
     """Raises ConfigError, one line with the numbers and what would fit, where the model is larger than the memory."""
     need = footprint_of(args, config, pooler, dtype, shard, cache_dtype)
+    need = replace(need, adapters=_adapters(args, config, pooler, dtype, shard, device))
     stored = stored_dtype(config)
     if stored.itemsize < dtype.itemsize == need.itemsize and args.load_format != "dummy":
         log.info("the weights are cast from %s (%s) to %s (%s)", _name(stored), gib(need.parameters * stored.itemsize),
                  _name(dtype), gib(need.weights))  # fmt: skip
     refuse_larger(config, need, room_of(device, args.gpu_memory_utilization), dtype, device, shard)
+
+
+def _adapters(
+    args: EngineArgs, config: ModelConfig, pooler: PoolerConfig | None, dtype: torch.dtype, shard: Shard,
+    device: torch.device,
+) -> int:  # fmt: skip
+    """Bytes of the adapters that may come: on a GPU those in slots; on a CPU those that are kept and one being read."""
+    if not args.enable_lora or (pooler is None and uses_fallback(config)):
+        return 0
+    count = args.max_loras if device.type != "cpu" else (args.max_cpu_loras or args.max_loras) + 1
+    targets = adapted_targets(config, pooler, shard, args.fully_sharded_loras)
+    return count * most_bytes(targets, args.max_lora_rank, adapter_dtype(args.lora_dtype, dtype).itemsize)
 
 
 def refuse_larger(
@@ -97,10 +113,11 @@ def refuse_larger(
     if need.total <= room.free:
         return
     share = f" of one of {shard.size * shard.stages} processes" if shard != Shard() else ""
+    adapters = f", adapters up to {gib(need.adapters)}" if need.adapters else ""
     raise ConfigError(
         f"{config.path} does not fit the memory: {need.parameters / 1e9:.2f} billion parameters{share} take "
         f"{gib(need.weights)} in {_name(dtype)}, the cache of {need.tokens} tokens and a step "
-        f"{gib(need.cache + need.step)}; {gib(room.free)} are free ({room.source}). "
+        f"{gib(need.cache + need.step)}{adapters}; {gib(room.free)} are free ({room.source}). "
         f"Use {', or '.join(_remedies(need, room, dtype, device, shard))}."
     )
 
@@ -158,8 +175,10 @@ def _remedies(need: Footprint, room: Room, dtype: torch.dtype, device: torch.dev
         smaller = replace(need, itemsize=2, token_bytes=need.token_bytes // (2 if need.follows else 1))
         if smaller.total <= room.free:
             found.append(f"--dtype {half} ({gib(smaller.weights)} of weights)")
-    if need.cache and (most := (room.free - need.weights - need.step) // need.token_bytes) >= 2:
+    if need.cache and (most := (room.free - need.total + need.cache) // need.token_bytes) >= 2:
         found.append(f"--max-model-len {most} at most")
+    if need.adapters and need.total - need.adapters <= room.free:
+        found.append("a lower --max-lora-rank, --max-loras or --max-cpu-loras")
     if need.total <= room.whole:
         found.append("a larger --gpu-memory-utilization")
     for count in (2**power for power in range(1, _MOST_SHARES.bit_length())):

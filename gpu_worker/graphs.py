@@ -22,6 +22,7 @@ import torch
 
 from .batch import StepBatch
 from .kernels.attention import Scores
+from .lora.card import CardSlots, RecordedRows
 from .memory import out_of_memory, says_no_memory
 
 log = logging.getLogger(__name__)
@@ -124,16 +125,33 @@ class CudaRecorder:
 
 
 class Graphs:
-    """What both kinds share. ``sizes`` rise; those that are not recorded are dropped."""
+    """What both kinds share. ``sizes`` rise; those that are not recorded are dropped.
+
+    With ``slots`` they are of steps in which some row has an adapter, as ``slots`` say of the step that is run.
+    """
 
     unit: str
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
+    def __init__(self, sizes: Sequence[int], slots: CardSlots | None = None) -> None:
+        self.sizes, self._lora = list(sizes), slots
+        self._adapted: dict[int, RecordedRows] = {}
 
     def record(self, size: int, forward: Forward, recorder: Recorder) -> None:
         """Record one size."""
+        if (slots := self._lora) is None:
+            self._record(size, forward, recorder)
+        else:
+            rows = self._adapted[size] = RecordedRows(size, slots)
+            with slots.recorded(rows):
+                self._record(size, forward, recorder)
+
+    def _record(self, size: int, forward: Forward, recorder: Recorder) -> None:
         raise NotImplementedError
+
+    def _fill_adapted(self, size: int) -> None:
+        """Before a replay of ``size``."""
+        if self._lora is not None:
+            self._lora.fill(self._adapted[size])
 
     def covers(self, batch: StepBatch) -> bool:
         """Whether ``run`` takes ``batch``."""
@@ -160,8 +178,11 @@ class DecodeGraphs(Graphs):
 
     unit = "rows"
 
-    def __init__(self, sizes: Sequence[int], max_context: int, block_size: int, device: torch.device):
-        super().__init__(sizes)
+    def __init__(
+        self, sizes: Sequence[int], max_context: int, block_size: int, device: torch.device,
+        slots: CardSlots | None = None,
+    ):  # fmt: skip
+        super().__init__(sizes, slots)
         self.max_context, self._block_size = max_context, block_size
         rows = sizes[-1]
         self._width = -(-max_context // block_size)
@@ -177,7 +198,7 @@ class DecodeGraphs(Graphs):
         """Record every size, largest first."""
         capture([self], forward, recorder, progress)
 
-    def record(self, size: int, forward: Forward, recorder: Recorder) -> None:
+    def _record(self, size: int, forward: Forward, recorder: Recorder) -> None:
         # A batch for each run: what attention keeps in it for its layers has to lie in the graph's own memory. What the
         # run before the capture has made is freed behind it.
         self._replays[size] = recorder(lambda: forward(self._static_batch(size)))
@@ -212,6 +233,7 @@ class DecodeGraphs(Graphs):
         if rows < size:
             self._slots[rows:size].fill_(-1)
             self._context_lens[rows:size].zero_()
+        self._fill_adapted(size)
         replay, hidden = self._replays[size]
         replay()
         return hidden[:rows]
@@ -227,10 +249,11 @@ class PieceGraphs(Graphs):
     unit = "tokens"
 
     def __init__(
-        self, sizes: Sequence[int], heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ):
+        self, sizes: Sequence[int], heads: int, head_dim: int, block_size: int, dtype: torch.dtype,
+        device: torch.device, slots: CardSlots | None = None,
+    ):  # fmt: skip
         """``heads`` of ``head_dim`` values are those of this process's queries."""
-        super().__init__(sizes)
+        super().__init__(sizes, slots)
         tokens, self._block_size = sizes[-1], block_size
         self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -240,7 +263,7 @@ class PieceGraphs(Graphs):
         self._nobody = torch.zeros((2, 1), dtype=torch.int32, device=device)
         self._replays: dict[int, tuple[list[Replay], list[_Attention], torch.Tensor]] = {}
 
-    def record(self, size: int, forward: Forward, recorder: Recorder) -> None:
+    def _record(self, size: int, forward: Forward, recorder: Recorder) -> None:
         attentions: list[_Attention] = []
 
         def step(cut: Cut) -> torch.Tensor:
@@ -288,6 +311,7 @@ class PieceGraphs(Graphs):
         self._slots[:tokens].copy_(batch.slots)
         if tokens < size:
             self._slots[tokens:size].fill_(-1)
+        self._fill_adapted(size)
         replays, attentions, hidden = self._replays[size]
         queries, attended = self._queries[:tokens], self._attended[:tokens]
         for replay, (attention, k_cache, v_cache, scores) in zip(replays, attentions, strict=False):

@@ -255,12 +255,11 @@ def _lora(args: EngineArgs, dtype: torch.dtype) -> LoraSpec | None:
     """Which adapters the model may have."""
     if not args.enable_lora:
         return None
-    if args.fully_sharded_loras:
-        raise ConfigError("fully_sharded_loras is not supported yet; leave it out: tokens are the same without it.")
     from .lora.slots import LoraSpec
     from .models.adapter_reader import adapter_dtype
 
-    return LoraSpec(args.max_loras, args.max_lora_rank, adapter_dtype(args.lora_dtype, dtype))
+    kind = adapter_dtype(args.lora_dtype, dtype)
+    return LoraSpec(args.max_loras, args.max_lora_rank, kind, args.fully_sharded_loras)
 
 
 def _suit(args: EngineArgs, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,24 +24,16 @@ import torch
 from ..proto.messages import StepPlan
 from .batch import StepBatch, longest_first
 from .device import LongSteps
-from .graphs import (
-    CudaRecorder,
-    DecodeGraphs,
-    Graphs,
-    PieceGraphs,
-    Recorder,
-    capture,
-    capture_sizes,
-    graph_bytes,
-    piece_sizes,
-)  # fmt: skip
+from .graphs import CudaRecorder, DecodeGraphs, Graphs, PieceGraphs, Recorder, capture, graph_bytes
 from .kernels import marks
 from .kv_cache import KVCache
+from .lora.card import CardSlots
 from .models.decoder import Decoder
 from .models.program import Program, program_of, runs_natively
 from .models.program_adapters import AdaptedProgram
 from .outcome import FORBIDDEN, NAN, ROOM, Outcome, PromptGroup
 from .parallel.parallel import Group
+from .recorded import kinds_of
 from .sampling.followers import Follower
 from .sampling.logprobs import token_logprobs
 from .sampling.processors import Processors, SlotError
@@ -90,6 +82,7 @@ class Runner:
             self.adapted = AdaptedProgram(self.program, *rows, model, kv, state.tokens, state.tables, most, long, taps)
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
+        self.adapted_graphs: list[Graphs] = []  # of steps in which some row has an adapter
         self.pooler = pooler
         self._download = Download(slots, state.device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=state.device)
@@ -101,29 +94,18 @@ class Runner:
 
         Sizes that there is no memory for are left out; but not in a group, where all must pad a step alike.
         """
-        pieces, graphs = self._pieces(), self._decodes(max_context)
+        makes = kinds_of(self.model, self.state, self.max_tokens, max_context)
+        made: list[Any] = [make() for make in makes]
         drop = self.group.shard.size == 1
-        capture([pieces, graphs], self._forward_eager, recorder or CudaRecorder(), progress, drop)
-        self.pieces, self.graphs = pieces, graphs
+        capture(made, self._forward_eager, recorder or CudaRecorder(), progress, drop)
+        self.pieces, self.graphs, *self.adapted_graphs = made
 
     @torch.inference_mode()
     def graph_bytes(self, max_context: int | None, used: Callable[[], int], recorder: Recorder | None = None) -> int:
         """About what ``capture`` will take; ``used`` tells the bytes of the device that are in use."""
-        kinds: list[Callable[[], Graphs]] = [self._pieces, partial(self._decodes, max_context)]
+        makes = kinds_of(self.model, self.state, self.max_tokens, max_context)
         least = self.model.spec.hidden_size * self.model.dtype.itemsize
-        return graph_bytes(kinds, self._forward_eager, recorder or CudaRecorder(), used, least)
-
-    def _decodes(self, max_context: int | None) -> DecodeGraphs:
-        state = self.state
-        longest = state.max_model_len if max_context is None else min(max_context, state.max_model_len)
-        return DecodeGraphs(capture_sizes(state.max_rows), longest, state.block_size, state.device)
-
-    def _pieces(self) -> PieceGraphs:
-        model, state = self.model, self.state
-        sizes = piece_sizes(self.max_tokens)
-        return PieceGraphs(
-            sizes, model.spec.heads, model.spec.head_dim, state.block_size, model.dtype, state.device
-        )  # fmt: skip
+        return graph_bytes(makes, self._forward_eager, recorder or CudaRecorder(), used, least)
 
     def _forward_eager(self, batch: StepBatch) -> torch.Tensor:
         return self.model.forward(batch, self.kv)
@@ -137,6 +119,13 @@ class Runner:
         outcome = self._run(run) if len(run.rows) else Outcome(self._download, self._nothing)
         self._end_step()
         return outcome
+
+    def rehearse(self, plan: StepPlan) -> Outcome:
+        """``launch``; where rows may have adapters on a GPU, as if all of them had."""
+        if not isinstance(self.slots, CardSlots):
+            return self.launch(plan)
+        with self.slots.rehearsal():
+            return self.launch(plan)
 
     def _end_step(self) -> None:
         """All of the step is launched: no product is of its rows from here on."""
@@ -194,7 +183,7 @@ class Runner:
     def _look_up_adapters(self, run: Run) -> None:
         """See whether some row of this step has an adapter."""
         if self.slots is not None:
-            self.slots.active = bool((self.state.adapters[run.rows] >= 0).any())
+            self.slots.look_up(self.state.adapters[run.rows])
 
     def _head(self, program: Program | None, run: Run, spans: list[Span]) -> Head:
         """Call it behind the forward pass of the step."""
@@ -252,7 +241,7 @@ class Runner:
 
     def _hidden(self, batch: StepBatch) -> torch.Tensor:
         """The forward pass: hidden states of the tokens ``batch.outputs``; of every token where a stage follows."""
-        for graphs in () if self._adapts else (self.graphs, self.pieces):
+        for graphs in self.adapted_graphs[::-1] if self._adapts else (self.graphs, self.pieces):
             if graphs is not None and graphs.covers(batch):
                 hidden = graphs.run(batch)
                 return hidden if batch.outputs is None else hidden.index_select(0, batch.outputs)

@@ -27,6 +27,7 @@ from ..proto.work import Generate, Work
 from .batch import StepShape, idle_batch
 from .kernels import marks, sampling
 from .kernels.attention_flash import flash_in_use
+from .lora.card import CardSlots
 from .runner import PROMPT_SLICE, Runner
 from .sampling.sample_batch import SampleBatch
 from .sampling.sampler import sample, sample_share, variants
@@ -58,7 +59,10 @@ def warm_up(runner: Runner, progress: bool) -> None:
     began = time.monotonic()
     from tqdm import tqdm
 
-    jobs: list[Callable[[], None]] = [partial(_forward, runner, shape) for shape in chosen_shapes(runner)]
+    shapes = chosen_shapes(runner)
+    jobs: list[Callable[[], None]] = [partial(_forward, runner, shape) for shape in shapes]
+    if isinstance(runner.slots, CardSlots):
+        jobs += [partial(_adapted, runner, runner.slots, shape) for shape in shapes]
     if runner.group.shard.last and runner.pooler is None:
         jobs += _drawing(runner)
     for job in tqdm(jobs, desc="Compiling kernels", unit="step", disable=not progress):
@@ -128,9 +132,19 @@ def _forward(runner: Runner, shape: StepShape) -> None:
         before = torch.zeros((shape.tokens, model.spec.hidden_size), dtype=model.dtype, device=device)
     hidden = model.forward(batch, runner.kv, before)
     if group.shard.last and runner.pooler is None:
-        model.logits(hidden[: max(runner.state.max_rows, PROMPT_SLICE)])
+        drawn = hidden[: max(runner.state.max_rows, PROMPT_SLICE)]
+        if runner.slots is not None:
+            runner.slots.to_outputs(slice(0, len(drawn)))
+        model.logits(drawn)
     elif runner.pooler is not None and runner.pooler.config.convert == "classify":
         model.logits(hidden)  # of every token, where all are asked for
+
+
+def _adapted(runner: Runner, slots: CardSlots, shape: StepShape) -> None:
+    """The same, of rows that have adapters."""
+    with slots.rehearsal():
+        slots.begin(np.zeros(shape.tokens, np.int32))
+        _forward(runner, shape)
 
 
 def _drawing(runner: Runner) -> Iterator[Callable[[], None]]:

@@ -43,10 +43,11 @@ from ..proto.speculation import speculative_config
 from ..proto.work import Pool, Work
 from . import compilations
 from .adapters import Adapters, Read, Told
+from .cache_size import blocks_that_fit
 from .device import choose_long_steps, parameter_estimate, usable_cores
 from .kv_cache import KVCache
 from .link import Arrived, Dismissed, LeaseLost, Leave, Link
-from .memory import Budget, available_memory, cpu_budget, cuda_budget, device_used, fit, gib, out_of_memory, step_bytes
+from .memory import Budget, available_memory, cpu_budget, cuda_budget, device_used, gib, out_of_memory, step_bytes
 from .models.identity import identity_of
 from .outcome import ROOM
 from .page_moves import PageMoves, Said, pages_of
@@ -203,6 +204,8 @@ class Worker:
         self._drop_cache()
         self._state = self._assigned = None
         self._drafts.put_away(rest.level)
+        if self._adapters is not None:
+            self._adapters.put_away()
         self._weights.put_away(rest.level)
         self._link.loaded = self._weights.there
         if self._others is not None:
@@ -216,6 +219,7 @@ class Worker:
         self._weights.bring_back()
         self._drafts.bring_back(self._model)
         self._link.loaded = True
+        slots = 0 if self._adapters is None else self._adapters.use(self._model)
         wanted = (assign.block_size, assign.max_num_seqs, assign.max_num_batched_tokens)
         if wanted[0] not in (8, 16, 32) or not 1 <= wanted[1] <= wanted[2] < 2**31:  # no scheduler's flags say so
             self._fail(0, PlanError("Assign asks for blocks of {} tokens, {} rows, {} tokens a step".format(*wanted)))
@@ -232,7 +236,8 @@ class Worker:
                     f"no memory for {wanted[1]} rows of up to {self._config.max_model_len} tokens and steps of "
                     f"{wanted[2]} ({error}); lower `max_num_seqs`, `max_num_batched_tokens` or `max_model_len`."
                 ) from error
-            self._num_blocks = self._fit(budget, assign.max_num_seqs)
+            of = self._args, self._config, self._model, self._dtype
+            self._num_blocks = blocks_that_fit(*of, budget, assign.max_num_seqs)
             self._assigned = wanted
         if self._others is not None:
             fits = [each.num_blocks for each in self._others.collect(Loaded, assign.lease)]
@@ -250,19 +255,8 @@ class Worker:
             weights.identity = weights.identity or identity_of(self._args, self._config, model)
             pages = pages_of(model, self._device, assign.block_size, weights.identity, self._group.shard)
             loaded.kv_format, loaded.block_bytes = pages
-        loaded.adapter_slots = 0 if self._adapters is None else self._adapters.use(self._model)
+        loaded.adapter_slots = slots
         self._link.send(loaded)
-
-    def _fit(self, budget: Budget, max_rows: int) -> int:
-        """The number of blocks. An encoder keeps nothing in them: there are as many as its rows could ever fill."""
-        if not budget.block_bytes:
-            return max_rows * -(-self._config.max_model_len // budget.block_size)
-        blocks, cache = fit(self._args, budget, self._config.max_model_len), self._model.cache_dtype
-        if cache != self._dtype:
-            wide = KVCache.block_bytes(self._model.spec, budget.block_size, self._dtype)
-            log.info("the KV cache is in %s: %d blocks, where the same memory holds %d in %s", str(cache)[6:], blocks,
-                     blocks * budget.block_bytes // wide, str(self._dtype)[6:])  # fmt: skip
-        return blocks
 
     def _measure(self, block_size: int, max_rows: int, max_tokens: int) -> Budget:
         spec, length = self._model.spec, self._config.max_model_len
@@ -284,6 +278,7 @@ class Worker:
             activations = step_bytes(spec, max_tokens, slots, self._dtype.itemsize)
             activations += rows + logprob_bytes(max_rows, most) + min(logprob_bytes(max_tokens, most), ROOM)
             activations += self._drafts.step_bytes(max_tokens, max_rows)
+            activations += 0 if self._adapters is None else self._adapters.to_come
             return cpu_budget(activations, block_bytes, block_size, max_rows * self._state.max_blocks)
         runner = self._runner_of(
             KVCache(spec, 1, block_size, self._model.cache_dtype, self._device), self._state, max_tokens
@@ -298,7 +293,7 @@ class Worker:
             return runner.graph_bytes(self._args.max_seq_len_to_capture, lambda: device_used(self._device))
 
         budget = cuda_budget(
-            lambda: runner.launch(plan), graphs if self._graphs else int, block_bytes, block_size, self._device
+            lambda: runner.rehearse(plan), graphs if self._graphs else int, block_bytes, block_size, self._device
         )
         self._state.reset()
         return budget

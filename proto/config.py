@@ -124,7 +124,7 @@ class EngineArgs:
         "auto", _WORK, "type of adapters' weights; auto: the model's", ("auto", "float16", "bfloat16", "float32")
     )
     fully_sharded_loras: bool = _flag(
-        False, _WORK, "with tensor parallelism, divide both matrices of an adapter among the ranks; not supported yet"
+        False, _WORK, "with tensor parallelism, divide both matrices of an adapter among the ranks"
     )
     lora_modules: list[str] | None = _flag(
         None, _HTTP, "adapters that requests may name as their model: name=path, or a JSON object with name, path and "

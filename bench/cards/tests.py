@@ -18,7 +18,7 @@ FILES = tuple(
     f"tests/gpu_worker/test_{name}.py"
     for name in (
         "kernels_attention", "kernels_layers", "kernels_sampling", "sampler_kernels", "sampler", "sampler_edits",
-        "sampler_logprobs", "sampler_mixed", "worker_gpu",
+        "sampler_logprobs", "sampler_mixed", "lora_kernels", "worker_gpu",
     )
 ) + ("tests/models/test_moe.py",)  # fmt: skip
 DRY = ("tests/gpu_worker/test_kernels_layers.py",)

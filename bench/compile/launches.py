@@ -24,6 +24,7 @@ from quire.gpu_worker.kernels import (
     coded,
     linear,
     logprobs,
+    lora,
     marks,
     masks,
     moe,
@@ -424,7 +425,57 @@ CODES = [
     Launch("codes.mxfp4-experts-1024", lambda: mxfp4_experts(1024)),
 ]  # fmt: skip
 
-LAUNCHES = [*ATTENTION, *SAMPLER, *LAYERS, *PRODUCTS, *MOE, *CODES, *NARROW]
+
+def stack_of(sizes: tuple[int, ...], inner: int, rank: int, dtype: torch.dtype, experts: int = 0) -> lora.Stack:
+    """Of eight slots for modules of ``sizes`` side by side; of a table of ``inner`` rows where there are none."""
+    groups, each = 8 * max(1, experts), max(1, len(sizes))
+    table = not sizes
+    a = (groups, inner, rank) if table else (groups, each, rank, inner)
+    outputs = 4096 if table else sum(sizes)
+    return lora.Stack(
+        empty(*a, dtype=dtype), empty(groups, outputs, rank, dtype=dtype), empty(groups, each, 3, dtype=INT),
+        empty(groups, each, dtype=FLOAT), empty(each, 3, dtype=INT), max(sizes, default=4096),
+    )  # fmt: skip
+
+
+def adapt(rows: int, rank: int = 16, sizes: tuple[int, ...] = (4096, 1024, 1024), dtype: torch.dtype = BF16) -> None:
+    """What adapters add to a layer's queries, keys and values; without ``sizes`` to embeddings."""
+    stack, size = stack_of(sizes, 4096 if sizes else VOCAB, rank, dtype), lora.block_rows(rows, dtype)
+    blocks = lora.most_blocks(rows, 8, size)
+    layout, y = (
+        lora.Layout(empty(blocks, size, dtype=INT), empty(blocks, dtype=INT), rows),
+        empty(rows, 6144, dtype=dtype),
+    )
+    if sizes:
+        lora.expand(lora.shrink(empty(rows, 4096, dtype=dtype), stack, layout), stack, layout, y)
+    else:
+        lora.expand_table(empty(rows, dtype=LONG), stack, layout, y[:, :4096])
+
+
+def adapt_experts(tokens: int) -> None:
+    """What they add to the products of 8 of 128 experts."""
+    ids, weights, slots = empty(tokens, 8, dtype=LONG), empty(tokens, 8, dtype=FLOAT), tokens * 8
+    layout = lora.lay_out_experts(ids, empty(tokens, dtype=INT), 0, 128, 8, lora.expert_rows(slots, 128, BF16))
+    for sizes, inner, rows in (((768, 768), 2048, tokens), ((2048,), 768, slots)):
+        stack, x = stack_of(sizes, inner, 16, BF16, 128), empty(rows, inner)
+        shrunk = lora.shrink(x, stack, layout)
+        lora.expand(shrunk, stack, layout, empty(slots, sum(sizes)), weights if rows == slots else None)
+
+
+ADAPTERS = [
+    Launch("adapters.qkv-8", lambda: adapt(8), short=True),
+    Launch("adapters.qkv-8-rank-64", lambda: adapt(8, 64)),
+    Launch("adapters.qkv-2048", lambda: adapt(2048)),
+    Launch("adapters.qkv-2048-rank-512", lambda: adapt(2048, 512)),
+    Launch("adapters.qkv-fp16-2048", lambda: adapt(2048, 64, dtype=HALF)),
+    Launch("adapters.qkv-fp32-8", lambda: adapt(8, 64, dtype=FLOAT)),
+    Launch("adapters.qkv-fp32-2048", lambda: adapt(2048, 64, dtype=FLOAT)),
+    Launch("adapters.embedding-8", lambda: adapt(8, sizes=())),
+    Launch("adapters.experts-8", lambda: adapt_experts(8), short=True),
+    Launch("adapters.experts-2048", lambda: adapt_experts(2048)),
+]
+
+LAUNCHES = [*ATTENTION, *SAMPLER, *LAYERS, *PRODUCTS, *MOE, *CODES, *NARROW, *ADAPTERS]
 
 
 def kernels() -> set[str]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..batch import Chooser
+from ..kernels.lora import Layout
 from ..kernels.moe import Blocks
 from .formats.base import ExpertProducts, Format, Run, Tensors, Weight, whole
 from .formats.cuda import MeasuredProduct
@@ -86,7 +87,7 @@ class ExpertLinear:
     """
 
     adapted = False
-    """Whether ``add`` does anything."""
+    """Whether adapters may add anything."""
 
     def __init__(self, format: Format, tensors: Tensors, weight: Weight, bias: torch.Tensor | None = None) -> None:
         """``tensors`` of ``weight``, as ``format`` names them, each with a first dim of ``weight.experts``."""
@@ -121,7 +122,18 @@ class ExpertLinear:
         return self._count
 
     def add(self, expert: int, rows: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add to ``y`` [T, out], in place, what adapters make of ``x`` [T, in], the step's tokens ``rows``."""
+        """Add to ``y`` [T, out], in place, what adapters make of ``x`` [T, in], the tokens ``rows``. On a CPU."""
+
+    def laid_out(self, ids: torch.Tensor, first: int, among: int) -> Layout | None:
+        """What ``add_grouped`` takes for the chosen experts ``ids`` int64 [T, k], of which these begin at ``first`` of
+        ``among``; None: no adapter adds anything in this step. On a GPU."""
+        return None
+
+    def add_grouped(
+        self, x: torch.Tensor, y: torch.Tensor, layout: Layout, weights: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Add to ``y`` [T * k, out], in place, what adapters make of ``x`` [T, in] or [T * k, in], times ``weights``
+        [T, k]. On a GPU."""
 
     def one(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """x [T, in] -> [T, out] by one expert, on a CPU."""

@@ -93,7 +93,15 @@ def experts_grouped(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, l
     gate_up, down, first, activation, among = local
     count = len(gate_up)
     blocks = kernels.align(ids, first, count, kernels.block_rows(ids.numel() // (among or count), x.dtype))
-    each = down.grouped(gate_up.grouped(x, blocks, activation), blocks, weights=weights)
+    layout = gate_up.laid_out(ids, first, among or count) or down.laid_out(ids, first, among or count)
+    if layout is None:
+        each = down.grouped(gate_up.grouped(x, blocks, activation), blocks, weights=weights)
+    else:
+        wide = gate_up.grouped(x, blocks)
+        gate_up.add_grouped(x, wide, layout)
+        wide = gated_activation(wide, activation)
+        each = down.grouped(wide, blocks, weights=weights)
+        down.add_grouped(wide, each, layout, weights)
     return kernels.sum_slots(each, ids, first, count)
 
 

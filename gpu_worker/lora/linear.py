@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from ..kernels.lora import Layout
 from ..layers.activation import gated_activation
 from ..layers.linear import ExpertLinear, Linear
+from .card import CardSlots
 from .slots import Slots
 
 
@@ -40,6 +42,18 @@ class AdaptedExperts(ExpertLinear):
     def __init__(self, base: ExpertLinear, slots: Slots, target: str) -> None:
         self.__dict__.update(base.__dict__)
         self.slots, self.target = slots, target
+
+    def laid_out(self, ids: torch.Tensor, first: int, among: int) -> Layout | None:
+        slots = self.slots
+        if not (slots.active and isinstance(slots, CardSlots) and slots.adds(self.target)):
+            return None
+        return slots.lay_out_experts(self.target, ids, first, among)
+
+    def add_grouped(
+        self, x: torch.Tensor, y: torch.Tensor, layout: Layout, weights: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        if isinstance(self.slots, CardSlots):
+            self.slots.add_experts(self.target, x, y, layout, weights)
 
     def add(self, expert: int, rows: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
         if self.slots.active:

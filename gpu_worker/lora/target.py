@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..layers.formats.base import Part
+from ..spec import Shard
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Target:
 
     ``columns``: the inputs that this process holds. ``pieces``: the modules that lie side by side in its outputs; those
     of ``experts`` one expert after another (0: it has none). ``kind``: "linear", "experts" or "table", of which rows of
-    A are looked up.
+    A are looked up. ``among``: of fully sharded adapters, the tensor ranks among which both matrices are divided, so
+    that A x is the sum of all ranks' parts; ``by_rank``: A by its rows, else by its columns, and B by its rows.
     """
 
     name: str
@@ -40,6 +42,12 @@ class Target:
     columns: Part
     pieces: tuple[Piece, ...]
     experts: int = 0
+    among: Shard | None = None
+    by_rank: bool = False
+
+    def rows_of_a(self, rank: int) -> range:
+        """Those that this process holds of the ``rank`` rows of an A."""
+        return self.among.share(rank) if self.among is not None and self.by_rank else range(rank)
 
     @property
     def outputs(self) -> int:
@@ -82,18 +90,30 @@ class Targets:
     fused: Mapping[str, tuple[Fused, ...]]
 
 
+def most_bytes(targets: Targets, rank: int, itemsize: int, panel: int = 1) -> int:
+    """Of an adapter of ``rank`` with every product; outputs are filled up to multiples of ``panel``."""
+    values = 0
+    for target in targets.targets.values():
+        held = -(-rank // target.among.size) if target.among is not None and target.by_rank else rank
+        outputs = sum(-(-len(piece.rows) // panel) * panel for piece in target.pieces)
+        values += len(target.pieces) * len(target.columns) * held + outputs * rank
+    return values * itemsize
+
+
 @dataclass(frozen=True, eq=False)
 class Matrices:
     """What an adapter has for one piece, as far as this process holds it: y[rows] += scale * b (a x).
 
-    ``a`` [rank, inputs], of a table [rank, vocabulary]; ``b`` [outputs, rank]. What ``Slots.ready`` gives is on the
-    device, in its order: of a table ``a`` is [vocabulary, rank], and for the native kernels ``b`` is in panels.
+    ``a`` [rank, inputs], of a table [rank, vocabulary]; ``b`` [outputs, rank]. What ``Slots.kept`` gives on a CPU is in
+    the order of what computes: of a table ``a`` is [vocabulary, rank], and for the native kernels ``b`` is in panels.
+    ``first``: the first row of the whole A that ``a`` has, where it is divided by its rows (``Target.by_rank``).
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
     rank: int
+    first: int = 0
 
     @property
     def nbytes(self) -> int:

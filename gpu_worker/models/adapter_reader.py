@@ -39,10 +39,11 @@ class _Reading:
     fused: set[str] = field(default_factory=set)  # targets whose parameters of all experts had tensors
 
     def put(self, name: str, at: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        target = self.targets.targets[name]
+        """``a``: as much of it as this process holds."""
+        target, rank = self.targets.targets[name], int(b.shape[1])
         pieces = self.pieces.setdefault(name, [None] * len(target.pieces))
         a, b = (each.to(self.rounded).to(self.dtype).contiguous() for each in (a, b))
-        pieces[at] = Matrices(a, b, scale, int(a.shape[0]))
+        pieces[at] = Matrices(a, b, scale, rank, target.rows_of_a(rank).start)
 
 
 def read_adapter(
@@ -177,8 +178,9 @@ def _read(reading: _Reading, module: str, a: Entry, b: Entry) -> None:
     if target is None or at < 0:
         return
     columns = slice(target.columns.start, target.columns.stop)
-    rows = torch.from_numpy(target.pieces[at].rows)
-    reading.put(name, at, a.read(None, columns), b.read().index_select(0, rows), config.scale_of(module))
+    rows, mine = torch.from_numpy(target.pieces[at].rows), target.rows_of_a(rank)
+    held = a.read(slice(mine.start, mine.stop), columns)
+    reading.put(name, at, held, b.read().index_select(0, rows), config.scale_of(module))
 
 
 def _check_shape(entry: Entry, shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ from .parameters import Parameter, parameters
 from .places import Place, modules_of, places_of
 
 
-def targets_of(spec: DecoderSpec, names: WeightNames, shard: Shard) -> Targets:
-    """The linear layers, experts and the embedding of ``spec``, by their names in checkpoints and in transformers."""
+def targets_of(spec: DecoderSpec, names: WeightNames, shard: Shard, fully_sharded: bool = False) -> Targets:
+    """The linear layers, experts and the embedding of ``spec``, by their names in checkpoints and in transformers.
+
+    ``fully_sharded``: both matrices of linear layers are divided among the tensor ranks, where the layer is.
+    """
     held = {parameter.name: parameter for parameter in parameters(spec, shard)}
     targets: dict[str, Target] = {}
     modules: dict[str, tuple[str, int]] = {}
@@ -27,6 +31,8 @@ def targets_of(spec: DecoderSpec, names: WeightNames, shard: Shard) -> Targets:
         found = list(_named(parameter, names))
         if local is not None and not (name == "embed" and not shard.first):
             targets[name] = _target(spec, name, parameter, local, found)
+            if fully_sharded and shard.size > 1 and parameter.kind == "linear":
+                targets[name] = _divided(targets[name], shard)
         for index, (module, place) in enumerate(found):
             there = index - _before(parameter, local) if local is not None else -1
             count = len(targets[name].pieces) if name in targets else 0
@@ -102,6 +108,20 @@ def _target(
         pieces = [Piece(found[0][0], width, np.arange(width), 0)]
         columns = local.parts[0]
     return Target(name, parameter.kind, columns, tuple(pieces), held)
+
+
+def _divided(target: Target, shard: Shard) -> Target:
+    """Fully sharded: where inputs are divided B is too, by outputs, and where outputs are A is, by ranks. A layer that
+    every rank has whole stays so."""
+    if len(target.columns) < target.columns.total:
+        pieces = []
+        for piece in target.pieces:
+            mine = shard.share(len(piece.rows))
+            pieces.append(replace(piece, rows=piece.rows[mine.start : mine.stop], first=piece.first + mine.start))
+        return replace(target, pieces=tuple(pieces), among=shard)
+    if any(len(piece.rows) < piece.outputs for piece in target.pieces):
+        return replace(target, among=shard, by_rank=True)
+    return target
 
 
 def _rows(spec: DecoderSpec, local: Parameter, place: Place) -> np.ndarray:

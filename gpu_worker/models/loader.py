@@ -29,8 +29,10 @@ from ..layers.formats.at_load import NOTHING, AtLoad, check_quantization
 from ..layers.formats.base import TensorError
 from ..layers.formats.registry import Found
 from ..layers.formats.registry import quantization as checkpoint_quantization
+from ..lora.card import CardSlots
 from ..lora.linear import AdaptedExperts, AdaptedLinear
 from ..lora.slots import LoraSpec, Slots
+from ..lora.target import Targets
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec, Shard, WeightNames
 from .adapter_targets import targets_of
@@ -133,7 +135,9 @@ def _decoder(
     if lora is None:
         return Decoder(spec, weights, max_model_len, group)
     dtype = weights.dtype if lora.dtype is None else lora.dtype
-    slots = Slots(targets_of(spec, names, group.shard), lora.slots, lora.max_rank, dtype, weights.device)
+    kind = Slots if weights.device.type == "cpu" else CardSlots
+    targets = targets_of(spec, names, group.shard, lora.fully_sharded)
+    slots = kind(targets, lora.slots, lora.max_rank, dtype, weights.device, group)
     for name, linear in weights.linears.items():
         if name in slots.targets.targets:
             weights.linears[name] = AdaptedLinear(linear, slots, name)
@@ -163,6 +167,12 @@ def size_of(
             itemsize = made.bits / 8 if made else ((each.stored and each.stored.dtype) or dtype).itemsize
             size += math.prod(each.shape) * itemsize
     return spec, count, size / count
+
+
+def adapted_targets(config: ModelConfig, pooler: PoolerConfig | None, shard: Shard, fully_sharded: bool) -> Targets:
+    """What adapters may change of the part ``shard`` of a model that is not transformers' own. Raises ConfigError."""
+    with _named(config):
+        return targets_of(*_family(config, pooler), shard, fully_sharded)
 
 
 def _family(config: ModelConfig, pooler: PoolerConfig | None) -> tuple[DecoderSpec, WeightNames]:

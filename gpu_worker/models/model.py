@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ..batch import Chooser, StepBatch
 from ..kernels.attention import LayerShape
 from ..kernels.linear import ByRows
+from ..kernels.lora import AdaptedRows
 from ..kernels.narrow import is_narrow
 from ..kv_cache import KVCache
 from ..lora.slots import Slots
@@ -55,7 +56,15 @@ class Model:
         sizes = zip(spec.kv_heads, spec.windows, strict=False)
         of = self.dtype, self.device, is_narrow(self.cache_dtype)
         shapes = {LayerShape(spec.heads, kv, spec.head_dim, window, *of) for kv, window in sizes}
-        return {ByRows(), *self.products, *shapes}
+        return {ByRows(), *self.products, *shapes, *self._adapted()}
+
+    def _adapted(self) -> Iterator[Chooser]:
+        """What chooses among adapters' kernels."""
+        if self.adapters is not None:
+            dtype, moe = self.adapters.dtype, self.spec.moe
+            yield AdaptedRows(dtype)
+            if moe is not None:
+                yield AdaptedRows(dtype, moe.top_k, moe.experts)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size] of ``hidden`` [S, hidden], rows that ``forward`` gave: float32, or on a GPU of the

@@ -10,6 +10,7 @@ it is committed. ``layer`` is the middle one of three; torch's operations count 
 import json
 from pathlib import Path
 
+import lora_toys
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fake_cuda_models import FAMILIES, POOLED, VOCAB, CountingHand, fake_device,
 from worker_toys import GREEDY, LADDER, Ladder
 
 from quire.gpu_worker.kernels import company
+from quire.gpu_worker.lora.slots import LoraSpec
 from quire.gpu_worker.memory import cuda_budget
 from quire.gpu_worker.models.kv_scales import scales_to_read, set_scales
 from quire.gpu_worker.worker import every_stage, worst_case
@@ -138,6 +140,31 @@ def test_launches(dtype, device, rewrite, tmp_path):
         device.take = take
         notes += device.take()
     check(rewrite, "types", str(dtype).removeprefix("torch."), signatures(notes))
+
+
+@pytest.mark.parametrize("family", ["llama", "experts", "LayerNorm, learned positions"])
+def test_adapters(family, device, rewrite, tmp_path):
+    """Rows with adapters, eager and replayed; a step in which no row has one asks for what it does without any."""
+    hand = CountingHand(device, make(tmp_path, FAMILIES[family])[0])
+    hand.admit(0, PROMPT)
+    hand.run((0, 40))
+    plain = hand.called("decode").run((0, 1)) and hand.seen.pop("decode")
+    model, _ = make(tmp_path, FAMILIES[family], lora=LoraSpec(3, 16))
+    lora_toys.install(model, 0, lora_toys.random_adapter(model, 8, 0))
+    lora_toys.install(model, 2, lora_toys.random_adapter(model, 16, 1, lambda name: name.endswith("qkv")))
+    hand = CountingHand(device, model)
+    for row, slot in enumerate((0, -1, 2)):
+        hand.admit(row, PROMPT, slot=slot)
+    hand.called("prefill").run((0, 40), (1, 40), (2, 40))
+    hand.called("decode without").run((1, 1))
+    assert hand.seen.pop("decode without") == plain
+    hand.called("decode").run((0, 1), (1, 1), (2, 1))
+    hand.called("of one product alone").run((1, 1), (2, 1))
+    hand.runner.capture(128, progress=False)
+    hand.called("decode, replayed").run((0, 1), (1, 1), (2, 1))
+    hand.admit(3, PROMPT, slot=2)
+    hand.called("a decode and a chunk, in pieces").run((0, 1), (3, 40))
+    check(rewrite, "adapters", family, hand.seen)
 
 
 def test_few_rows_by_tiles(device, rewrite, tmp_path):

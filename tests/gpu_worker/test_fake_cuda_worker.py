@@ -8,6 +8,8 @@ from fake_cuda import CUDA
 from fake_cuda_models import FAMILIES, POOLED, fake_device, make
 from worker_toys import GREEDY, plan
 
+from quire.gpu_worker.kv_cache import KVCache
+from quire.gpu_worker.lora.slots import LoraSpec
 from quire.gpu_worker.worker import Worker
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.codec import i32
@@ -165,3 +167,21 @@ def test_a_worker_pools(kind, device, tmp_path):
     desk = work_on(tmp_path, device, model, *said, Drain(""), pooler=pooler)
     (result,) = desk.of(StepResult)
     assert [slot.slot for slot in result.pooled] == [0, 1] and not result.failed
+
+
+def test_the_cache_leaves_room_for_every_slot(device, tmp_path):
+    """Memory for adapters is there before the cache is sized; a worker that sleeps gives it back."""
+    cache = {}
+    for slots in (0, 16):
+        model, _ = make(tmp_path, FAMILIES["experts"], lora=LoraSpec(slots, 64) if slots else None)
+        desk = work_on(tmp_path, device, model, Assign(LEASES[0], *SIZES), Drain(""), enforce_eager=True)
+        (loaded,) = desk.of(Loaded)
+        assert loaded.adapter_slots == slots
+        cache[slots] = loaded.num_blocks * KVCache.block_bytes(model.spec, SIZES[0], torch.bfloat16)
+    adapters, held = model.adapters, device.allocated
+    size = 16 * adapters.most_bytes
+    assert size > 1 << 24 and size < cache[0] - cache[16] < 1.5 * size
+    adapters.put_away()
+    assert held - device.allocated >= size
+    adapters.bring_back()
+    assert device.allocated == held

@@ -27,6 +27,7 @@ from quire.gpu_worker.layers import attention as attention_layer
 from quire.gpu_worker.layers import dispatch
 from quire.gpu_worker.layers.linear import Linear
 from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.recorded import kinds_of
 from quire.gpu_worker.sampling import sampler
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.config import EngineArgs
@@ -183,11 +184,17 @@ def test_sizes_without_memory_are_dropped_with_one_warning(folder, on_device, ca
     assert 4 in recorder.replayed and 2 not in recorder.replayed  # two rows in a graph of four
 
 
+def kinds(hand):
+    """Graphs of which nothing is recorded."""
+    return [make() for make in kinds_of(hand.runner.model, hand.state, hand.runner.max_tokens, None)]
+
+
 def test_a_group_pads_alike_or_ends(folder, on_device):
     """One rank that left a size out would exchange tensors of other shapes than the rest."""
     hand = hand_of(folder)
+    pieces, _ = kinds(hand)
     with torch.inference_mode(), pytest.raises(torch.OutOfMemoryError):
-        capture([hand.runner._pieces()], hand.runner._forward_eager, Full({64}), False, drop=False)
+        capture([pieces], hand.runner._forward_eager, Full({64}), False, drop=False)
 
 
 def test_other_errors_of_a_capture_are_told(folder, on_device):
@@ -196,8 +203,9 @@ def test_other_errors_of_a_capture_are_told(folder, on_device):
     def forward(batch):
         batch.token_ids.max().item()
 
+    _, decodes = kinds(hand)
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-        capture([hand.runner._decodes(None)], forward, TapeRecorder(), False)
+        capture([decodes], forward, TapeRecorder(), False)
 
 
 class Device:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_heads_that_share_the_output_layer_draft_without_adapters(one: tuple[Any
     head, x = load_head("eagle", str(tmp_path), config, model), torch.randn(3, model.whole.hidden_size)
     plain, (outputs, inputs) = head.logits(x), model.adapters.targets.shapes["lm_head"]
     adapter = Adapter("a", {"lm_head": (Matrices(torch.ones(8, inputs), torch.ones(outputs, 8), 1.0, 8),)})
-    model.adapters.install(0, model.adapters.ready(model.adapters.kept(adapter)))
+    lora_toys.install(model, 0, adapter)
     model.adapters.begin(np.zeros(2, np.int32))
     assert torch.equal(head.logits(x), plain)
     with pytest.raises(ValueError, match="adapters of 2 rows are to be added to 3 rows"):
@@ -162,23 +163,28 @@ def test_heads_that_share_the_output_layer_draft_without_adapters(one: tuple[Any
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 def test_tensor_parallel(kind: str, tmp_path: Path) -> None:
-    """Two ranks, each with its part of every adapter: side by side their logits are PEFT's."""
+    """Two ranks, each with its part of every adapter: side by side their logits are PEFT's. Also fully sharded."""
     folder = folder_of(kind, tmp_path)
     configs = KINDS[kind][1]
     oracle = Oracle(folder, configs, tmp_path / "adapters")
     prompts = tiny_models.random_prompts(len(configs) + 1, seed=7, longest=20)
     slots = np.repeat(np.arange(-1, len(configs)), [len(ids) for ids in prompts]).astype(np.int32)
 
-    def logits(group: Any) -> torch.Tensor:
-        model = load(folder, len(configs), group)
+    def logits(group: Any, divided: bool) -> tuple[torch.Tensor, int]:
+        model = load(folder, len(configs), group, divided)
         for slot, each in enumerate(oracle.folders):
             put(model, slot, each)
         model.adapters.begin(slots)
-        return PagedRunner(model).step([(Row(ids), len(ids)) for ids in prompts])
+        return PagedRunner(model).step([(Row(ids), len(ids)) for ids in prompts]), model.adapters.most_bytes
 
-    found = torch.cat(on_ranks(2, logits), 1).split([len(ids) for ids in prompts])
-    for number, (ids, each) in enumerate(zip(prompts, found, strict=True)):
-        assert (oracle.logits(ids, number - 1) - each).abs().max() <= 1e-4
+    sizes = {}
+    for divided in (False, True):
+        ranks = on_ranks(2, partial(logits, divided=divided))
+        found = torch.cat([each for each, _ in ranks], 1).split([len(ids) for ids in prompts])
+        for number, (ids, each) in enumerate(zip(prompts, found, strict=True)):
+            assert (oracle.logits(ids, number - 1) - each).abs().max() <= 1e-4
+        sizes[divided] = ranks[0][1]
+    assert sizes[True] < sizes[False]
 
 
 def test_int4_base(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_nothing_is_compiled_after_the_warm_up():
         {"family": "llama", "changes": LARGE},
         {"family": "experts, sinks, windows", "mode": "processed_logprobs", "dtype": "float16", "invariant": True},
         {"family": "experts", "rank": 1, "eager": True},
+        {"family": "experts", "lora": True},
         {"family": "llama", "changes": ODD},
         {"family": "encoder that classifies"},
         {"family": "codes", "changes": LARGE},

@@ -22,6 +22,7 @@ from quire.gpu_worker import graphs
 from quire.gpu_worker.kernels.card import card_of
 from quire.gpu_worker.layers.formats import cuda
 from quire.gpu_worker.layers.formats.measured import Table, table_of
+from quire.gpu_worker.lora.slots import LoraSpec
 from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.parallel.one_shot import LIMITS as SHARED
 from quire.gpu_worker.parallel.one_shot import OneShot
@@ -149,7 +150,7 @@ def ranks(device: FakeCuda, size: int, one_shot: bool) -> Iterator[Ranks]:
 
 def make(
     folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, pools: bool = False, tiles: bool = False,
-    group: Ranks | None = None,
+    group: Ranks | None = None, lora: LoraSpec | None = None,
 ) -> Any:  # fmt: skip
     """The model of a config.json on the fake device, and how it pools."""
     (folder / "config.json").write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
@@ -157,7 +158,7 @@ def make(
     args = EngineArgs(model=str(folder), runner="pooling", convert="auto") if pools else None
     pooler = None if args is None else pooler_of(found, args)
     with products(tiles):
-        return load_model(found, dtype, CUDA, "dummy", pooler=pooler, group=group), pooler
+        return load_model(found, dtype, CUDA, "dummy", pooler=pooler, group=group, lora=lora), pooler
 
 
 class _Layer:

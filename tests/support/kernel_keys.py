@@ -24,6 +24,7 @@ import torch
 import triton.compiler
 from fake_cuda import CUDA, CudaTensor, FakeCuda
 from fake_cuda_models import FAMILIES, POOLED
+from lora_toys import install, random_adapter
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from worker_toys import GREEDY, LADDER, LEASE, Hand, Ladder, plan
@@ -33,6 +34,7 @@ from quire.gpu_worker import warmup
 from quire.gpu_worker import worker as workers
 from quire.gpu_worker.kernels import company
 from quire.gpu_worker.layers.formats import cuda, measured
+from quire.gpu_worker.lora.slots import LoraSpec
 from quire.gpu_worker.models.loader import load_model
 from quire.gpu_worker.parallel.parallel import Group
 from quire.gpu_worker.spec import Shard
@@ -149,6 +151,7 @@ def shy(prompt_ids: Any, output_ids: Any, logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+LORA = LoraSpec(2, 16)
 FUNCTIONS = {"shy": shy}
 FEATURES: list[tuple[SamplingParams, dict[str, Any]]] = [
     (GREEDY, {}),
@@ -180,6 +183,7 @@ FEATURES: list[tuple[SamplingParams, dict[str, Any]]] = [
 def trace(hand: WorkersHand, rng: random.Random, steps: int, rows: int, max_tokens: int, max_len: int) -> None:
     """Steps as a scheduler plans them: prompts in chunks of any size, decodes beside them, rows that come and go."""
     beams, vocab = set[int](), hand.state.vocab_size
+    adapters = 0 if hand.runner.slots is None else hand.runner.slots.count
     for _ in range(steps):
         for row in [row for row in hand.lengths if hand.lengths[row] > max_len - 2 or rng.random() < 0.05]:
             hand.drop(row)
@@ -191,9 +195,8 @@ def trace(hand: WorkersHand, rng: random.Random, steps: int, rows: int, max_toke
             if len(hand.free) - sum(blocks - len(table) for table in hand.tables.values()) < blocks:
                 break
             params, more = rng.choice(FEATURES)
-            hand.admit(
-                row, [rng.randrange(hand.state.vocab_size) for _ in range(length)], params=params, seed=row, **more
-            )
+            ids = [rng.randrange(hand.state.vocab_size) for _ in range(length)]
+            hand.admit(row, ids, params=params, seed=row, slot=rng.randint(-1, adapters - 1), **more)
             if params.use_beam_search:
                 beams.add(row)
         left, chunks = max_tokens, []
@@ -258,7 +261,7 @@ def served(case: dict[str, Any], device: KeyedCuda) -> dict[str, Any]:
         elif "stage" in case:
             group = OneOfTwo(Shard(0, 1, case["stage"], 2))
         dtype = getattr(torch, case.get("dtype", "bfloat16"))
-        model = load_model(config, dtype, CUDA, "dummy", group=group, pooler=pooler)
+        model = load_model(config, dtype, CUDA, "dummy", group=group, pooler=pooler, lora=case.get("lora") and LORA)
         config.max_model_len = max_len if pooler is None else 128
         grammars = Anything(config.vocab_size)
         worker = workers.Worker(args, config, model, dtype, CUDA, grammars, FUNCTIONS, group, pooler=pooler)
@@ -274,6 +277,9 @@ def served(case: dict[str, Any], device: KeyedCuda) -> dict[str, Any]:
         assert isinstance(link.sent[-1], Ready), link.sent
         before = len(compiled)
         hand = WorkersHand(worker, blocks, size)
+        if model.adapters is not None:
+            install(model, 0, random_adapter(model, 5, 0))
+            install(model, 1, random_adapter(model, 16, 1, lambda name: "qkv" in name))
         rng, steps = random.Random(case.get("seed", 0)), case.get("steps", 50)
         if pooler is None:
             trace(hand, rng, steps, rows, max_tokens, max_len)

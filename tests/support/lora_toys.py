@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from worker_toys import CPU, Hand
 
 from quire.gpu_worker.lora.slots import LoraSpec
+from quire.gpu_worker.lora.target import Adapter, Matrices
 from quire.gpu_worker.models.adapter_reader import read_adapter
 from quire.gpu_worker.models.loader import load_model
 from quire.proto.checkpoint.model_config import load_model_config
@@ -84,17 +86,38 @@ class Oracle:
         return model(torch.tensor([ids])).logits[0].float()
 
 
-def load(folder: Path, slots: int, group: Any = None, **more: Any) -> Any:
+def load(folder: Path, slots: int, group: Any = None, fully_sharded: bool = False, **more: Any) -> Any:
     """The model of ``folder`` in float32 with room for adapters."""
-    config = load_model_config(str(folder), LENGTH)
-    return load_model(config, torch.float32, CPU, group=group, lora=LoraSpec(slots, MAX_RANK), **more)
+    config, spec = load_model_config(str(folder), LENGTH), LoraSpec(slots, MAX_RANK, fully_sharded=fully_sharded)
+    return load_model(config, torch.float32, CPU, group=group, lora=spec, **more)
+
+
+def random_adapter(model: Any, rank: int, seed: int, only: Callable[[str], bool] = lambda name: True) -> Adapter:
+    """Random matrices, without a file, for every product of ``model`` whose name ``only`` lets through."""
+    chance, found = torch.Generator().manual_seed(seed), {}
+    for name, target in model.adapters.targets.targets.items():
+        if only(name):
+            sizes = [(rank, len(target.columns), len(piece.rows)) for piece in target.pieces]
+            found[name] = tuple(
+                Matrices(torch.randn(r, i, generator=chance) / 5, torch.randn(o, r, generator=chance) / 5, 1.5, r)
+                for r, i, o in sizes
+            )
+    return Adapter(f"random {seed}", found)
+
+
+def install(model: Any, slot: int, adapter: Adapter) -> None:
+    """As a worker does between two steps."""
+    slots = model.adapters
+    kept = slots.kept(adapter)
+    slots.begin_load(slot)
+    slots.install(slot, slots.ready(slot, kept))
 
 
 def put(model: Any, slot: int, folder: Path) -> None:
     """The adapter in ``folder`` into a slot."""
     slots = model.adapters
     read = read_adapter(folder.name, folder, slots.targets, slots.max_rank, slots.dtype, slots.kept_dtype)
-    slots.install(slot, slots.ready(slots.kept(read)))
+    install(model, slot, read)
 
 
 def hand_of(model: Any, rows: int = 40, blocks: int = 400, max_tokens: int = 512) -> Hand:
