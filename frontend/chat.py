@@ -28,7 +28,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     front.check_generates("Chat Completions")
     messages = body.conversation()
     params = front.params(body)
-    reading = body.reading(front.settings.tool_parser, front.settings.reasoning_parser)
+    reading = body.reading(params, front.settings.tool_parser, front.settings.reasoning_parser)
     if reading is not None:
         reading.bind(params)
     await front.wait_ready()

@@ -304,14 +304,14 @@ class ChatRequest(GenerateRequest):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
 
-    def reading(self, parser: str | None, reasoning: str | None) -> Reading | None:
+    def reading(self, params: SamplingParams, parser: str | None, reasoning: str | None) -> Reading | None:
         """How the answer is read by the server's parsers; None: as it comes. Raises ApiError."""
         if self.tools is None and self.tool_choice is None and reasoning is None:
             return None
         tools = tools_of(self.tools)
         choice = choice_of(self.tool_choice, tools)
         one, thoughts = self.parallel_tool_calls is False, self.include_reasoning is not False
-        return reading_of(tools, choice, one, thoughts, form_field(self) is not None, parser, reasoning)
+        return reading_of(tools, choice, one, thoughts, params.structured_outputs, parser, reasoning)
 
     def template(self) -> dict[str, Any]:
         """How the chat template is to be rendered; the detokenizer refuses what cannot be. A model that is to call no

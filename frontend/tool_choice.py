@@ -11,12 +11,15 @@ from ..proto.structured import StructuredOutputsParams
 from .errors import ApiError
 from .parsing import kind_of
 from .tools import Arguments, Begin, Content, Delta, Reader
-from .tools.forms import FORMS, PLAIN, demanded, free
+from .tools.forms import FORMS, PLAIN, THOUGHTS, after_thought, demanded, format_of, free, structural
 
 MAX_TOOLS = 1024
 MAX_NAME = 256
 JSON_LIST = "json_list"
 """The parser of calls that are demanded as a list, for models whose own form cannot be."""
+
+RULES = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+"""What a request says of JSON besides its schema."""
 
 _USAGE = '{"type": "function", "function": {"name": "my_function"}}'
 
@@ -39,13 +42,13 @@ class Reading:
     tools: dict[str, Tool] = field(default_factory=dict)
     one: bool = False  # a single call is wanted
     thoughts: bool = True  # they are wanted
-    form: str | None = None  # a structural tag that the answer must have
+    form: StructuredOutputsParams | None = None  # the answer's, in place of the request's own
 
     def bind(self, params: SamplingParams) -> None:
         """Have ``params`` draw an answer that can be read: the marks of many families are special tokens."""
         params.skip_special_tokens = False
         if self.form is not None:
-            params.structured_outputs = StructuredOutputsParams(structural_tag=self.form)
+            params.structured_outputs = self.form
 
     def reader(self, prompt: str | None) -> ChoiceReader:
         """What reads one choice; ``prompt`` is the rendered one."""
@@ -112,29 +115,50 @@ def choice_of(given: Any, tools: dict[str, Tool]) -> str | Tool:
 
 
 def reading_of(
-    tools: dict[str, Tool], choice: str | Tool, one: bool, thoughts: bool, formed: bool, parser: str | None,
-    reasoning: str | None,
+    tools: dict[str, Tool], choice: str | Tool, one: bool, thoughts: bool, own: StructuredOutputsParams | None,
+    parser: str | None, reasoning: str | None,
 ) -> Reading | None:  # fmt: skip
-    """How a chat's answer is read; None: as text, as it comes. ``parser`` is the server's, None where it has none;
-    ``formed``: the request wants a form of its own, which then binds the whole answer. Raises ApiError."""
+    """How a chat's answer is read; None: as text, as it comes.
+
+    ``parser`` and ``reasoning`` are the server's, None where it has none. ``own`` is a form that the request wants: it
+    binds the whole answer, but for a thought before it where a grammar can let one go. Raises ApiError.
+    """
+    if isinstance(choice, Tool) or choice == "required":
+        if isinstance(choice, Tool):
+            tools, one = {choice.name: choice}, True
+        known = FORMS.get(parser or "")
+        format = demanded(known or PLAIN, _schemas(tools), one)
+        parser = parser if known else JSON_LIST
+        reasoning = reasoning if reasoning in THOUGHTS else None
+        return Reading(parser, reasoning, tools, one, thoughts, _form(format, reasoning))
+    if choice == "auto" and parser is None:
+        raise ApiError(
+            400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set, because '
+            'the chat template shows no form of calls that is known; or use tool_choice "required".', "tool_choice",
+        )  # fmt: skip
+    form = None
+    if own is not None and reasoning is not None:
+        found = format_of(own) if reasoning in THOUGHTS else None
+        reasoning = reasoning if found is not None else None
+        form = None if found is None else _form(found, reasoning, own)
     if choice == "none":
-        return None if reasoning is None else Reading(None, reasoning, thoughts=thoughts)
-    if choice == "auto":
-        if parser is None:
-            raise ApiError(
-                400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set, because '
-                'the chat template shows no form of calls that is known; or use tool_choice "required".', "tool_choice",
-            )  # fmt: skip
-        form = FORMS.get(parser)
-        bound = None
-        if form is not None and form.trigger is not None and not formed:
-            bound = free(form, _schemas(tools), one)
-        return Reading(parser, reasoning, tools, one, thoughts, bound)
-    if isinstance(choice, Tool):
-        tools, one = {choice.name: choice}, True
-    known = FORMS.get(parser or "")
-    bound = demanded(known or PLAIN, _schemas(tools), one)
-    return Reading(parser if known else JSON_LIST, None, tools, one, thoughts, bound)
+        return None if reasoning is None else Reading(None, reasoning, thoughts=thoughts, form=form)
+    shape = FORMS.get(parser or "")
+    if own is None and shape is not None and shape.trigger is not None:
+        found = free(shape, _schemas(tools), one)
+        # Where a thought may be left out, a grammar could not tell it from free text.
+        form = _form(found, reasoning if THOUGHTS.get(reasoning or "") == "" else None)
+    return Reading(parser, reasoning, tools, one, thoughts, form)
+
+
+def _form(
+    format: dict[str, Any], reasoning: str | None, own: StructuredOutputsParams | None = None
+) -> StructuredOutputsParams:
+    """A form of ``format``, after the thought where there is one; JSON is written by the rules of ``own``."""
+    if reasoning is not None:
+        format = after_thought(format, reasoning)
+    rules = {} if own is None else {name: getattr(own, name) for name in RULES}
+    return StructuredOutputsParams(structural_tag=structural(format), **rules)
 
 
 def _schemas(tools: dict[str, Tool]) -> dict[str, tuple[Any, bool]]:

@@ -51,7 +51,7 @@ _OWN: dict[str, type[Parser]] = {"json_list": JsonList}
 """Of forms that are demanded and not a family's."""
 
 REASONING_PARSERS: dict[str, type[Thinker] | type[Harmony]] = {
-    "deepseek_r1": DeepSeekR1, "qwen3": Thinker, "glm45": Thinker, "granite": GraniteThinker,
+    "deepseek_r1": DeepSeekR1, "qwen3": Thinker, "glm45": Thinker, "deepseek_v3": Thinker, "granite": GraniteThinker,
     "mistral": MistralThinker, "openai_gptoss": Harmony, "gpt-oss": Harmony,
 }  # fmt: skip
 

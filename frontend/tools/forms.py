@@ -7,9 +7,13 @@ for all: ``[{"name": ..., "parameters": {...}}]``.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from ...proto.structured import StructuredOutputsParams
 from .json_calls import JsonReader
 from .reader import Wait
 
@@ -38,6 +42,9 @@ FORMS = {
     "phi4_mini_json": Form('{"name": %s, "arguments": ', "}", ", ", "functools[", "]"),
     "xlam": _LIST,
 }  # fmt: skip
+THOUGHTS = {"deepseek_r1": "", "qwen3": "<think>", "glm45": "<think>", "deepseek_v3": "<think>"}
+"""What begins a thought, by parsers of those that end with ``</think>``; where it is nothing every answer has one."""
+
 PLAIN = Form('{"name": %s, "parameters": ', "}", ", ", "[", "]")
 
 
@@ -49,24 +56,51 @@ class JsonList(JsonReader):
         yield from self.guarded(self.calls(bare=True))
 
 
-def demanded(form: Form, tools: dict[str, tuple[Any, bool]], one: bool) -> str:
-    """The structural tag of an answer that is nothing but calls, of ``one`` or of several. ``tools`` has a schema by
+def demanded(form: Form, tools: dict[str, tuple[Any, bool]], one: bool) -> dict[str, Any]:
+    """The format of an answer that is nothing but calls, of ``one`` or of several. ``tools`` has a schema by
     name, and whether it must be honoured exactly."""
     some = {
         "type": "tags_with_separator", "tags": _tags(form, tools), "separator": form.separator, "at_least_one": True,
         "stop_after_first": one,
     }  # fmt: skip
     if not form.open:
-        return _structural(some)
-    around = [_const(form.open), some, _const(form.close)]
-    return _structural({"type": "sequence", "elements": around})
+        return some
+    return {"type": "sequence", "elements": [_const(form.open), some, _const(form.close)]}
 
 
-def free(form: Form, tools: dict[str, tuple[Any, bool]], one: bool) -> str:
-    """The structural tag of text in which a call, once begun, has its form; ``form`` must have a trigger."""
-    return _structural(
-        {"type": "triggered_tags", "triggers": [form.trigger], "tags": _tags(form, tools), "stop_after_first": one}
-    )
+def free(form: Form, tools: dict[str, tuple[Any, bool]], one: bool) -> dict[str, Any]:
+    """The format of text in which a call, once begun, has its form; ``form`` must have a trigger."""
+    return {"type": "triggered_tags", "triggers": [form.trigger], "tags": _tags(form, tools), "stop_after_first": one}
+
+
+def format_of(form: StructuredOutputsParams) -> dict[str, Any] | None:
+    """A form of structured outputs as a format; None for a grammar, which cannot be part of another."""
+    if form.json is not None:
+        schema = form.json
+        with suppress(msgspec.DecodeError):  # what is no JSON is refused by who reads it
+            schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+        return {"type": "json_schema", "json_schema": schema}
+    if form.json_object:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if form.regex is not None:
+        return {"type": "regex", "pattern": form.regex}
+    if form.choice is not None:
+        return {"type": "or", "elements": [_const(each) for each in form.choice]}
+    return None
+
+
+def after_thought(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
+    """The format of a thought, as the parser ``reasoning`` reads it, and then ``format``."""
+    begin = THOUGHTS[reasoning]
+    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
+    gap = {"type": "or", "elements": [_const(blank) for blank in ("\n\n", "\n", "")]}
+    whole = {"type": "sequence", "elements": [thought, gap, format]}
+    return {"type": "or", "elements": [whole, format]} if begin else whole
+
+
+def structural(format: dict[str, Any]) -> str:
+    """The structural tag of a format."""
+    return json.dumps({"type": "structural_tag", "format": format}, ensure_ascii=False)
 
 
 def _tags(form: Form, tools: dict[str, tuple[Any, bool]]) -> list[dict[str, Any]]:
@@ -82,7 +116,3 @@ def _tags(form: Form, tools: dict[str, tuple[Any, bool]]) -> list[dict[str, Any]
 
 def _const(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
-
-
-def _structural(format: dict[str, Any]) -> str:
-    return json.dumps({"type": "structural_tag", "format": format}, ensure_ascii=False)

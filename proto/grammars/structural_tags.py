@@ -1,13 +1,14 @@
 """Structural tags: free text in which what stands between certain marks has a form. As a grammar in Lark's notation.
 
 The format is that of vLLM and xgrammar, as JSON: ``{"type": "structural_tag", "format": {...}}``, or the older one with
-``structures`` and ``triggers``. Of formats there are const_string, any_text, json_schema, sequence, or, tag,
-triggered_tags and tags_with_separator.
+``structures`` and ``triggers``. Of formats there are const_string, any_text, regex, json_schema, sequence, or,
+tag, triggered_tags and tags_with_separator.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,8 @@ class _Writer:
                 return self._rule(_text(format, "value"))
             case "any_text":
                 return self._rule("TEXT")
+            case "regex":
+                return self._rule(f"/{_pattern(format)}/")
             case "json_schema":
                 return self._rule("%json " + self._schema(format.get("json_schema"), format.get("strict") is not False))
             case "sequence":
@@ -128,6 +131,15 @@ def _list(format: dict[str, Any], name: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise FormatError(f"{name} must be a list that is not empty.")
     return value
+
+
+def _pattern(format: dict[str, Any]) -> str:
+    """A regular expression as the grammar writes it, between slashes and on one line."""
+    pattern = json.loads(_text(format, "pattern"))
+    if not pattern:
+        raise FormatError("pattern must be a regular expression that is not empty.")
+    slashes = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern, flags=re.S)
+    return slashes.replace("\n", r"\n").replace("\r", r"\r")
 
 
 def _text(format: dict[str, Any], name: str) -> str:

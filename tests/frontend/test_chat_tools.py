@@ -149,11 +149,11 @@ def test_required_and_named_are_demanded(server: FakeServer) -> None:
     server.engine.script = says(CALL)
     choice = whole(server, tool_choice="required")
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
-    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]
+    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]["elements"][1]
     assert (form["type"], form["at_least_one"], len(form["tags"])) == ("tags_with_separator", True, 2)
     server.engine.requests.clear()
     whole(server, tool_choice={"type": "function", "function": {"name": "get_time"}})
-    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]
+    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]["elements"][1]
     assert [tag["begin"] for tag in form["tags"]] == ['<tool_call>\n{"name": "get_time", "arguments": ']
     assert form["stop_after_first"] is True
 
@@ -178,10 +178,16 @@ def test_effort_goes_to_the_template(server: FakeServer) -> None:
     }  # fmt: skip
 
 
-def test_a_form_of_the_requests_own_binds_the_whole_answer(server: FakeServer) -> None:
-    server.engine.script = says('{"a": 1}')
-    assert whole(server, response_format={"type": "json_object"})["message"]["content"] == '{"a": 1}'
-    assert asked(server).work.params.structured_outputs.json_object is True
+def test_a_form_of_the_requests_own_comes_after_the_thought(server: FakeServer) -> None:
+    server.engine.script = says('<think>Hm.</think>{"a": 1}')
+    message = whole(server, response_format={"type": "json_object"})["message"]
+    assert (message["content"], message["reasoning"]) == ('{"a": 1}', "Hm.")
+    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]
+    assert form["elements"][1] == {"type": "json_schema", "json_schema": {"type": "object"}}
+    server.engine.requests.clear()
+    server.engine.script = says("<think>Hm.</think>")
+    assert whole(server, tools=None, guided_grammar='start: "x"')["message"]["content"] == "<think>Hm.</think>"
+    assert asked(server).work.params.structured_outputs.grammar  # which cannot be part of another
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from json_schemas import schemas
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.detokenizer.grammar_helper import compiled
+from quire.frontend.tools.forms import after_thought, structural
 from quire.gpu_worker.sampling.grammar import Grammars
 from quire.proto.checkpoint.model_config import ModelConfig, demo_model_path, load_model_config
 from quire.proto.codec import i32
@@ -121,6 +122,10 @@ def tags(kind: str, **more: Any) -> dict[str, Any]:
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": format})}
 
 
+def after(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
+    return {"structural_tag": structural(after_thought(format, reasoning))}
+
+
 FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"json_object": True}, ["{}", '{"a": [1, null]}', '{ "a" : 1 }'], ["[]", "1", '{"a"}', ""]),
     ({"json_object": True}, ['{\n    "a": 1,\n\t"b": 2\n}', '{\r\n}'], ['{"a":  1}', '{\n\n}', '{"a" \n: 1}']),
@@ -159,6 +164,11 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (tags("sequence", elements=[{"type": "or", "elements": [{"type": "const_string", "value": "a"}, {"type": "tag",
       "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}]}, CALL | {"type": "tag"}]),
      ["a" + ONE, "<t>b <f></t>" + ONE], [ONE, "<t>b" + ONE]),
+    (after({"type": "json_schema", "json_schema": {"type": "integer"}}, "qwen3"),
+     ["12", "<think>\n1 < 2\n</think>\n\n12", "<think></think>3"],
+     ["x", "<think>\n12", "<think></think>x", "</think>1"]),
+    (after({"type": "regex", "pattern": "a/b\\/\n\\n\\d"}, "deepseek_r1"),
+     ["Hm.</think>\n\na/b/\n\n1"], ["a/b/\n\n1", "Hm."]),
     ({"structural_tag": json.dumps({"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
       "triggers": ["<"]})}, ["a <f>12</f>"], ["a < b", "<f>x</f>"]),
 ]  # fmt: skip
@@ -192,7 +202,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: x"}, "x"), ({"grammar": 'begin: "a"'}, "start"), ({"grammar": 'root ::= "a'}, "GBNF"),
     ({"grammar": "root ::= other"}, "other"), ({"grammar": 'x ::= "a"'}, "root"),
     ({"structural_tag": "{"}, "not JSON"), ({"structural_tag": "[]"}, "object"), ({"structural_tag": "{}"}, "a format"),
-    (tags("none"), "'none'"), (tags("sequence"), "elements"), (tags("triggered_tags", triggers=["x"]), "no trigger"),
+    (tags("none"), "'none'"), (tags("sequence"), "elements"), (tags("regex"), "pattern"),
+    (tags("triggered_tags", triggers=["x"]), "no trigger"),
     (tags("triggered_tags", tags=[1]), "each of tags"), (tags("triggered_tags", tags=[{**CALL, "end": 5}]), "end must"),
     (tags("triggered_tags", tags=[{**LOOSE, "content": {**LOOSE["content"], "strict": True}}]), "uniqueItems"),
     ({"grammar": r'root ::= "\uD800"'}, "no character"), ({"grammar": "root ::= " + "(" * 30000}, "nested"),
