@@ -292,6 +292,8 @@ class Books:
         replica.arrive(landing, computed)
         self.moves += 1
         self.moved_tokens += computed
+        log.debug("sequence %d.%d goes on at replica %d after %.1f ms", seq.uid, seq.index, replica.number,
+                  1000 * (self.clock() - landing.since))  # fmt: skip
 
     def finish_step(self, replica: Replica) -> None:
         """The result of its oldest step is being committed."""

@@ -14,6 +14,7 @@ before every plan that gives its blocks to somebody else.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from ..proto.codec import i32
@@ -43,11 +44,24 @@ SPARE_BLOCKS = 2
 class Move:
     """One sequence on its way. Slots: places of its block table."""
 
-    __slots__ = ("generation", "given", "giver", "known", "number", "offered", "pages", "seq", "since", "taker")
+    __slots__ = (
+        "generation",
+        "given",
+        "giver",
+        "known",
+        "number",
+        "offered",
+        "pages",
+        "seq",
+        "since",
+        "taker",
+        "waits",
+    )
 
     def __init__(self, number: int, seq: Sequence, giver: Replica, taker: Replica, cached: int, now: float):
         self.number, self.seq, self.generation = number, seq, seq.generation
         self.giver, self.taker, self.since = giver, taker, now
+        self.waits = math.inf  # since when: its last token at the giver has come
         self.given = self.pages = self.offered = cached  # slots asked for, there, and to be found in the taker's cache
         # Slots whose blocks the taker knows. Of the first Take that is so when pages come; of later ones it says so.
         self.known = len(taker.reserved[number].blocks)
@@ -218,8 +232,10 @@ class Moves:
         if not self._ask(move, goal):
             self._give_up(move, f"worker {taker.number} has no room any more")
             return
-        if held and move.pages >= goal and seq.drew and seq.computed == seq.scheduled:
-            taker.land(Landing(move.number, seq, move.generation))
+        if ended := held and seq.drew and seq.computed == seq.scheduled:
+            move.waits = min(move.waits, self._books.clock())
+        if ended and move.pages >= goal:
+            taker.land(Landing(move.number, seq, move.generation, move.waits))
         elif held and move.given >= goal and goal - move.pages <= move.blocks(PIECE_BYTES):
             taker.expect(move.number)
         if not move.awaits:

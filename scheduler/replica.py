@@ -46,11 +46,13 @@ class Reserved(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """A sequence whose blocks are all here; the next plan takes it over, unless its generation has passed."""
+    """A sequence whose blocks are all here; the next plan takes it over, unless its generation has passed. It waits
+    since its last token elsewhere came."""
 
     move: int
     seq: Sequence
     generation: int
+    since: float
 
 
 class Replica:

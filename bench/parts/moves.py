@@ -1,8 +1,11 @@
 """What a drain costs the sequences that move: the pause of each stream, beside the time that its copy takes by itself.
 
-``--streams`` completions decode at two workers when one of them is asked to leave. A stream's pause is the longest time
-between two of its tokens from then until the worker is gone; a token is the median time between two, before. The copy's
-own time is that of all blocks of a sequence, from one process's cache to another's, with nothing else to do.
+``--streams`` completions decode at two workers when one of them is asked to leave. What a stream waits is the time from
+its last token at one worker until the step of the other begins that draws its next, by the scheduler's clock: what that
+is longer than ever, for between two steps of one worker next to nothing is waited. A token is the median time between
+two before the drain. The copy's own time is that of all blocks of a sequence, from one cache to another, with nothing
+else to do. The longest time between two tokens of any stream during the drain is what clients see, and has in it all
+that the machine does besides.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import http.client
 import json
 import queue
 import random
+import re
 import subprocess
 import tempfile
 import time
@@ -45,21 +49,26 @@ def measure(report: Report, args: argparse.Namespace) -> None:
         asked = [[rng.randrange(10, VOCAB) for _ in range(args.prompt_len)] for _ in range(args.streams)]
         with (
             report.sample(streams=args.streams, prompt_len=args.prompt_len, repeat=repeat) as values,
-            server(("both", "both"), args.model, flags) as (port, workers),
+            tempfile.NamedTemporaryFile(prefix="quire-moves-") as log,
+            server(("both", "both"), args.model, flags, log.name) as (port, workers),
         ):
             undisturbed, _ = _run(port, asked, args, None)
             found, (began, ended) = _run(port, asked, args, workers[0])
             if [stream.tokens for stream in found] != [stream.tokens for stream in undisturbed]:
                 raise BenchError(f"tokens differ from those without a drain in repeat {repeat}")
-            tokens, pauses = _gaps(found, began, ended)
+            tokens, gaps = _gaps(found, began, ended)
+            waits = [
+                float(each) for each in re.findall(r"goes on at replica \d+ after ([\d.]+) ms", log.read().decode())
+            ]
             values["moves"] = generated(port, "kv_moves")
             values["recomputed_tokens"] = generated(port, "recomputed_tokens")
             values["drain_s"] = ended - began
             token, copy = 1000 * (percentile(tokens, 50) or 0.0), _copy_ms(args)
             values["token_p50_ms"], values["copy_ms"] = token, copy
             for rank in (50, 99):
-                values[f"pause_p{rank}_ms"] = pause = 1000 * (percentile(pauses, rank) or 0.0)
-                values[f"extra_tokens_p{rank}"] = (pause - token - copy) / token
+                values[f"wait_p{rank}_ms"] = wait = percentile(waits, rank) or 0.0
+                values[f"beyond_copy_p{rank}_tokens"] = (wait - copy) / token
+                values[f"longest_gap_p{rank}_ms"] = 1000 * (percentile(gaps, rank) or 0.0)
 
 
 class Stream:

@@ -62,22 +62,25 @@ def measure(report: Report, args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def server(
-    roles: tuple[str, ...], model: str | None, flags: Sequence[str] = ()
+    roles: tuple[str, ...], model: str | None, flags: Sequence[str] = (), log: str = os.devnull
 ) -> Iterator[tuple[int, list[subprocess.Popen[bytes]]]]:
-    """Its port and its workers, once all are ready. ``flags`` are for all processes."""
+    """Its port and its workers, once all are ready. ``flags`` are the workers', and the scheduler's number of rows.
+    ``log`` is a file for all that the scheduler says."""
     with tempfile.TemporaryDirectory(prefix="quire-roles-") as folder, contextlib.ExitStack() as stack:
         os.mkdir(f"{folder}/s", 0o700)
         port = free_port()
         of_model = [f"--model={model}"] if model else []
         rows = [flag for flag in flags if flag.startswith("--max-num-seqs")]
-        commands = [["scheduler", *rows], ["detokenizer", *of_model]]
+        level = [] if log == os.devnull else ["--log-level=debug"]
+        commands = [["scheduler", *level, *rows], ["detokenizer", *of_model]]
         commands += [["frontend", "--host=127.0.0.1", f"--port={port}", *of_model]]
         others = [flag for flag in flags if flag not in rows]
         commands += [["gpu_worker", f"--worker-role={role}", *of_model, *others] for role in roles]
         workers = []
         for service, *own in commands:
             command = [sys.executable, "-P", "-m", f"quire.{service}", f"--scheduler=ipc://{folder}/s", *own]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            said = stack.enter_context(open(log if service == "scheduler" else os.devnull, "ab"))
+            process = subprocess.Popen(command, stdout=said, stderr=said)
             stack.callback(end_process, process)
             if service == "gpu_worker":
                 workers.append(process)
