@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from ..kv_cache import KVCache
-from .draft_model import KeysAndValues, put
+from .draft_model import Job, KeysAndValues, put
 from .draws import draw
 from .head_model import Head
-from .passes import Passes
+from .lengths import least_seconds
+from .passes import NativePasses, Passes
 
 if TYPE_CHECKING:
     from ..state import RowState, Run
@@ -82,12 +83,18 @@ class Eagle(KeysAndValues):
         self._count[rows] = where + 1
 
     def _keep(self, row: int, start: int, given: torch.Tensor) -> None:
-        """Keep hidden states of ``row`` from position ``start`` on."""
-        one = np.array([row])
-        self._make_room(one, np.array([start]), len(given))
-        where = start - int(self._first[row])
-        self._kept[row, where : where + len(given)] = given
-        self._count[row] = where + len(given)
+        """Keep hidden states of ``row`` from position ``start`` on: ``_make_room`` of one row, and they."""
+        first, count, size = self._first.item(row), self._count.item(row), len(given)
+        goes_on = self.reach.computed.item(row) < start and count > 0 and first <= start <= first + count
+        if goes_on and start - first + size > self._room:
+            self._count[row] = start - first
+            self._work_off(np.array([row]))
+            goes_on = False
+        if not goes_on:
+            first = self._first[row] = start
+        where = start - first
+        self._kept[row, where : where + size] = given
+        self._count[row] = where + size
 
     def _make_room(self, rows: np.ndarray, starts: np.ndarray, count: int) -> None:
         """Let ``count`` hidden states from ``starts`` on follow those kept of ``rows``, or begin anew."""
@@ -160,6 +167,53 @@ class Eagle(KeysAndValues):
             at = at[np.argsort(lacking[at] != 1, kind="stable")]
             self._draft(rows[at], starts[at], known[at], counts[at], drafts, at)
         return drafts, counts
+
+    def seconds(self, count: int) -> float:
+        passes = self._passes
+        if not isinstance(passes, NativePasses) or passes.drafter is None:
+            return 0.0
+        drafter, given = passes.drafter, self._kept[0, :1]
+        return least_seconds(lambda: drafter.draft([0], [0], [2], [count], given)) / count
+
+    def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
+        assert hidden is not None
+        given, state, at = self.head.combined(hidden), self.state, 0
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            self.reach.grown(row, start, state.tables_host, state.blocks_set.item(row))
+            self._keep(row, start, given[at : at + count])
+            at += count
+
+    def draft(self, state: RowState, rows: list[int], most: list[int]) -> list[int]:
+        passes = self._passes
+        if not isinstance(passes, NativePasses) or passes.drafter is None:
+            return super().draft(state, rows, most)
+        counts, jobs = [0] * len(rows), self._jobs(rows, most)
+        for job in jobs:
+            counts[job.at] = job.wanted
+        if jobs:
+            jobs.sort(key=lambda job: -job.wanted)
+            _, told, starts, known, wanted = (list(column) for column in zip(*jobs, strict=True))
+            states = [self._kept_of(job) for job in jobs]
+            passes.drafter.draft(told, starts, known, wanted, states[0] if len(states) == 1 else torch.cat(states))
+            for job in jobs:
+                # What follows is computed again, from the target's own hidden states.
+                self.reach.advance(job.row, job.known - 1, state.tables_host)
+        return counts
+
+    def _jobs(self, rows: list[int], most: list[int]) -> list[Job]:
+        """Who is drafted for, as ``propose`` decides."""
+        found = []
+        for at, (row, limit) in enumerate(zip(rows, most, strict=True)):
+            known, start = self.state.known.item(row), self.reach.computed.item(row)
+            first, count = self._first.item(row), self._count.item(row)
+            if limit and count and first <= start < known - 1 <= first + count:
+                found.append(Job(at, row, start, known, limit))
+        return found
+
+    def _kept_of(self, job: Job) -> torch.Tensor:
+        """What the head is given in the first pass."""
+        first = self._first.item(job.row)
+        return self._kept[job.row, job.start - first : job.known - 1 - first]
 
     def _draft(
         self, rows: np.ndarray, starts: np.ndarray, known: np.ndarray, counts: np.ndarray, drafts: np.ndarray,
