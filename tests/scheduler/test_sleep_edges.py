@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from scheduler_house import House
 
-from quire.proto.messages import Loaded, Moved, Ready, Sleep, Tiers
+from quire.proto.messages import Loaded, Moved, Ready, Rested, Sleep, Tiers
 from quire.scheduler.offload import MOST_SLOTS
 from quire.scheduler.slumber import Slumber
 from quire.scheduler.tiers import Sizes
 from quire.scheduler.worker import INT32_MAX
+from quire.scheduler.worker_phase import Phase
 
 BOTH = ("weights", "kv_cache")
 
@@ -81,6 +82,17 @@ def test_nobody_begins_while_what_runs_ends_before_a_sleep() -> None:
     assert house.core.paused and not house.plans("w") and len(house.core.queue) == 1
     house.members.on_front("f", Sleep(2, "wake_up"))
     assert not house.core.paused and house.registry.slumber.falling == 0
+
+
+def test_one_that_leaves_while_it_lies_down_may_say_that_it_rests() -> None:
+    house = House()
+    house.hello("f", "frontend")
+    house.members.on_front("f", Sleep(1, "sleep"))
+    house.hello("w", "gpu_worker")
+    worker = house.registry.workers["w"]
+    house.registry.drain("w", "asked", 30.0)
+    house.registry.on_worker("w", Rested(worker.lease))
+    assert worker.phase is Phase.RECALLED and not worker.rested and not house.core.bad_messages
 
 
 # ---------------------------------------------------------------- tiers that a worker has
