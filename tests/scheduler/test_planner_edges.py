@@ -149,6 +149,17 @@ def test_decodes_wait_only_for_a_prompt_that_they_leave_no_room_for(length: int,
     assert rows(rig.step()) == (prompt if waits else [(0, 5, 1), *prompt])
 
 
+def test_of_steps_with_whole_prompts_every_second_is_for_decodes() -> None:
+    rig = Rig(enable_chunked_prefill=False)
+    rig.submit(5, max_tokens=20)
+    rig.step()
+    for _ in range(2):
+        rig.submit(32, max_tokens=20)
+    assert [rows(rig.step()) for _ in range(4)] == [
+        [(1, 0, 32)], [(0, 5, 1), (1, 32, 1)], [(2, 0, 32)], [(0, 6, 1), (1, 33, 1), (2, 32, 1)]
+    ]  # fmt: skip
+
+
 def test_decodes_do_not_wait_for_a_prompt_that_finds_no_room() -> None:
     rig = Rig(blocks=5, enable_chunked_prefill=False)
     rig.submit(16, max_tokens=20)

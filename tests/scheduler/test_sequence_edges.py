@@ -15,6 +15,7 @@ from quire.proto.standstill import Standstill
 from quire.scheduler.batch import Lineup
 from quire.scheduler.block_pool import PoolError
 from quire.scheduler.fake.fake_model import expected_tokens
+from quire.scheduler.replica import Replica
 from quire.scheduler.request import Sequence, State
 
 
@@ -295,3 +296,9 @@ def test_a_block_that_fills_behind_cached_ones_is_found() -> None:
     rig.run()
     hashes = hash_blocks(i32([*prompt, *rig.tokens[uid, 0]]), 8, root_of(""))
     assert rig.started[uid] == 16 and len(rig.replica.pool.find(hashes, 9)) == 3
+
+
+def test_a_worker_that_runs_prompts_whole_caches_none() -> None:
+    lease = Rig().replica.lease
+    caching = [Replica(0, lease, "w", 8, 9, 8, 64, VOCAB, whole=whole).pool.caching for whole in (False, True)]
+    assert caching == [True, False]

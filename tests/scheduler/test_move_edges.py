@@ -1,0 +1,481 @@
+"""Moves of sequences between replicas, one rule at a time: who goes where, how much is asked for, and what ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scheduler_rig import Rig
+
+from quire.proto.codec import from_i32, i32
+from quire.proto.hashing import hash_blocks, root_of
+from quire.proto.messages import Forget, Give, NotMoved, Take, Taken
+from quire.scheduler.moves import AT_ONCE, PATIENCE_S, SPARE_BLOCKS, Moves
+from quire.scheduler.replica import STALL_S, Replica
+from quire.scheduler.request import Sequence
+
+MIB = 2**20
+
+
+class MovesRig(Rig):
+    """A replica where sequences run, and others that come later: what workers would say the tests say."""
+
+    def __init__(self, role: str = "both", block_bytes: int = MIB, blocks: int = 200, **flags: Any):
+        defaults = {"max_num_batched_tokens": 512, "max_model_len": 1000, "device": "gpu"}
+        super().__init__(**{"blocks": blocks, **defaults, **flags})
+        self.block_bytes = block_bytes
+        self.replica.set_place(role, "ipc://0", "kv", block_bytes)
+        self.moves = Moves(self.core)
+
+    def join(
+        self, number: int = 1, role: str = "both", blocks: int = 200, kv_format: str = "kv", **more: Any
+    ) -> Replica:
+        replica = self.add(number, blocks)
+        replica.set_place(role, more.get("endpoint", f"ipc://{number}"), kv_format, self.block_bytes)
+        return replica
+
+    def decoding(self, prompt: int = 20, tokens: int = 2, **params: Any) -> Sequence:
+        """One that decodes at the first replica."""
+        uid = self.submit(prompt, **{"max_tokens": 60, **params})
+        while len(self.tokens.get((uid, 0), [])) < tokens:
+            self.step()
+        return self.core.requests[uid].live[0]
+
+    def advance(self, *kinds: type) -> list[Any]:
+        """What is sent, of these kinds."""
+        sent = self.moves.advance()
+        self.core.check_integrity()
+        return [message for _, message in sent if not kinds or isinstance(message, kinds)]
+
+    def begun(self) -> list[tuple[int, int]]:
+        """Uid and replica of those that begin to move."""
+        takes = [message for message in self.advance(Take) if not message.first]
+        return [(self.moves._moves[take.move].seq.uid, take.lease.replica) for take in takes]
+
+    def taken(self, pages: int, slots: int = 999, move: int = 1, number: int = 1) -> None:
+        replica = self.core.replicas[number]
+        self.moves.heard(replica, Taken(replica.lease, move, slots, pages))
+
+
+def slots(gives: list[Give]) -> list[tuple[int, int]]:
+    """First and length of each."""
+    return [(give.first, len(from_i32(give.blocks))) for give in gives]
+
+
+# ---------------------------------------------------------------- how much is asked for
+
+
+def test_pages_are_asked_for_piece_by_piece_within_a_window() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(400)
+    rig.replica.drain()
+    taker = rig.join()
+    sent = rig.moves.advance()
+    (peer, take), gives = sent[0], [message for _, message in sent[1:]]
+    reserved = taker.reserved[1].blocks
+    assert (peer, take) == ("w1", Take(taker.lease, 1, 0, i32(reserved), 0))
+    assert len(reserved) == 51 + SPARE_BLOCKS and {peer for peer, _ in sent[1:]} == {"w0"}
+    assert slots(gives) == [(first, 4) for first in range(0, 32, 4)]
+    assert gives[1] == Give(rig.replica.lease, 1, 4, i32(seq.blocks[4:8]), "ipc://1", taker.lease)
+    assert rig.advance() == []
+    rig.taken(33)  # more than were asked for: it cannot be
+    assert rig.advance() == []
+    rig.taken(6)
+    assert slots(rig.advance()) == [(32, 4), (36, 2)]
+    rig.taken(2)  # it said more before
+    assert rig.advance() == []
+    rig.taken(38)
+    assert slots(rig.advance()) == [(38, 4), (42, 4), (46, 4)]
+
+
+def test_pages_go_to_blocks_that_the_taker_knows() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    while len(seq.blocks) < 7:
+        rig.step()
+    (take, *gives) = rig.advance()
+    assert (take.first, len(from_i32(take.blocks)), slots(gives)) == (5, 1, [(2, 3)])
+    assert len(taker.reserved[1].blocks) == 6
+    rig.taken(2, slots=5)
+    assert rig.advance() == []
+    rig.taken(2, slots=6)
+    assert slots(rig.advance()) == [(5, 1)]
+
+
+@pytest.mark.parametrize(("block_bytes", "first"), [(2**30, [(0, 1)]), (8 * MIB, [(0, 1), (1, 1), (2, 1), (3, 1)])])
+def test_of_large_blocks_one_at_least_is_asked_for(block_bytes: int, first: list[tuple[int, int]]) -> None:
+    rig = MovesRig(block_bytes=block_bytes)
+    rig.decoding(80)
+    rig.replica.drain()
+    rig.join()
+    assert slots(rig.advance(Give)) == first
+
+
+def test_on_a_cpu_those_that_decode_on_share_what_is_asked_for_beside_them() -> None:
+    rig = MovesRig(device="cpu")
+    first, _ = rig.decoding(48), rig.decoding(80)
+    rig.replica.drain()
+    rig.join()
+    sent = rig.advance(Give)
+    assert [(give.move, *slots([give])[0]) for give in sent] == [(1, 0, 4), (1, 4, 2), (2, 0, 2)]
+    rig.taken(6)
+    sent = rig.advance(Give)  # the first is held: its last block is no part of it
+    assert first in rig.replica.held
+    assert [(give.move, *slots([give])[0]) for give in sent] == [(1, 6, 1), (2, 2, 4), (2, 6, 1)]
+
+
+# ---------------------------------------------------------------- to its end
+
+
+def test_a_move_from_its_first_page_to_its_first_plan_elsewhere() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    assert rig.moves.due
+    rig.advance()
+    assert seq not in rig.replica.held
+    rig.plan()
+    assert seq.scheduled > seq.computed
+    rig.taken(2)
+    assert slots(rig.advance()) == [(2, 1)] and seq in rig.replica.held
+    hashes = hash_blocks(i32(rig.prompt(20, 1)), 8, root_of(""))
+    assert taker.pool.find(hashes, 9) == taker.reserved[1].blocks[:2]
+    assert taker.expected == {1} and not taker.landed
+    rig.taken(3)
+    rig.advance()
+    assert not taker.landed  # a step of it is in flight
+    rig.work()
+    rig.advance()
+    (landing,) = taker.landed
+    assert (landing.move, landing.seq, landing.generation) == (1, seq, 0) and taker.expected == set()
+    assert rig.advance() == [] and len(taker.landed) == 1
+    plan = rig.core.plan(taker)
+    assert plan is not None and [admit.uid for admit in plan.admits] == [1] and seq.replica == 1
+    assert len(seq.blocks) == 3 and taker.pool.used == 3 and rig.replica.pool.used == 0
+    assert rig.advance() == [Forget(taker.lease, 1)] and not rig.moves._moves and not rig.moves._moving
+    assert (rig.core.moves, rig.core.moved_tokens, rig.core.recomputed_tokens) == (1, 22, 0)
+
+
+def test_a_prompt_that_was_computed_elsewhere_is_no_part_of_a_move() -> None:
+    rig = MovesRig()
+    prompt = rig.prompt(20, 1)
+    rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    blocks = taker.pool.allocate_many(2)
+    taker.pool.register_many(blocks, hash_blocks(i32(prompt), 8, root_of("")))
+    taker.pool.release_table(blocks)
+    take, *gives = rig.advance()
+    assert take.pages == 2 and from_i32(take.blocks)[:2] == blocks and len(from_i32(take.blocks)) == 3 + SPARE_BLOCKS
+    assert slots(gives) == [(2, 1)] and taker.pool.used == 5
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_without_a_prefix_cache_nothing_is_found_there(caching: bool) -> None:
+    rig = MovesRig(enable_prefix_caching=caching)
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    rig.taken(2)
+    rig.advance()
+    assert bool(taker.pool.find(seq.hash_blocks(2, 8), 9)) == caching
+
+
+def test_the_blocks_of_a_prompt_follow_each_chunk_and_it_does_not_decode_there() -> None:
+    rig = MovesRig("prefill", max_num_batched_tokens=16)
+    taker = rig.join(role="decode")
+    uid = rig.submit(44, max_tokens=60)
+    rig.plan()
+    (seq,) = rig.core.requests[uid].live
+    take, *gives = rig.advance()
+    assert slots(gives) == [(0, 2)] and len(from_i32(take.blocks)) == 6 + SPARE_BLOCKS  # of a plan that was sent
+    rig.work()
+    rig.plan()
+    assert slots(rig.advance()) == [(2, 2)]
+    rig.taken(4)
+    rig.work()
+    rig.advance()
+    assert taker.pool.find(seq.hash_blocks(5, 8), 9) == taker.reserved[1].blocks[:4]
+    rig.plan()
+    assert seq in rig.replica.held and seq in rig.replica.leaving and rig.plan() is None
+    assert slots(rig.advance()) == [(4, 2)] and not taker.landed
+    rig.work()
+    rig.taken(6)
+    rig.advance()
+    assert len(taker.landed) == 1
+    rig.core.plan(taker)
+    assert not rig.replica.leaving and not rig.replica.held and seq.replica == 1
+
+
+# ---------------------------------------------------------------- who goes
+
+
+def test_so_many_move_at_once() -> None:
+    rig = MovesRig(max_num_seqs=16)
+    for _ in range(AT_ONCE + 2):
+        rig.decoding(8)
+    rig.replica.drain()
+    rig.join()
+    assert [uid for uid, _ in rig.begun()] == [1, 2, 3, 4] and rig.begun() == []
+    rig.core.abort(2, 0)
+    rig.core.abort(3, 0)
+    assert rig.begun() == []
+    assert [uid for uid, _ in rig.begun()] == [5, 6]
+
+
+def test_who_is_bound_stays() -> None:
+    rig = MovesRig()
+    rig.submit(8, n=2, use_beam_search=True, temperature=0.0, max_tokens=30)
+    rig.step()
+    rig.submit(60, max_tokens=30)
+    rig.replica.drain()
+    rig.join()
+    assert rig.begun() == []  # a search; the other waits
+    rig = MovesRig(max_num_batched_tokens=16)
+    rig.submit(40, max_tokens=30)
+    rig.step()
+    rig.replica.drain()
+    rig.join()
+    assert rig.begun() == []  # its prompt is not done
+    rig = MovesRig("prefill", max_num_batched_tokens=16)
+    rig.submit(40, attempt=1, losses=2, max_tokens=30)
+    rig.plan()
+    rig.join(role="decode")
+    assert rig.replica.quarantined and rig.begun() == []
+
+
+def test_nobody_moves_where_nobody_leaves() -> None:
+    rig = MovesRig()
+    rig.decoding()
+    rig.join()
+    assert rig.begun() == [] and not rig.moves.due
+    rig = MovesRig()
+    rig.replica.set_place("both", "ipc://0", "", 0)  # its blocks stay
+    rig.decoding()
+    rig.replica.drain()
+    rig.join(kv_format="")
+    assert rig.begun() == []
+
+
+# ---------------------------------------------------------------- where to
+
+
+def chosen(*others: dict[str, Any], role: str = "both", **changes: Any) -> int | None:
+    """The replica to which the only one that decodes moves, of these."""
+    rig = MovesRig(role)
+    rig.decoding(20)
+    if not changes.get("stays"):
+        rig.replica.drain()
+    for number, other in enumerate(others, 1):
+        plain = {name: value for name, value in other.items() if name in ("role", "blocks", "kv_format", "endpoint")}
+        replica = rig.join(number, **plain)
+        if other.get("drains"):
+            replica.drain()
+        for at in range(other.get("running", 0)):
+            replica.reserve(100 + at, [], 0)
+    begun = rig.begun()
+    return begun[0][1] if begun else None
+
+
+@pytest.mark.parametrize(
+    ("others", "found"),
+    [
+        ([{}, {}], 1), ([{"running": 2}, {"running": 1}], 2), ([{"running": 1}, {"running": 2}], 1),
+        ([{"role": "prefill"}, {"running": 3}], 2), ([{"role": "prefill"}], 1), ([{"role": "decode"}], 1),
+        ([{"drains": True}], None), ([{"kv_format": "other"}], None), ([{"endpoint": ""}], None), ([], None),
+        ([{"endpoint": ""}, {"running": 3}], 2), ([{"running": 8}], None), ([{"running": 7, "blocks": 200}], 1),
+    ],
+)  # fmt: skip
+def test_the_least_loaded_of_those_that_decode_is_taken(others: list[dict[str, Any]], found: int | None) -> None:
+    assert chosen(*others) == found
+
+
+def test_a_worker_for_prefills_gives_to_none_of_its_kind() -> None:
+    assert chosen({"role": "prefill"}, role="prefill", stays=True) is None
+    assert chosen({"role": "prefill"}, {"role": "both"}, role="prefill", stays=True) == 2
+    assert chosen({"role": "prefill"}, role="prefill") == 1  # it drains
+
+
+@pytest.mark.parametrize(("free", "moves"), [(6, False), (7, True)])
+def test_there_must_be_room_for_what_it_has_and_spare_blocks(free: int, moves: bool) -> None:
+    """22 tokens in three blocks, two to spare, and more than one for the row that is held there."""
+    rig = MovesRig()
+    rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    taker.reserve(99, [], 200 - free)
+    assert (len(rig.moves.advance()) > 0) == moves
+
+
+@pytest.mark.parametrize(("losses", "after", "moves"), [(0, STALL_S, True), (0, STALL_S + 0.1, False), (2, 0.0, False)])
+def test_who_stalls_or_has_a_suspect_takes_nobody(losses: int, after: float, moves: bool) -> None:
+    rig = MovesRig()
+    rig.decoding(20)
+    rig.replica.drain()
+    rig.join()
+    rig.submit(8, attempt=1, losses=losses, max_tokens=30)
+    rig.plan(1)
+    rig.now += after
+    assert rig.begun() == ([(1, 1)] if moves else [])
+
+
+# ---------------------------------------------------------------- how it ends early
+
+
+def test_a_move_that_gets_no_further_is_given_up_and_those_two_are_left_alone() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    assert rig.begun() == [(1, 1)]
+    rig.now += PATIENCE_S
+    assert rig.advance() == []
+    rig.taken(1)  # it gets further
+    rig.now += PATIENCE_S
+    assert rig.advance() == []
+    rig.now += 0.1
+    assert rig.advance() == [Forget(taker.lease, 1)] and not taker.reserved and taker.pool.used == 0
+    assert not rig.moves._moves and seq not in rig.replica.held
+    rig.now += PATIENCE_S - 0.1
+    assert rig.begun() == []
+    other = rig.join(2)
+    assert rig.begun() == [(1, 2)]
+    rig.moves.heard(other, NotMoved(other.lease, 2, "full"))
+    rig.now += 0.1
+    assert rig.begun() == [(1, 1)]  # with the first it may be tried again
+    assert list(rig.moves._apart) == [(1, 2), (1, 3)]
+    rig.now += PATIENCE_S
+    rig.taken(3, move=3)
+    rig.now += 2 * PATIENCE_S
+    rig.moves.heard(rig.replica, NotMoved(rig.replica.lease, 3, "no"))
+    assert list(rig.moves._apart) == [(1, 2)]  # what is over is forgotten
+
+
+def test_one_that_owes_no_answer_may_take_its_time() -> None:
+    rig = MovesRig()
+    rig.decoding(20)
+    rig.replica.drain()
+    rig.join()
+    rig.plan()
+    rig.advance()
+    for pages in (2, 3):
+        rig.taken(pages)
+        rig.advance()
+    for _ in range(3):
+        rig.now += PATIENCE_S  # its step takes long
+        assert rig.advance() == []
+
+
+def test_only_those_two_may_say_that_it_cannot_be_done() -> None:
+    for speaker, ends in ((0, True), (1, True), (2, False)):
+        rig = MovesRig()
+        seq = rig.decoding(20)
+        rig.replica.drain()
+        rig.join()
+        rig.begun()
+        replica = rig.core.replicas[speaker] if speaker < 2 else rig.join(2)
+        rig.moves.heard(replica, NotMoved(replica.lease, 9, "of another"))
+        rig.moves.heard(replica, NotMoved(replica.lease, 1, "no"))
+        assert bool(rig.moves._moves) != ends and rig.moves.due
+        assert seq.state.value == "running" and seq.replica == 0
+    rig = MovesRig()
+    rig.decoding(20)
+    rig.replica.drain()
+    rig.join(), rig.join(2)
+    rig.begun()
+    rig.taken(2, number=2)  # it is not the taker
+    assert rig.moves._moves[1].pages == 0
+
+
+def test_what_was_held_goes_on_where_it_is() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    rig.taken(2)
+    rig.advance()
+    assert seq in rig.replica.held and rig.plan() is None
+    taker.drain()
+    assert rig.advance(Forget) == [Forget(taker.lease, 1)] and seq not in rig.replica.held
+    assert rig.plan() is not None
+
+
+def test_a_taker_that_is_gone_is_told_nothing() -> None:
+    rig = MovesRig()
+    rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.begun()
+    rig.core.end_lease(taker)
+    assert rig.advance() == [] and not rig.moves._moves
+    rig.join()  # another with its number
+    assert rig.begun() == [(1, 1)]
+
+
+def test_one_that_has_ended_or_was_preempted_is_forgotten() -> None:
+    for ends in (True, False):
+        rig = MovesRig()
+        seq = rig.decoding(20)
+        rig.replica.drain()
+        taker = rig.join()
+        rig.begun()
+        if ends:
+            rig.core.abort(1, 0)
+        else:
+            rig.core.preempt(seq)
+        assert rig.advance() == [Forget(taker.lease, 1)] and taker.pool.used == 0 and not taker.reserved
+
+
+def test_one_for_which_there_is_no_room_any_more_stays() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    taker.reserve(99, [], taker.pool.free_count - 3)
+    while seq.computed < 48:
+        rig.step()
+    assert [take.first for take in rig.advance(Take)] == [5]  # two blocks are left, for the two rows that are held
+    while seq.computed < 56:
+        rig.step()
+    assert rig.advance() == [Forget(taker.lease, 1)] and seq.replica == 0
+
+
+# ---------------------------------------------------------------- how long one that leaves at once may take
+
+
+@pytest.mark.parametrize(("drain_timeout", "patience"), [(2.0, 2.0), (60.0, PATIENCE_S)])
+def test_how_long_one_that_is_to_leave_may_give_things_away(drain_timeout: float, patience: float) -> None:
+    rig = MovesRig(drain_timeout=drain_timeout)
+    moves, giver = rig.moves, rig.replica
+    assert moves.patience(None) == 0.0 and moves.patience(giver) == 0.0
+    taker = rig.join(kv_format="other")
+    assert moves.patience(giver) == 0.0
+    taker.set_place("both", "ipc://1", "kv", MIB)
+    assert moves.patience(giver) == patience
+    taker.drain()
+    assert moves.patience(giver) == 0.0
+    rig.join(2)
+    giver.set_place("both", "", "", 0)
+    assert moves.patience(giver) == 0.0
+
+
+def test_what_is_to_be_said_of_moves() -> None:
+    rig = MovesRig()
+    assert not rig.moves.due
+    taker = rig.join(role="prefill")
+    assert rig.moves.due
+    taker.set_place("both", "ipc://1", "kv", MIB)
+    rig.decoding(20)
+    rig.replica.drain()
+    rig.begun()
+    rig.replica.draining = False
+    assert rig.moves.due  # one is under way
+    rig.moves.heard(taker, NotMoved(taker.lease, 1, "full"))
+    assert rig.moves.due and [type(m) for m in rig.advance()] == [Forget] and not rig.moves.due
