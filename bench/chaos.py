@@ -3,8 +3,9 @@
     python bench/chaos.py --kills 200 --output-json bench/results/chaos-real-workers.json
 
 Two storms, one over workers with a page store in place of a model (`scheduler/fake/fake_worker.py`) and one over the
-demo model in float32; each takes half of the kills. `tests/chaos/storm.py` says what is done and what is compared.
-The code that runs is the one that `import quire` finds. Ends with code 1 where anything was lost, doubled or left over.
+demo model in float32; each takes half of the kills. With --adapters most requests have one of that many.
+`tests/chaos/storm.py` says what is done and what is compared. The code that runs is the one that `import quire` finds.
+Ends with code 1 where anything was lost, doubled or left over.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import platform
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
+from adapter_folders import demo_adapter  # noqa: E402
 from chaos.cluster import Cluster, Shape  # noqa: E402
 from chaos.faults import KILLS, PAUSES, SOCKETS, WORKERS  # noqa: E402
 from chaos.storm import Report, Storm, summary  # noqa: E402
 
+from quire.client.adapter_folders import AdapterFolders  # noqa: E402
+from quire.proto.work import Adapter  # noqa: E402
 from quire.scheduler.recording import RecordingError  # noqa: E402
 from quire.scheduler.replay import Replay  # noqa: E402
 
@@ -46,6 +51,8 @@ def main() -> int:
     parser.add_argument("--worker-timeout", type=float, default=5.0, help="the scheduler's flag")
     parser.add_argument("--gap", type=float, default=0.5, help="mean seconds between two faults")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters that nine of ten requests have")
+    parser.add_argument("--max-loras", type=int, default=8, help="slots of each worker for them")
     parser.add_argument(
         "--record", type=Path, help="a folder for flight recordings of every scheduler, each replayed afterwards"
     )
@@ -78,15 +85,34 @@ async def _storm(args: argparse.Namespace, fake: bool, kills: int) -> Report:
     # Kills come more often than the rest: they are what is counted.
     kinds = (*KILLS, *KILLS, *PAUSES, *SOCKETS, *WORKERS)
     scheduler = [f"--worker-timeout={args.worker_timeout}", "--max-num-seqs=256"]
-    shape = Shape(
-        fake=fake, tcp=True, ranks=1 if fake else args.ranks, scheduler_flags=scheduler,
-        worker_flags=FAKE if fake else REAL, record=args.record,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="quire-adapters-") as folder:
+        adapters = _adapters(args.adapters, Path(folder))
+        worker, frontend = FAKE if fake else REAL, []
+        if adapters:
+            worker = [*worker, f"--max-loras={args.max_loras}", *([] if fake else ["--enable-lora"])]
+            frontend = ["--enable-lora", "--lora-modules", *(f"{each.name}={each.path}" for each in adapters)]
+        shape = Shape(
+            fake=fake, tcp=True, ranks=1 if fake else args.ranks, scheduler_flags=scheduler, worker_flags=worker,
+            frontend_flags=frontend, record=args.record,
+        )  # fmt: skip
+        return await _rage(args, shape, adapters, kinds, kills)
+
+
+def _adapters(count: int, folder: Path) -> list[Adapter]:
+    """So many of the demo model, each of its own."""
+    folders = AdapterFolders(8)
+    return [folders.adapter(f"a{n}", str(demo_adapter(folder / f"a{n}", n, rank=1 + n % 8))) for n in range(count)]
+
+
+async def _rage(
+    args: argparse.Namespace, shape: Shape, adapters: list[Adapter], kinds: tuple[str, ...], kills: int
+) -> Report:
+    most, asks = args.longest_pause, max(72, len(adapters))
     async with Cluster(shape, random.Random(args.seed)) as cluster:
-        async with Storm(cluster, args.seed, args.streams, longest=60, kinds=72, pause=args.longest_pause) as storm:
+        async with Storm(cluster, args.seed, args.streams, 60, asks, most, adapters=adapters) as storm:
             await storm.ready()
             await storm.calm()
-            print(f"{'fake' if fake else 'real'} workers: calm runs done, now {kills} kills", flush=True)
+            print(f"{'fake' if shape.fake else 'real'} workers: calm runs done, now {kills} kills", flush=True)
             report = await storm.rage(args.minutes * 60, args.gap, kinds, kills)
         if args.logs and not _sound(report):
             print(cluster.logs(100))

@@ -1,7 +1,8 @@
 """What a client knows of adapters' names, and what it has asked the scheduler to make of them. No IO.
 
 The names are a copy of the scheduler's, which outlives it: of two entries of one name the higher generation counts, so
-a new scheduler is told everything, and nothing that is older than what it knows does any harm.
+a new scheduler is told everything, and nothing that is older than what it knows does any harm. Of two of one generation
+the scheduler's counts, so all frontends agree, also where they were started with different --lora-modules.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class AdapterBook:
         return (entry for entry in self._entries.values() if entry.adapter is not None)
 
     def merge(self, entries: Iterable[AdapterEntry]) -> None:
-        """Take over what is newer than what is known."""
+        """Take over what is not older than what is known."""
         for entry in entries:
             known = self._entries.get(entry.name)
-            if known is None or entry.generation > known.generation:
+            if known is None or (entry.generation >= known.generation and entry != known):
                 self._entries.pop(entry.name, None)  # removed ones are forgotten in the order in which they were
                 self._entries[entry.name] = entry
         removed = [name for name, entry in self._entries.items() if entry.adapter is None]

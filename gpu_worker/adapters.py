@@ -61,6 +61,7 @@ class Adapters:
         self._answers: dict[tuple[int, int], list[AdapterReady]] = {}
         self._asked: queue.Queue[LoadAdapter] = queue.Queue(maxsize=slots.count)
         self._kept: OrderedDict[tuple[str, bytes], Adapter] = OrderedDict()
+        self._keeping = threading.Lock()  # of ``_kept``
         threading.Thread(target=self._run, name="adapters", daemon=True).start()
 
     @property
@@ -119,6 +120,9 @@ class Adapters:
     def _drop(self, dropped: DropAdapter) -> None:
         if 0 <= dropped.slot < self.slots.count:
             self.slots.install(dropped.slot, None)
+        with self._keeping:
+            for key in [key for key in self._kept if key[1] == dropped.digest]:
+                del self._kept[key]
 
     def forget(self) -> None:
         """The lease is over: all slots are empty, and what it asked for and was not begun is not read."""
@@ -140,22 +144,24 @@ class Adapters:
     # ------------------------------------------------------------ the thread's side
 
     def _run(self) -> None:
-        while True:
-            asked = self._asked.get()
-            try:
-                read = Read(asked, self._adapter(asked))
-            except ConfigError as error:
-                read = Read(asked, None, str(error))
-            except Exception as error:  # the adapter's fault or the machine's, and nobody else's loss
-                log.error("adapter %r of %s was not loaded", asked.name, asked.path, exc_info=error)
-                said = "no memory for it" if out_of_memory(error) else f"{type(error).__name__}: {error}"
-                read = Read(asked, None, f"{asked.path}: {said}; see the worker's log."[:2000], 500)
-            self._link.post(read)
+        while True:  # and no variable here keeps an adapter that was dropped
+            self._link.post(self._read(self._asked.get()))
+
+    def _read(self, asked: LoadAdapter) -> Read:
+        try:
+            return Read(asked, self._adapter(asked))
+        except ConfigError as error:
+            return Read(asked, None, str(error))
+        except Exception as error:  # the adapter's fault or the machine's, and nobody else's loss
+            log.error("adapter %r of %s was not loaded", asked.name, asked.path, exc_info=error)
+            said = "no memory for it" if out_of_memory(error) else f"{type(error).__name__}: {error}"
+            return Read(asked, None, f"{asked.path}: {said}; see the worker's log."[:2000], 500)
 
     def _adapter(self, asked: LoadAdapter) -> Adapter:
         """As it goes into a slot. Raises ConfigError."""
         key, slots = (asked.path, asked.digest), self.slots
-        kept = self._kept.get(key)
+        with self._keeping:
+            kept = self._kept.get(key)
         if kept is None:
             began = time.monotonic()
             folder = Path(asked.path)
@@ -167,9 +173,11 @@ class Adapters:
             log.info(
                 "adapter %r of %s: %.1f MB in %.2f s", asked.name, folder, kept.nbytes / 1e6, time.monotonic() - began
             )
-            while len(self._kept) >= self._most_kept:  # one in a slot would take its memory all the same
-                spare = (key for key, each in self._kept.items() if not slots.has(each))
-                del self._kept[next(spare, next(iter(self._kept)))]
-        self._kept[key] = kept
-        self._kept.move_to_end(key)
+            with self._keeping:
+                while len(self._kept) >= self._most_kept:  # one in a slot would take its memory all the same
+                    spare = (key for key, each in self._kept.items() if not slots.has(each))
+                    del self._kept[next(spare, next(iter(self._kept)))]
+        with self._keeping:
+            self._kept[key] = kept
+            self._kept.move_to_end(key)
         return slots.ready(asked.slot, kept)

@@ -1,12 +1,15 @@
-"""The names of adapters, and loads that an operator waits for. What a name means is kept by every frontend too.
+"""The names of adapters, loads that an operator waits for, and who still needs what a name meant before.
 
-Each side tells the other all that it knows when they meet, and of two entries of one name the higher generation counts.
+What a name means is kept by every frontend too.
+Each side tells the other all that it knows when they meet, and of two entries of one name the higher generation counts;
+of equal ones, which frontends with different --lora-modules have, the one that came here first.
 So whatever order they meet in, all end with the same names, and those outlive any process but the last. Generations
 rise from this scheduler's start in ms: above all that one before it gave out.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -37,6 +40,9 @@ class AdapterNames:
     def __init__(self) -> None:
         self.entries: dict[str, AdapterEntry] = {}
         self.wishes: list[Wish] = []
+        self.unused: list[Adapter] = []  # which no name means any more, and no request needs: to be dropped
+        self._requests: Counter[bytes] = Counter()  # for each adapter, by digest
+        self._former: dict[bytes, Adapter] = {}  # what names meant that no name means now
         self._generation = 0
 
     def begin(self, epoch: int) -> None:
@@ -64,12 +70,47 @@ class AdapterNames:
         return self._put(AdapterEntry(name, self._generation, adapter, parent))
 
     def _put(self, entry: AdapterEntry) -> AdapterEntry:
-        self.entries.pop(entry.name, None)  # removed ones are forgotten in the order in which they were
+        before = self.entries.pop(entry.name, None)  # removed ones are forgotten in the order in which they were
         self.entries[entry.name] = entry
+        if entry.adapter is not None:
+            self._former.pop(entry.adapter.digest, None)
+        if before is not None and before.adapter is not None:
+            self._retire(before.adapter)
         removed = [name for name, each in self.entries.items() if each.adapter is None]
         for name in removed[: max(0, len(removed) - MAX_REMOVED)]:
             del self.entries[name]
         return entry
+
+    # -- what nobody needs
+
+    def _retire(self, adapter: Adapter) -> None:
+        """A name meant this one until now."""
+        known = (entry.adapter for entry in self.entries.values())
+        if any(each is not None and each.digest == adapter.digest for each in known):
+            return
+        self._former[adapter.digest] = adapter
+        for digest in list(self._former)[: max(0, len(self._former) - MAX_REMOVED)]:
+            del self._former[digest]
+        if adapter.digest not in self._requests:
+            self.unused.append(adapter)
+
+    def entered(self, adapter: Adapter) -> None:
+        """A request for it is there."""
+        self._requests[adapter.digest] += 1
+
+    def left(self, adapter: Adapter) -> None:
+        """It is there no more."""
+        self._requests[adapter.digest] -= 1
+        if not self._requests[adapter.digest]:
+            del self._requests[adapter.digest]
+            if adapter.digest in self._former:
+                self.unused.append(adapter)
+
+    def is_unused(self, adapter: Adapter) -> bool:
+        """A name meant it before, and neither a name nor a request does now."""
+        return adapter.digest in self._former and adapter.digest not in self._requests
+
+    # -- wishes
 
     def refusal(self, asked: Register) -> tuple[int, str] | None:
         """Why an adapter cannot get its name: a status and a text; or None."""

@@ -12,7 +12,7 @@ Nothing waits for a load but those who need it. A room beside the block pool: it
 from __future__ import annotations
 
 from ..proto.codec import BadFrame
-from ..proto.messages import AdapterReady, Lease, LoadAdapter
+from ..proto.messages import AdapterReady, DropAdapter, Lease, LoadAdapter
 from ..proto.work import Adapter
 from .block_pool import PoolError
 
@@ -22,14 +22,15 @@ load it; for the second it counts as one that this replica cannot load."""
 
 
 class Slot:
-    """One slot. ``users`` are the sequences that run with it; ``used`` says when one last began, in turns."""
+    """One slot. ``users`` are the sequences that run with it; ``used`` says when one last began, in turns.
+    ``unwanted``: it is emptied when the last of them ends."""
 
-    __slots__ = ("adapter", "closed", "generation", "ready", "used", "users")
+    __slots__ = ("adapter", "closed", "generation", "ready", "unwanted", "used", "users")
 
     def __init__(self) -> None:
         self.adapter: Adapter | None = None
         self.generation = self.users = self.used = 0
-        self.ready = self.closed = False
+        self.ready = self.closed = self.unwanted = False
 
 
 class AdapterSlots:
@@ -38,7 +39,7 @@ class AdapterSlots:
     def __init__(self, lease: Lease, count: int):
         self.lease = lease
         self.slots = [Slot() for _ in range(count)]
-        self.loads: list[LoadAdapter] = []  # to be sent
+        self.orders: list[LoadAdapter | DropAdapter] = []  # to be sent
         self._held: dict[bytes, int] = {}  # slot of each adapter that is ready or on its way, by digest
         self._failed: dict[bytes, float] = {}  # when a load did that another replica has made
         self._granted: dict[bytes, Adapter] = {}  # in this plan, in order
@@ -102,20 +103,23 @@ class AdapterSlots:
         if first is not None:
             self._granted[first.digest] = first
 
+    def may_admit(self, adapter: Adapter) -> bool:
+        """False where others have had all turns of this plan; nothing is granted by asking."""
+        return adapter.digest in self._granted or len(self._granted) < len(self.slots)
+
     def admits(self, adapter: Adapter) -> bool:
         """The next in line needs ``adapter``: whether it may begin now."""
-        digest = adapter.digest
         self._asked = True
-        if digest not in self._granted:
-            if len(self._granted) == len(self.slots):
-                return False
-            self._granted[digest] = adapter
+        if not self.may_admit(adapter):
+            return False
+        self._granted[adapter.digest] = adapter
         return self.takes(adapter)
 
-    def end_turn(self, now: float) -> None:
-        """Load what was granted and is not here, as far as slots are free for it, and close slots for the rest."""
+    def end_turn(self, now: float) -> bool:
+        """Load what was granted and is not here, as far as slots are free for it, and close slots for the rest. True
+        where a slot was opened, so that somebody may begin who could not in this plan."""
         if not self._asked:
-            return  # nobody looked at the line, or nobody in it needs an adapter
+            return False  # nobody looked at the line, or nobody in it needs an adapter
         lacking = 0
         for adapter in list(self._granted.values()):
             if adapter.digest not in self._held and not self._failed_lately(adapter, now):
@@ -125,17 +129,19 @@ class AdapterSlots:
                     self._load(number, adapter, now)
                 else:
                     lacking += 1
-        self._close(lacking)
+        return self._close(lacking)
 
-    def _close(self, count: int) -> None:
-        """Have so many slots closed: those that are stay so, as long as somebody lacks one."""
+    def _close(self, count: int) -> bool:
+        """Have so many slots closed: those that are stay so, as long as somebody lacks one. Whether any was opened."""
         closed = [slot for slot in self.slots if slot.closed]
-        for slot in sorted(closed, key=self._is_granted, reverse=True)[: max(0, len(closed) - count)]:
+        opened = sorted(closed, key=self._is_granted, reverse=True)[: max(0, len(closed) - count)]
+        for slot in opened:
             slot.closed = False
         if count > len(closed):
             open_ones = [slot for slot in self.slots if slot.ready and not slot.closed and not self._is_granted(slot)]
             for slot in sorted(open_ones, key=lambda slot: slot.used)[: count - len(closed)]:
                 slot.closed = True
+        return bool(opened)
 
     def _is_granted(self, slot: Slot) -> bool:
         return slot.adapter is not None and slot.adapter.digest in self._granted
@@ -158,14 +164,33 @@ class AdapterSlots:
             self._began = now
         self._generations += 1
         slot.adapter, slot.generation = adapter, self._generations
-        slot.ready = slot.closed = False
+        slot.ready = slot.closed = slot.unwanted = False
         self._held[adapter.digest] = number
-        self.loads.append(LoadAdapter(self.lease, number, adapter.name, adapter.path, slot.generation, adapter.digest))
+        self.orders.append(LoadAdapter(self.lease, number, adapter.name, adapter.path, slot.generation, adapter.digest))
 
-    def take_loads(self) -> list[LoadAdapter]:
+    def drop(self, adapter: Adapter) -> None:
+        """Nobody needs it any more: its slot is emptied as soon as nobody runs with it, and the worker keeps nothing of
+        its files. One that is on its way is left alone, for whoever asks again when it has come."""
+        number = self._held.get(adapter.digest, -1)
+        if number < 0:
+            self.orders.append(DropAdapter(self.lease, -1, adapter.digest))
+            return
+        slot = self.slots[number]
+        slot.unwanted = slot.ready
+        if slot.ready and not slot.users:
+            self._empty(number)
+
+    def _empty(self, number: int) -> None:
+        slot = self.slots[number]
+        assert slot.adapter is not None  # somebody wanted it once
+        del self._held[slot.adapter.digest]
+        self.orders.append(DropAdapter(self.lease, number, slot.adapter.digest))
+        slot.adapter, slot.ready, slot.closed, slot.unwanted = None, False, False, False
+
+    def take_orders(self) -> list[LoadAdapter | DropAdapter]:
         """What is to be sent, behind the plans made so far."""
-        loads, self.loads = self.loads, []
-        return loads
+        orders, self.orders = self.orders, []
+        return orders
 
     def loaded(self, message: AdapterReady, now: float) -> Adapter:
         """A load has ended; the adapter that it was of. Raises BadFrame where none was asked for."""
@@ -203,12 +228,15 @@ class AdapterSlots:
         if not slot.ready:
             raise PoolError(f"a sequence begins with adapter {adapter.name!r}, which is not ready in slot {number}")
         self._turns += 1
-        slot.users, slot.used = slot.users + 1, self._turns
+        slot.users, slot.used, slot.unwanted = slot.users + 1, self._turns, False
         return number
 
     def leave(self, number: int) -> None:
         """A sequence that ran with this slot does so no more."""
-        self.slots[number].users -= 1
+        slot = self.slots[number]
+        slot.users -= 1
+        if slot.unwanted and not slot.users:
+            self._empty(number)
 
     def check_integrity(self, users: list[int]) -> None:
         """PoolError where the slots are not those that ``users``, one entry for each running sequence, hold."""

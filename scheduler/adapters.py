@@ -37,7 +37,10 @@ def load_ended(books: Books, replica: Replica, message: AdapterReady) -> list[An
     adapter = replica.adapters.loaded(message, now)
     if not message.error:
         books.adapter_losses.pop(adapter.digest, None)
-        return [Answer(wish) for wish in books.names.granted(adapter.digest)]
+        answers = [Answer(wish) for wish in books.names.granted(adapter.digest)]
+        if not answers and books.names.is_unused(adapter):  # it was unloaded meanwhile
+            replica.adapters.drop(adapter)
+        return answers
     replica.adapters.note_failed(adapter, now)
     status = message.status if 400 <= message.status < 600 else 500
     return _fail(books, adapter, status, message.error, lambda slots, of: slots.may_have(of, now))

@@ -133,6 +133,8 @@ class Books:
         self.requests[request.uid] = request
         request.enter(self.outbox.number(request.owner))
         self.queue.enter(request)
+        if request.adapter is not None:
+            self.names.entered(request.adapter)
         self.accounts.enter(request, now)
         if self.config.queue_timeout is not None and not request.attempt:
             self._deadlines[request.uid] = now + self.config.queue_timeout, request
@@ -212,6 +214,17 @@ class Books:
         now = self.clock()
         self.queue.rate.freed(now)
         self.accounts.leave(request, now)
+        if request.adapter is not None:
+            self.names.left(request.adapter)
+            self.drop_adapters()
+
+    def drop_adapters(self) -> None:
+        """Have workers drop the adapters that nobody needs any more."""
+        while self.names.unused:
+            adapter = self.names.unused.pop()
+            for replica in self.replicas.values():
+                if replica.adapters is not None:
+                    replica.adapters.drop(adapter)
 
     def _has_started(self, request: Request) -> None:
         """It waits for its first step no more."""

@@ -127,7 +127,7 @@ class Membership:
         """A frontend tells what it knows, or has a name mean something else."""
         names = self.core.names
         if isinstance(message, Adapters):
-            self.tell_names(names.merge(message.entries))
+            self._merge_names(peer, message.entries)
         elif isinstance(message, Unregister):
             known = names.get(message.name) is not None
             if known:
@@ -147,6 +147,22 @@ class Membership:
         else:
             names.wish(peer, message, self.core.clock())
 
+    def _merge_names(self, peer: str, entries: list[AdapterEntry]) -> None:
+        """Take over what is new. Where a frontend was started with other --lora-modules than one before it, what this
+        process knows counts: that frontend has been told on its Hello, or is told by what it was."""
+        names = self.core.names
+        self.tell_names(names.merge(entries))
+        for entry in entries:
+            known = names.entries.get(entry.name)
+            if known is not None and known.generation == entry.generation and known.adapter != entry.adapter:
+                has, there = (each.adapter.path if each.adapter is not None else "" for each in (entry, known))
+                log.warning(
+                    "frontend %s has lora adapter %r from %s, and the server has it from %s%s, which is used; start "
+                    "all frontends with the same --lora-modules, or load it in place", peer, entry.name, has, there,
+                    " with other files" if has == there else "",
+                )  # fmt: skip
+                self.tell_names([known])
+
     def answer_wishes(self, answers: list[Answer]) -> None:
         """Adapters that somebody wished for are loaded, and get their names; or they cannot be."""
         for wish, status, error in answers:
@@ -155,7 +171,8 @@ class Membership:
             self.core.outbox.put(wish.peer, Registered(wish.asked.token, status, error))
 
     def tell_names(self, entries: list[AdapterEntry]) -> None:
-        """Tell all frontends what names mean now."""
+        """Tell all frontends what names mean now, and have workers drop what none means any more."""
+        self.core.drop_adapters()
         for peer, known in self.front.items():
             if entries and known.lost_at is None and known.hello.kind == "frontend":
                 self.core.outbox.put(peer, Adapters(entries))

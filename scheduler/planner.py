@@ -29,13 +29,12 @@ from .tiers import MAX_LOADS, Tier
 TOGETHER = 8
 """Children of one request that begin together, sharing one prefill, although others wait. The rest take turns."""
 LOOKAHEAD = 32
-"""Waiting sequences left to other replicas in one plan, at most."""
+"""Waiting sequences left to other replicas in one plan; from then on those behind one that is left, and who wait for
+the same adapter or for none as it does, are not looked at."""
 GLANCE = 32
 """Blocks by which it is decided whether to wait for a load that cannot begin yet."""
 LOADING_LOOKAHEAD = 64
 """Waiting sequences passed over in one plan because their blocks are loaded, at most."""
-ADAPTER_LOOKAHEAD = 1024
-"""Waiting sequences passed over in one plan because their adapter is not there, at most."""
 
 
 def plan_step(books: Books, replica: Replica) -> StepPlan | None:
@@ -46,10 +45,12 @@ def plan_step(books: Books, replica: Replica) -> StepPlan | None:
         replica.tier.settle(replica.pool)
     if (adapters := replica.adapters) is None:
         return _plan_step(books, replica)
-    adapters.begin_turn(books.names.wishes[0].adapter if books.names.wishes else None)
-    plan = _plan_step(books, replica)
-    if not (replica.draining or replica.quarantined or books.paused):
-        adapters.end_turn(books.clock())
+    for _ in range(2):
+        adapters.begin_turn(books.names.wishes[0].adapter if books.names.wishes else None)
+        plan = _plan_step(books, replica)
+        closed = replica.draining or replica.quarantined or books.paused
+        if closed or not adapters.end_turn(books.clock()) or plan is not None:
+            break  # else somebody may begin now, and nothing that happens later would have it planned
     return plan
 
 
@@ -266,7 +267,8 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     now = books.clock()
     others = elsewhere(replica, books.replicas.values(), now)
     stalled = bool(others) and replica.stalled(now)
-    passed = without = 0
+    absent: set[bytes] = set()  # adapters whose turn has not come here: nobody of theirs is looked at
+    passed = 0
 
     prefillers = [] if replica.role != "decode" else [r for r in books.replicas.values() if r.takes_prompts]
 
@@ -275,11 +277,10 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
             return False
         return can_ever_hold(replica, seq) and not (seq.request.asks_prompt and seq.request.carried())
 
-    for seq in books.queue.in_turn(books.running_by_account, fits):
+    for seq in books.queue.in_turn(books.running_by_account, fits, absent):
         adapter = seq.request.adapter
-        if not others and adapter is not None and not _admits(replica, adapter):
-            if (without := without + 1) == ADAPTER_LOOKAHEAD:
-                return
+        if adapter is not None and not (_may_admit if others else _admits)(replica, adapter):
+            absent.add(adapter.digest)
             continue
         if replica.tier is not None and replica.tier.coming(seq):
             continue
@@ -287,16 +288,20 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
         if not others:
             yield Candidate(seq, cached)
         elif belongs_elsewhere(seq, replica, cached, others, stalled, now):
-            if (passed := passed + 1) == LOOKAHEAD:
-                return
+            if (passed := passed + 1) >= LOOKAHEAD:
+                absent.add(b"" if adapter is None else adapter.digest)
         elif adapter is None or _admits(replica, adapter):
             yield Candidate(seq, cached)
-        elif (without := without + 1) == ADAPTER_LOOKAHEAD:
-            return
+        else:
+            absent.add(adapter.digest)
 
 
 def _admits(replica: Replica, adapter: Adapter) -> bool:
     return replica.adapters is not None and replica.adapters.admits(adapter)
+
+
+def _may_admit(replica: Replica, adapter: Adapter) -> bool:
+    return replica.adapters is not None and replica.adapters.may_admit(adapter)
 
 
 def _admit(books: Books, replica: Replica, draft: Draft) -> None:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
+from itertools import takewhile
+from operator import attrgetter, itemgetter
 
 from .request import Request, Sequence, State
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 SPANS = 32
 """Places that became free lately, by which the rate is measured."""
+
+Lanes = dict[bytes, list[Sequence]]
+"""Of one account, by the digest of an adapter, each in order of keys; none is empty."""
+Turns = Iterator[tuple[tuple, Sequence]]
+"""Places in turn, and who has them."""
 
 _key = attrgetter("key")
 
@@ -55,7 +61,8 @@ class WaitingQueue:
 
     Each account (API key) has a line of its own; within one priority, the account with the fewest running sequences is
     next, and the one that came first among equals. A preempted sequence keeps its key, and so comes back before all
-    that arrived after it.
+    that arrived after it. A line has a lane for the model itself and one for each adapter, which are merged again as
+    they are read: so a plan passes over all who wait for one adapter at once, however many they are.
 
     Within a line it is first come, first served. Those of one arrival - the children of one request, and the prompts of
     one call, which its client gives one arrival - take turns with the others: when one of them leaves the line, the
@@ -70,30 +77,33 @@ class WaitingQueue:
         self.fresh_tokens = 0
         self.rate = DrainRate()
         self._turns = 0  # given out
-        self._lines: dict[str, list[Sequence]] = {}  # none empty
+        self._lines: dict[str, Lanes] = {}  # none empty
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(len(lane) for lanes in self._lines.values() for lane in lanes.values())
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for line in self._lines.values():
-            yield from line
+        for lanes in self._lines.values():
+            for lane in lanes.values():
+                yield from lane
 
     def in_turn(
-        self, running: Callable[[], Counter[str]], fits: Callable[[Sequence], bool] = lambda seq: True
-    ) -> Iterator[Sequence]:
+        self, running: Callable[[], Counter[str]], fits: Callable[[Sequence], bool] = lambda seq: True,
+        absent: Collection[bytes] = (),
+    ) -> Iterator[Sequence]:  # fmt: skip
         """Who may run next, best first; they may leave the line meanwhile. ``running``: rows held by each account,
-        asked for only where several wait. Those that do not ``fits`` are passed over, and count for nobody."""
+        asked for only where several wait. Those that do not ``fits`` are passed over, and count for nobody; so are all
+        whose adapter's digest is in ``absent``, which may grow meanwhile."""
         if len(self._lines) == 1:
-            (line,) = self._lines.values()
-            yield from filter(fits, _in_line(line))
+            (lanes,) = self._lines.values()
+            yield from filter(fits, _in_lanes(lanes, absent))
             return
         counts, heads = running() if self._lines else Counter(), []
-        for account, line in self._lines.items():
-            turns = filter(fits, _in_line(line))
+        for account, lanes in self._lines.items():
+            turns = filter(fits, _in_lanes(lanes, absent))
             if (first := next(turns, None)) is not None:
                 heads.append((first.key[0], counts[account], first.key, account, first, turns))
         heapify(heads)
@@ -108,33 +118,33 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         """Take its place in line."""
-        account = seq.request.account
-        line = self._lines.get(account)
-        if line is None:
-            line = self._lines[account] = []
-        insort(line, seq, key=_key)
+        lanes = self._lines.setdefault(seq.request.account, {})
+        insort(lanes.setdefault(_lane_of(seq), []), seq, key=_key)
 
     def remove(self, seq: Sequence) -> bool:
         """Leave the line; False where it was not in it."""
-        account = seq.request.account
-        line = self._lines.get(account, [])
-        at = bisect_left(line, seq.key, key=_key)
-        if at == len(line) or line[at] is not seq:
+        account, name = seq.request.account, _lane_of(seq)
+        lanes = self._lines.get(account, {})
+        lane = lanes.get(name, [])
+        at = bisect_left(lane, seq.key, key=_key)
+        if at == len(lane) or lane[at] is not seq:
             return False
-        del line[at]
+        del lane[at]
         if not _has_run(seq):
-            self._pass_turn(line, at, seq)
-        if not line:
-            del self._lines[account]
+            self._pass_turn(lanes, lane, at, seq)
+        if not lane:
+            del lanes[name]
+            if not lanes:
+                del self._lines[account]
         return True
 
-    def _pass_turn(self, line: list[Sequence], at: int, seq: Sequence) -> None:
-        """``seq`` has left ``line`` at ``at``: the next of its arrival, if there is one, comes after all who wait."""
-        after = line[at] if at < len(line) and line[at].key[:2] == seq.key[:2] else None
+    def _pass_turn(self, lanes: Lanes, lane: list[Sequence], at: int, seq: Sequence) -> None:
+        """``seq`` has left ``lane`` at ``at``: the next of its arrival there, if there is one, comes after all who
+        wait."""
+        after = lane[at] if at < len(lane) and lane[at].key[:2] == seq.key[:2] else None
         if after is None and len(seq.request.live) == 1:
             return
-        end = bisect_left(line, (seq.key[0], math.inf), key=_key)  # of its priority
-        last = max(seq.key, line[end - 1].key if end else seq.key)
+        last = max(seq.key, *(_last_of(each, seq.key[0]) for each in lanes.values()))
         self._turns += 1
         turn = (*last, self._turns)
         seq.request.set_turn(turn)
@@ -180,16 +190,49 @@ class WaitingQueue:
         return self.rate.seconds(max(1, self.fresh_requests), now)
 
 
-def _in_line(line: list[Sequence]) -> Iterator[Sequence]:
-    """One account's line in turn. Those of one arrival stand together in it: they are passed over, and merged in."""
+def _lane_of(seq: Sequence) -> bytes:
+    """The digest of its adapter; empty for the model itself."""
+    adapter = seq.request.adapter
+    return b"" if adapter is None else adapter.digest
+
+
+def _last_of(lane: list[Sequence], priority: int) -> tuple:
+    """The last key of ``priority`` or a better one; () where there is none."""
+    end = bisect_left(lane, (priority, math.inf), key=_key)
+    return lane[end - 1].key if end else ()
+
+
+def _in_lanes(lanes: Lanes, absent: Collection[bytes]) -> Iterator[Sequence]:
+    """One account's line in turn, without the lanes that are ``absent``, which may grow."""
+    if len(lanes) == 1:
+        ((name, lane),) = lanes.items()
+        yield from map(itemgetter(1), takewhile(lambda _: name not in absent, _in_lane(lane)))
+        return
+    # The next of each lane, by its place in turn; at first no earlier than that, for no lane is read in vain.
+    heads: list[tuple[tuple, bytes, Sequence | None, Turns]]
+    heads = [(lane[0].key, name, None, _in_lane(lane)) for name, lane in lanes.items()]
+    heapify(heads)
+    while heads:
+        _, name, seq, turns = heappop(heads)
+        if name in absent:
+            continue
+        if seq is not None:
+            yield seq
+        if name not in absent and (after := next(turns, None)) is not None:
+            heappush(heads, (after[0], name, after[1], turns))
+
+
+def _in_lane(line: list[Sequence]) -> Turns:
+    """One lane in turn, each with its place. Those of one arrival stand together in it: they are passed over, and
+    merged in."""
     apart: list[tuple[tuple, tuple, tuple]] = []  # of an arrival: turn and key of its next, end of its keys
     at = 0
     passed: tuple = ()
     while True:
         if apart and (at == len(line) or apart[0][0] < line[at].key):
-            _, key, end = heappop(apart)
+            place, key, end = heappop(apart)
             if (seq := _first(line, key, end)) is not None:
-                yield seq
+                yield place, seq
                 if (after := _first(line, (*seq.key, 0), end)) is not None:
                     heappush(apart, (after.request.turn or after.key, after.key, end))
             at = bisect_right(line, passed, key=_key)
@@ -198,7 +241,7 @@ def _in_line(line: list[Sequence]) -> Iterator[Sequence]:
         elif _alone(line, at):
             seq = line[at]
             passed = seq.key
-            yield seq
+            yield passed, seq
             at = at + 1 if at < len(line) and line[at] is seq else bisect_right(line, passed, key=_key)
         else:
             seq = line[at]

@@ -247,7 +247,7 @@ class WorkerRegistry:
                 if replica.role == "prefill":  # what it computed follows at once, before the next step
                     self._advance_moves()
             if replica.adapters is not None:
-                self.to_workers += [(replica.peer, load) for load in replica.adapters.take_loads()]
+                self.to_workers += [(replica.peer, order) for order in replica.adapters.take_orders()]
         if self.core.tiers is not None:
             self.to_workers += moves(self.core)
         for peer, worker in list(self.workers.items()) if moving else ():

@@ -14,7 +14,7 @@ from ...proto.config import ConfigError
 from ..lora.target import Adapter, Fused, Matrices, Targets
 from .files import Entry, Tensors, some
 
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _COPY = re.compile(r"base_model\.model\.(.+?)(?:\.base_layer)?\.weight")
 
@@ -38,12 +38,30 @@ class _Reading:
     pieces: dict[str, list[Matrices | None]] = field(default_factory=dict)
     fused: set[str] = field(default_factory=set)  # targets whose parameters of all experts had tensors
 
-    def put(self, name: str, at: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        """``a``: as much of it as this process holds."""
+    def put(
+        self, name: str, at: int, pair: tuple[Entry, Entry], a: torch.Tensor, b: torch.Tensor, scale: float
+    ) -> None:
+        """What the tensors ``pair`` have for a piece of a target; ``a``: as much of it as this process holds. Raises
+        ConfigError."""
         target, rank = self.targets.targets[name], int(b.shape[1])
         pieces = self.pieces.setdefault(name, [None] * len(target.pieces))
-        a, b = (each.to(self.rounded).to(self.dtype).contiguous() for each in (a, b))
-        pieces[at] = Matrices(a, b, scale, rank, target.rows_of_a(rank).start)
+        if pieces[at] is not None:
+            raise _twice(pair[0], target.pieces[at].module)
+        a, b = (_rounded(entry, each, self.rounded) for entry, each in zip(pair, (a, b), strict=True))
+        pieces[at] = Matrices(a.to(self.dtype), b.to(self.dtype), scale, rank, target.rows_of_a(rank).start)
+
+
+def _rounded(entry: Entry, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    rounded = values.to(dtype).contiguous()
+    if not bool(torch.isfinite(rounded).all()):
+        raise ConfigError(f"{entry.file}: {entry.name} has values that are no finite numbers in {str(dtype)[6:]}; "
+                          "train the adapter again, or take a --lora-dtype with a wider range.")  # fmt: skip
+    return rounded
+
+
+def _twice(entry: Entry, module: str) -> ConfigError:
+    return ConfigError(f"{entry.file}: {entry.name} is for {module}, for which other tensors were there; save the "
+                       "adapter again.")  # fmt: skip
 
 
 def read_adapter(
@@ -81,6 +99,8 @@ def _pairs(reading: _Reading, file: Path, entries: Iterable[Entry]) -> dict[str,
             _check_copy(reading, file, entry)
             continue
         pair = pairs.setdefault(found[1], _Pair())
+        if (pair.a if (found[2] or found[3]) == "A" else pair.b) is not None:
+            raise _twice(entry, found[1])
         if (found[2] or found[3]) == "A":
             pair.a = entry
         else:
@@ -180,7 +200,7 @@ def _read(reading: _Reading, module: str, a: Entry, b: Entry) -> None:
     columns = slice(target.columns.start, target.columns.stop)
     rows, mine = torch.from_numpy(target.pieces[at].rows), target.rows_of_a(rank)
     held = a.read(slice(mine.start, mine.stop), columns)
-    reading.put(name, at, held, b.read().index_select(0, rows), config.scale_of(module))
+    reading.put(name, at, (a, b), held, b.read().index_select(0, rows), config.scale_of(module))
 
 
 def _check_shape(entry: Entry, shape: tuple[int, ...]) -> None:
@@ -205,8 +225,7 @@ def _read_fused(reading: _Reading, module: str, fused: tuple[Fused, ...], a: Ent
         raise ConfigError(f"{a.file}: {a.name} and lora_B have shapes {a.shape} and {b.shape}, of no parameter of "
                           f"experts {wanted}; check that the adapter belongs to this model.")  # fmt: skip
     if of.target in reading.fused:
-        raise ConfigError(f"{a.file}: {a.name} is for {of.parameter}, for which other tensors were there; save the "
-                          "adapter again.")  # fmt: skip
+        raise _twice(a, of.parameter)
     reading.fused.add(of.target)
     name = f"{module.removesuffix('.base_layer')}.{of.parameter}"  # PEFT's patterns are of the parameter's name
     rank = config.rank_of(name)
@@ -225,7 +244,7 @@ def _read_fused(reading: _Reading, module: str, fused: tuple[Fused, ...], a: Ent
         start = 0
         for at in range(expert * target.each, (expert + 1) * target.each):
             stop = start + len(target.pieces[at].rows)
-            reading.put(of.target, at, own_a, own_b[start:stop], scale)
+            reading.put(of.target, at, (a, b), own_a, own_b[start:stop], scale)
             start = stop
 
 

@@ -83,7 +83,7 @@ class AdapterConfig:
             return None
         if _named(module, self.excluded) or not _named(module, self.targets):
             return False
-        if self.layers is None:
+        if self.layers is None or module in self.targets:
             return True
         found = re.match(r".*?\.[^.]*\.(\d+)\.", "." + module)
         return found is not None and int(found[1]) in self.layers

@@ -95,7 +95,7 @@ __all__ = [
     "Tokenize", "Unknown", "Unregister", "WorkerInfo",
 ]  # fmt: skip
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:

@@ -71,10 +71,12 @@ class LoadAdapter(Message):
 
 
 class DropAdapter(Message):
-    """scheduler -> worker: nobody needs what is in this slot any more."""
+    """scheduler -> worker: nobody needs the adapter of this digest any more, so its slot and the memory that its files
+    have are free. ``slot`` -1: it is in none, and may be kept in memory."""
 
     lease: Lease
     slot: int
+    digest: bytes
 
 
 class AdapterReady(Message):

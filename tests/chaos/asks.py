@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ from quire.client.results import ChildOutput, TokenLogprobs
 from quire.proto.messages import Finish
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
-from quire.scheduler.fake.fake_model import expected_tokens
+from quire.proto.work import Adapter
+from quire.scheduler.fake.fake_model import expected_tokens, tag
 
 TOLERANCE = 2e-3
 """Of a log-probability."""
@@ -55,12 +56,13 @@ WORDS = ["once", "upon", "a", "time", "the", "capital", "of", "France", "is", "n
 
 @dataclass
 class Ask:
-    """One request. ``fields`` are those of POST /v1/completions, but for the prompt."""
+    """One request. ``fields`` are those of POST /v1/completions, but for the prompt and the ``adapter``'s name."""
 
     name: str
     kind: str
     prompt: str | list[int]
     fields: dict[str, Any]
+    adapter: Adapter | None = None
 
     @property
     def held(self) -> bool:
@@ -75,7 +77,8 @@ class Ask:
     def body(self) -> dict[str, Any]:
         """For POST /v1/completions."""
         extra = {"return_token_ids": True, "return_tokens_as_token_ids": True, "stream": self.streams}
-        return {"prompt": self.prompt, **self.fields, **extra}
+        model = {"model": self.adapter.name} if self.adapter is not None else {}
+        return {"prompt": self.prompt, **model, **self.fields, **extra}
 
     def params(self) -> SamplingParams:
         """For Engine."""
@@ -87,12 +90,13 @@ class Ask:
         return SamplingParams(**fields)
 
     def prompt_field(self) -> dict[str, Any]:
-        """The prompt, as Engine.submit takes it."""
-        return {"prompt" if isinstance(self.prompt, str) else "ids": self.prompt}
+        """The prompt and the adapter, as Engine.submit takes them."""
+        return {"prompt" if isinstance(self.prompt, str) else "ids": self.prompt, "adapter": self.adapter}
 
 
-def make_asks(count: int, rng: random.Random, longest: int) -> list[Ask]:
-    """``count`` requests of all kinds in turn, outputs of at most ``longest`` tokens."""
+def make_asks(count: int, rng: random.Random, longest: int, adapters: Sequence[Adapter] = ()) -> list[Ask]:
+    """``count`` requests of all kinds in turn, outputs of at most ``longest`` tokens. Where there are ``adapters``, one
+    of ten requests has none, and the others have them in turn."""
     asks = []
     for number in range(count):
         kind = list(KINDS)[number % len(KINDS)]
@@ -105,7 +109,8 @@ def make_asks(count: int, rng: random.Random, longest: int) -> list[Ask]:
             prompt = [rng.randrange(5, VOCAB) for _ in range(rng.randrange(2, 90))]
         if kind == "json schema":
             fields["ignore_eos"] = False
-        asks.append(Ask(f"{kind} {number}", kind, prompt, fields))
+        adapter = adapters[number % len(adapters)] if adapters and number % 10 else None
+        asks.append(Ask(f"{kind} {number}", kind, prompt, fields, adapter))
     return asks
 
 
@@ -245,7 +250,8 @@ def against_oracle(ask: Ask, prompt: list[int], outcome: Outcome, vocab: int = V
     if ask.held:
         return None
     for index, child in enumerate(outcome.children):
-        drawn = expected_tokens(prompt, (ask.fields["seed"] + index) % 2**64, len(child.tokens), vocab)
+        own = tag(ask.adapter.digest) if ask.adapter is not None else 0
+        drawn = expected_tokens(prompt, (ask.fields["seed"] + index) % 2**64, len(child.tokens), vocab, own)
         if child.tokens != drawn:
             return f"child {index}: {child.tokens} in place of {drawn}"
         if child.finish == "length" and len(child.tokens) != ask.fields["max_tokens"]:

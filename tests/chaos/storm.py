@@ -24,6 +24,7 @@ from chaos.cluster import Cluster, until
 from chaos.faults import KILLS, Fault, Faults
 from chaos.web import Answer, Cut, post
 from quire.client.engine import Engine, RequestError
+from quire.proto.work import Adapter
 
 SETTLE_S = 60.0
 """A stream that has not moved for so long after a fault is stuck."""
@@ -83,10 +84,11 @@ class Storm:
     """One cluster, one Engine, the requests and their undisturbed outcomes."""
 
     def __init__(
-        self, cluster: Cluster, seed: int, streams: int, longest: int, kinds: int, pause: float, aborts: float = 0.0
-    ):
+        self, cluster: Cluster, seed: int, streams: int, longest: int, kinds: int, pause: float, aborts: float = 0.0,
+        adapters: Sequence[Adapter] = (),
+    ):  # fmt: skip
         self.cluster, self.rng, self.width, self.aborts = cluster, random.Random(seed), streams, aborts
-        self.asks = make_asks(kinds, random.Random(seed + 1), longest)
+        self.asks = make_asks(kinds, random.Random(seed + 1), longest, adapters)
         self.wanted: dict[str, Outcome] = {}
         self.faults = Faults(cluster, self.rng, pause)
         self.engine = Engine(cluster.address, cluster.keys)

@@ -214,6 +214,8 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
     "another kind": ({}, lambda t: t.update({Q + "lora_magnitude_vector": torch.zeros(48)}),
                      "lora_magnitude_vector is unsupported LoRA weight"),
     "nothing": ({}, lambda t: t.clear(), "doesn't contain tensors"),
+    "not a number": ({}, lambda t: t[Q + "lora_B.weight"].fill_(float("nan")), f"{Q}lora_B.weight has values that are"),
+    "twice": ({}, lambda t: t.update({Q[17:] + "lora_A.weight": torch.zeros(8, 48)}), "for which other tensors were"),
     "DoRA": ({"use_dora": True}, None, "DoRA"),
     "bias": ({"bias": "all"}, None, "Adapter bias is not supported"),
     "modules_to_save": ({"modules_to_save": ["lm_head"]}, None, "modules_to_save"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ import tiny_models
 from quire.gpu_worker.adapters import Adapters, Read
 from quire.gpu_worker.models.adapter_reader import read_adapter
 from quire.proto.checkpoint.adapter_files import adapter_digest
+from quire.proto.checkpoint.lora_config import CONFIG
 from quire.proto.messages import AdapterReady, DropAdapter, Lease, LoadAdapter
 
 pytestmark = pytest.mark.slow
@@ -54,8 +57,27 @@ def test_a_slot_is_filled_between_steps_and_answered(made: Any) -> None:
     assert not rig.slots.holds(0) and rig.sent == [], "it was read, and the step that runs sees nothing of it"
     rig.adapters.change(read, LEASE)
     assert rig.slots.holds(0) and rig.sent == [AdapterReady(LEASE, 0, 1)]
-    rig.adapters.change(DropAdapter(LEASE, 0), LEASE)
+    rig.adapters.change(DropAdapter(LEASE, 0, adapter_digest(folder)), LEASE)
     assert not rig.slots.holds(0)
+
+
+def test_one_that_is_dropped_is_kept_nowhere(made: Any, tmp_path: Path) -> None:
+    """Be it in a slot or in memory alone, its tensors are gone; another one stays."""
+    model, folder = made
+    rig, digests, tensors = Rig(model, most_kept=3), [], []
+    for number, name in enumerate("abc"):  # each in place of the one before
+        copy = Path(shutil.copytree(folder, tmp_path / name))
+        told = json.loads((copy / CONFIG).read_text())
+        (copy / CONFIG).write_text(json.dumps({**told, "lora_alpha": number + 2}))
+        digests.append(adapter_digest(copy))
+        rig.adapters.change(rig.load(copy, 0, number + 1, digests[-1]), LEASE)
+        (pieces, *_) = rig.slots._held[0].matrices.values()
+        tensors += [weakref.ref(each.a) for each in pieces if each is not None]
+        del pieces
+    rig.adapters.change(rig.load(tmp_path / "b", 1, 4, digests[1]), LEASE)  # the thread has let go of what was before
+    rig.adapters.change(DropAdapter(LEASE, 0, digests[2]), LEASE)
+    rig.adapters.change(DropAdapter(LEASE, -1, digests[0]), LEASE)
+    assert [tensor() is None for tensor in tensors] == [True, False, True] and rig.slots.holds(1)
 
 
 def test_what_another_lease_asked_for_is_dropped(made: Any) -> None:

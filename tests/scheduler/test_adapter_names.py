@@ -18,6 +18,7 @@ from quire.proto.messages import (
     AdapterEntry,
     AdapterReady,
     Adapters,
+    DropAdapter,
     Hello,
     LoadAdapter,
     Peers,
@@ -260,3 +261,49 @@ def test_modules_named_by_flags_are_there_until_somebody_unloads_them() -> None:
     world.fronts["f1"].connected(SCHEDULER)
     world.settle()
     assert not names(world.house) and all(front.adapters.get("m") is None for front in world.fronts.values())
+
+
+def test_frontends_with_different_modules_agree(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """On what the scheduler was told first, whichever frontend or scheduler is started again."""
+    first, second = AdapterBook(), AdapterBook()
+    first.merge([AdapterEntry("A", 0, A, "m")])
+    second.merge([AdapterEntry("A", 0, NEW_A)])
+    for name, book in (("f1", first), ("f2", second)):
+        for message in book.introduction():
+            house.members.on_front(name, message)
+        for told in house.told(name, Adapters):
+            book.merge(told.entries)
+    assert first.get("A") == second.get("A") == A and names(house) == {"A": A.path}
+    assert f"frontend f2 has lora adapter 'A' from {NEW_A.path}, and the server has it from {A.path}" in caplog.text
+    third, anew = AdapterBook(), House()  # a frontend and the scheduler are started again
+    third.merge([AdapterEntry("A", 0, NEW_A)])
+    for name, book in (("f3", third), ("f1", first)):
+        anew.hello(name, "frontend")
+        told = anew.told(name, Adapters)
+        for message in book.introduction():
+            anew.members.on_front(name, message)
+        for message in told + anew.told(name, Adapters):
+            book.merge(message.entries)
+    assert third.get("A") == first.get("A") == NEW_A and names(anew) == {"A": NEW_A.path}
+
+
+def test_a_name_that_is_unloaded_frees_its_slot_in_all_workers(house: House) -> None:
+    house.worker("w1", slots=4)
+    house.worker("w2", slots=4)
+    house.registry.to_workers.clear()
+    house.members.on_front("f1", Register(1, A))
+    house.registry.plans()
+    loads = dict(house.registry.to_workers)
+    assert loads.keys() == {"w1", "w2"}
+
+    def loaded(peer: str) -> list[tuple[str, int]]:
+        told = loads[peer]
+        assert isinstance(told, LoadAdapter)
+        house.registry.to_workers.clear()
+        house.registry.on_worker(peer, AdapterReady(told.lease, told.slot, told.generation))
+        house.members.on_front("f1", Unregister(2, "A"))
+        house.registry.plans()
+        return [(peer, each.slot) for peer, each in house.registry.to_workers if isinstance(each, DropAdapter)]
+
+    assert loaded("w1") == [("w1", 0)] and not names(house), "the other one still reads it"
+    assert loaded("w2") == [("w2", 0)]

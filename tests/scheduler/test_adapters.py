@@ -349,3 +349,105 @@ def test_two_workers_keep_an_adapter_where_it_is() -> None:
         rig.run()
     loaded = [replica.adapters.has(A) for replica in rig.core.replicas.values()]
     assert sorted(loaded) == [False, True]
+
+
+def test_what_no_name_means_any_more_is_dropped_when_its_last_request_has_ended() -> None:
+    rig = AdapterRig(adapter_slots=3, blocks=[64, 64])
+    names, (first, second) = rig.core.names, rig.core.replicas.values()
+    names.set("A", A)
+    runs, waits = rig.ask(A, max_tokens=6), rig.ask(A, 240, max_tokens=6)
+    while (runs, 0) not in rig.tokens:
+        for number in (0, 1):
+            rig.step(number), rig.beside(number)
+    names.set("A", None)
+    rig.core.drop_adapters()
+    assert not rig.dropped, "somebody runs with it, and somebody waits"
+    rig.run(), rig.plan(0), rig.plan(1)
+    rig.check(runs, count=6), rig.check(waits, count=6)
+    assert {order.lease for order in rig.dropped} == {first.lease, second.lease} and len(rig.dropped) == 2
+    assert {order.digest for order in rig.dropped} == {A.digest} and max(order.slot for order in rig.dropped) == 0
+    again = rig.ask(A)  # of a frontend that had not heard
+    rig.run(), rig.plan(0), rig.plan(1)
+    rig.check(again)
+    assert len(rig.dropped) == 4 and not any(replica.adapters.holds(A) for replica in (first, second))
+    names.set("A", A)
+    rig.ask(A)
+    rig.run(), rig.plan(0), rig.plan(1)
+    assert len(rig.dropped) == 4 and any(replica.adapters.has(A) for replica in (first, second))
+
+
+def test_what_is_replaced_is_dropped_unless_another_name_means_it() -> None:
+    rig = AdapterRig(adapter_slots=2)
+    names = rig.core.names
+    for name, meant in (("A", A), ("also A", A), ("B", B)):
+        names.set(name, meant)
+    rig.ask(A), rig.ask(B)
+    rig.run()
+    for name, gone in (("A", []), ("also A", [A.digest]), ("B", [A.digest, B.digest])):
+        names.set(name, C)
+        rig.core.drop_adapters()
+        rig.plan()
+        assert [order.digest for order in rig.dropped] == gone
+    uid = rig.ask(C)
+    rig.step()
+    names.set("B", None), names.set("A", None), names.set("also A", None)
+    rig.core.drop_adapters()
+    rig.core.abort(uid, 0)
+    rig.plan()
+    assert rig.replica.adapters.holds(C), "it is on its way"
+    rig.load()
+    rig.plan()
+    assert [order.digest for order in rig.dropped][2:] == [C.digest] and not rig.replica.adapters.holds(C)
+
+
+def test_nobody_waits_behind_those_whose_adapter_is_not_there() -> None:
+    """However many they are, and of however many adapters: not who needs none, nor whose adapter is ready."""
+    rig = AdapterRig(adapter_slots=2, max_num_seqs=4, max_num_queued_reqs=5000)
+    rig.ask(A)
+    rig.run()
+    for _ in range(1500):
+        rig.ask(B)
+    for number in range(600):
+        rig.ask(adapter(f"other{number}"))
+    base, ready = rig.ask(None), rig.ask(A)
+    plan = rig.step()
+    assert plan is not None and [each.uid for each in plan.admits] == [base]  # B and the first of the others come first
+    assert rig.loading() == ["B", "other0"]
+    rig = AdapterRig(adapter_slots=2, max_num_seqs=4, max_num_queued_reqs=5000)
+    rig.ask(A)
+    rig.run()
+    for _ in range(1500):
+        rig.ask(B)
+    base, ready = rig.ask(None), rig.ask(A)
+    plan = rig.step()
+    assert plan is not None and [each.uid for each in plan.admits] == [base, ready]
+
+
+def test_nobody_waits_behind_those_who_are_left_to_another_worker() -> None:
+    rig = AdapterRig(adapter_slots=1, blocks=[64, 64], max_num_seqs=4)
+    held = rig.ask(A, max_tokens=60)
+    while (held, 0) not in rig.tokens:
+        for number in (0, 1):
+            rig.step(number), rig.beside(number)
+    (there,) = (number for number, each in rig.core.replicas.items() if each.running)
+    for _ in range(100):
+        rig.ask(A, max_tokens=60)
+    base = rig.ask(None)
+    plan = rig.plan(1 - there)
+    assert plan is not None and [each.uid for each in plan.admits] == [base]
+
+
+def test_lanes_of_adapters_are_one_line() -> None:
+    """Merged they stand as they would without adapters, but for the prompts of one call, which take turns with the
+    others for each adapter apart."""
+    rng = random.Random(3)
+    rig, plain = (AdapterRig(adapter_slots=slots, max_num_queued_reqs=5000) for slots in (4, 0))
+    for _ in range(200):
+        n = rng.choice([1, 1, 3])
+        rig.ask(rng.choice([A, B, C, None]), n=n)
+        plain.ask(None, n=n)
+    lines = [[(seq.uid, seq.index) for seq in each.core.queue.in_turn(each.core.running_by_account)]
+             for each in (rig, plain)]  # fmt: skip
+    assert lines[0] == lines[1] and len(rig.core.queue) == len(plain.core.queue) == len(lines[0])
+    left = list(rig.core.queue.in_turn(rig.core.running_by_account, absent={A.digest, B.digest}))
+    assert {seq.request.adapter for seq in left} == {None, C}

@@ -200,6 +200,10 @@ BROKEN: dict[str, Fault] = {
             "if not count or not _finds_room(replica, seq, cached):\n        return bool(count)",
         ),
     ),
+    "a line held up by an adapter": Fault(
+        "nobody begins who came after those whose adapter is not there yet",
+        ("scheduler.planner:_candidates", "digest)\n            continue", "digest)\n            return"),
+    ),
     "priority ignored": Fault(
         "requests wait in the order in which they came, whatever their priority",
         ("scheduler.intake:take_in", 'books.config.scheduling_policy == "priority"', "False"),

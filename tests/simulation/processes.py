@@ -18,6 +18,7 @@ from .chance import Draws
 from .exchange import STOOD_S, watch_blame, watch_scheduler
 from .fairness import watch_line
 from .host import Host
+from .idle import watch_idle
 
 if TYPE_CHECKING:
     from .consumer import Consumer
@@ -74,6 +75,7 @@ class Scheduler(Process):
         epoch = main.next_epoch(world.lock, int(host.wall_clock() * 1000))
         self.core = core.Scheduler(world.args, host.clock)
         watch_line(self.core, world.exchange.places, world.fail)
+        watch_idle(self.core, world.fail)
         self._submit, self.core.submit = self.core.submit, self._submitted  # type: ignore[method-assign]
         self.membership = membership.Membership(self.core, epoch, blame.Blame(world.lock))
         watch_scheduler(self.membership, world.fail, self._stood_still)

@@ -12,6 +12,7 @@ from quire.proto.messages import (
     BeamStopped,
     BeamTokens,
     Child,
+    DropAdapter,
     Failed,
     Finish,
     Lease,
@@ -44,6 +45,7 @@ class Rig:
         self.max_model_len, self.vocab, self.device = max_model_len, vocab, device
         self.adapter_slots = adapter_slots
         self.loads: dict[int, list[LoadAdapter]] = {}  # of adapters, not answered yet
+        self.dropped: list[DropAdapter] = []
         self.stores: dict[int, PageStore] = {}
         self.plans: dict[int, deque[StepPlan]] = {}
         self.leases = 0
@@ -106,7 +108,8 @@ class Rig:
             self.plans[number].append(plan)
         adapters = self.core.replicas[number].adapters
         if adapters is not None:
-            self.loads[number] += adapters.take_loads()
+            for order in adapters.take_orders():
+                (self.loads[number] if isinstance(order, LoadAdapter) else self.dropped).append(order)  # type: ignore
         self.core.check_integrity()
         return plan
 
