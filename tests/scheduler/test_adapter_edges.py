@@ -52,7 +52,7 @@ def full(*adapters, count: int = 0) -> AdapterSlots:
     for each in adapters:
         load(slots)
         slots.take(each)
-    slots.take_loads()
+    slots.take_orders()
     return slots
 
 
@@ -64,10 +64,10 @@ def test_an_adapter_on_its_way_and_ready() -> None:
     assert ask(slots, A, A, B) == [False] * 3
     assert slots.loading == [A, B] and slots.holds(A) and not (slots.has(A) or slots.takes(A))
     assert slots.could_take(A, 0.0) and slots.may_have(A, 0.0) and not slots.holds(C)
-    assert slots.take_loads() == [
+    assert slots.take_orders() == [
         LoadAdapter(LEASE, 0, "A", A.path, 1, A.digest), LoadAdapter(LEASE, 1, "B", B.path, 2, B.digest)
     ]  # fmt: skip
-    assert slots.take_loads() == []
+    assert slots.take_orders() == []
     load(slots)
     assert slots.has(A) and slots.takes(A) and not slots.has(B) and slots.loading == [B]
     assert slots.could_take(C, 0.0)  # nobody uses A
