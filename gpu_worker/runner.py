@@ -84,6 +84,10 @@ class Runner:
         self.pieces: PieceGraphs | None = None
         self.adapted_graphs: list[Graphs] = []  # of steps in which some row has an adapter
         self.pooler = pooler
+        self.beside: list[tuple[Model, KVCache]] = []
+        """Models that run beside this one in the same steps, on this process alone: what drafts."""
+        self.few_rows, self.most_slots = 0, slots
+        """Rows up to which a step does more, because they may speculate; slots of a step at most."""
         self._download = Download(slots, state.device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=state.device)
 

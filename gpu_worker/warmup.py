@@ -32,8 +32,11 @@ from .runner import PROMPT_SLICE, Runner
 from .sampling.sample_batch import SampleBatch
 from .sampling.sampler import sample, sample_share, variants
 from .sampling.sampling_state import PLAIN, SamplingNeeds
+from .speculation.head_model import Head
 
 if TYPE_CHECKING:
+    from .kv_cache import KVCache
+    from .models.model import Model
     from .parallel.parallel import Group
     from .state import RowState
 
@@ -63,6 +66,8 @@ def warm_up(runner: Runner, progress: bool) -> None:
     jobs: list[Callable[[], None]] = [partial(_forward, runner, shape) for shape in shapes]
     if isinstance(runner.slots, CardSlots):
         jobs += [partial(_adapted, runner, runner.slots, shape) for shape in shapes]
+    for model, kv in runner.beside:
+        jobs += [partial(_pass, runner, model, kv, shape) for shape in chosen_shapes(runner, model=model)]
     if runner.group.shard.last and runner.pooler is None:
         jobs += _drawing(runner)
     for job in tqdm(jobs, desc="Compiling kernels", unit="step", disable=not progress):
@@ -102,12 +107,14 @@ def step_shapes(max_rows: int, max_tokens: int, max_len: int) -> Iterator[StepSh
                     yield StepShape(decodes + 1, decodes, decodes + tokens, tokens, context)
 
 
-def chosen_shapes(runner: Runner, most: int | None = None) -> list[StepShape]:
+def chosen_shapes(runner: Runner, most: int | None = None, model: Model | None = None) -> list[StepShape]:
     """Of the shapes that a step (of at most ``most`` tokens) may have: few, for which all is chosen that can be.
 
-    Tensor ranks run the same ones, as they add up what they compute: those that any of them needs.
+    Tensor ranks run the same ones, as they add up what they compute: those that any of them needs. ``model``: one that
+    runs beside the runner's, on this rank alone.
     """
-    model, state = runner.model, runner.state
+    state, alone = runner.state, model is not None
+    model = model or runner.model
     choosers, seen = sorted(model.choosers(), key=repr), set[tuple[int, Hashable]]()
     shapes = list(step_shapes(state.max_rows, min(runner.max_tokens, most or runner.max_tokens), state.max_model_len))
     wanted = np.zeros(len(shapes), np.float32)
@@ -115,6 +122,8 @@ def chosen_shapes(runner: Runner, most: int | None = None) -> list[StepShape]:
         new = {(which, value) for which, chooser in enumerate(choosers) for value in chooser(shape)} - seen
         wanted[at] = bool(new) or not at
         seen |= new
+    if alone:
+        return [shapes[at] for at in np.flatnonzero(wanted).tolist()]
     return _of_any_rank(shapes, wanted, runner.group, state.device)
 
 
@@ -145,6 +154,40 @@ def _adapted(runner: Runner, slots: CardSlots, shape: StepShape) -> None:
     with slots.rehearsal():
         slots.begin(np.zeros(shape.tokens, np.int32))
         _forward(runner, shape)
+
+
+def _pass(runner: Runner, model: Model, kv: KVCache, shape: StepShape) -> None:
+    """A pass of a model that drafts, and its logits. A head is given hidden states."""
+    device = runner.state.device
+    given = torch.zeros((shape.tokens, model.spec.hidden_size), dtype=model.dtype, device=device)
+    batch = idle_batch(shape, runner.state.block_size, device)
+    hidden = model.forward(batch, kv, given if isinstance(model, Head) else None)
+    model.logits(hidden[: runner.state.max_rows])
+
+
+@torch.inference_mode()
+def run_worst_case(runner: Runner, work: Work) -> None:
+    """The steps that take most memory, one after another: all rows that there are, each doing ``work``; then so few as
+    speculate, draws at every position that they may have, and the largest pass of what drafts."""
+    state, most = runner.state, runner.max_tokens
+    runner.rehearse(worst_case(state, most, work))
+    if runner.few_rows:
+        state.reset()
+        runner.rehearse(worst_case(state, most, work, runner.few_rows))
+        _draw_at_many(runner)
+    for model, kv in runner.beside:
+        longest = min(most, state.max_model_len)
+        _pass(runner, model, kv, StepShape(-(-most // longest), 0, most, longest, longest))
+
+
+def _draw_at_many(runner: Runner) -> None:
+    """What a verification draws at once: without penalties, whose rows draw position by position."""
+    model, state = runner.model, runner.state
+    hidden = torch.zeros((runner.most_slots, model.spec.hidden_size), dtype=model.dtype, device=state.device)
+    logits = runner.group.gather_logits(model.logits(hidden), state.vocab_size)
+    if logits is not None:
+        needs = SamplingNeeds(True, True, True, True, True, True, True, penalties=False, logprobs=True)
+        sample(logits, state.sampling, _slots(runner, runner.most_slots, needs))
 
 
 def _drawing(runner: Runner) -> Iterator[Callable[[], None]]:
@@ -188,9 +231,10 @@ def _draw(runner: Runner, rows: int) -> None:
 
 
 def _slots(runner: Runner, rows: int, needs: SamplingNeeds) -> SampleBatch:
-    """Slots that draw the token behind a prompt of one in each of the first ``rows`` rows."""
-    at, ones = np.arange(rows), np.ones(rows, np.int64)
+    """Slots that draw the token behind a prompt of one in each of the first ``rows`` rows, in turn if there are
+    fewer."""
     state = runner.state
+    at, ones = np.arange(rows) % state.max_rows, np.ones(rows, np.int64)
     state.upload.begin()
     rows_d, positions = state.upload(at, ones)
     return SampleBatch(rows_d, positions, at, ones, state.tokens, needs)
@@ -201,9 +245,9 @@ def _powers(limit: int) -> list[int]:
     return [1 << n for n in range(max(limit, 0).bit_length())]
 
 
-def worst_case(state: RowState, max_tokens: int, work: Work) -> StepPlan:
-    """A plan of ``max_tokens`` tokens over all rows, each to do ``work``; all use block 0."""
-    rows = min(state.max_rows, max_tokens)
+def worst_case(state: RowState, max_tokens: int, work: Work, most: int | None = None) -> StepPlan:
+    """A plan of ``max_tokens`` tokens over all rows, or ``most`` of them, each to do ``work``; all use block 0."""
+    rows = min(most or state.max_rows, state.max_rows, max_tokens)
     length = min(state.max_model_len, max_tokens // rows)
     blocks = -(-length // state.block_size)
     ids, every = i32([0] * length), i32(range(rows))

@@ -63,7 +63,7 @@ from .speculation.loading import Drafts
 from .speculation.methods import draft_rows, speculative_runner
 from .state import PlanError, RowState, logprob_bytes
 from .tiers.keeper import Keeper
-from .warmup import every_stage, warm_up, warm_up_pieces, worst_case
+from .warmup import every_stage, run_worst_case, warm_up, warm_up_pieces
 
 if TYPE_CHECKING:
     from .models.model import Model
@@ -287,13 +287,12 @@ class Worker:
         work: Work = every_stage(most)
         if self._pooler is not None:
             work = Pool(PoolingParams(task=f"token_{self._pooler.convert}", pooling="ALL"))
-        plan = worst_case(self._state, max_tokens, work)
 
         def graphs() -> int:
             return runner.graph_bytes(self._args.max_seq_len_to_capture, lambda: device_used(self._device))
 
         budget = cuda_budget(
-            lambda: runner.rehearse(plan), graphs if self._graphs else int, block_bytes, block_size, self._device
+            lambda: run_worst_case(runner, work), graphs if self._graphs else int, block_bytes, block_size, self._device
         )
         self._state.reset()
         return budget

@@ -102,11 +102,10 @@ def _checked(config: SpeculativeConfig, args: Flags) -> SpeculativeConfig:
             f"draft_tensor_parallel_size={config.draft_tensor_parallel_size} cannot be other than 1 or target model "
             f"tensor_parallel_size"
         )
-    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+    if args.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"speculative_config with tensor_parallel_size {args.tensor_parallel_size} and pipeline_parallel_size "
-            f"{args.pipeline_parallel_size}: a model that is shared out among workers does not speculate yet; leave "
-            "speculative_config out."
+            f"speculative_config with pipeline_parallel_size {args.pipeline_parallel_size}: a model in stages does not "
+            "speculate; use tensor_parallel_size, or leave speculative_config out."
         )
     if config.rejection_sample_method != "standard":
         raise ConfigError(

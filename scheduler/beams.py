@@ -41,6 +41,10 @@ def plan_beams(books: Books, replica: Replica, draft: Draft, group: BeamGroup) -
     tables = [beam.blocks for beam in group.beams]
     held = len({table[slot] for table in tables}) if slot < len(tables[0]) else 0
     while pool.free_count < len(tables) - held:
+        if replica.drafts and replica.draft_room.take_back():
+            continue
+        if replica.draft_room.coming():
+            return
         if replica.tier is not None and replica.tier.make_room(pool):
             continue
         victim = replica.last()

@@ -173,6 +173,16 @@ class Columns:
         """The block table of one row."""
         return self.tables[row, : self.num_blocks[row]].tolist()
 
+    def cut(self, row: int, count: int) -> list[int]:
+        """The row's table ends behind ``count`` blocks. Returns those that it had behind them."""
+        end = self.num_blocks.item(row)
+        if count >= end:
+            return []
+        blocks: list[int] = self.tables[row, count:end].tolist()
+        self.tables[row, count:end] = 0
+        self.num_blocks[row] = count
+        return blocks
+
     def forget_table(self, row: int) -> None:
         """Somebody else has its blocks now."""
         self.tables[row, : self.num_blocks[row]] = 0

@@ -21,6 +21,7 @@ from .beams import plan_beams
 from .books import Books
 from .columns import Ints, Rows
 from .draft import Draft
+from .draft_room import due
 from .placement import belongs_elsewhere, cached_prefix, can_ever_hold, elsewhere, has_room
 from .replica import Landing, Replica
 from .request import Sequence, State
@@ -57,6 +58,8 @@ def plan_step(books: Books, replica: Replica) -> StepPlan | None:
 def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
     draft = Draft(books.token_budget(replica))
     closed = replica.draining or books.paused
+    if replica.drafts:
+        replica.draft_room.begin_plan()
     quarantine_next = books.quarantine_waits and not replica.quarantined and not closed
     if quarantine_next and _take_quarantined(books, replica, draft):
         return None
@@ -135,10 +138,18 @@ def _speculates(replica: Replica, seqs: list[Sequence], budget: int) -> bool:
 def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> None:
     """A decode of ``seq`` and of as many drafted tokens as the worker drafts at most. Nobody is preempted for those."""
     start, pool, columns, size = seq.scheduled, replica.pool, seq.columns, replica.block_size
-    if not seq.loose and not _make_room(books, replica, draft, seq, start):
-        replica.going.discard(seq)
-        return
+    room = replica.draft_room
     stop = min(start + 1 + replica.drafts, seq.end)
+    if room.tight:
+        if seq.loose and start // size > due(seq) // size:
+            return  # it may not need the block it would go on in, and knows soon
+        stop = min(stop, (start // size + 1) * size)
+    if not seq.loose:
+        if _awaits_drafts(replica, seq, start):
+            return
+        if not _make_room(books, replica, draft, seq, start):
+            replica.going.discard(seq)
+            return
     for slot in range(start // size, -(-stop // size)):
         held = columns.block_at(seq.row, slot)
         if (held is None or pool.refs[held] > 1) and pool.free_count <= replica.running:
@@ -146,6 +157,7 @@ def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequen
             break
         columns.put_block(seq.row, slot, draft.own_block(pool, seq.row, slot, held))
     if stop > start:
+        room.lend(seq)
         draft.verify(seq, seq.computed if seq.loose else start, stop, 1 + replica.drafts)
 
 
@@ -175,7 +187,7 @@ def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, starts
         if isinstance(seq, BeamGroup):
             plan_beams(books, replica, draft, seq)
             beams.append(seq)
-        elif not _make_room(books, replica, draft, seq, position):
+        elif _awaits_drafts(replica, seq, position) or not _make_room(books, replica, draft, seq, position):
             going.discard(seq)
     if going is not replica.going:  # those preempted have left that one alone
         for seq in going.batch().seqs:
@@ -185,6 +197,13 @@ def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, starts
     if beams:
         batch = batch.only(np.array([not isinstance(seq, BeamGroup) for seq in batch.seqs], np.bool_))
     return batch
+
+
+def _awaits_drafts(replica: Replica, seq: Sequence, position: int) -> bool:
+    """Whether no block is free to write ``position`` in, and results under way may free one that drafts alone need."""
+    if replica.pool.free_count or seq.columns.block_at(seq.row, position // replica.block_size) is not None:
+        return False
+    return bool(replica.drafts) and not replica.draft_room.take_back() and replica.draft_room.coming()
 
 
 def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence, position: int) -> bool:
@@ -337,6 +356,8 @@ def _finds_room(replica: Replica, seq: Sequence, cached: list[int]) -> bool:
     """``has_room``, if need be once what was loaded for others in line is given up. Theirs may be found in the cache
     all the same; were it kept, each of several might hold what another waits for."""
     if has_room(replica, seq, cached):
+        return True
+    if replica.drafts and replica.draft_room.take_back() and has_room(replica, seq, cached):
         return True
     tier = replica.tier
     return tier is not None and tier.make_room(replica.pool, seq) and has_room(replica, seq, cached)

@@ -21,6 +21,7 @@ from .adapter_slots import AdapterSlots
 from .batch import Batch, Lineup
 from .block_pool import BlockPool, PoolError, blocks_for
 from .columns import Columns, Ints, Rows, StopIds
+from .draft_room import DraftRoom
 from .request import Sequence
 from .step import Step
 from .tiers import Tier, TieredPool
@@ -78,6 +79,7 @@ class Replica:
         self.num_rows = num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.columns = Columns(num_rows, block_size, min(blocks_for(max_model_len, block_size), num_blocks))
+        self.draft_room = DraftRoom(self.columns, self.pool)
         self.stop_ids = StopIds(vocab_size)  # of all that run here
         self.decoding: list[Sequence] = []
         self.going = Lineup(self.columns)  # those of ``decoding`` that have something left to schedule
@@ -220,6 +222,7 @@ class Replica:
         self.going.discard(seq)
         self.held.discard(seq)
         self.leaving.discard(seq)
+        self.draft_room.leave(seq)
         self.stop_ids.remove(seq.stops)
         if self.adapters is not None and seq.adapter_slot >= 0:
             self.adapters.leave(seq.adapter_slot)

@@ -23,7 +23,7 @@ FLOORS = {
         "scheduler.adapter_slots",
         "scheduler.request scheduler.beam_group scheduler.batch "  # requests
         "scheduler.outbox scheduler.queue scheduler.accounts",
-        "scheduler.step scheduler.tiers scheduler.replica",  # where they run
+        "scheduler.step scheduler.tiers scheduler.draft_room scheduler.replica",  # where they run
         "scheduler.placement scheduler.draft scheduler.books",  # all of the state, and its transitions
         "scheduler.intake scheduler.beams scheduler.planner scheduler.commit "  # what is done with it
         "scheduler.adapters",

@@ -3,7 +3,11 @@
 The head's keys and values at position p need the target's hidden state of p and the token at p + 1. So a prompt's chunk
 is computed when the target has run it, but for its last position; that one, and those of the tokens that a step
 verifies, wait as hidden states until it is known which tokens go on. Where the target finds a prefix in the cache, the
-head has its keys and values of it in the same blocks, or cannot draft for the row: the hidden states are gone.
+head has its keys and values of it in the same blocks.
+
+Nothing is kept up in steps of more rows than may speculate, nor of a prefix that came without the head's: those hidden
+states are gone. When such a row speculates after all, what is missing is computed as if they had been zeros. Drafts are
+less often right then, until the row has gone on for a while.
 """
 
 from __future__ import annotations
@@ -25,13 +29,18 @@ if TYPE_CHECKING:
 
 
 class Eagle(KeysAndValues):
-    """Drafts by ``passes`` of ``head``; at most ``most`` of a row in a step."""
+    """Drafts by ``passes`` of ``head``; at most ``most`` of a row in a step.
+
+    ``max_tokens``: of one pass that makes up for hidden states that are gone.
+    """
 
     wants_hidden = True
 
-    def __init__(self, state: RowState, kv: KVCache, head: Head, passes: Passes, most: int) -> None:
+    def __init__(
+        self, state: RowState, kv: KVCache, head: Head, passes: Passes, most: int, max_tokens: int = 2048
+    ) -> None:
         super().__init__(state, kv)
-        self.head, self._passes = head, passes
+        self.head, self._passes, self._max_tokens = head, passes, max_tokens
         # Room for what a step verifies, and for some steps without drafts before it must be worked off.
         self._room = max(2 * (most + 1), 16)
         width, dtype = head.spec.hidden_size, torch.float32 if state.on_host else head.dtype
@@ -53,10 +62,11 @@ class Eagle(KeysAndValues):
         self._count[:] = 0
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
-        if hidden is None:
-            raise ValueError("a head is given the hidden states of every token")
         self.reach.ran(run.rows, run.starts, self.state.tables_host, self.state.blocks_set)
-        self._take(run, self.head.combined(hidden))
+        if hidden is None:
+            self._count[run.rows] = 0
+        else:
+            self._take(run, self.head.combined(hidden))
         self._take_over(run)
 
     def _take(self, run: Run, given: torch.Tensor) -> None:
@@ -147,6 +157,7 @@ class Eagle(KeysAndValues):
             if self._level(one := np.array([row])).all():  # what is left of the chunk before
                 self._count[row] = start - self._first[row]
                 self._work_off(one)
+            self._make_up(one, np.array([start]))
             ready = min(count, length - 1 - start)
             if ready > 0 and self.reach.computed[row] >= start:
                 at, size = np.array([start]), np.array([ready])
@@ -155,9 +166,24 @@ class Eagle(KeysAndValues):
             self._first[row], self._count[row] = start + ready, count - ready
             self._kept[row, : count - ready] = given[first + ready : first + count]
 
+    def _make_up(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """Compute what ``rows`` lack before positions ``ends`` from zeros, where their hidden states are gone."""
+        starts = self.reach.computed[rows]
+        lacking = np.clip(ends - starts, 0, None)
+        take = np.clip(np.minimum(lacking, self._max_tokens - (lacking.cumsum() - lacking)), 0, None)
+        some = np.flatnonzero(take)
+        if len(some):
+            some = some[np.argsort(take[some] != 1, kind="stable")]
+            rows, starts, take = rows[some], starts[some], take[some]
+            self._passes.fill(rows, starts, take, self._kept.new_zeros((int(take.sum()), self._kept.shape[2])))
+            self.reach.reached(rows, starts + take, self.state.tables_host)
+
     def propose(self, rows: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         drafts = np.full((len(rows), int(most.max(initial=0))), -1, np.int32)
         known = self.state.known[rows]
+        gone = (most > 0) & (self._count[rows] > 0) & (self._first[rows] > self.reach.computed[rows])
+        if gone.any():
+            self._make_up(rows[gone], self._first[rows[gone]])
         starts = self.reach.computed[rows]
         lacking = known - 1 - starts
         enough = self._first[rows] + self._count[rows] >= known - 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.config import ConfigError
-from ..layers.formats.table import Table
+from ..layers.formats.table import Table, embedding
 from ..layers.linear import Linear
 from ..lora.linear import AdaptedLinear
 from ..models.decoder import Decoder
@@ -27,17 +28,58 @@ _MTP_NAMES = WeightNames(LLAMA_LAYER, layer_prefix="model.mtp_layers.{}.")
 _MTP_FAMILIES = ("MiMoForCausalLM",)
 
 
-def load_head(method: str, folder: str | None, config: ModelConfig, target: Decoder) -> Head:
+_SLICE = 512
+"""Rows of a table that are exchanged at a time."""
+
+
+class Whole(NamedTuple):
+    """The target's embedding and output layer, of its whole vocabulary: heads share them."""
+
+    embed: Table
+    output: Linear
+
+
+def whole_of(target: Decoder) -> Whole | None:
+    """What a head of ``target`` shares with it. In a group all processes call this, and only the leader, which alone
+    drafts, gets anything: tables of its own, made of all shares. Raises ConfigError."""
+    group, output = target.group, _base(target.lm_head)
+    if target.embed is None or output is None:
+        raise ConfigError("the target has no embedding or no output layer that a head could share.")
+    if group.shard.size == 1:
+        return Whole(target.embed, output)
+    if output.bias is not None:
+        raise ConfigError("a head cannot share an output layer with a bias among processes; use tensor_parallel_size 1")
+    ids = torch.arange(len(target.vocabulary), device=target.device)
+    unit = torch.eye(target.whole.hidden_size, dtype=target.dtype, device=target.device)
+    embed = _joined(target, embedding(ids, target.embed).T)
+    matrix = _joined(target, output(unit))
+    return None if embed is None or matrix is None else Whole(embed, Linear.of(matrix))
+
+
+def _joined(target: Decoder, share: torch.Tensor) -> torch.Tensor | None:
+    """Of all processes' [N, share of the vocabulary] the whole [vocabulary, N], on the leader."""
+    group, vocab = target.group, target.whole.vocab_size
+    parts = [group.gather_logits(part.contiguous(), vocab) for part in share.to(target.dtype).split(_SLICE)]
+    return torch.cat([part for part in parts if part is not None]).T.contiguous() if group.leader else None
+
+
+def load_head(
+    method: str, folder: str | None, config: ModelConfig, target: Decoder, shared: Whole | None = None
+) -> Head:
     """The head of ``method`` (eagle, eagle3 or mtp) in ``folder``, or for mtp in the target's own files.
 
-    Raises ConfigError, one line that names the file and what is wrong.
+    ``shared``: by default what ``target`` itself has. Raises ConfigError, one line that names the file and what is
+    wrong.
     """
+    shared = shared or whole_of(target)
+    if shared is None:
+        raise ConfigError("only the leader of a replica has a head")
     if method == "mtp":
-        return _mtp(config, target)
+        return _mtp(config, target, shared)
     if folder is None:
         raise ConfigError(f"speculative_config: method {method!r} needs a model: the folder of its head.")
     try:
-        return (_eagle if method == "eagle" else _eagle3)(folder, config, target)
+        return (_eagle if method == "eagle" else _eagle3)(folder, config, target, shared)
     except ConfigError as error:
         if (text := str(error)).startswith("config.json"):
             raise ConfigError(f"{folder}/{text}") from error
@@ -61,7 +103,7 @@ def _spec(hf: Config, target: Decoder) -> DecoderSpec:
     return spec
 
 
-def _eagle(folder: str, config: ModelConfig, target: Decoder) -> Head:
+def _eagle(folder: str, config: ModelConfig, target: Decoder, shared: Whole) -> Head:
     hf = head_config(folder)
     one_layer(hf)
     # The first layer has no norm before its attention; the last hidden state has none at all.
@@ -70,12 +112,12 @@ def _eagle(folder: str, config: ModelConfig, target: Decoder) -> Head:
     take, hidden = Taker(files, target.dtype, target.device), spec.hidden_size
     join = take.linear("fc", hidden, 2 * hidden)
     weights = take.layer(spec, _EAGLE_NAMES)
-    parts = HeadParts(_own_embed(take, target), _scale(target), _output(target), join)
+    parts = HeadParts(_own_embed(take, target, shared), target.embed_scale, shared.output, join)
     files.finish()
-    return _head(replace(spec, vocab_size=target.whole.vocab_size), weights, parts, config, target)
+    return _head(replace(spec, vocab_size=target.whole.vocab_size), weights, parts, config, target, shared)
 
 
-def _eagle3(folder: str, config: ModelConfig, target: Decoder) -> Head:
+def _eagle3(folder: str, config: ModelConfig, target: Decoder, shared: Whole) -> Head:
     hf = head_config(folder)
     one_layer(hf)
     if target.whole.num_layers < 4:
@@ -93,12 +135,12 @@ def _eagle3(folder: str, config: ModelConfig, target: Decoder) -> Head:
     )
     weights = take.layer(spec, _EAGLE3_NAMES, 2 * hidden)
     parts = HeadParts(
-        _own_embed(take, target), _scale(target), take.linear("lm_head", spec.vocab_size, hidden),
+        _own_embed(take, target, shared), target.embed_scale, take.linear("lm_head", spec.vocab_size, hidden),
         combine=take.linear("fc", hidden, 3 * hidden), embed_norm=embed_norm, hidden_norm=hidden_norm,
         out_norm=take.norm("norm", hidden, eps), vocabulary=_vocabulary(files, folder, spec.vocab_size, target),
     )  # fmt: skip
     files.finish()
-    return _head(spec, weights, parts, config, target)
+    return _head(spec, weights, parts, config, target, shared)
 
 
 def _eagle3_name(name: str) -> str:
@@ -126,7 +168,7 @@ def _vocabulary(files: HeadFiles, folder: str, size: int, target: Decoder) -> to
     return ids.to(target.device)
 
 
-def _mtp(config: ModelConfig, target: Decoder) -> Head:
+def _mtp(config: ModelConfig, target: Decoder, shared: Whole) -> Head:
     """MiMo's: ``input_proj`` of the two norms, a layer of Qwen2's, a norm; embedding and output are the target's."""
     if config.architecture not in _MTP_FAMILIES:
         raise ConfigError(
@@ -143,7 +185,7 @@ def _mtp(config: ModelConfig, target: Decoder) -> Head:
     files = HeadFiles(Path(config.path), weight_files(Path(config.path)), lambda name: name.startswith(prefix))
     take, hidden, eps = Taker(files, target.dtype, target.device), spec.hidden_size, spec.norm_eps
     parts = HeadParts(
-        _table(target), _scale(target), _output(target), take.linear(f"{prefix}input_proj", hidden, 2 * hidden),
+        shared.embed, target.embed_scale, shared.output, take.linear(f"{prefix}input_proj", hidden, 2 * hidden),
         embed_norm=take.norm(f"{prefix}token_layernorm", hidden, eps),
         hidden_norm=take.norm(f"{prefix}hidden_layernorm", hidden, eps),
         out_norm=take.norm(f"{prefix}final_layernorm", hidden, eps), norm_is_fed_back=True,
@@ -151,31 +193,16 @@ def _mtp(config: ModelConfig, target: Decoder) -> Head:
     )  # fmt: skip
     weights = take.layer(spec, _MTP_NAMES)
     files.finish()
-    return _head(spec, weights, parts, config, target)
+    return _head(spec, weights, parts, config, target, shared)
 
 
-def _head(spec: DecoderSpec, weights: Weights, parts: HeadParts, config: ModelConfig, target: Decoder) -> Head:
+def _head(
+    spec: DecoderSpec, weights: Weights, parts: HeadParts, config: ModelConfig, target: Decoder, shared: Whole
+) -> Head:
     # Scales of logits and caps are the target's where its output layer is; a head's positions may go as far as its do.
-    if parts.vocabulary is None and parts.lm_head is _base(target.lm_head):
+    if parts.vocabulary is None and parts.lm_head is shared.output:
         spec = replace(spec, logit_scale=target.whole.logit_scale, logit_softcap=target.whole.logit_softcap)
     return Head(spec, weights, parts, config.max_model_len, target.whole.vocab_size)
-
-
-def _scale(target: Decoder) -> float:
-    return target.embed_scale
-
-
-def _table(target: Decoder) -> Table:
-    if target.embed is None or len(target.vocabulary) != target.whole.vocab_size:
-        raise ConfigError("heads that share the target's embedding need it whole; use --tensor-parallel-size 1.")
-    return target.embed
-
-
-def _output(target: Decoder) -> Linear:
-    output = _base(target.lm_head)
-    if output is None:
-        raise ConfigError("the target has no output layer that a head could share.")
-    return output
 
 
 def _base(linear: Linear | None) -> Linear | None:
@@ -183,10 +210,10 @@ def _base(linear: Linear | None) -> Linear | None:
     return linear.base if isinstance(linear, AdaptedLinear) else linear
 
 
-def _own_embed(take: Taker, target: Decoder) -> Table:
+def _own_embed(take: Taker, target: Decoder, shared: Whole) -> Table:
     """The head's embedding where its folder has one that differs, else the target's."""
-    shared = _table(target)
+    embed = shared.embed
     if "embed_tokens.weight" not in take.files:
-        return shared
+        return embed
     own = take.tensor("embed_tokens.weight", target.whole.vocab_size, target.whole.hidden_size)
-    return shared if isinstance(shared, torch.Tensor) and torch.equal(own, shared) else own
+    return embed if isinstance(embed, torch.Tensor) and torch.equal(own, embed) else own

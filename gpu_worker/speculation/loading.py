@@ -20,7 +20,7 @@ from ..models.program import Program
 from .draft_model import DraftModel, KeysAndValues
 from .eagle import Eagle
 from .head_model import Head
-from .heads import load_head, taps_of
+from .heads import load_head, taps_of, whole_of
 from .medusa import Medusa, MedusaHead, load_medusa
 from .passes import passes_of
 from .proposer import Proposer
@@ -38,8 +38,9 @@ class Drafting:
     """What was loaded for ``config``; ``length``: most tokens of a sequence that it drafts for."""
 
     def __init__(
-        self, config: SpeculativeConfig, drafter: Model | list[MedusaHead], target: Model, length: int
+        self, config: SpeculativeConfig, drafter: Model | list[MedusaHead] | None, target: Model, length: int
     ) -> None:
+        """``drafter``: None where another process of this replica drafts."""
         self.config, self._drafter, self._target, self._length = config, drafter, target, length
         self.taps = taps_of(config.method or "", target.whole.num_layers)
         """Layers of the target before which it is to keep the hidden states of a step."""
@@ -52,6 +53,8 @@ class Drafting:
 
     def step_bytes(self, tokens: int, rows: int) -> int:
         """About the activations of its own passes, and what it keeps for ``rows`` rows."""
+        if self._drafter is None:
+            return 0
         kept = rows * max(16, 2 * self.config.drafts + 2) * self._target.whole.hidden_size * 4
         if not isinstance(self._drafter, Model):
             return kept + rows * self._target.whole.vocab_size * 4
@@ -68,6 +71,8 @@ class Drafting:
         """A proposer for the rows of ``state``, whose target has its keys and values in ``kv``; its steps on a CPU take
         the threads of ``beside``."""
         drafter, target = self._drafter, self._target
+        if drafter is None:
+            raise RuntimeError("another process of this replica drafts")
         if not isinstance(drafter, Model):
             return Medusa(state, drafter, target.dtype, target.whole.hidden_size)
         own = KVCache(drafter.spec, kv.num_blocks, kv.block_size, drafter.cache_dtype, state.device)
@@ -75,7 +80,8 @@ class Drafting:
         if not isinstance(drafter, Head):
             made: KeysAndValues = DraftModel(state, own, passes, max_tokens, self._length)
         else:
-            made = Eagle(state, own, drafter, passes, self.config.drafts)
+            made = Eagle(state, own, drafter, passes, self.config.drafts, max_tokens)
+        made.beside = [(drafter, own)]
         kv.on_write = made.reach.written
         return made
 
@@ -127,8 +133,11 @@ def load_drafting(
     """What ``config`` needs, as the target is; None where it needs no weights. Raises ConfigError."""
     if config is None or config.method not in MODELS or target.whole.outputs >= 0:
         return None
-    length = min(model_config.max_model_len, config.max_model_len or model_config.max_model_len)
+    leader, most = target.group.leader, model_config.max_model_len
+    length = min(most, config.max_model_len or most)
     if config.method == "draft_model":
+        if not leader:
+            return Drafting(config, None, target, length)
         draft, own = _draft_model(config, args, model_config, target)
         return Drafting(config, draft, target, min(length, own))
     if not isinstance(target, Decoder) or target.group.shard.stages > 1:
@@ -136,6 +145,9 @@ def load_drafting(
             f"speculative_config: method {config.method!r} reads the hidden states of a model in one stage that quire "
             "knows; use ngram, suffix or draft_model."
         )
+    shared = None if config.method == "medusa" else whole_of(target)
+    if not leader:
+        return Drafting(config, None, target, length)
     folder = None if config.model is None else resolve_model(config.model, config.revision, args.download_dir)
     if config.method == "medusa":
         if folder is None:
@@ -147,7 +159,8 @@ def load_drafting(
                 f"{len(heads)} heads in {folder}."
             )
         return Drafting(config, heads, target, length)
-    return Drafting(config, load_head(config.method or "", folder, model_config, target), target, length)
+    head = load_head(config.method or "", folder, model_config, target, shared)
+    return Drafting(config, head, target, length)
 
 
 def _draft_model(

@@ -13,7 +13,10 @@ from .loading import Drafting
 from .ngram import Ngram, Suffix
 from .proposer import Proposer
 from .runner import SpeculativeRunner
+from .shared import Absent
 
+HIDDEN = ("eagle", "eagle3", "medusa", "mtp")
+"""The methods that draft from hidden states of the target."""
 ROWS = {"cpu": 8, "cuda": 32}
 """Rows that speculate in one step, at most, where ``disable_by_batch_size`` says nothing."""
 
@@ -40,6 +43,8 @@ def speculative_runner(
     ``Runner`` has them."""
 
     def proposer(program: Program | None) -> Proposer:
+        if group is not None and not group.leader:
+            return Absent(config.method in HIDDEN)
         if drafting is None:
             return lookup(config, state)
         return drafting.proposer(state, kv, max_tokens, long, program)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from .verify import wide_run
 
 if TYPE_CHECKING:
+    from ..kv_cache import KVCache
+    from ..models.model import Model
     from ..state import RowState, Run
 
 
@@ -22,6 +25,9 @@ class Proposer:
 
     wants_hidden = False
     """``ran`` is given the final hidden states of all tokens."""
+
+    beside: Sequence[tuple[Model, KVCache]] = ()
+    """The models that it runs, each with its keys and values."""
 
     def propose(self, rows: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Drafts for int64 [R] ``rows``, which have ``known`` tokens each and blocks for ``most`` (int64 [R], 0 for
@@ -47,7 +53,7 @@ class Proposer:
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
         """The model has run these tokens, of prompts or drafted; which of those are kept is not known yet. ``hidden``
-        [T, hidden_size], in the order of the tokens, where that is wanted."""
+        [T, hidden_size], in the order of the tokens, where that is wanted and no more rows run than may speculate."""
 
     def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
         """``ran`` of a step of nothing but ``rows`` that speculate: ``counts`` tokens of each from ``starts`` on."""

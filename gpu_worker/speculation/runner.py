@@ -30,6 +30,7 @@ from ..transfer import Arrival
 from .lengths import STEP_S, TOKEN_COST, Lengths, least_seconds
 from .native import Verifier
 from .proposer import Proposer
+from .shared import share_drafts, share_failures
 from .verify import Drafted, Draws, SpeculativeOutcome, Verified, Wide, wide_run, widen
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class SpeculativeRunner(Runner):
     ):  # fmt: skip
         super().__init__(model, state, kv, max_tokens, None, group, long, drafts * draft_rows, taps)
         self.proposer, self.drafts = proposer(self.program), drafts
+        self.few_rows, self.beside = draft_rows, list(self.proposer.beside)
         self._verifier: Verifier | None = None
         if self.program is not None and (native := chooser()) is not None:
             self._verifier = Verifier(self.program, native, state, draft_rows, draft_rows * (1 + drafts))
@@ -119,9 +121,7 @@ class SpeculativeRunner(Runner):
             if verified is not None:
                 return verified
         if state.on_host:
-            of = zip(drafted.rows, drafted.starts, drafted.counts, strict=True)
-            found = [state.tokens_host[row, start + 1 : start + 1 + count].tolist() for row, start, count in of]
-            drafted = drafted._replace(drafts=found)
+            drafted = drafted._replace(drafts=self._in_rows(drafted.rows, drafted.starts, drafted.counts))
         if alone:
             wide = wide_run(drafted.rows, drafted.starts, [1 + count for count in drafted.counts])
         else:
@@ -162,7 +162,27 @@ class SpeculativeRunner(Runner):
         return Drafted(at, rows, starts, *self._propose(rows, starts, limits))
 
     def _propose(self, rows: list[int], starts: list[int], limits: list[int]) -> tuple[list[int], list[list[int]]]:
-        """Drafts of ``rows``, ``limits`` tokens at most, into the rows: how many, and on a GPU which."""
+        """Drafts of ``rows``, ``limits`` tokens at most, into the rows: how many, and on a GPU or in a group which."""
+        group, own = self.group, None
+        if group.shard.size == 1:
+            return self._own_drafts(rows, starts, limits)
+        if group.leader:
+            counts, own = self._own_drafts(rows, starts, limits)
+            own = self._in_rows(rows, starts, counts) if self.state.on_host else own
+        drafts = share_drafts(group, own, len(rows), self.drafts, self.state.device)
+        if not group.leader:
+            for row, start, draft in zip(rows, starts, drafts, strict=True):
+                at = np.arange(start + 1, start + 1 + len(draft))
+                self._set_tokens(np.full(len(draft), row), at, draft)
+        return [len(draft) for draft in drafts], drafts
+
+    def _in_rows(self, rows: list[int], starts: list[int], counts: list[int]) -> list[list[int]]:
+        """Drafts that ``rows`` hold, on a CPU."""
+        tokens, of = self.state.tokens_host, zip(rows, starts, counts, strict=True)
+        return [tokens[row, start + 1 : start + 1 + count].tolist() for row, start, count in of]
+
+    def _own_drafts(self, rows: list[int], starts: list[int], limits: list[int]) -> tuple[list[int], list[list[int]]]:
+        """What this process drafts, likewise."""
         state, params = self.state, self.state.sampling.packed_host
         most = [min(limit, self.drafts) for limit in limits]
         if self._lengths is not None:
@@ -282,6 +302,8 @@ class SpeculativeRunner(Runner):
         state = self.state
         sampled: Sampled = self._sample(logits, batch)
         tokens = draws.take(sampled, batch.failed, slots)
+        if self.group.shard.size > 1:
+            share_failures(self.group, draws, slots, state.device)
         if any(follower.rows for follower in state.followers):
             rows = batch.host_rows.tolist()
             kept = [row if state.grows[row] and at not in batch.failed else -1 for at, row in enumerate(rows)]
@@ -326,7 +348,7 @@ class SpeculativeRunner(Runner):
             state.tokens.index_put_((rows_d, positions_d), tokens_d)
 
     def _forward(self, run: Run, spans: list[Span]) -> tuple[torch.Tensor, SampleBatch, list[PromptGroup]]:
-        if not self.proposer.wants_hidden:
+        if not self.proposer.wants_hidden or len(run.rows) > self.few_rows:
             found = super()._forward(run, spans)
             self.proposer.ran(run, None)
             return found

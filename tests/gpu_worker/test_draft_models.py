@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import draft_rig
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from draft_rig import CPU, HIDDEN, LENGTH, VOCAB, DraftRig
 from safetensors.torch import load_file, save_file
 from speculation_rig import Driven
+from thread_ranks import on_ranks
 from tokenizers import Tokenizer
 
 from quire.gpu_worker.kernels.cpu.library import library
@@ -180,12 +182,16 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def expected_drafts(method: str, w, target_folder: Path, target, ids: list[int], count: int) -> list[int]:
-    """Greedy drafts after ``ids``, the last of which is not in the cache yet, by the twin."""
+def expected_drafts(
+    method: str, w, target_folder: Path, target, ids: list[int], count: int, gone: int = 0
+) -> list[int]:
+    """Greedy drafts after ``ids``, the last of which is not in the cache yet, by the twin. The first ``gone`` hidden
+    states are zeros."""
     own = weights_of(target_folder)
     embed = own["model.embed_tokens.weight"]
     output = own.get("lm_head.weight", embed)
     hidden = hidden_of(target, ids[:-1], taps_of(method, 4))
+    hidden[:gone] = 0.0
     if method == "eagle3":
         hidden = hidden @ w["fc.weight"].T
     found = []
@@ -270,16 +276,27 @@ def test_medusa_drafts_what_its_heads_say(folder: Path, tmp_path: Path) -> None:
         rig.step([0], 3)
 
 
-def test_a_head_whose_hidden_states_are_gone_does_not_draft(folder: Path, tmp_path: Path) -> None:
+def test_hidden_states_that_are_gone_count_as_zeros(folder: Path, tmp_path: Path) -> None:
+    """Of a cached prefix that the head has not seen, and of steps of more rows than speculate."""
     target, config = load(folder)
-    draft_rig.eagle(tmp_path)
+    w = draft_rig.eagle(tmp_path)
     rig = DraftRig(target)
     rig.proposer = head_proposer(rig, load_head("eagle", str(tmp_path), config, target))
     rig.admit(0, PROMPTS[1], GREEDY)
     shared = rig.state.tables_host[0, :4].tolist()
     rig.proposer.reach.reset()
     rig.admit(1, PROMPTS[1], GREEDY, cached=shared)
-    assert rig.proposer.propose(np.array([1]), np.array([3]))[1].tolist() == [0]
+    rig.crowded = True
+    for _ in range(5):
+        rig.step([1], 0)
+    rig.crowded = False
+    assert rig.proposer.propose(np.array([1]), np.array([3]))[1].tolist() == [0]  # nothing to go on from
+    rig.step([1], 0)
+    ids = rig.tokens(1, rig.state.known[1])
+    drafts, found = rig.proposer.propose(np.array([1]), np.array([2]))
+    gone = len(PROMPTS[1]) + 5
+    assert found.tolist() == [2]
+    assert drafts[0].tolist() == expected_drafts("eagle", w, folder, target, ids, 2, gone)
 
 
 def test_steps_without_drafts_are_worked_off(folder: Path, tmp_path: Path) -> None:
@@ -341,6 +358,46 @@ def test_all_requests_are_as_without_drafts(folder: Path, tmp_path: Path, method
         assert found.core.stats().draft_tokens and (more.get("blocks") != 26 or found.core.preemptions)
         if method == "draft_model" and more == {"blocks": 160}:
             assert found.steps < 0.75 * plain.steps
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa"])
+def test_ranks_that_share_a_model_keep_the_same_drafts(folder: Path, tmp_path: Path, method: str) -> None:
+    """Each in a scheduler's hands of its own, so that ranks in different places would plan and exchange differently."""
+    config = load_model_config(str(folder), 256)
+    if method not in ("ngram", "draft_model"):
+        getattr(draft_rig, method)(tmp_path)
+    model = {"ngram": None, "draft_model": str(folder)}.get(method, str(tmp_path))
+    values = {"method": method, "model": model, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adapt": False}
+    args = EngineArgs(model=str(folder), tensor_parallel_size=2, speculative_config=json.dumps(values))
+    said = speculative_config(args)
+
+    def work(group: Any, spec: Any = said) -> Driven:
+        target = load_model(config, torch.float32, CPU, group=group)
+        drafting = None if spec is None else load_drafting(spec, args, config, target)
+        driven = Driven(target, VOCAB, config=spec, drafting=drafting, draft_rows=4, functions={"no": refuse_a_token})
+        for uid, asked in enumerate(SHARED, 1):
+            driven.submit(uid, [*range(20, 20 + 9 * uid), 7 + uid], seed=uid, max_tokens=20, **asked)
+        return driven.run()
+
+    plain, ranks = work(None, None), on_ranks(2, work)
+    assert [each.tokens for each in ranks] == [plain.tokens] * 2
+    assert ranks[0].outcome()[2:] == plain.outcome()[2:] and len(plain.failed) == 1
+    assert ranks[0].core.stats().draft_tokens > 20
+
+
+def refuse_a_token(prompt: Any, ids: Any, logits: torch.Tensor) -> torch.Tensor:
+    """A user's function that fails once there are twelve outputs."""
+    if len(ids) >= 12:
+        raise ValueError("enough")
+    return logits
+
+
+SHARED: list[dict] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "top_k": 40},
+    {"temperature": 0.7, "logits_processors": ["no"]},
+]
 
 
 @pytest.mark.parametrize(("method", "share"), [("draft_model", 0.45), ("eagle", 0.75)])

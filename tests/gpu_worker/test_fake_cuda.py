@@ -22,7 +22,7 @@ from quire.gpu_worker.kernels import company
 from quire.gpu_worker.lora.slots import LoraSpec
 from quire.gpu_worker.memory import cuda_budget
 from quire.gpu_worker.models.kv_scales import scales_to_read, set_scales
-from quire.gpu_worker.worker import every_stage, worst_case
+from quire.gpu_worker.warmup import every_stage, worst_case
 from quire.proto.codec import i32
 from quire.proto.params import SamplingParams
 

@@ -9,8 +9,7 @@ from quire.gpu_worker import compilations
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.memory import cuda_budget
 from quire.gpu_worker.models.loader import load_model
-from quire.gpu_worker.warmup import warm_up, warm_up_pieces
-from quire.gpu_worker.worker import every_stage, worst_case
+from quire.gpu_worker.warmup import every_stage, warm_up, warm_up_pieces, worst_case
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.params import SamplingParams
 

@@ -19,7 +19,7 @@ from quire.gpu_worker.models import encoder
 from quire.gpu_worker.sampling.followers import Follower, Histories
 from quire.gpu_worker.state import RowState
 from quire.gpu_worker.transfer import packed_size
-from quire.gpu_worker.worker import every_stage, worst_case
+from quire.gpu_worker.warmup import every_stage, worst_case
 from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.params import SamplingParams

@@ -9,7 +9,7 @@ import transformers
 from pooling_rig import ModelRig
 from safetensors.torch import load_file, save_file
 
-from quire.gpu_worker.worker import worst_case
+from quire.gpu_worker.warmup import worst_case
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import Pooled
 from quire.proto.pooling import PoolingParams

@@ -102,8 +102,8 @@ def test_what_is_refused(given: object, words: str) -> None:
             "speculative_config and speculative_model say the same",
         ),
         (
-            {"speculative_model": "[ngram]", "num_speculative_tokens": 2, "tensor_parallel_size": 2},
-            "a model that is shared out among workers does not speculate yet",
+            {"speculative_model": "[ngram]", "num_speculative_tokens": 2, "pipeline_parallel_size": 2},
+            "a model in stages does not speculate",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from quire.scheduler.block_pool import PoolError
 SCHEDULER = pathlib.Path(__file__).parents[2] / "scheduler"
 STATE = (
     "accounts", "adapter_names", "adapter_slots", "batch", "beam_group", "block_pool", "books", "columns", "draft",
-    "outbox", "queue", "replica", "request", "step",
+    "draft_room", "outbox", "queue", "replica", "request", "step",
 )  # fmt: skip
 COLUMNS = (
     "computed", "scheduled", "end", "horizon", "milestone", "tables", "num_blocks", "chains", "drawn", "kept",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from drafting_rig import Drafting, K
@@ -11,6 +12,7 @@ from scheduler_rig import Rig
 from quire.proto.codec import BadFrame, encode, from_i32, i32
 from quire.proto.messages import Finish, SpeculativePlan, SpeculativeResult, StepPlan
 from quire.scheduler.fake.fake_model import expected_logprobs, expected_tokens
+from quire.scheduler.request import Sequence
 
 
 def expect(rig: Rig, uid: int, prompt: int, count: int, index: int = 0) -> list[int]:
@@ -88,6 +90,44 @@ def test_preemption_and_few_blocks() -> None:
         assert rig.core.preemptions
 
 
+@pytest.mark.parametrize("drafts", [K, 20])
+def test_nobody_is_preempted_for_blocks_that_drafts_hold(drafts: int) -> None:
+    for seed in range(6):
+        rig = Drafting(blocks=24, max_model_len=100, drafts=drafts, max_num_batched_tokens=512)
+        preempt = rig.core.preempt
+
+        def checked(victim: Sequence, rig: Rig = rig, preempt: Callable[[Sequence], None] = preempt) -> None:
+            for seq in rig.replica.decoding:  # what each will write next, at the least, in its last block
+                assert len(seq.blocks) <= (seq.computed + seq.loose) // 8 + 1
+            preempt(victim)
+
+        rig.core.preempt = checked  # type: ignore[method-assign]
+        for uid in range(1, 6):
+            rig.submit(6 + seed + 3 * uid, max_tokens=60)
+        rig.run()
+        assert rig.core.preemptions and sum(rig.core.stats().accepted)
+        for uid in range(1, 6):
+            assert rig.tokens[uid, 0] == expect(rig, uid, 6 + seed + 3 * uid, 60)
+
+
+def test_nobody_waits_for_blocks_that_drafts_hold() -> None:
+    rig = Drafting(blocks=14, max_model_len=100, drafts=30, max_num_batched_tokens=256)
+    rig.submit(9, max_tokens=80)
+    while len(rig.replica.decoding[0].blocks if rig.replica.decoding else ()) < 6:
+        rig.step()
+    assert rig.plan() is not None
+    rig.submit(64, max_tokens=8)
+    (first,) = rig.core.requests[1].live
+    for _ in range(3):  # results of what was under way, and the plan behind them
+        while rig.plan() is not None:
+            pass
+        rig.work()
+    assert rig.core.requests[2].live[0].row >= 0 and first.row >= 0
+    rig.run()
+    assert rig.core.preemptions == 0
+    assert rig.tokens[1, 0] == expect(rig, 1, 9, 80) and rig.tokens[2, 0] == expect(rig, 2, 64, 8)
+
+
 def test_many_rows_decode_plainly_and_few_speculate_again() -> None:
     rig = Drafting(blocks=200, draft_rows=2)
     kinds = set()
@@ -111,7 +151,7 @@ def test_many_rows_decode_plainly_and_few_speculate_again() -> None:
 
 def test_a_preempted_row_is_not_in_the_plan_beside_verifications_in_flight() -> None:
     rig = Drafting(draft_rows=1)
-    rig.submit(6, max_tokens=60)
+    rig.submit(9, max_tokens=60)  # whose drafts stay within the block of its next token
     rig.step()
     rig.submit(8, max_tokens=20)
     rig.submit(8, max_tokens=20)
@@ -123,7 +163,7 @@ def test_a_preempted_row_is_not_in_the_plan_beside_verifications_in_flight() -> 
     assert plan is not None and from_i32(plan.rows) == [second.row]
     rig.replica.give_up(1)
     rig.run()
-    for uid, (prompt, count) in enumerate(((6, 60), (8, 20), (8, 20)), 1):
+    for uid, (prompt, count) in enumerate(((9, 60), (8, 20), (8, 20)), 1):
         assert rig.tokens[uid, 0] == expect(rig, uid, prompt, count)
 
 

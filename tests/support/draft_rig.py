@@ -173,6 +173,7 @@ class DraftRig:
         self.program = program_of(target, self.kv, self.state.tokens, self.state.tables, 64, taps=taps)
         self.free = list(range(blocks))[::-1]
         self.proposer = None
+        self.crowded = False  # more rows run than may speculate
         self.tried = self.right = 0
 
     def admit(
@@ -224,7 +225,8 @@ class DraftRig:
                 rows=rows, starts=starts, counts=counts, ends=starts + counts, sample_src=none, sample_rows=none,
                 pure_decode=bool((counts == 1).all()),
             )  # fmt: skip
-            self.proposer.ran(run, self.program.tapped() if self.taps else hidden)
+            given = self.program.tapped() if self.taps else hidden
+            self.proposer.ran(run, None if self.crowded else given)
         drawn, firsts = [], counts.cumsum() - counts
         for row, start, first, wanted in zip(rows, starts, firsts, positions, strict=True):
             found = []

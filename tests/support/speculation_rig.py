@@ -12,10 +12,12 @@ import torch
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.models.program import Program
 from quire.gpu_worker.outcome import Outcome
+from quire.gpu_worker.parallel.parallel import Group
 from quire.gpu_worker.runner import Runner
-from quire.gpu_worker.sampling.followers import Follower
+from quire.gpu_worker.sampling.followers import Follower, Histories
 from quire.gpu_worker.sampling.processors import Processors
 from quire.gpu_worker.speculation.loading import Drafting
+from quire.gpu_worker.speculation.methods import speculative_runner
 from quire.gpu_worker.speculation.proposer import Proposer
 from quire.gpu_worker.speculation.runner import SpeculativeRunner
 from quire.gpu_worker.state import RowState
@@ -24,6 +26,7 @@ from quire.proto.config import EngineArgs
 from quire.proto.hashing import hash_blocks
 from quire.proto.messages import Failed, Finish, Lease, StepPlan, Submit, TokenBatch
 from quire.proto.params import SamplingParams
+from quire.proto.speculation import SpeculativeConfig
 from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
 from quire.scheduler.replica import Replica
@@ -39,9 +42,10 @@ class Driven:
     def __init__(
         self, model: Any, vocab: int, proposer: Make | None = None, drafts: int = 4, draft_rows: int = 8, rows: int = 8,
         length: int = 256, blocks: int = 128, budget: int = 128, grammars: Any = None, functions: Any = None,
-        adapt: bool = False, drafting: Drafting | None = None,
+        adapt: bool = False, drafting: Drafting | None = None, config: SpeculativeConfig | None = None,
     ):  # fmt: skip
-        device = getattr(model, "device", torch.device("cpu"))
+        """``config``: as a worker makes its runner by it, ``drafting`` loaded, of a model that a group may share."""
+        device, group = getattr(model, "device", torch.device("cpu")), getattr(model, "group", Group())
         self.vocab, self.length = vocab, length
         self.core = Scheduler(
             EngineArgs(block_size=BLOCK, max_num_seqs=rows, max_num_batched_tokens=budget), clock=lambda: 0.0
@@ -49,12 +53,15 @@ class Driven:
         self.replica = Replica(0, LEASE, "w", rows, blocks, BLOCK, length, vocab, device="cpu")
         self.state = RowState(
             rows, length, BLOCK, vocab, device, "raw_logprobs", grammars and Follower(grammars),
-            Follower(Processors(functions or {})),
+            Follower(Processors(functions or {}) if group.leader else Histories()), group.leader,
         )  # fmt: skip
         self.kv = KVCache(model.spec, blocks, BLOCK, model.cache_dtype, device)
         self.runner: Runner
-        if proposer is None and drafting is None:
-            self.runner = Runner(model, self.state, self.kv, budget)
+        if config is not None:
+            self.replica.drafts, self.replica.draft_rows = config.drafts, draft_rows
+            self.runner = speculative_runner(config, model, self.state, self.kv, budget, drafting, group)
+        elif proposer is None and drafting is None:
+            self.runner = Runner(model, self.state, self.kv, budget, group=group)
         else:
             self.replica.drafts, self.replica.draft_rows = drafts, draft_rows
 

@@ -53,6 +53,23 @@ class Threads(Group):
         self._wait()
         return x
 
+    def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.places[self.shard.rank] = tokens
+        self._wait()
+        tokens.copy_(self.places[0].clone())
+        self._wait()
+        return tokens
+
+    def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor | None:
+        whole = self.all_columns(logits)
+        assert whole.shape[1] == vocab_size
+        return whole if self.leader else None
+
+    def best(self, values: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        every, ids = self.all_columns(values[:, None]), self.all_columns(tokens[:, None])
+        best = every.argmax(-1, keepdim=True)
+        return every.gather(-1, best)[:, 0], ids.gather(-1, best)[:, 0]
+
     def all_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' columns side by side, on each of them."""
         self.places[self.shard.rank] = x
