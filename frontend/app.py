@@ -11,6 +11,7 @@ from ..client.results import RequestError
 from ..proto.messages import AdapterEntry
 from ..proto.version import __version__
 from .admin import admin_routes
+from .anthropic import count_tokens, messages
 from .auth import auth_middleware, keys_of
 from .calls import json_body
 from .chat import chat_completions
@@ -38,6 +39,8 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
             web.get("/v1/models/{model:.+}", one_model),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/messages", messages),
+            web.post("/v1/messages/count_tokens", count_tokens),
             web.post("/v1/embeddings", embeddings),
             web.post("/classify", classify),
             web.post("/pooling", pooling),

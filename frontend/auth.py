@@ -33,14 +33,15 @@ def owner_of(key: str) -> str:
 
 
 def auth_middleware(keys: list[str]) -> Any:
-    """Demand ``Authorization: Bearer <one of keys>``; compared in constant time. Unknown paths need it too."""
+    """Demand ``Authorization: Bearer <one of keys>``, or the key as Anthropic's ``X-Api-Key``; compared in constant
+    time. Unknown paths need it too."""
     owners = [(key.encode(), owner_of(key)) for key in keys]
 
     @web.middleware
     async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if resource is None or resource.canonical not in OPEN_ROUTES:
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            scheme, _, key = _credentials(request).partition(" ")
             given = key.strip().encode("utf-8", "surrogateescape")
             found = [owner for expected, owner in owners if hmac.compare_digest(given, expected)]
             if not found or scheme.lower() != "bearer":
@@ -53,3 +54,9 @@ def auth_middleware(keys: list[str]) -> Any:
         return await handler(request)
 
     return authorize
+
+
+def _credentials(request: web.Request) -> str:
+    if (key := request.headers.get("X-Api-Key")) is not None and "Authorization" not in request.headers:
+        return f"Bearer {key}"
+    return request.headers.get("Authorization", "")

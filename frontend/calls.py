@@ -118,7 +118,7 @@ class Call:
             if not outlet.opened:
                 raise ApiError(500, "the request ended without an answer.")
             self._count(streamed=True)
-            outlet.write((chunks.usage(self._usage()) if include_usage else b"") + DONE)
+            outlet.write(self._ending(include_usage))
         except ConnectionError:
             raise
         except Exception as error:
@@ -129,10 +129,18 @@ class Call:
                 raise known from error
             known = known or internal_error(error)
             self._metrics.failed(known.status)
-            outlet.write(b"data: " + error_body(known) + b"\n\n" + DONE)
+            outlet.write(self._failure(known))
         finally:
             self.abort()
         return await outlet.close()
+
+    def _ending(self, include_usage: bool) -> bytes:
+        """What comes after the last choice's end."""
+        return (self._chunks.usage(self._usage()) if include_usage else b"") + DONE
+
+    def _failure(self, error: RequestError) -> bytes:
+        """The end of a stream that failed."""
+        return b"data: " + error_body(error) + b"\n\n" + DONE
 
     async def _follow(self, prompt: int, outlet: Outlet) -> None:
         """Write the events of one prompt's choices as they come; all that is ready goes out in one write."""

@@ -9,9 +9,10 @@ from aiohttp import web
 
 from ..client.results import StreamEvent
 from ..client.stream import RequestStream
+from ..proto.params import SamplingParams
 from .calls import Call, Choice, Ended, answer
 from .extras import ChatLogprobs, Extras, prompt_logprobs
-from .front import FRONT, request_id
+from .front import FRONT, Front, request_id
 from .prompts import text_of
 from .schema import ChatRequest
 from .sse import ChatChunks
@@ -26,14 +27,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await front.read(request, ChatRequest)
     model = await front.find_model(body.model)
     front.check_generates("Chat Completions")
-    messages = body.conversation()
-    params = front.params(body)
-    reading = body.reading(params, front.settings.tool_parser, front.settings.reasoning_parser)
-    if reading is not None:
-        reading.bind(params)
-    await front.wait_ready()
-    streams = front.submit(request, [{"messages": messages}], params, body, template=body.template())
-    echo = _last_words(messages) if body.echo else ""
+    streams, params, reading = await begun(request, front, body)
+    echo = _last_words(body.conversation()) if body.echo else ""
     prefix = (lambda _: echo) if echo else None
     if reading is None:
         call = Call(streams, body, params, front.metrics, prefix)
@@ -58,6 +53,20 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             **_of_prompt(streams[0], extras),
         },
     )
+
+
+async def begun(
+    request: web.Request, front: Front, body: ChatRequest
+) -> tuple[list[RequestStream], SamplingParams, Reading | None]:
+    """Submit a conversation: its stream, its parameters, and how its answers are read. Raises RequestError."""
+    messages = body.conversation()
+    params = front.params(body)
+    reading = body.reading(params, front.settings.tool_parser, front.settings.reasoning_parser)
+    if reading is not None:
+        reading.bind(params)
+    await front.wait_ready()
+    streams = front.submit(request, [{"messages": messages}], params, body, template=body.template())
+    return streams, params, reading
 
 
 class ReadCall(Call):

@@ -174,39 +174,43 @@ class ChoiceReader:
         self._reading = reading
         self._short = reading.parser == "mistral"  # whose templates want ids of nine characters
         self.calls = 0
+        self._told = -1  # the index of the call that was told last
+
+    def deltas(self, text: str, last: bool) -> list[Delta]:
+        """What is new and wanted, in order. ``last``: the text ends here."""
+        found = self._reader.feed(text)
+        if last:
+            found += self._reader.end()
+        out: list[Delta] = []
+        for delta in found:
+            if isinstance(delta, Begin):
+                self.calls += 1
+            if isinstance(delta, Begin | Arguments):
+                wanted = self.calls == 1 or not self._reading.one
+            else:
+                wanted = isinstance(delta, Content) or self._reading.thoughts
+            if wanted:
+                out.append(delta)
+        return out
 
     def delta(self, text: str, last: bool) -> dict[str, Any]:
-        """What is new, as a delta of OpenAI's; empty where nothing is certain yet. ``last``: the text ends here."""
-        deltas = self._reader.feed(text)
-        if last:
-            deltas += self._reader.end()
+        """The same as one delta of OpenAI's; empty where nothing is certain yet."""
         found: dict[str, Any] = {}
-        for delta in deltas:
-            self._add(found, delta)
-        return found
-
-    def _add(self, found: dict[str, Any], delta: Delta) -> None:
-        if isinstance(delta, Begin):
-            self.calls += 1
-            if self._wanted:
+        for delta in self.deltas(text, last):
+            if isinstance(delta, Begin):
                 called = {"name": delta.name, "arguments": ""}
-                call = {"index": self.calls - 1, "id": self._id(), "type": "function", "function": called}
+                place = self._told = self._told + 1
+                call = {"index": place, "id": self._id(), "type": "function", "function": called}
                 found.setdefault("tool_calls", []).append(call)
-        elif isinstance(delta, Arguments):
-            if self._wanted:
+            elif isinstance(delta, Arguments):
                 pieces = found.setdefault("tool_calls", [])
                 if not pieces:
-                    pieces.append({"index": self.calls - 1, "function": {"arguments": ""}})
+                    pieces.append({"index": self._told, "function": {"arguments": ""}})
                 pieces[-1]["function"]["arguments"] += delta.text
-        elif isinstance(delta, Content):
-            found["content"] = found.get("content", "") + delta.text
-        elif self._reading.thoughts:
-            for name in ("reasoning", "reasoning_content"):
-                found[name] = found.get(name, "") + delta.text
-
-    @property
-    def _wanted(self) -> bool:
-        return self.calls == 1 or not self._reading.one
+            else:
+                for name in ("content",) if isinstance(delta, Content) else ("reasoning", "reasoning_content"):
+                    found[name] = found.get(name, "") + delta.text
+        return found
 
     def _id(self) -> str:
         made = uuid.uuid4().hex

@@ -21,7 +21,8 @@ from fuzz.sockets import BATCH, Result, Watch
 from fuzz.targets import Valid
 from quire.proto import messages as m
 
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/quire-demo", "/health", "/health/live",
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",
+          "/v1/models", "/v1/models/quire-demo", "/health", "/health/live",
           "/health/ready", "/health/generate", "/ping", "/version", "/metrics", "/sleep", "/wake_up",
           "/is_sleeping", "/", "/nothing", "/v1/models/%ff",
           "/v1/models/a%2f..%2fb", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # fmt: skip
@@ -42,6 +43,11 @@ SOUND: list[tuple[str, dict[str, Any]]] = [
                               "logprobs": True, "stream": True}),
     ("/v1/chat/completions", {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}],
                               "max_tokens": 3, "response_format": {"type": "json_object"}, "priority": 1}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": True,
+                              "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+                              "tool_choice": "required", "parallel_tool_calls": False}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 3,
+                      "system": "x", "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}),
 ]  # fmt: skip
 
 
