@@ -65,6 +65,13 @@ def test_what_a_verification_may_give(counts: list[int], drafted: list[int] | No
     assert rig.core.stats().draft_tokens == sum(drafted or [])
 
 
+@pytest.mark.parametrize("counts", [[1, 0], [1 + K, 2 + K], [1, 2 + K]])
+def test_the_slot_that_is_wrong_is_named(counts: list[int]) -> None:
+    rig, plan = verifying(2)
+    with pytest.raises(BadFrame, match=f"slot 1 of step 2 draws {counts[1]} tokens, not 1 to {1 + K}"):
+        answer(rig, plan, counts)
+
+
 def test_a_verification_is_answered_by_its_own_kind_of_result() -> None:
     rig, plan = verifying()
     with pytest.raises(BadFrame, match="1 tokens and 1 counts for the 1 slots"):
@@ -98,6 +105,18 @@ def test_of_two_in_flight_the_second_begins_where_the_first_came_to() -> None:
         answer(rig, second, [2 + K])
     answer(rig, second, [1 + K])
     assert len(rig.tokens[1, 0]) == 4 + K and not rig.core.requests
+
+
+@pytest.mark.parametrize(("left", "most"), [(4 + K, K), (40, 1 + K)])
+def test_the_second_gives_what_is_left_or_as_much_as_any(left: int, most: int) -> None:
+    rig, first = verifying(max_tokens=left)
+    second = rig.core.plan(rig.replica)
+    assert isinstance(second, SpeculativePlan)
+    answer(rig, first, [3])
+    with pytest.raises(BadFrame, match=f"slot 0 of step 3 draws {most + 1} tokens, not 1 to {most}"):
+        answer(rig, second, [most + 1], [K])
+    answer(rig, second, [most])
+    assert len(rig.tokens[1, 0]) == 4 + most
 
 
 def test_what_is_verified_for_one_that_was_preempted_counts_for_nobody() -> None:
