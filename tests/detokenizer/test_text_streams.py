@@ -9,7 +9,7 @@ from detokenizer_toys import KINDS, STREAMS, TEXT, no_decoder, wordpiece, wrap
 from tokenizers import decoders
 
 from quire.detokenizer import detokenize
-from quire.detokenizer.detokenize import MAX_RUN, MAX_WINDOW, Stream, Streams, WindowStream, _bytes_of
+from quire.detokenizer.detokenize import MAX_RUN, MAX_WINDOW, PieceStream, Stream, Streams, WindowStream, _bytes_of
 
 SP = KINDS["sentencepiece"][0]
 BL = KINDS["byte_level"][0]
@@ -159,11 +159,12 @@ def test_after_a_run_that_was_too_long_the_next_one_waits_again() -> None:
 
 
 def test_what_is_left_of_a_run_that_was_too_long_is_replaced() -> None:
-    for end in (A, None):
+    for end, left in ((A, "é"), (None, "é"), (A, "日")):
         stream = sp()
         for _ in range(MAX_RUN):
             stream.push(BYTE + 120)
-        stream.push(byte_ids("é")[0])
+        for token in byte_ids(left)[:-1]:
+            stream.push(token)
         assert (stream.push(end) if end else stream.finish()) == "\ufffd" + ("a" if end else "")
 
 
@@ -269,6 +270,9 @@ def test_a_window_s_copy_goes_its_own_way() -> None:
 def test_a_token_that_takes_text_away_shows_nothing() -> None:
     stream = WindowStream(lambda ids: "" if 9 in ids else "x" * len(ids), [])
     assert [stream.push(token) for token in (1, 9, 9)] == ["x", "", ""]
+    texts = {(1,): "x", (1, 9): "", (1, 9, 2): "xyz"}
+    stream = WindowStream(lambda ids: texts.get(tuple(ids), ""), [])
+    assert [stream.push(token) for token in (1, 9, 2)] == ["x", "", "yz"]
 
 
 def test_the_prompt_s_last_tokens_are_the_window_s_first() -> None:
@@ -300,6 +304,19 @@ def test_added_tokens_that_are_shown_stand_apart_where_special_ones_are_not_show
     stream = Streams(wrap(backend)).open([], True, False)
     ids = [backend.token_to_id(token) for token in ("t", "<one>", "<two>")]
     assert "".join(map(stream.push, ids)) == backend.decode(ids) == "t <one> <two>"
+
+
+@pytest.mark.parametrize(("spaces", "text"), [(True, "t <one> <two>"), (False, "t <one><two>")])
+def test_added_tokens_follow_each_other_with_a_space_where_spaces_are_asked_for(spaces: bool, text: str) -> None:
+    backend = wordpiece()
+    backend.add_tokens(["<one>", "<two>"])
+    stream = Streams(wrap(backend)).open([], False, spaces)
+    ids = [backend.token_to_id(token) for token in ("t", "<one>", "<two>")]
+    assert type(stream) is PieceStream and "".join(map(stream.push, ids)) == text
+
+
+def test_a_piece_is_the_text_of_special_tokens_too() -> None:
+    assert [Streams(wrap(backend)).piece(backend.token_to_id("</s>")) for backend in (SP, BL)] == ["</s>", "</s>"]
 
 
 def test_a_decoder_that_disagrees_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -157,10 +157,12 @@ def test_a_row_is_released_once() -> None:
     rig = Rig()
     rig.submit(8, max_tokens=9)
     draw(rig, 1)
-    seq = rig.replica.decoding[0]
-    rig.replica.release(seq)
-    with pytest.raises(PoolError, match="is not where its state says"):
+    rig.submit(8, max_tokens=9)
+    draw(rig, 2, 1)
+    for seq in rig.replica.decoding[:]:
         rig.replica.release(seq)
+        with pytest.raises(PoolError, match="is not where its state says"):
+            rig.replica.release(seq)
 
 
 def test_the_last_that_came_is_the_one_to_go_whether_it_decodes_or_not() -> None:
@@ -302,3 +304,12 @@ def test_a_worker_that_runs_prompts_whole_caches_none() -> None:
     lease = Rig().replica.lease
     caching = [Replica(0, lease, "w", 8, 9, 8, 64, VOCAB, whole=whole).pool.caching for whole in (False, True)]
     assert caching == [True, False]
+
+
+def test_a_prompt_whose_logprobs_were_half_done_is_preempted_and_done_again() -> None:
+    rig = Rig()
+    uid = rig.submit(60, prompt_logprobs=0)
+    rig.step()
+    rig.core.preempt(*rig.core.requests[uid].live)
+    rig.run()
+    assert sum(len(piece.logprobs.ranks) // 4 for piece in rig.prompts[uid]) == 59

@@ -191,3 +191,14 @@ def test_a_row_goes_over_from_decodes_to_verifications_and_back() -> None:
     assert list(seq.outputs) == rig.tokens[uid, 0]
     hashes = hash_blocks(i32([*rig.prompt(9, uid), *seq.outputs]), 8, root_of(""))
     assert len(rig.replica.pool.find(hashes, 99)) == seq.computed // 8
+
+
+def test_one_that_was_preempted_with_drafts_in_flight_begins_anew() -> None:
+    rig, _ = verifying()
+    (seq,) = rig.core.requests[1].live
+    rig.core.preempt(seq)
+    assert seq.loose == 0
+    rig.core.end_lease(rig.replica, blame=False)
+    rig.add(0, 64)
+    rig.run()
+    assert len(rig.tokens[1, 0]) == 40
