@@ -291,8 +291,8 @@ class Membership:
         return self.wire_bad_frames + elsewhere
 
     def timeout(self) -> float:
-        """Seconds until ``tick`` has something to do."""
-        return max(0.0, self._next_heartbeat - self.core.clock())
+        """Seconds until ``tick`` has something to do, or a plan that waits is to be made."""
+        return max(0.0, min(self._next_heartbeat, self.registry.moves.wake_at) - self.core.clock())
 
 
 def _level(hello: Hello) -> int:

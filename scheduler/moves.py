@@ -37,6 +37,9 @@ BESIDE_BYTES = 8 * 2**20
 are copied, so this is how much longer a step may take."""
 PATIENCE_S = 5.0
 """A move that gets no further for so long is given up, and those two workers are left alone for as long."""
+HOLD_S = 0.005
+"""The taker's next step waits so long at most for the last pages of a sequence that has drawn its last token elsewhere:
+a step is most often longer than they take, and that sequence would wait for it."""
 SPARE_BLOCKS = 2
 """Reserved beyond what a sequence has, for tokens that it draws while it is on its way."""
 
@@ -98,6 +101,7 @@ class Moves:
         self._numbers = 0
         self._apart: dict[tuple[int, int], float] = {}  # leases of giver and taker, and until when they are left alone
         self._outgoing: list[tuple[str, Any]] = []
+        self.wake_at = math.inf  # when a plan is to be made that waits for pages
 
     @property
     def due(self) -> bool:
@@ -136,6 +140,9 @@ class Moves:
         for move in list(self._moves.values()):
             self._advance(move)
         outgoing, self._outgoing = self._outgoing, []
+        now = self._books.clock()
+        untils = [until for move in self._moves.values() for until in move.taker.expected.values()]
+        self.wake_at = min((until for until in untils if until > now), default=math.inf)
         return outgoing
 
     # -- where to
@@ -236,8 +243,8 @@ class Moves:
             move.waits = min(move.waits, self._books.clock())
         if ended and move.pages >= goal:
             taker.land(Landing(move.number, seq, move.generation, move.waits))
-        elif held and move.given >= goal and goal - move.pages <= move.blocks(PIECE_BYTES):
-            taker.expect(move.number)
+        elif giver.draining and held and move.given >= goal and goal - move.pages <= move.blocks(PIECE_BYTES):
+            taker.expect(move.number, move.waits + HOLD_S if ended else 0.0)
         if not move.awaits:
             move.since = self._books.clock()
 

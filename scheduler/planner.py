@@ -40,7 +40,7 @@ LOADING_LOOKAHEAD = 64
 
 def plan_step(books: Books, replica: Replica) -> StepPlan | None:
     """The next step of ``replica``, or None where it has enough in flight or nothing to run."""
-    if replica.has_enough:
+    if replica.has_enough(books.clock):
         return None
     if replica.tier is not None:
         replica.tier.settle(replica.pool)

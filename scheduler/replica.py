@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ class Replica:
         self.leaving: set[Sequence] = set()  # of ``prefilling``: they are held when they would decode
         self.reserved: dict[int, Reserved] = {}  # by the number of the move
         self.landed: list[Landing] = []
-        self.expected: set[int] = set()  # moves of which nothing but the last pages is still to come
+        self.expected: dict[int, float] = {}  # moves whose last pages are on their way, and until when plans wait
         self.drops: list[int] = []  # rows given up since the last plan
         self.in_flight: deque[Step] = deque()
         self.last_step = 0
@@ -115,10 +116,11 @@ class Replica:
 
     # -- steps
 
-    @property
-    def has_enough(self) -> bool:
+    def has_enough(self, clock: Callable[[], float]) -> bool:
         """No plan is to be made for it now."""
-        return len(self.in_flight) >= (1 if self.expected else MAX_IN_FLIGHT)
+        if self.expected:
+            return bool(self.in_flight) or max(self.expected.values()) > clock()
+        return len(self.in_flight) >= MAX_IN_FLIGHT
 
     def launch(self, step: Step) -> list[int]:
         """``step`` is on its way. Returns the rows given up since the one before."""
@@ -292,18 +294,19 @@ class Replica:
 
     def _take_reserved(self, move: int) -> Reserved:
         reserved = self.reserved.pop(move)
-        self.expected.discard(move)
+        self.expected.pop(move, None)
         if self.adapters is not None and reserved.adapter_slot >= 0:
             self.adapters.leave(reserved.adapter_slot)
         return reserved
 
-    def expect(self, move: int) -> None:
-        """Its last pages are on their way: the next plan is not made long before it must be, so that it has them."""
-        self.expected.add(move)
+    def expect(self, move: int, until: float) -> None:
+        """Its last pages are on their way. No second plan is made beside one in flight until they come, and before
+        ``until`` none at all, so that the next one has it."""
+        self.expected[move] = until
 
     def land(self, landing: Landing) -> None:
         """All its pages are here."""
-        self.expected.discard(landing.move)
+        self.expected.pop(landing.move, None)
         self.landed.append(landing)
 
     def take_landed(self) -> list[Landing]:
@@ -402,7 +405,7 @@ class Replica:
             raise PoolError("plans go by before somebody is at its horizon")
         if columns.milestone.overlooks(rows, columns.computed.of(rows) + 1):
             raise PoolError("commits go by before somebody is at its milestone")
-        if not self.expected.issubset(self.reserved):
+        if not self.expected.keys() <= self.reserved.keys():
             raise PoolError("pages are expected of a move that has nothing reserved")
         if not self.held.issubset(self.decoding) or self.held.intersection(batch.seqs):
             raise PoolError("a sequence is held that does not decode here, or goes on all the same")

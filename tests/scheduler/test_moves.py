@@ -417,3 +417,27 @@ def test_the_taker_has_no_second_plan_while_the_last_pages_come(pair: Pair) -> N
         most[False] = max(most[False], len(taker.in_flight))
     assert most == {True: 1, False: 2} and not taker.expected
     pair.finish(1)
+
+
+def test_the_takers_next_plan_waits_for_pages_that_must_be_there_soon_and_no_longer(pair: Pair) -> None:
+    pair.ask(1)
+    pair.turns(12)
+    pair.start("b")
+    pair.ask(2, max_tokens=200)
+    pair.turns(12)
+    pair.registry.drain("a", "asked", 30.0)
+    taker = pair.core.replicas[1]
+    for _ in range(60):
+        if any(taker.expected.values()):
+            break
+        pair.turn()
+    assert pair.core.requests[1].live[0] in pair.core.replicas[0].held
+    pair.late = []  # the last pages are on their way for long
+    pair.members.tick()
+    while taker.in_flight:
+        pair.registry.on_worker("b", pair.workers["b"].handle(pair.inboxes["b"].popleft())[0])
+    pair.registry.plans()
+    assert not taker.in_flight and pair.members.timeout() == pytest.approx(moves.HOLD_S)
+    pair.now += moves.HOLD_S
+    pair.registry.plans()
+    assert len(taker.in_flight) == 1 and pair.members.timeout() > moves.HOLD_S

@@ -115,6 +115,8 @@ class Scheduler(Process):
         if not self._ticks:
             self._ticks = True
             self.host.after(self.membership.timeout() + 0.001, self._tick)
+        elif self.membership.registry.moves.wake_at < math.inf:
+            self.host.after(self.membership.timeout() + 0.001, self._wake)
         self.world.turned(self)
 
     def _stood_still(self) -> float:
