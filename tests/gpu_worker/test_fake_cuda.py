@@ -362,7 +362,7 @@ def test_the_golden_file_has_nothing_else(rewrite):
     golden = json.loads(GOLDEN.read_text())
     assert golden["families"].keys() == FAMILIES.keys()
     assert golden["pooling"].keys() == POOLED.keys()
-    assert golden.keys() == {"families", "pooling", "ranks", "rows", "sampling", "types", "written with"}
+    assert golden.keys() == {"adapters", "families", "pooling", "ranks", "rows", "sampling", "types", "written with"}
 
 
 # ---------------------------------------------------------------- that it sees what it is there to see

@@ -26,7 +26,7 @@ LARGEST = {
     "attention_kernel.splits": 64, "reduce_kernel.splits": 1024, "kv_heads": 1024,
     # Parts of the inner axis.
     "product_kernel.program y": 32, "coded_kernel.program y": 32, "rows_kernel.program y": 32,
-    "shrink_kernel.program y": 4096,  # tiles of the ranks of modules side by side
+    "shrink_kernel.program z": 8,
     # Sizes of a model: heads, a head's dim, a hidden size or an expert's width, words; strides inside one token.
     "dim": 1024, "heads": 4096, "half": 1024, "width": TOKENS, "inner": TOKENS, "vocab": TOKENS, "count": 1 << 16,
     "q_head": 1024, "k_head": TOKENS, "v_head": TOKENS, "out_head": 1024, "x_head": TOKENS, "weight_head": TOKENS,
