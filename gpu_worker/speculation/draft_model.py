@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 class KeysAndValues(Proposer):
     """What proposers with keys and values of their own share."""
 
+    lags = True
+
     def __init__(self, state: RowState, kv: KVCache) -> None:
         self.state, self.kv = state, kv
         self.reach = Reach(state.max_rows, kv.num_blocks, state.block_size)
+        self._own: np.ndarray | None = None  # sample rows of the last run whose slots draw from their own rows
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
         self.reach.ran(run.rows, run.starts, self.state.tables_host, self.state.blocks_set)
@@ -36,10 +39,14 @@ class KeysAndValues(Proposer):
 
     def _take_over(self, run: Run) -> None:
         """Rows that draw from another one's logits, the children of one prompt, go on from what that one has."""
+        if run.sample_rows is self._own:  # while the same rows decode
+            return
         sources = run.rows[run.sample_src]
         others = np.flatnonzero(run.sample_rows != sources)
         if len(others):
             self.fork(sources[others].tolist(), run.sample_rows[others].tolist())
+        else:
+            self._own = run.sample_rows
 
     def admit(self, row: int) -> None:
         self.reach.admit(row)

@@ -17,6 +17,8 @@ WEIGHT = 0.2
 """Of a token's outcome, against all before it."""
 RETRY = 16
 """Steps after which a row whose drafts were not worth their time is tried with one token again."""
+CATCH_UP = 16
+"""Tokens of keys and values for which what drafts has about the time that a step with drafts saves."""
 
 
 class Lengths:
@@ -25,30 +27,51 @@ class Lengths:
     Lists and not arrays: few rows speculate in a step, and theirs are looked at one by one sooner.
     """
 
-    def __init__(self, max_rows: int, cost: float):
-        """``cost``: what one more token adds to a step of one row, as a share of it."""
-        self._cost = cost
+    def __init__(self, max_rows: int, cost: float, lags: int = 0):
+        """``cost``: what one more token adds to a step of one row, as a share of it. ``lags``: of what drafts with keys
+        and values of its own, the most tokens that a step with drafts gives a row; else 0."""
+        self._cost, self._lags = cost, lags
+        self._ends = [0] * max_rows  # tokens that each row had when it was last asked for
+        self._waits = [0] * max_rows  # steps for which it does without drafts
         self._speed = 1.0  # tokens in the time of a step of one row, as of the last step
         self._rates = [FIRST_RATE] * max_rows
         self._idle = [0] * max_rows  # steps without a draft
 
-    def forget(self, row: int) -> None:
-        """``row`` has a new owner, of whom nothing is known."""
+    def forget(self, row: int, end: int = 0) -> None:
+        """``row`` has a new owner, of whom nothing is known but a prompt of ``end`` tokens."""
         self._rates[row], self._idle[row] = FIRST_RATE, 0
+        self._ends[row], self._waits[row] = end, 0
 
     def copy(self, src: list[int], dst: list[int]) -> None:
         """Rows ``dst`` go on as rows ``src`` did."""
-        rates = [self._rates[row] for row in src]
-        for row, rate in zip(dst, rates, strict=True):
-            self._rates[row] = rate
+        found = [(self._rates[row], self._ends[row], self._waits[row]) for row in src]
+        for row, each in zip(dst, found, strict=True):
+            self._rates[row], self._ends[row], self._waits[row] = each
 
-    def most(self, rows: list[int], limits: list[int]) -> list[int]:
-        """How many tokens to draft for each of ``rows``, ``limits`` at most.
+    def catching_up(self, row: int, end: int) -> bool:
+        """Whether ``row``, which has ``end`` tokens now, is left without drafts in this step.
+
+        What drafts must first compute the tokens that were drawn without it, in steps of many rows. That is lost where
+        the row ends soon, of which nothing is known: so the row goes on for as long as those tokens would pay for.
+        """
+        gap, self._ends[row] = end - self._ends[row], end
+        if gap > max(self._lags, CATCH_UP):
+            self._waits[row] += gap // CATCH_UP
+        if not self._waits[row]:
+            return False
+        self._waits[row] -= 1
+        return True
+
+    def most(self, rows: list[int], limits: list[int], ends: list[int] | None = None) -> list[int]:
+        """How many tokens to draft for each of ``rows``, ``limits`` at most; they have ``ends`` tokens now.
 
         With rate r the n-th token is kept with a likelihood of r^n. It is worth drafting while that is over the tokens
         that a step gives elsewhere in the time which it takes, for the other rows wait for it too.
         """
         bar, found, gained, drafted = self._cost * self._speed, [], 0.0, 0
+        if ends is not None and self._lags:
+            pairs = zip(rows, limits, ends, strict=True)
+            limits = [0 if self.catching_up(row, end) else limit for row, limit, end in pairs]
         for row, limit in zip(rows, limits, strict=True):
             rate = likely = self._rates[row]
             count = 0

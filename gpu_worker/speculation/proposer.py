@@ -25,6 +25,8 @@ class Proposer:
 
     wants_hidden = False
     """``ran`` is given the final hidden states of all tokens."""
+    lags = False
+    """It computes the tokens that were drawn without it before it drafts."""
 
     beside: Sequence[tuple[Model, KVCache]] = ()
     """The models that it runs, each with its keys and values."""

@@ -63,7 +63,8 @@ class SpeculativeRunner(Runner):
             self._verifier = Verifier(self.program, native, state, draft_rows, draft_rows * (1 + drafts))
         self._lengths: Lengths | None = None
         if adapt:
-            self._lengths = Lengths(state.max_rows, self._cost() if cost is None else cost)
+            lags = 1 + drafts if self.proposer.lags else 0
+            self._lengths = Lengths(state.max_rows, self._cost() if cost is None else cost, lags)
 
     @torch.inference_mode()
     def _cost(self) -> float:
@@ -106,7 +107,7 @@ class SpeculativeRunner(Runner):
         for admit in plan.admits:
             proposer.admit(admit.row)
             if self._lengths is not None:
-                self._lengths.forget(admit.row)
+                self._lengths.forget(admit.row, self.state.prompt_len.item(admit.row))
 
     # -- drafts
 
@@ -186,7 +187,7 @@ class SpeculativeRunner(Runner):
         state, params = self.state, self.state.sampling.packed_host
         most = [min(limit, self.drafts) for limit in limits]
         if self._lengths is not None:
-            most = self._lengths.most(rows, most)
+            most = self._lengths.most(rows, most, [start + 1 for start in starts])
         for at, row in enumerate(rows):
             if params.item(row, LOGPROBS) > MANY_LOGPROBS or row in state.failed:
                 most[at] = 0

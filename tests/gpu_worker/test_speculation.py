@@ -223,3 +223,12 @@ def test_lengths_follow_acceptance_and_company() -> None:
     assert lengths.most(rows, most)[1] == 8
     lengths.forget(1)
     assert 0 < lengths.most(rows, most)[1] < 8
+
+
+def test_what_was_drawn_without_drafts_is_caught_up_with_where_a_row_goes_on() -> None:
+    lengths = Lengths(2, 0.1, 5)
+    lengths.forget(0, 400)  # its prompt
+    asked = iter([401, 406, 502, *range(503, 520)])
+    drafted = [lengths.most([0], [4], [next(asked)])[0] for _ in range(12)]
+    assert drafted == [4, 4, *[0] * 6, 4, 4, 4, 4]  # 96 tokens were drawn in steps of many rows
+    assert Lengths(2, 0.1).most([0], [4], [900]) == [4]  # what looks up has nothing to compute
