@@ -21,6 +21,7 @@ from .front import FRONT, Front, Settings
 from .health import PROBE, Probe, generate, live, ready
 from .metrics import CONTENT_TYPE
 from .pooling import classify, embeddings, pooling
+from .responses import STORE, Store, delete_response, get_response, responses
 from .scores import rerank, score
 
 
@@ -32,6 +33,7 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
         middlewares.append(auth_middleware([*keys, *admins]))
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_request_bytes)
     app[FRONT] = Front(engine, settings)
+    app[STORE] = Store()
     app[PROBE] = Probe(engine, settings.generate_s, settings.pooler is not None)
     app.add_routes(
         [
@@ -39,6 +41,9 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
             web.get("/v1/models/{model:.+}", one_model),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/responses", responses),
+            web.get("/v1/responses/{id}", get_response),
+            web.delete("/v1/responses/{id}", delete_response),
             web.post("/v1/messages", messages),
             web.post("/v1/messages/count_tokens", count_tokens),
             web.post("/v1/embeddings", embeddings),

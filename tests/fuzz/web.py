@@ -22,6 +22,7 @@ from fuzz.targets import Valid
 from quire.proto import messages as m
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",
+          "/v1/responses", "/v1/responses/resp_1",
           "/v1/models", "/v1/models/quire-demo", "/health", "/health/live",
           "/health/ready", "/health/generate", "/ping", "/version", "/metrics", "/sleep", "/wake_up",
           "/is_sleeping", "/", "/nothing", "/v1/models/%ff",
@@ -46,6 +47,8 @@ SOUND: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": True,
                               "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
                               "tool_choice": "required", "parallel_tool_calls": False}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}], "max_output_tokens": 3, "stream": True,
+                       "tools": [{"type": "function", "name": "f", "parameters": {}}], "tool_choice": "required"}),
     ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 3,
                       "system": "x", "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}),
 ]  # fmt: skip
