@@ -18,7 +18,7 @@ from quire.gpu_worker.models.loader import load_model
 from quire.proto.checkpoint.model_config import load_model_config
 from quire.proto.params import SamplingParams
 
-LENGTH, BLOCK, MAX_RANK = 128, 8, 64
+LENGTH, BLOCK, MAX_RANK = 128, 8, 512
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 LLAMA: list[dict[str, Any]] = [
@@ -31,7 +31,7 @@ LLAMA: list[dict[str, Any]] = [
     {"r": 8, "target_modules": ["up_proj", "q_proj"], "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"up_proj": 1}},
     {"r": 8, "target_modules": ["q_proj"], "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 12}},
     {"r": 5, "target_modules": ["v_proj", "down_proj"], "layers_to_transform": [0, 2]},
-    {"r": 6, "target_modules": [*ATTENTION], "exclude_modules": ["o_proj"]},
+    {"r": 300, "lora_alpha": 40, "target_modules": [*ATTENTION], "exclude_modules": ["o_proj"]},
     {"r": 7, "target_modules": ["embed_tokens", "q_proj"]},
     {"r": 9, "target_modules": ["lm_head", "k_proj"]},
 ]
@@ -41,6 +41,26 @@ GPT2: list[dict[str, Any]] = [
     {"r": 3, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     {"r": 16, "use_rslora": True, "target_modules": ["mlp.c_proj"], "fan_in_fan_out": True},
     {"r": 5, "target_modules": ["wte"]},
+    {"r": 512, "lora_alpha": 64, "target_modules": ["attn.c_proj"], "fan_in_fan_out": True},
+    {"r": 33, "target_modules": "all-linear", "fan_in_fan_out": True},
+    {"r": 1, "lora_alpha": 3, "target_modules": r".*\.[02]\.mlp\.c_(fc|proj)", "fan_in_fan_out": True},
+    {"r": 6, "target_modules": ["lm_head", "c_fc"], "fan_in_fan_out": True},
+    {
+        "r": 8,
+        "target_modules": ["c_attn", "c_fc"],
+        "rank_pattern": {"c_fc": 2},
+        "alpha_pattern": {"h.1.attn.c_attn": 30},
+        "fan_in_fan_out": True,
+    },
+    {
+        "r": 4,
+        "target_modules": ["c_attn"],
+        "layers_to_transform": [1, 2],
+        "layers_pattern": "h",
+        "fan_in_fan_out": True,
+    },
+    {"r": 64, "use_rslora": True, "target_modules": ["c_proj"], "exclude_modules": ["mlp.c_proj"]},
+    {"r": 2, "lora_alpha": 5, "target_modules": ["transformer.h.1.mlp.c_fc", "wte"], "fan_in_fan_out": True},
 ]
 MIXTRAL: list[dict[str, Any]] = [
     {"r": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -54,6 +74,13 @@ MIXTRAL: list[dict[str, Any]] = [
         "rank_pattern": {r"experts\.gate_up_proj": 2},
         "alpha_pattern": {"down_proj": 3, "mlp.experts": 50},
     },
+    {"r": 512, "lora_alpha": 64, "target_modules": ["k_proj", "o_proj"]},
+    {"r": 33, "use_rslora": True, "target_modules": "all-linear"},
+    {"r": 1, "target_modules": r".*\.[02]\..*(q|v)_proj"},
+    {"r": 6, "target_modules": ["embed_tokens", "lm_head"]},
+    {"r": 5, "target_modules": ["q_proj"], "layers_to_transform": 1, "target_parameters": ["experts.gate_up_proj"]},
+    {"r": 8, "target_modules": [*ATTENTION], "rank_pattern": {r"layers\.1\..*": 3}, "exclude_modules": ["v_proj"]},
+    {"r": 16, "use_rslora": True, "target_modules": ["o_proj"], "target_parameters": ["mlp.experts.down_proj"]},
 ]
 
 
