@@ -149,7 +149,7 @@ def _choice(given: dict[str, Any] | None) -> tuple[Any, bool]:
     kind, one = given.get("type"), bool(given.get("disable_parallel_tool_use"))
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}, one
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise ApiError(400, f"tool_choice.type must be auto, any, tool or none, got {kind!r:.80}.", "tool_choice")
     return _CHOICES[kind], one
 

@@ -158,7 +158,13 @@ def _form(
     if reasoning is not None:
         format = after_thought(format, reasoning)
     rules = {} if own is None else {name: getattr(own, name) for name in RULES}
-    return StructuredOutputsParams(structural_tag=structural(format), **rules)
+    try:
+        return StructuredOutputsParams(structural_tag=structural(format), **rules)
+    except RecursionError:
+        raise ApiError(400, "tools hold a schema that is nested too deeply.", "tools") from None
+    except ValueError as error:
+        said = str(error).replace("structured_outputs has", "the schemas of tools have")
+        raise ApiError(400, said, "tools") from error
 
 
 def _schemas(tools: dict[str, Tool]) -> dict[str, tuple[Any, bool]]:

@@ -167,6 +167,7 @@ def test_a_failure_within_a_stream_is_an_event(server: FakeServer) -> None:
         ({"system": 5}, "system must be a string"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] must be a tool"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": []}}, "tool_choice.type"),
         ({"tool_choice": {"type": "any"}}, "`tools` must be set"),
         ({"temperature": "hot"}, "temperature must be"),
     ],

@@ -190,6 +190,16 @@ def test_a_form_of_the_requests_own_comes_after_the_thought(server: FakeServer) 
     assert asked(server).work.params.structured_outputs.grammar  # which cannot be part of another
 
 
+def test_schemas_of_any_depth_are_answered_or_refused(server: FakeServer) -> None:
+    server.engine.script = says("Yes.")
+    for depth in range(850, 1050, 20):
+        deep = '{"items": ' * depth + "{}" + "}" * depth
+        body = json.dumps({**CHAT, "tools": [{"function": {"name": "f", "parameters": "deep"}}]}).replace(
+            '"deep"', deep
+        )
+        assert post(server, body.encode(), PATH)[0] in (200, 400)
+
+
 @pytest.mark.parametrize(
     "more, param, words",
     [
@@ -204,6 +214,11 @@ def test_a_form_of_the_requests_own_comes_after_the_thought(server: FakeServer) 
         ({"tools": [{"type": "function", "function": {"name": "a\nb"}}]}, "tools", "printable"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools", "JSON schema"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools", "true or false"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "x" * 2**18}}}]},
+            "tools",
+            "limit",
+        ),
         ({"parallel_tool_calls": 5}, "parallel_tool_calls", "true or false"),
     ],
 )
