@@ -256,6 +256,51 @@ def test_a_load_is_overdue_for_a_replica_that_is_there() -> None:
     assert (failed.uid, failed.status, failed.message, failed.param) == (uid, 503, text, "model")
 
 
+def test_one_that_hangs_on_one_worker_is_waited_for_where_another_may_load_it() -> None:
+    rig = AdapterRig(blocks=[64, 64])
+    uid = rig.ask(A)
+    for number in (0, 1):
+        rig.plan(number)
+    first = next(number for number in (0, 1) if rig.loads[number])
+    rig.now = LOAD_LIMIT_S + 1
+    assert loads_overdue(rig.core, rig.core.replicas[first]) == [] and not rig.failures()
+    rig.plan(1 - first)
+    assert rig.loading(1 - first) == ["A"] and uid in rig.core.requests
+
+
+def test_who_waits_behind_a_load_that_hangs_is_told_for_which() -> None:
+    rig = AdapterRig(adapter_slots=1)
+    rig.ask(A)
+    rig.step()
+    late = rig.ask(B)
+    rig.now = LOAD_LIMIT_S + 1
+    loads_overdue(rig.core, rig.replica)
+    text = "lora adapter 'B' waits for 'A', which was not loaded within 300 s from /adapters/A; try again."
+    assert rig.failures()[late].message == text
+
+
+@pytest.mark.parametrize(("roles", "fails"), [(("both", "decode"), True), (("decode", "decode"), False)])
+def test_only_those_that_take_prompts_may_load_it_where_there_are_any(roles: tuple[str, str], fails: bool) -> None:
+    rig = AdapterRig(blocks=[64, 64])
+    rig.ask(A)
+    rig.core.replicas[1].draining = True
+    rig.plan(0)
+    rig.core.replicas[1].draining = False
+    for number, role in enumerate(roles):
+        rig.core.replicas[number].set_place(role, "", "", 0)
+    assert rig.load(0, error="no such folder") == [] and bool(rig.failures()) == fails
+
+
+def test_a_worker_without_slots_is_none_that_may_load_it() -> None:
+    rig = AdapterRig()
+    uid = rig.ask(A)
+    rig.step()
+    rig.adapter_slots = 0
+    rig.add(1, 64)
+    rig.load(error="no such folder")
+    assert list(rig.failures()) == [uid]
+
+
 # ---------------------------------------------------------------- names
 
 
