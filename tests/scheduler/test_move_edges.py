@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+from adapter_rig import adapter
 from scheduler_rig import Rig
 
 from quire.proto.codec import from_i32, i32
 from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import Forget, Give, NotMoved, Take, Taken
-from quire.scheduler.moves import AT_ONCE, PATIENCE_S, SPARE_BLOCKS, Moves
+from quire.scheduler.moves import AT_ONCE, HOLD_S, PATIENCE_S, SPARE_BLOCKS, Moves
 from quire.scheduler.replica import STALL_S, Replica
 from quire.scheduler.request import Sequence
 
@@ -144,14 +146,14 @@ def test_a_move_from_its_first_page_to_its_first_plan_elsewhere() -> None:
     assert slots(rig.advance()) == [(2, 1)] and seq in rig.replica.held
     hashes = hash_blocks(i32(rig.prompt(20, 1)), 8, root_of(""))
     assert taker.pool.find(hashes, 9) == taker.reserved[1].blocks[:2]
-    assert taker.expected == {1} and not taker.landed
+    assert taker.expected == {1: 0.0} and not taker.landed
     rig.taken(3)
     rig.advance()
     assert not taker.landed  # a step of it is in flight
     rig.work()
     rig.advance()
     (landing,) = taker.landed
-    assert (landing.move, landing.seq, landing.generation) == (1, seq, 0) and taker.expected == set()
+    assert (landing.move, landing.seq, landing.generation) == (1, seq, 0) and taker.expected == {}
     assert rig.advance() == [] and len(taker.landed) == 1
     plan = rig.core.plan(taker)
     assert plan is not None and [admit.uid for admit in plan.admits] == [1] and seq.replica == 1
@@ -479,3 +481,85 @@ def test_what_is_to_be_said_of_moves() -> None:
     assert rig.moves.due  # one is under way
     rig.moves.heard(taker, NotMoved(taker.lease, 1, "full"))
     assert rig.moves.due and [type(m) for m in rig.advance()] == [Forget] and not rig.moves.due
+
+
+def test_a_taker_that_does_not_say_that_it_knows_its_blocks_is_not_waited_for() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    while seq.computed < 48:
+        rig.step()
+    assert [take.first for take in rig.advance(Take)] == [5]
+    rig.taken(5, slots=5)
+    rig.now += PATIENCE_S
+    assert rig.advance() == []
+    rig.now += 0.1
+    assert rig.advance() == [Forget(taker.lease, 1)]
+
+
+def test_one_that_was_preempted_and_runs_elsewhere_is_forgotten() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.begun()
+    rig.core.preempt(seq)
+    rig.join(2)
+    rig.plan(2)
+    assert seq.replica == 2
+    assert rig.advance() == [Forget(taker.lease, 1)] and seq in rig.core.replicas[2].sequences()
+
+
+def test_what_a_taker_says_of_one_that_a_plan_took_over_is_late() -> None:
+    rig = MovesRig()
+    rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    for pages in (2, 3):
+        rig.taken(pages)
+        rig.advance()
+    assert taker.landed and rig.core.plan(taker) is not None
+    rig.taken(3)
+    assert rig.advance() == [Forget(taker.lease, 1)]
+
+
+def test_an_adapter_is_needed_and_room_for_it() -> None:
+    rig = MovesRig(adapter_slots=1)
+    seq = rig.decoding(20)
+    seq.request.adapter = adapter("A")
+    rig.replica.drain()
+    rig.adapter_slots = 0
+    rig.join()
+    assert rig.moves.advance() == []
+    seq.request.adapter = None
+
+
+def test_from_one_that_prefills_what_decodes_is_held_at_once() -> None:
+    rig = MovesRig("prefill")
+    seq = rig.decoding(20)
+    rig.join(role="decode")
+    rig.begun()
+    assert seq in rig.replica.held and rig.plan() is None
+
+
+def test_the_takers_next_plan_waits_a_moment_for_the_last_pages_of_what_has_drawn_its_last_token() -> None:
+    rig = MovesRig()
+    rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    assert rig.moves.wake_at == math.inf
+    rig.taken(2)
+    rig.advance()
+    rig.submit(8)
+    until = rig.now + HOLD_S
+    assert taker.expected == {1: until} and rig.moves.wake_at == until and rig.core.plan(taker) is None
+    rig.now += HOLD_S / 2
+    rig.advance()
+    assert taker.expected == {1: until} and rig.core.plan(taker) is None
+    rig.now = until
+    rig.advance()
+    assert rig.moves.wake_at == math.inf and rig.core.plan(taker) is not None and rig.core.plan(taker) is None
