@@ -8,9 +8,11 @@ quire does it and by the rejection test of arXiv 2211.17192 on the same two dist
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import time
+from itertools import product
 from typing import Any
 
 from ..machine import ROOT
@@ -40,6 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=48, help="for each of rows (default: %(default)s)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--ignore-eos", action="store_true", help="answers of --max-tokens tokens")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--coupling", action="store_true", help="acceptance by shared noise and by rejection, on paper")
     parser.add_argument("--positions", type=int, default=4000, help="of --coupling (default: %(default)s)")
@@ -50,30 +53,42 @@ def measure(report: Report, args: argparse.Namespace) -> None:
     if args.coupling:
         measure_coupling(report, args)
         return
-    for turn in range(args.turns):
-        for method in args.methods:
-            config = {**METHODS[method], "num_speculative_tokens": args.tokens} if method != "off" else None
-            one_engine(report, args, method, config, turn)
+    with contextlib.ExitStack() as stack:
+        engines = {method: stack.enter_context(engine(args, method)) for method in args.methods}
+        for llm in engines.values():
+            run(args, llm, 2 * max(args.rows), max(args.rows), 0.0)  # warm
+        for turn, rows, temperature in product(range(args.turns), args.rows, args.temperatures):
+            in_turns(report, args, engines, rows, temperature, turn)
 
 
-def one_engine(report: Report, args: argparse.Namespace, method: str, config: dict[str, Any] | None, turn: int) -> None:
-    """All that is measured of one engine. What it says of its drafts is of each sample alone."""
+def engine(args: argparse.Namespace, method: str) -> Any:
+    """Of the demo model, drafting by ``method``."""
     from quire import LLM
 
-    options = {} if config is None else {"speculative_config": json.dumps(config)}
-    with LLM(model=str(DEMO), max_model_len=1024, max_num_seqs=max(args.rows), **options) as llm:
-        run(llm, 2 * max(args.rows), max(args.rows), 0.0, 16)  # warm
-        for rows in args.rows:
-            for temperature in args.temperatures:
-                before = counters(llm)
-                labels = {"method": method, "rows": rows, "temperature": temperature, "drafted": args.tokens}
-                with report.sample(**labels, turn=turn) as values:
-                    tokens, seconds = run(llm, args.requests, rows, temperature, args.max_tokens)
-                    values["tokens_per_s"], values["output_tokens"] = tokens / seconds, tokens
-                    values |= accepted(before, counters(llm))
+    config = json.dumps({**METHODS[method], "num_speculative_tokens": args.tokens})
+    options = {} if method == "off" else {"speculative_config": config}
+    return LLM(model=str(DEMO), max_model_len=1024, max_num_seqs=max(args.rows), **options)
 
 
-def run(llm: Any, requests: int, rows: int, temperature: float, max_tokens: int) -> tuple[int, float]:
+def in_turns(
+    report: Report, args: argparse.Namespace, engines: dict[str, Any], rows: int, temperature: float, turn: int
+) -> None:
+    """The same requests to one engine after another, so that each is compared with one that ran just before."""
+    off = 0.0
+    for method, llm in engines.items():
+        before = counters(llm)
+        labels = {"method": method, "rows": rows, "temperature": temperature, "drafted": args.tokens}
+        with report.sample(**labels, turn=turn) as values:
+            tokens, seconds = run(args, llm, args.requests, rows, temperature)
+            values["tokens_per_s"], values["output_tokens"] = tokens / seconds, tokens
+            values |= accepted(before, counters(llm))
+            if method == "off":
+                off = tokens / seconds
+            elif off:
+                values["of_off_pct"] = 100 * tokens / seconds / off
+
+
+def run(args: argparse.Namespace, llm: Any, requests: int, rows: int, temperature: float) -> tuple[int, float]:
     """(tokens, seconds) of so many requests, ``rows`` at a time."""
     from quire import SamplingParams
 
@@ -81,7 +96,8 @@ def run(llm: Any, requests: int, rows: int, temperature: float, max_tokens: int)
     for first in range(0, requests, rows):
         numbers = range(first, min(first + rows, requests))
         chats = [[{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}] for number in numbers]
-        params = [SamplingParams(temperature=temperature, seed=number, max_tokens=max_tokens) for number in numbers]
+        asked = {"max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
+        params = [SamplingParams(temperature=temperature, seed=number, **asked) for number in numbers]
         for output in llm.chat(chats, params, use_tqdm=False):
             tokens += len(output.outputs[0].token_ids)
     return tokens, time.monotonic() - began

@@ -163,6 +163,23 @@ def test_a_position_that_cannot_be_drawn_fails_as_it_would_alone(toy: ToyModel) 
     assert found.run().outcome() == plain.outcome()
 
 
+def test_a_position_whose_logits_are_not_numbers_fails_as_it_would_alone(demo: Any) -> None:
+    def run(make: Any = None) -> Driven:
+        driven = Driven(demo, demo.spec.vocab_size, make)
+        driven.submit(1, [40, 50, 60], max_tokens=40, temperature=1.0, ignore_eos=True)
+        return driven.run()
+
+    guess = partial(Guess, truth={(40, 50, 60): run().tokens[1, 0]}, right=1.0)
+    angles = demo.layers[0].attention.tables[0].numpy()
+    kept = angles[22:].copy()
+    angles[22:] = np.nan
+    try:
+        plain, found = run(), run(guess)
+    finally:
+        angles[22:] = kept
+    assert plain.failed and found.outcome() == plain.outcome() and found.steps < plain.steps
+
+
 def test_there_is_room_for_the_drafts_of_all_rows_and_no_more(toy: ToyModel) -> None:
     used = []
     for many in (None, 10**9):
