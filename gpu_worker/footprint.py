@@ -99,7 +99,7 @@ def _adapters(
     device: torch.device,
 ) -> int:  # fmt: skip
     """Bytes of the adapters that may come: on a GPU those in slots; on a CPU those that are kept and one being read."""
-    if not args.enable_lora or (pooler is None and uses_fallback(config)):
+    if not args.enable_lora or (uses_fallback(config) if pooler is None else pooler.whole):  # which take none
         return 0
     count = args.max_loras if device.type != "cpu" else (args.max_cpu_loras or args.max_loras) + 1
     targets = adapted_targets(config, pooler, shard, args.fully_sharded_loras)

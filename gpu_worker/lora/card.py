@@ -131,7 +131,8 @@ class CardSlots(Slots):
             if self.targets.targets[name].among is None:
                 shrunk = kernels.shrink(x, stack, layout)
             else:
-                shrunk = self.group.all_reduce(kernels.shrink(x, stack, layout, whole=True).sum(0, keepdim=True))
+                parts = kernels.shrink(x, stack, layout, whole=True)
+                shrunk = self.group.all_reduce(parts.sum(0, keepdim=True) if len(parts) > 1 else parts)
             kernels.expand(shrunk, stack, layout, y)
         return y
 
@@ -155,9 +156,8 @@ class CardSlots(Slots):
             kernels.expand(kernels.shrink(x, stack, layout), stack, layout, y, weights)
 
     def adds(self, name: str) -> bool:
-        """Whether an adapter of some row of this step adds to the product ``name``, which all tensor ranks find alike;
-        always in what is recorded."""
-        return self._rehearsing or not self._present.isdisjoint(self._served.get(name, ()))
+        """All tensor ranks find it alike; it is so for each product in what is recorded."""
+        return self.active and (self._rehearsing or not self._present.isdisjoint(self._served.get(name, ())))
 
 
 class Rows:
@@ -224,7 +224,7 @@ def empty_stack(target: Target, count: int, max_rank: int, dtype: torch.dtype, d
         torch.zeros((groups, rows[-1], max_rank), dtype=dtype, device=device),
         torch.zeros((groups, each, 3), dtype=torch.int32, device=device),
         torch.zeros((groups, each), dtype=torch.float32, device=device),
-        torch.tensor(pieces, dtype=torch.int32).view(-1, 3).to(device),
+        torch.tensor(pieces, dtype=torch.int32).view(each, 3).to(device),
         max((count for _, count, _ in pieces), default=0),
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ class AdaptedLinear(Linear):
         run = super().joined(activation)
         if run is None:
             return None
-        return lambda x: gated_activation(self(x), activation) if self.slots.active else run(x)
+        return lambda x: gated_activation(self(x), activation) if self.slots.adds(self.target) else run(x)
 
 
 class AdaptedExperts(ExpertLinear):
@@ -45,7 +45,7 @@ class AdaptedExperts(ExpertLinear):
 
     def laid_out(self, ids: torch.Tensor, first: int, among: int) -> Layout | None:
         slots = self.slots
-        if not (slots.active and isinstance(slots, CardSlots) and slots.adds(self.target)):
+        if not (isinstance(slots, CardSlots) and slots.adds(self.target)):
             return None
         return slots.lay_out_experts(self.target, ids, first, among)
 

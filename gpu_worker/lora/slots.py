@@ -142,6 +142,10 @@ class Slots:
     def _rows_of(self, host: np.ndarray) -> Any:
         return _Rows(host)
 
+    def adds(self, name: str) -> bool:
+        """Whether adapters of this step's rows may add to the product ``name``."""
+        return self.active
+
     def end(self) -> None:
         """No product adds anything until the next ``begin``."""
         self.active = False

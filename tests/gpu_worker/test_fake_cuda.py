@@ -142,7 +142,7 @@ def test_launches(dtype, device, rewrite, tmp_path):
     check(rewrite, "types", str(dtype).removeprefix("torch."), signatures(notes))
 
 
-@pytest.mark.parametrize("family", ["llama", "experts", "LayerNorm, learned positions"])
+@pytest.mark.parametrize("family", ["llama", "experts"])
 def test_adapters(family, device, rewrite, tmp_path):
     """Rows with adapters, eager and replayed; a step in which no row has one asks for what it does without any."""
     hand = CountingHand(device, make(tmp_path, FAMILIES[family])[0])

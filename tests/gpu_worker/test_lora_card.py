@@ -18,6 +18,7 @@ from fake_streams import as_late_as_possible, at_random
 from lora_toys import install, random_adapter
 from worker_toys import CPU, LEASE, Hand, plan
 
+from quire.gpu_worker import recorded
 from quire.gpu_worker.lora.slots import LoraSpec
 from quire.gpu_worker.models.loader import load_model
 from quire.proto.checkpoint.model_config import load_model_config
@@ -35,7 +36,7 @@ def model_of(kind: str, folder: Any, device: torch.device) -> Any:
     return model
 
 
-def generate(model: Any, prompts: list[list[int]], graphs: bool, new: int = 2) -> list[list[int]]:
+def generate(model: Any, prompts: list[list[int]], graphs: bool, new: int = 1) -> list[list[int]]:
     """Prompts that come one after another beside decodes. A step is launched before the one before is read, and an
     adapter is loaded between them: of a row that ended, its slot is another adapter's at once."""
     limits = {"rows": 4, "length": 16, "block_size": 16, "blocks": 8, "max_tokens": 16, "vocab": tiny_models.VOCAB}
@@ -80,7 +81,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any
     for kind, module in (("llama", tiny_models), ("mixtral", tiny_moe)):
         prefix, values = module.ROWS[kind][:2]
         tiny_models.write(prefix, folder / kind, 3, {**values, "num_hidden_layers": 1})
-        prompts = [ids[:5] for ids in tiny_models.random_prompts(len(SLOTS), seed=4, longest=20)]
+        prompts = [ids[:3] for ids in tiny_models.random_prompts(len(SLOTS), seed=4, longest=20)]
         found[kind] = prompts, generate(model_of(kind, folder, CPU), prompts, False)
     return folder, found
 
@@ -88,9 +89,12 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any
 @pytest.mark.parametrize(
     ("kind", "order", "graphs"), [("mixtral", as_late_as_possible, False), ("llama", at_random(1), True)]
 )
-def test_steps_draw_what_the_cpu_draws(kind: str, order: Any, graphs: bool, on_cpu: Any) -> None:
+def test_steps_draw_what_the_cpu_draws(
+    kind: str, order: Any, graphs: bool, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, found = on_cpu
     prompts, expected = found[kind]
+    monkeypatch.setattr(recorded, "capture_sizes", lambda rows: [rows])  # one of each kind is enough
     with fake_device(values=True, choose=order), products(tiles=False):
         model = model_of(kind, folder, CUDA)
         assert generate(model, prompts, graphs) == expected
@@ -103,10 +107,7 @@ def test_an_adapter_that_is_copied_under_a_step_is_seen(on_cpu: Any, monkeypatch
     folder, found = on_cpu
     prompts, expected = found["llama"]
 
-    def wrong(order: Any) -> bool:
-        with fake_device(values=True, choose=order), products(tiles=False):
-            model = model_of("llama", folder, CUDA)
-            monkeypatch.setattr(model.adapters._stream, "wait_event", lambda event: None)
-            return generate(model, prompts, False) != expected
-
-    assert wrong(as_late_as_possible) or any(wrong(at_random(seed)) for seed in range(5))
+    with fake_device(values=True, choose=as_late_as_possible), products(tiles=False):
+        model = model_of("llama", folder, CUDA)
+        monkeypatch.setattr(model.adapters._stream, "wait_event", lambda event: None)
+        assert generate(model, prompts, False) != expected
