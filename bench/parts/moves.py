@@ -4,8 +4,8 @@
 its last token at one worker until the step of the other begins that draws its next, by the scheduler's clock: what that
 is longer than ever, for between two steps of one worker next to nothing is waited. A token is the median time between
 two before the drain. The copy's own time is that of all blocks of a sequence, from one cache to another, with nothing
-else to do. The longest time between two tokens of any stream during the drain is what clients see, and has in it all
-that the machine does besides.
+else to do. The longest time between two tokens of a stream during the drain is what clients see; it has in it all that
+the machine does besides, so that of as long a time without a drain stands beside it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def measure(report: Report, args: argparse.Namespace) -> None:
             if [stream.tokens for stream in found] != [stream.tokens for stream in undisturbed]:
                 raise BenchError(f"tokens differ from those without a drain in repeat {repeat}")
             tokens, gaps = _gaps(found, began, ended)
+            start = max(stream.times[min(args.before, len(stream.times) - 1)] for stream in undisturbed)
+            _, usual = _gaps(undisturbed, start, start + ended - began)
             waits = [
                 float(each) for each in re.findall(r"goes on at replica \d+ after ([\d.]+) ms", log.read().decode())
             ]
@@ -69,6 +71,7 @@ def measure(report: Report, args: argparse.Namespace) -> None:
                 values[f"wait_p{rank}_ms"] = wait = percentile(waits, rank) or 0.0
                 values[f"beyond_copy_p{rank}_tokens"] = (wait - copy) / token
                 values[f"longest_gap_p{rank}_ms"] = 1000 * (percentile(gaps, rank) or 0.0)
+                values[f"longest_gap_undisturbed_p{rank}_ms"] = 1000 * (percentile(usual, rank) or 0.0)
 
 
 class Stream:
