@@ -72,7 +72,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=32, help="max_num_seqs, all of which speculate")
-    parser.add_argument("--blocks", type=int, default=220, help="of the KV cache: few, so that rows are preempted")
+    parser.add_argument("--blocks", type=int, default=60, help="of 8 tokens: few, so that rows are preempted")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kills", type=float, default=0.0, help="seconds between kills of processes (default: none)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
@@ -129,7 +129,7 @@ def run(
         options["tensor_parallel_size"] = args.tensor_parallel_size
     found: list[Any] = []
     with LLM(
-        model=str(target), max_model_len=160, max_num_seqs=args.rows, num_gpu_blocks_override=args.blocks,
+        model=str(target), max_model_len=160, block_size=8, max_num_seqs=args.rows, num_gpu_blocks_override=args.blocks,
         max_num_batched_tokens=2 * args.rows * (1 + args.tokens), data_parallel_size=args.workers, **options,
     ) as llm:  # fmt: skip
         killer = Killer(kills, args.seed)

@@ -232,6 +232,9 @@ class Eagle(KeysAndValues):
         for at, (row, limit) in enumerate(zip(rows, most, strict=True)):
             known, start = self.state.known.item(row), self.reach.computed.item(row)
             first, count = self._first.item(row), self._count.item(row)
+            if limit and count and first > start:
+                self._make_up(np.array([row]), np.array([first]))
+                start = self.reach.computed.item(row)
             if limit and count and first <= start < known - 1 <= first + count:
                 found.append(Job(at, row, start, known, limit))
         return found

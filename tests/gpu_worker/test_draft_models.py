@@ -183,15 +183,15 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def expected_drafts(
-    method: str, w, target_folder: Path, target, ids: list[int], count: int, gone: int = 0
+    method: str, w, target_folder: Path, target, ids: list[int], count: int, gone: slice = slice(0)
 ) -> list[int]:
-    """Greedy drafts after ``ids``, the last of which is not in the cache yet, by the twin. The first ``gone`` hidden
-    states are zeros."""
+    """Greedy drafts after ``ids``, the last of which is not in the cache yet, by the twin. Those hidden states that
+    are ``gone`` are zeros."""
     own = weights_of(target_folder)
     embed = own["model.embed_tokens.weight"]
     output = own.get("lm_head.weight", embed)
     hidden = hidden_of(target, ids[:-1], taps_of(method, 4))
-    hidden[:gone] = 0.0
+    hidden[gone] = 0.0
     if method == "eagle3":
         hidden = hidden @ w["fc.weight"].T
     found = []
@@ -294,9 +294,27 @@ def test_hidden_states_that_are_gone_count_as_zeros(folder: Path, tmp_path: Path
     rig.step([1], 0)
     ids = rig.tokens(1, rig.state.known[1])
     drafts, found = rig.proposer.propose(np.array([1]), np.array([2]))
-    gone = len(PROMPTS[1]) + 5
+    gone = slice(len(PROMPTS[1]) + 5)
     assert found.tolist() == [2]
     assert drafts[0].tolist() == expected_drafts("eagle", w, folder, target, ids, 2, gone)
+
+
+def test_the_quick_way_makes_up_for_hidden_states_that_are_gone(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    w = draft_rig.eagle(tmp_path)
+    rig = DraftRig(target)
+    rig.proposer = head_proposer(rig, load_head("eagle", str(tmp_path), config, target))
+    rig.admit(0, PROMPTS[1], GREEDY)
+    rig.crowded = True
+    rig.step([0], 0)
+    rig.crowded = False
+    rig.step([0], 0)
+    known = int(rig.state.known[0])
+    ids = rig.tokens(0, known)
+    rig.grow(0, known + 2)
+    assert rig.proposer.draft(rig.state, [0], [2]) == [2]
+    drafts = rig.state.tokens_host[0, known : known + 2].tolist()
+    assert drafts == expected_drafts("eagle", w, folder, target, ids, 2, slice(34, 36))
 
 
 def test_steps_without_drafts_are_worked_off(folder: Path, tmp_path: Path) -> None:
