@@ -335,6 +335,16 @@ def test_names_that_are_known_are_taken_from_frontends_up_to_the_limit(monkeypat
     assert told == (400, "2 lora adapters are known, which is the limit; unload one.")
 
 
+def test_the_name_that_was_removed_first_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_names, "MAX_REMOVED", 1)
+    names = AdapterNames()
+    for name in "ab":
+        names.set(name, A)
+    for name in "ba":
+        names.set(name, None)
+    assert list(names.entries) == ["a"]
+
+
 def test_a_name_that_somebody_waits_for_is_taken() -> None:
     names = AdapterNames()
     names.wish("f1", Register(1, A), 5.0)

@@ -261,7 +261,7 @@ def test_what_any_load_takes_beside_its_blocks_counts_once_it_is_sure() -> None:
         waited(kept, seq, 9.0, *NAMES[:3])
     waited(kept, seq, 0.0, *NAMES[:3], failed=i32([2]))  # of one that failed nothing is known
     kept.moved(written=NAMES[2])
-    assert kept.tier.worth(NAMES[:1], SIZE) == 1
+    assert kept.tier.worth(NAMES[:1], SIZE) == 1 and list(kept.tier._waits) == [7.0] * (SURE - 1)
     waited(kept, seq, 3.5, *NAMES[:3])  # 2 s of it for the blocks: two from memory and one from disk
     assert [kept.tier.worth(NAMES[:count], SIZE) for count in (1, 2, 3)] == [1, 2, 3]
     waited(kept, seq, 2.0, *NAMES[:3])
@@ -270,3 +270,15 @@ def test_what_any_load_takes_beside_its_blocks_counts_once_it_is_sure() -> None:
     assert [kept.tier.worth(NAMES[:count], SIZE) for count in (1, 2, 3)] == [0, 2, 3]
     waited(kept, seq, 0.25, NAMES[0])  # sooner than was measured: nothing beside
     assert list(kept.tier._waits)[-1] == 0.0
+    kept.moved(written=NAMES[3])
+    waited(kept, seq, 5.0, *NAMES[2:4])  # both from disk
+    assert list(kept.tier._waits)[-1] == 3.0
+
+
+def test_what_a_load_writes_over_is_stored_before() -> None:
+    kept, (seq,) = Kept(), waiting()
+    kept.store(NAMES[0])
+    kept.tier.offer(0, NAMES[5])
+    kept.tier.begin(LEASE, kept.pool, seq, [], NAMES[:1])
+    store, load = kept.tier.take(LEASE)
+    assert (store.number, store.store_hashes) == (2, NAMES[5]) and (load.number, load.load_hashes) == (3, NAMES[0])
