@@ -1,6 +1,6 @@
 """What the processes of one replica tell each other (``gpu_worker/parallel/group_link.py``): beside what comes of the
-scheduler (Assign, Rest, Configure, StepPlan, Move, Take, Give, Forget) and its answers (Loaded, Rested, Tiers, Ready,
-Moved, Taken, NotMoved), how they meet."""
+scheduler (Assign, Rest, Configure, StepPlan, SpeculativePlan, Move, Take, Give, Forget) and its answers (Loaded,
+Rested, Tiers, Ready, Moved, Taken, NotMoved), how they meet."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from .messages import (
     Ready,
     Rest,
     Rested,
+    SpeculativePlan,
     StepPlan,
     Take,
     Taken,
@@ -48,8 +49,8 @@ class Meet(Message):
 
 
 FromLeader = (
-    Meet | Assign | Rest | Configure | StepPlan | Move | LoadAdapter | DropAdapter | Take | Give | Forget | Drain
-    | Heartbeat | Bye
+    Meet | Assign | Rest | Configure | StepPlan | SpeculativePlan | Move | LoadAdapter | DropAdapter | Take | Give
+    | Forget | Drain | Heartbeat | Bye
 )  # fmt: skip
 """leader -> another process. Drain: the replica is done, end with code 0."""
 
