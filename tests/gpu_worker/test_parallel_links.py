@@ -3,6 +3,7 @@
 import threading
 import time
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from stack import wait_until
@@ -12,7 +13,8 @@ from quire.gpu_worker.parallel import group_link
 from quire.gpu_worker.parallel.parallel import check_shards, leader_of, number_of, shard_of
 from quire.gpu_worker.spec import Shard
 from quire.proto.config import ConfigError, EngineArgs, parse_service_args
-from quire.proto.messages import Configure, Drain, Lease, Loaded
+from quire.proto.group import FromLeader
+from quire.proto.messages import Configure, Drain, FromSchedulerWorkers, Lease, Loaded
 from quire.proto.wire.sockets import Keys
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -178,3 +180,7 @@ def test_flags(monkeypatch):
                    for flag in child.command)  # fmt: skip
     with pytest.raises(ConfigError, match=r"attention heads \(8\) must be divisible by tensor parallel size \(3\)"):
         Supervisor(EngineArgs(tensor_parallel_size=3))
+
+
+def test_a_leader_passes_on_whatever_the_scheduler_says():
+    assert set(get_args(FromSchedulerWorkers)) <= set(get_args(FromLeader))
