@@ -22,7 +22,7 @@ import torch
 
 from ...proto.codec import i32
 from ...proto.hashing import HASH_SIZE
-from ...proto.messages import Lease, Move, Moved, StepPlan, Tiers
+from ...proto.messages import Lease, Move, Moved, SpeculativePlan, StepPlan, Tiers
 from ..kv_cache import KVCache
 from ..state import PlanError, column
 from ..transfer import RING
@@ -200,7 +200,9 @@ class Mover:
         if self._storing:
             self.guard(plan.delta_blocks + plan.copy_dst)
         counts = np.frombuffer(plan.counts, np.int32)
-        self._steps.append((int(counts.sum()), len(counts), time.monotonic()))
+        # How many tokens a verification runs its plan does not say.
+        tokens = 0 if isinstance(plan, SpeculativePlan) else int(counts.sum())
+        self._steps.append((tokens, len(counts), time.monotonic()))
 
     def ended(self) -> None:
         """The oldest step that was begun is done: those of prompts are what the rate of computing is measured by."""
@@ -273,11 +275,10 @@ class Mover:
                             self._synchronize(stream)  # the page is used again
                         job.tried = place + 1
                 self._synchronize(stream)
+            rate.add(len(job.blocks), time.monotonic() - began)
+            self._loaded(job)
         except Exception as error:  # noqa: BLE001  # as above
             self._fail(job.lease, error)
-            return
-        rate.add(len(job.blocks), time.monotonic() - began)
-        self._loaded(job)
 
     def _read(self, job: _Job, place: int, page: torch.Tensor) -> bool:
         """Have a file's bytes in ``page``; False where they are not to be had."""

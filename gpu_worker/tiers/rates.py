@@ -45,14 +45,14 @@ class PromptRate:
 
     @property
     def each(self) -> float:
-        """0 before any."""
-        sizes: dict[int, list[float]] = {}
-        for size, seconds in self._steps:
+        """0 before any. Any thread may ask while another adds."""
+        steps, sizes = list(self._steps), dict[int, list[float]]()
+        for size, seconds in steps:
             sizes.setdefault(size, []).append(seconds)
         known = [median(each) for each in sizes.values() if len(each) >= ENOUGH]
         if known:
             return min(known)
-        return median(seconds for _, seconds in self._steps) if self._steps else 0.0
+        return median(seconds for _, seconds in steps) if steps else 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
         """A step of so many prompt tokens took so long."""

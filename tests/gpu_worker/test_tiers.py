@@ -22,11 +22,10 @@ from quire.gpu_worker.tiers.disk import HEAD, MAGIC, Disk
 from quire.gpu_worker.tiers.host_memory import HostMemory
 from quire.gpu_worker.tiers.keeper import Keeper
 from quire.gpu_worker.tiers.mover import Mover
-from quire.gpu_worker.tiers.rates import KEPT, PromptRate, Rate
 from quire.gpu_worker.tiers.together import Together
 from quire.proto.codec import from_i32, i8, i32
 from quire.proto.config import ConfigError, EngineArgs
-from quire.proto.messages import Lease, Move, Moved
+from quire.proto.messages import Lease, Move, Moved, SpeculativePlan, StepPlan
 
 LEASE = Lease(1, 0, 1)
 SIZE = 200
@@ -351,18 +350,22 @@ def test_what_waits_for_the_disk_is_written_at_the_end_within_a_bound(tmp_path, 
     assert NAMES[3] in disk
 
 
-def test_rates_are_what_most_take():
-    rate = Rate()
-    for seconds in [1.0] * KEPT + [4.0, 90.0]:
-        rate.add(2, seconds)
-    assert rate.each == 0.5
-    prompts = PromptRate()
-    for _ in range(3):
-        prompts.add(40, 0.4)  # mostly what a step takes however few its tokens are
-        prompts.add(400, 0.8)
-    prompts.add(800, 90.0)  # once: it says nothing
-    prompts.add(5, 1e-9)
-    assert prompts.each == 0.002
+def test_what_cannot_be_told_of_a_load_ends_the_lease(monkeypatch):
+    moves = Moves()
+    moves.move(**stores([2], [0]))
+    monkeypatch.setattr(moves.mover, "token", None)
+    moves.mover.move(Move(LEASE, 2, load_blocks=i32([1]), load_slots=i32([0]), load_hashes=NAMES[2]))
+    assert isinstance(moves.errors.get(timeout=20), AttributeError)
+    moves.mover.close()
+
+
+def test_a_verification_says_nothing_of_prompts():
+    moves = Moves()
+    for plan, measured in ((SpeculativePlan, 0), (StepPlan, 1)):
+        moves.mover.begin(plan(LEASE, 1, counts=i32([60])))
+        moves.mover.ended()
+        assert (moves.mover.token.each > 0) == measured
+    moves.mover.close()
 
 
 def test_all_workers_of_a_machine_count_where_memory_is_shared_out(monkeypatch, caplog):
