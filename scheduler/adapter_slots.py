@@ -105,7 +105,11 @@ class AdapterSlots:
 
     def may_admit(self, adapter: Adapter) -> bool:
         """False where others have had all turns of this plan; nothing is granted by asking."""
-        return adapter.digest in self._granted or len(self._granted) < len(self.slots)
+        return self.has_turn(adapter.digest)
+
+    def has_turn(self, digest: object) -> bool:
+        """The same, of an adapter's digest."""
+        return len(self._granted) < len(self.slots) or digest in self._granted
 
     def admits(self, adapter: Adapter) -> bool:
         """The next in line needs ``adapter``: whether it may begin now."""

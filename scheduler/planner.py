@@ -32,6 +32,8 @@ TOGETHER = 8
 LOOKAHEAD = 32
 """Waiting sequences left to other replicas in one plan; from then on those behind one that is left, and who wait for
 the same adapter or for none as it does, are not looked at."""
+MOST_PASSED = 256
+"""The same of all adapters together: nobody behind those is looked at in this plan."""
 GLANCE = 32
 """Blocks by which it is decided whether to wait for a load that cannot begin yet."""
 LOADING_LOOKAHEAD = 64
@@ -279,6 +281,20 @@ class Candidate(NamedTuple):
     cached: list[int]
 
 
+class _Absent(set[bytes]):
+    """Adapters, by digest, whose turn has not come on ``replica``, b"" for none: nobody of theirs is looked at. All
+    others are too once others have all turns of this plan."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__()
+        self._slots = replica.adapters
+
+    def __contains__(self, digest: object) -> bool:
+        if super().__contains__(digest):
+            return True
+        return digest != b"" and (self._slots is None or not self._slots.has_turn(digest))
+
+
 def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     """Those in line that are this replica's to take, in order, each with its cached blocks: passed over are those that
     only a larger replica could ever hold, those that are better off on another one, and those whose adapter, or whose
@@ -286,7 +302,7 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     now = books.clock()
     others = elsewhere(replica, books.replicas.values(), now)
     stalled = bool(others) and replica.stalled(now)
-    absent: set[bytes] = set()  # adapters whose turn has not come here: nobody of theirs is looked at
+    absent = _Absent(replica)
     passed = 0
 
     prefillers = [] if replica.role != "decode" else [r for r in books.replicas.values() if r.takes_prompts]
@@ -307,7 +323,9 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
         if not others:
             yield Candidate(seq, cached)
         elif belongs_elsewhere(seq, replica, cached, others, stalled, now):
-            if (passed := passed + 1) >= LOOKAHEAD:
+            if (passed := passed + 1) >= MOST_PASSED:
+                return
+            if passed >= LOOKAHEAD:
                 absent.add(b"" if adapter is None else adapter.digest)
         elif adapter is None or _admits(replica, adapter):
             yield Candidate(seq, cached)

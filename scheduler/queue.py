@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Container, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from operator import attrgetter, itemgetter
@@ -92,7 +92,7 @@ class WaitingQueue:
 
     def in_turn(
         self, running: Callable[[], Counter[str]], fits: Callable[[Sequence], bool] = lambda seq: True,
-        absent: Collection[bytes] = (),
+        absent: Container[bytes] = (),
     ) -> Iterator[Sequence]:  # fmt: skip
         """Who may run next, best first; they may leave the line meanwhile. ``running``: rows held by each account,
         asked for only where several wait. Those that do not ``fits`` are passed over, and count for nobody; so are all
@@ -202,22 +202,27 @@ def _last_of(lane: list[Sequence], priority: int) -> tuple:
     return lane[end - 1].key if end else ()
 
 
-def _in_lanes(lanes: Lanes, absent: Collection[bytes]) -> Iterator[Sequence]:
+def _in_lanes(lanes: Lanes, absent: Container[bytes]) -> Iterator[Sequence]:
     """One account's line in turn, without the lanes that are ``absent``, which may grow."""
     if len(lanes) == 1:
         ((name, lane),) = lanes.items()
         yield from map(itemgetter(1), takewhile(lambda _: name not in absent, _in_lane(lane)))
         return
     # The next of each lane, by its place in turn; at first no earlier than that, for no lane is read in vain.
-    heads: list[tuple[tuple, bytes, Sequence | None, Turns]]
-    heads = [(lane[0].key, name, None, _in_lane(lane)) for name, lane in lanes.items()]
+    heads: list[tuple[tuple, bytes, Sequence | None, Turns | None]]
+    heads = [(lane[0].key, name, None, None) for name, lane in lanes.items()]
     heapify(heads)
+    passed, most = 0, 8
     while heads:
         _, name, seq, turns = heappop(heads)
         if name in absent:
+            if (passed := passed + 1) == most:  # many may have become so at once: out with them, without their turns
+                heads, passed, most = [head for head in heads if head[1] not in absent], 0, 2 * most
+                heapify(heads)
             continue
         if seq is not None:
             yield seq
+        turns = turns or _in_lane(lanes.get(name, []))
         if name not in absent and (after := next(turns, None)) is not None:
             heappush(heads, (after[0], name, after[1], turns))
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from adapter_rig import AdapterRig, adapter
 from scheduler_rig import VOCAB, Rig
 
 from quire.proto.codec import from_i32
 from quire.proto.messages import StepPlan, Stopped
+from quire.scheduler import planner
 from quire.scheduler.fake.fake_model import expected_tokens
-from quire.scheduler.planner import LOOKAHEAD, TOGETHER
+from quire.scheduler.planner import LOOKAHEAD, MOST_PASSED, TOGETHER
+from quire.scheduler.replica import Replica
+from quire.scheduler.request import Sequence
 
 
 def rows(plan: StepPlan | None) -> list[tuple[int, int, int]]:
@@ -308,3 +312,21 @@ def test_so_many_in_line_are_left_to_others_in_one_plan() -> None:
     rig.plan(1)
     assert uids(rig, 1) == [small]
     rig.run()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_plan_looks_at_few_of_many_adapters(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker is the better place for all of them."""
+    rig = AdapterRig(adapter_slots=2, blocks=[64] * workers, max_num_queued_reqs=5000)
+    for number in range(600):
+        rig.ask(adapter(f"other{number}"))
+    seen, fits = 0, planner.can_ever_hold
+
+    def counted(replica: Replica, seq: Sequence) -> bool:
+        nonlocal seen
+        seen += 1
+        return fits(replica, seq)
+
+    monkeypatch.setattr(planner, "can_ever_hold", counted)
+    assert rig.plan(workers - 1) is None
+    assert seen <= (8 if workers == 1 else MOST_PASSED)
