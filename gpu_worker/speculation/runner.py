@@ -1,8 +1,8 @@
 """The step of a worker that speculates: drafts, one run over them, and what of them is kept.
 
 Where a row is depends on how much of its draft the step before kept, so a plan says only from where to where it may be,
-and this process knows the place. On a GPU a step with drafts waits for its tokens, once, and
-what drafts by a model for each token that it drafts; no other step waits.
+and this process knows the place. On a GPU a step with drafts waits for its tokens, once, a draft model once for its
+drafts, and a head for each token that it drafts; no other step waits.
 """
 
 from __future__ import annotations
@@ -121,19 +121,34 @@ class SpeculativeRunner(Runner):
             verified = self._verify(self._verifier, drafted)
             if verified is not None:
                 return verified
-            # Keys and values that are not numbers reach the positions before them in a chunk: so once more without.
-            self.proposer.kept(drafted.rows, drafted.counts, nothing := [0] * len(drafted.rows))
-            drafted = drafted._replace(counts=nothing)
+            drafted = self._without(drafted)
         if state.on_host:
             drafted = drafted._replace(drafts=self._in_rows(drafted.rows, drafted.starts, drafted.counts))
-        if alone:
-            wide = wide_run(drafted.rows, drafted.starts, [1 + count for count in drafted.counts])
-        else:
-            wide = widen(state.checked_run(self._exact(plan, drafted), self.max_tokens), drafted)
+        wide = self._wide(plan, drafted, alone)
         spans = state.prompt_spans(wide.run, ROOM) if state.asking else []
         logits, slots, prompts = self._forward(wide.run, spans)
+        if any(drafted.counts) and self._spoilt(logits):
+            wide = self._wide(plan, drafted := self._without(drafted), alone)
+            logits, slots, prompts = self._forward(wide.run, spans)
         draws = self._draw_all(logits, slots, wide, drafted)
         return self._answer(draws, wide, drafted, prompts)
+
+    def _wide(self, plan: SpeculativePlan, drafted: Drafted, alone: bool) -> Wide:
+        """The run of the plan; ``alone``: it has nothing but the rows that speculate."""
+        if alone:
+            return wide_run(drafted.rows, drafted.starts, [1 + count for count in drafted.counts])
+        return widen(self.state.checked_run(self._exact(plan, drafted), self.max_tokens), drafted)
+
+    def _spoilt(self, logits: torch.Tensor) -> bool:
+        """Whether some logits are not numbers, as far as that is known without a wait or an exchange."""
+        return self.state.on_host and self.group.shard.size == 1 and bool(logits.sum(-1).isnan().any())
+
+    def _without(self, drafted: Drafted) -> Drafted:
+        """The same rows without drafts: a draft's keys and values that are not numbers reach the positions before it in
+        a chunk, so the step is run once more."""
+        nothing = [0] * len(drafted.rows)
+        self.proposer.kept(drafted.rows, drafted.counts, nothing)
+        return drafted._replace(counts=nothing, drafts=[[]] * len(drafted.rows))
 
     def _draft(self, plan: SpeculativePlan) -> Drafted:
         """What is drafted for the rows that speculate. Raises PlanError where the plan does not cover where they are.

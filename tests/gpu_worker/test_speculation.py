@@ -163,10 +163,11 @@ def test_a_position_that_cannot_be_drawn_fails_as_it_would_alone(toy: ToyModel) 
     assert found.run().outcome() == plain.outcome()
 
 
-def test_a_position_whose_logits_are_not_numbers_fails_as_it_would_alone(demo: Any) -> None:
+@pytest.mark.parametrize("asked", [{}, {"frequency_penalty": 0.4}])
+def test_a_position_whose_logits_are_not_numbers_fails_as_it_would_alone(demo: Any, asked: dict[str, Any]) -> None:
     def run(make: Any = None) -> Driven:
         driven = Driven(demo, demo.spec.vocab_size, make)
-        driven.submit(1, [40, 50, 60], max_tokens=40, temperature=1.0, ignore_eos=True)
+        driven.submit(1, [40, 50, 60], max_tokens=40, temperature=1.0, ignore_eos=True, **asked)
         return driven.run()
 
     guess = partial(Guess, truth={(40, 50, 60): run().tokens[1, 0]}, right=1.0)
