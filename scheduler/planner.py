@@ -400,6 +400,9 @@ def _loads(replica: Replica, tier: Tier, seq: Sequence, cached: list[int]) -> bo
     if not count or not _finds_room(replica, seq, cached):
         return False
     if len(tier.loads) < MAX_LOADS:
+        # What was given up to make room may have taken places in host memory.
+        if not (count := tier.find(replica.pool, hashes, first, first + count)):
+            return False
         tier.begin(replica.lease, replica.pool, seq, cached, hashes[first : first + count])
     return True
 

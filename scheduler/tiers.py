@@ -140,17 +140,17 @@ class Tier:
 
     def begin(self, lease: Lease, pool: BlockPool, seq: Sequence, cached: list[int], hashes: list[bytes]) -> None:
         """Load ``hashes``, which follow the ``cached`` blocks of ``seq``, into blocks of their own."""
+        slots = [self.host.get(block_hash, -1) for block_hash in hashes]
+        for block_hash, slot in zip(hashes, slots, strict=True):
+            if slot >= 0:  # and stays there, whatever the blocks that are taken next have to be kept
+                self._touch(block_hash)
+                self.pinned[slot] = self.pinned.get(slot, 0) + 1
         for block in cached:
             pool.share(block)
         before = self.held.get(seq.key)
         if before is not None and not before.coming:
             self._let_go(pool, before)
         blocks = pool.allocate_many(len(hashes))  # what these held is offered before
-        slots = [self.host.get(block_hash, -1) for block_hash in hashes]
-        for block_hash, slot in zip(hashes, slots, strict=True):
-            if slot >= 0:
-                self._touch(block_hash)
-                self.pinned[slot] = self.pinned.get(slot, 0) + 1
         self._pack_stores(lease)
         self._number += 1
         load = self.loads[self._number] = self.held[seq.key] = Load(seq, cached + blocks, hashes, slots, self._clock())

@@ -7,6 +7,7 @@ from scheduler_rig import Rig
 
 from quire.proto.codec import BadFrame, from_i8, from_i32, i32
 from quire.proto.messages import Lease, Move, Moved, TierStats
+from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.request import Sequence, State
 from quire.scheduler.tiers import MEASURED_AGAIN, SURE, WAITS, Sizes, Tier, TieredPool
 
@@ -282,3 +283,15 @@ def test_what_a_load_writes_over_is_stored_before() -> None:
     kept.tier.begin(LEASE, kept.pool, seq, [], NAMES[:1])
     store, load = kept.tier.take(LEASE)
     assert (store.number, store.store_hashes) == (2, NAMES[5]) and (load.number, load.load_hashes) == (3, NAMES[0])
+
+
+def test_what_is_loaded_keeps_its_place_while_room_is_made_for_it() -> None:
+    kept = Kept(slots=2, blocks=4)
+    kept.store(*NAMES[:2])
+    blocks = kept.pool.allocate_many(4)
+    kept.pool.register_many(blocks, NAMES[2:6])
+    BlockPool.release_table(kept.pool, blocks)  # long ago: host memory has given their places to others since
+    (seq,) = waiting()
+    move = kept.begin(seq, *NAMES[:2])
+    assert from_i32(move.load_slots) == [0, 1] and not kept.tier.disk
+    kept.moved(number=move.number)
