@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from adapter_rig import AdapterRig, adapter
 from scheduler_rig import Rig
 
 from quire.proto.codec import from_i8, from_i32, from_i64, i32, i64
@@ -118,6 +119,77 @@ def test_who_resumes_has_run_and_waits_for_no_turn() -> None:
     rig.step()
     assert line(rig) == [(big, 1), (big, 2), (later, 0)]
     rig.run()
+
+
+def test_of_two_children_the_second_comes_after_all_who_wait() -> None:
+    rig = Rig(max_num_seqs=1, max_num_batched_tokens=8)
+    big = rig.submit(8, n=2, max_tokens=1)
+    first = rig.submit(8, max_tokens=1)
+    order = []
+    while rig.core.requests:
+        plan = rig.step()
+        assert plan is not None
+        order += [(admit.uid, admit.index) for admit in plan.admits]
+    assert order == [(big, 0), (first, 0), (big, 1)]
+
+
+def test_children_take_turns_with_those_of_their_priority_alone() -> None:
+    rig = Rig(max_num_seqs=1, max_num_batched_tokens=8, scheduling_policy="priority")
+    big = rig.submit(8, n=3, attempt=1, children=[Child(index, b"") for index in range(3)])
+    less = rig.submit(8, priority=1)
+    rig.step()
+    assert line(rig) == [(big, 1), (big, 2), (less, 0)]
+
+
+def test_prompts_of_one_call_stand_before_those_who_come_later() -> None:
+    rig = Rig()
+    together = [(rig.submit(8, arrival=50.0), 0) for _ in range(2)]
+    later = (rig.submit(8, arrival=60.0), 0)
+    assert line(rig) == [*together, later]
+
+
+@pytest.mark.parametrize("computed", [8, 16])
+def test_who_was_preempted_waits_for_no_turn_though_others_of_its_call_do(computed: int) -> None:
+    rig = Rig(max_num_seqs=1, max_num_batched_tokens=8)
+    together = [(rig.submit(16, arrival=50.0), 0) for _ in range(2)]
+    later = (rig.submit(8, arrival=60.0), 0)
+    for _ in range(computed // 8):
+        rig.step()
+    assert line(rig) == [later, together[1]]
+    (runs,) = rig.core.requests[together[0][0]].live
+    rig.core.preempt(runs)
+    assert line(rig) == [together[0], later, together[1]]
+
+
+def test_rows_with_an_adapter_count_for_their_key_once_they_run() -> None:
+    chosen = adapter("A")
+    rig = AdapterRig(max_num_seqs=8)
+    rig.ask(chosen, 8, max_tokens=1)
+    rig.run()
+    for key in "aabb":
+        rig.ask(chosen, 8, key=key)
+    plan = rig.plan()
+    assert plan is not None and [admit.uid for admit in plan.admits] == [2, 4, 3, 5]
+
+
+def test_lanes_are_merged_in_whatever_order_they_were_begun() -> None:
+    rig = AdapterRig(scheduling_policy="priority")
+    for name, priority in (("A", 1), ("B", 3), ("C", 2), ("D", 0), ("E", 4)):
+        rig.ask(adapter(name), priority=priority)
+    assert line(rig) == [(4, 0), (1, 0), (3, 0), (2, 0), (5, 0)]
+
+
+def test_a_lane_whose_adapter_turns_out_to_be_absent_is_left_at_once() -> None:
+    chosen = adapter("A")
+    rig = AdapterRig()
+    for each in (chosen, None, chosen, None):
+        rig.ask(each)
+    absent: set[bytes] = set()
+    turns = rig.core.queue.in_turn(rig.core.running_by_account, absent=absent)
+    assert [next(turns).uid for _ in range(2)] == [1, 2]
+    absent.add(chosen.digest)  # its next stands at the head already
+    assert [seq.uid for seq in turns] == [4]
+    assert [seq.uid for seq in rig.core.queue.in_turn(rig.core.running_by_account, absent=absent)] == [2, 4]
 
 
 # ---------------------------------------------------------------- bounds
