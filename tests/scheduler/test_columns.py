@@ -96,6 +96,16 @@ def test_who_was_told_of_a_look_that_is_due_overlooks_nothing() -> None:
     assert lookout.reached(rows, positions + 2).tolist() == [0]
 
 
+def test_what_is_overlooked_is_a_look_of_the_rows_that_were_compared_last() -> None:
+    lookout, rows, positions = Lookout(2), np.array([0, 1]), np.array([10, 10], np.int32)
+    lookout.set(rows, positions + 2)
+    assert lookout.reached(rows, positions).tolist() == []
+    assert not lookout.overlooks(rows, positions + 1) and lookout.overlooks(rows, positions + 2)
+    assert not lookout.overlooks(rows.copy(), positions + 2)  # others are compared when they come
+    lookout.set(rows, positions + 2)
+    assert not lookout.overlooks(rows, positions + 3)  # the next look is at these
+
+
 def test_a_look_that_is_set_nearer_is_not_overlooked() -> None:
     lookout, rows, positions = Lookout(2), np.array([0, 1]), np.array([5, 5], np.int32)
     lookout.set(0, 40)
@@ -152,6 +162,7 @@ def test_what_is_drawn_after_a_verification_is_fetched_from_there() -> None:
 
 
 def test_stop_ids_are_those_of_somebody_who_is_there() -> None:
+    assert StopIds(9) == StopIds(9) != frozenset()
     stop_ids, tokens = StopIds(100), np.array([0, 2, 5, 7, 99], np.int32)
     assert stop_ids.among(tokens) == []
     for stops in ({2, 99}, {2}, {2}, {5, 1000, -1}):
