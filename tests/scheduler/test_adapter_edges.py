@@ -11,6 +11,7 @@ from quire.proto.messages import (
     AdapterReady,
     Adapters,
     AdapterStats,
+    Child,
     Failed,
     LoadAdapter,
     Register,
@@ -93,6 +94,19 @@ def test_what_runs_with_an_adapter_goes_on_though_it_cannot_be_loaded_elsewhere(
     assert list(rig.failures()) == [waits]
     rig.run()
     rig.check(runs, count=20)
+
+
+def test_a_request_one_of_whose_children_runs_does_not_fail_for_the_others() -> None:
+    rig = AdapterRig(blocks=[64, 64], max_num_seqs=1)
+    uid = rig.ask(A, n=2, max_tokens=20, attempt=1, children=[Child(0, b""), Child(1, b"")])
+    rig.plan(0)
+    rig.load(0)
+    rig.step(0)
+    assert sorted(seq.replica for seq in rig.core.requests[uid].live) == [-1, 0]
+    rig.core.replicas[0].drain()
+    rig.plan(1)
+    rig.load(1, error="no such folder")
+    assert not rig.failures()
 
 
 def test_a_load_is_overdue_for_a_replica_that_is_there() -> None:

@@ -12,6 +12,7 @@ from quire.proto.codec import BadFrame, from_i32, i32
 from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import Failed, SlotFailed, SpeculativePlan, SpeculativeResult, StepResult
 from quire.scheduler.books import Speculation
+from quire.scheduler.fake.fake_model import expected_tokens
 
 
 def test_what_came_of_drafts_is_counted_by_place() -> None:
@@ -202,3 +203,16 @@ def test_one_that_was_preempted_with_drafts_in_flight_begins_anew() -> None:
     rig.add(0, 64)
     rig.run()
     assert len(rig.tokens[1, 0]) == 40
+
+
+def test_beams_that_lack_a_block_get_one_that_drafts_alone_hold() -> None:
+    rig = Drafting(blocks=9, max_model_len=60, drafts=20, max_num_batched_tokens=256, vocab=30)
+    uid = rig.submit(11, max_tokens=29)
+    for _ in range(3):
+        rig.plan()
+    while rig.plans[0]:
+        rig.work()
+    rig.submit(8, max_tokens=11, n=2, use_beam_search=True, temperature=0.0)
+    rig.run()
+    assert rig.core.preemptions == 0
+    assert rig.tokens[uid, 0] == expected_tokens(rig.prompt(11, uid), uid, 29, 30)
