@@ -449,6 +449,21 @@ def test_one_for_which_there_is_no_room_any_more_stays() -> None:
     assert rig.advance() == [Forget(taker.lease, 1)] and seq.replica == 0
 
 
+def test_one_for_whose_next_token_there_is_no_room_does_not_land() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    taker.reserve(99, [], taker.pool.free_count - 1)
+    while seq.computed < 40:
+        rig.step()
+    rig.advance()
+    rig.taken(5)  # all that is computed is there, and its next token begins a block
+    assert rig.advance() == [Forget(taker.lease, 1)]
+    assert not taker.landed and not taker.expected and not rig.replica.held
+
+
 # ---------------------------------------------------------------- how long one that leaves at once may take
 
 
@@ -563,3 +578,32 @@ def test_the_takers_next_plan_waits_a_moment_for_the_last_pages_of_what_has_draw
     rig.now = until
     rig.advance()
     assert rig.moves.wake_at == math.inf and rig.core.plan(taker) is not None and rig.core.plan(taker) is None
+
+
+def test_a_pause_is_measured_from_when_the_last_token_came() -> None:
+    rig = MovesRig()
+    rig.decoding(20)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.now = 5.0
+    rig.advance()
+    rig.plan()
+    rig.taken(2)
+    rig.now = 6.0
+    rig.advance()  # it is held, and a step of it is in flight
+    rig.taken(3)
+    rig.work()
+    rig.now = 7.0
+    rig.advance()
+    (landing,) = taker.landed
+    assert landing.since == 7.0
+
+
+def test_for_what_comes_from_a_worker_that_prefills_no_plan_waits() -> None:
+    rig = MovesRig("prefill")
+    rig.decoding(20)
+    taker = rig.join(role="decode")
+    rig.advance()
+    rig.taken(2)
+    rig.advance()
+    assert taker.expected == {} and rig.moves._moves
