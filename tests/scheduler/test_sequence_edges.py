@@ -65,6 +65,18 @@ def test_the_counters_of_a_prompt_and_of_its_decodes() -> None:
     assert (seq.state, seq.generation) == (State.FINISHED, 2)
 
 
+def test_the_first_block_that_decodes_fill_is_found_under_its_root() -> None:
+    rig = Rig()
+    rig.submit(30, max_tokens=30)  # its row and what is left in it
+    rig.run()
+    rig.submit(4, max_tokens=30, cache_salt="salt")
+    seq = only(rig)
+    while seq.computed < 16:
+        rig.step()
+    ids = seq.request.prompt + seq.outputs.tobytes()
+    assert rig.replica.pool.find(hash_blocks(ids[:64], 8, root_of("salt")), 2) == seq.blocks[:2]
+
+
 @pytest.mark.parametrize(("length", "max_tokens", "blocks"), [(8, 1, 1), (8, 2, 2), (7, 2, 1), (8, 9, 2), (8, 10, 3)])
 def test_the_most_blocks_of_a_sequence(length: int, max_tokens: int, blocks: int) -> None:
     rig = Rig()
