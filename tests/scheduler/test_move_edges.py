@@ -13,7 +13,7 @@ from quire.proto.codec import from_i32, i32
 from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import Forget, Give, NotMoved, Take, Taken
 from quire.scheduler.moves import AT_ONCE, HOLD_S, PATIENCE_S, SPARE_BLOCKS, Moves
-from quire.scheduler.replica import STALL_S, Replica
+from quire.scheduler.replica import STALL_S, Landing, Replica
 from quire.scheduler.request import Sequence
 
 MIB = 2**20
@@ -607,3 +607,32 @@ def test_for_what_comes_from_a_worker_that_prefills_no_plan_waits() -> None:
     rig.taken(2)
     rig.advance()
     assert taker.expected == {} and rig.moves._moves
+
+
+def test_a_taker_waits_for_the_last_of_those_that_it_expects() -> None:
+    rig = MovesRig()
+    for move, until in ((1, 5.0), (2, 9.0), (3, 7.0)):
+        rig.replica.expect(move, until)
+    assert [rig.replica.has_enough(lambda now=now: now) for now in (8.9, 9.0)] == [True, False]
+
+
+def test_of_those_that_have_landed_the_one_that_is_given_up_goes() -> None:
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    landings = [Landing(move, seq, 0, 0.0) for move in (1, 2)]
+    for landing in landings:
+        rig.replica.reserve(landing.move, [], 1)
+        rig.replica.land(landing)
+    rig.replica.give_up(1)
+    assert rig.replica.landed == landings[1:]
+
+
+def test_one_that_stays_after_all_decodes_where_its_prompt_was_computed() -> None:
+    rig = MovesRig("prefill", max_num_batched_tokens=16)
+    uid = rig.submit(30, max_tokens=4)
+    rig.step()
+    (seq,) = rig.replica.prefilling
+    rig.replica.hold_when_prefilled(seq)
+    rig.replica.let_go_on(seq)
+    rig.run()
+    assert len(rig.tokens[uid, 0]) == 4

@@ -216,3 +216,10 @@ def test_beams_that_lack_a_block_get_one_that_drafts_alone_hold() -> None:
     rig.run()
     assert rig.core.preemptions == 0
     assert rig.tokens[uid, 0] == expected_tokens(rig.prompt(11, uid), uid, 29, 30)
+
+
+def test_who_has_ended_holds_no_blocks_of_drafts() -> None:
+    rig = Drafting()
+    rig.submit(9, max_tokens=40)
+    rig.run()
+    assert not rig.replica.draft_room._holders
