@@ -27,13 +27,17 @@ from quire.proto.messages import (
     Rested,
     Sleep,
     Sleeping,
+    StepResult,
     Submit,
+    Tiers,
 )
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate, with_adapter
+from quire.scheduler import worker_registry
 from quire.scheduler.adapters import LOAD_LIMIT_S
 from quire.scheduler.worker import INT32_MAX, MAX_DRAFTS, MAX_SLOTS, Worker, impossible
 from quire.scheduler.worker_phase import Event, Phase
+from quire.scheduler.worker_registry import LOADING_LIMIT_S
 
 LEASE = Lease(1, 0, 1)
 
@@ -231,3 +235,60 @@ def test_one_that_is_to_rest_may_take_as_long_as_one_that_loads(house: House) ->
     house.now += 2 * house.core.config.worker_timeout
     house.registry.tick()
     assert "w" in house.registry.workers and not house.sent("w", Assign)
+
+
+def test_one_that_rests_may_do_so_for_as_long_as_it_likes(house: House) -> None:
+    house.worker("w")
+    tell(house, 1, "sleep")
+    rest(house, "w")
+    house.now += LOADING_LIMIT_S + 1.0
+    house.registry.workers["w"].heartbeat_at = house.now
+    house.registry.tick()
+    assert "w" in house.registry.workers and not house.sent("w", Bye)
+
+
+def test_where_one_loads_who_asks_waits_for_nothing_either(house: House) -> None:
+    house.hello("w", "gpu_worker")
+    tell(house, 1, "ask")
+    assert house.told("f", Sleeping) == [Sleeping(1, [])]
+
+
+def test_where_nobody_is_left_to_end_what_runs_all_sleep_at_the_next_plan(house: House) -> None:
+    house.worker("w")
+    house.submit("d", 1)
+    house.registry.plans()
+    tell(house, 1, "sleep", mode="wait")
+    house.registry.gone("w", "died")
+    assert not house.told("f", Sleeping)
+    house.registry.plans()
+    assert house.told("f", Sleeping) == [Sleeping(1, ["weights", "kv_cache"])]
+
+
+# ---------------------------------------------------------------- what is sent, and what a loss is
+
+
+def test_all_that_was_in_flight_is_blamed_for_a_worker_that_died(house: House) -> None:
+    house.worker("w")
+    house.submit("d", 1)
+    assert len(house.core.queue) == 1
+    plan, *more = house.plans("w")
+    house.registry.on_worker("w", StepResult(plan.lease, plan.step, i32([5])))
+    assert len(house.core.replicas[0].in_flight) == len(more) == 1
+    house.registry.gone("w", "died")
+    assert [seq.losses.count for seq in house.core.queue] == [1]
+
+
+@pytest.mark.parametrize("tiers", [True, False])
+def test_what_is_to_be_stored_goes_before_each_plan(house: House, tiers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_registry, "moves", lambda core: [("w", "move")])
+    house.hello("w", "gpu_worker")
+    lease = house.registry.workers["w"].lease
+    if tiers:
+        house.registry.on_worker("w", Tiers(lease, 8, False, 100))
+    house.registry.on_worker("w", Loaded(lease, 64, 128, 1000))
+    house.registry.on_worker("w", Ready(lease))
+    house.submit("d", 1)
+    house.registry.to_workers = []
+    house.registry.plans()
+    kinds = ["move" if message == "move" else "plan" for _, message in house.registry.to_workers]
+    assert kinds == (["move", "plan", "move", "plan", "move"] if tiers else ["plan", "plan"])
