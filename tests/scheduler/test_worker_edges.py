@@ -105,6 +105,12 @@ def test_a_hello_is_its_senders_own(house: House) -> None:
     assert not house.registry.workers and house.core.bad_messages == 1
 
 
+def test_one_that_is_to_load_is_among_those_that_are_told_of(house: House) -> None:
+    house.hello("w", "gpu_worker")
+    (peers,) = house.told("d", Peers)
+    assert [(peer.kind, peer.incarnation) for peer in peers.peers][-1] == ("gpu_worker", "w") and not peers.ready
+
+
 @pytest.mark.parametrize(("pools", "block_bytes", "moves"), [(False, 1, True), (False, 0, False), (True, 1, False)])
 def test_whose_blocks_may_move(house: House, pools: bool, block_bytes: int, moves: bool) -> None:
     house.hello("w", "gpu_worker")
