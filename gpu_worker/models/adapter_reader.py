@@ -164,7 +164,8 @@ def _check_fused(reading: _Reading, file: Path) -> None:
             if found := [name for name in names if full == name or full.endswith(f".{name}")]:
                 wanted[each.target] = full
                 known.update(found)
-    if unknown := [name for name in names if name not in known]:
+    whole = {name for name in names for module in reading.targets.modules if f".{module}.weight".endswith(f".{name}")}
+    if unknown := [name for name in names if name not in known | whole]:
         raise ConfigError(f"{file.parent}: target_parameters has {unknown[0]!r}, which this model has not, or not as a "
                           "parameter that adapters can change; check that the adapter belongs to it.")  # fmt: skip
     for target in wanted.keys() - reading.fused:

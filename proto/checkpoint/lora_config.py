@@ -65,11 +65,11 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank of ``module``, which is named as in the model (model.layers.0.self_attn.q_proj)."""
-        return _first(self.ranks, module, self.r)
+        return _first(self.ranks, self._matched(module), self.r)
 
     def scale_of(self, module: str) -> float:
         """By what B A x is multiplied."""
-        rank, alpha = self.rank_of(module), _first(self.alphas, module, self.alpha)
+        rank, alpha = self.rank_of(module), _first(self.alphas, self._matched(module), self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     @property
@@ -78,7 +78,9 @@ class AdapterConfig:
         return max(self.r, *self.ranks.values()) if self.ranks else self.r
 
     def changes(self, module: str) -> bool | None:
-        """Whether its list of targets names ``module``; None where there is no list."""
+        """Whether its list of targets, or of parameters, names ``module``; None where there is no list of targets."""
+        if self.by_parameter(module):
+            return True
         if self.targets is None:
             return None
         if _named(module, self.excluded) or not _named(module, self.targets):
@@ -87,6 +89,14 @@ class AdapterConfig:
             return True
         found = re.match(r".*?\.[^.]*\.(\d+)\.", "." + module)
         return found is not None and int(found[1]) in self.layers
+
+    def by_parameter(self, module: str) -> bool:
+        """Whether target_parameters has the weight of ``module``, as PEFT writes the router that "all-linear" finds."""
+        return bool(self.parameters) and _named(f"{module}.weight", self.parameters)
+
+    def _matched(self, module: str) -> str:
+        """What keys of patterns are held against."""
+        return f"{module}.weight" if self.by_parameter(module) else module
 
 
 def _named(module: str, names: tuple[str, ...]) -> bool:

@@ -288,7 +288,7 @@ def test_every_process_learns_what_it_needs() -> None:
         argv = args.argv_for(service)
         for name in ("revision=v1", "download-dir=/d", "trust-remote-code", "hf-overrides={}", "rope-theta=3.0"):
             assert f"--{name}" in argv, (service, name)
-        assert ("--tokenizer-revision=v2" in argv) == (service != "frontend")
+        assert "--tokenizer-revision=v2" in argv
     assert "--code-revision=v3" in args.argv_for("gpu_worker")
 
 

@@ -69,6 +69,7 @@ class Fake(service.Link):
     def __init__(self): self.asked = False
     def leave(self): self.asked = True
     def close(self, farewell): print("farewell:", farewell, flush=True)
+    def finish(self): pass
     def serve(self, link):
         os.kill(os.getpid(), signal.SIGTERM)
         assert self.asked
