@@ -222,7 +222,7 @@ def work(table: LLTokenizer, check: Check, memory: int, end: int) -> NoReturn:
 
 def compiled(table: LLTokenizer, spec: StructuredOutputsParams) -> str:
     """Compile a grammar and try a few masks; what is wrong with them. Raises GrammarError."""
-    matcher = start_matcher(table, grammar_of(spec))
+    matcher = start_matcher(table, grammar_of(spec, table))
     draw = random.Random(0)
     for _ in range(WALKS):
         here = matcher.deep_copy()

@@ -311,7 +311,14 @@ class ChatRequest(GenerateRequest):
         tools = tools_of(self.tools)
         choice = choice_of(self.tool_choice, tools)
         one, thoughts = self.parallel_tool_calls is False, self.include_reasoning is not False
-        return reading_of(tools, choice, one, thoughts, params.structured_outputs, parser, reasoning)
+        own, thinks = params.structured_outputs, self._thinks()
+        return reading_of(tools, choice, one, thoughts, own, parser, reasoning, thinks)
+
+    def _thinks(self) -> bool:
+        """False where the request tells the model not to think, in the words that chat templates know."""
+        kwargs = self.chat_template_kwargs or {}
+        said = kwargs.get("enable_thinking", kwargs.get("thinking"))
+        return said is not False and (said is not None or self.reasoning_effort != "none")
 
     def template(self) -> dict[str, Any]:
         """How the chat template is to be rendered; the detokenizer refuses what cannot be. A model that is to call no

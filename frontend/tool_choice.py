@@ -11,7 +11,17 @@ from ..proto.structured import StructuredOutputsParams
 from .errors import ApiError
 from .parsing import kind_of
 from .tools import Arguments, Begin, Content, Delta, Reader
-from .tools.forms import FORMS, PLAIN, THOUGHTS, after_thought, demanded, format_of, free, structural
+from .tools.forms import (
+    FORMS,
+    PLAIN,
+    THOUGHTS,
+    after_thought,
+    demanded,
+    format_of,
+    free,
+    free_after_thought,
+    structural,
+)  # fmt: skip
 
 MAX_TOOLS = 1024
 MAX_NAME = 256
@@ -43,6 +53,7 @@ class Reading:
     one: bool = False  # a single call is wanted
     thoughts: bool = True  # they are wanted
     form: StructuredOutputsParams | None = None  # the answer's, in place of the request's own
+    bound: bool = False  # the form, and not the prompt's end, says how the answer begins
 
     def bind(self, params: SamplingParams) -> None:
         """Have ``params`` draw an answer that can be read: the marks of many families are special tokens."""
@@ -116,12 +127,13 @@ def choice_of(given: Any, tools: dict[str, Tool]) -> str | Tool:
 
 def reading_of(
     tools: dict[str, Tool], choice: str | Tool, one: bool, thoughts: bool, own: StructuredOutputsParams | None,
-    parser: str | None, reasoning: str | None,
+    parser: str | None, reasoning: str | None, thinks: bool = True,
 ) -> Reading | None:  # fmt: skip
     """How a chat's answer is read; None: as text, as it comes.
 
     ``parser`` and ``reasoning`` are the server's, None where it has none. ``own`` is a form that the request wants: it
-    binds the whole answer, but for a thought before it where a grammar can let one go. Raises ApiError.
+    binds the whole answer, but for a thought before it where a grammar can let one go. ``thinks`` is false where the
+    model is told not to: then no demanded form has a thought before it. Raises ApiError.
     """
     if isinstance(choice, Tool) or choice == "required":
         if isinstance(choice, Tool):
@@ -129,8 +141,8 @@ def reading_of(
         known = FORMS.get(parser or "")
         format = demanded(known or PLAIN, _schemas(tools), one)
         parser = parser if known else JSON_LIST
-        reasoning = reasoning if reasoning in THOUGHTS else None
-        return Reading(parser, reasoning, tools, one, thoughts, _form(format, reasoning))
+        reasoning = reasoning if reasoning in THOUGHTS and thinks else None
+        return Reading(parser, reasoning, tools, one, thoughts, _form(_thinking(format, reasoning)), bound=True)
     if choice == "auto" and parser is None:
         raise ApiError(
             400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set, because '
@@ -138,25 +150,25 @@ def reading_of(
         )  # fmt: skip
     form = None
     if own is not None and reasoning is not None:
-        found = format_of(own) if reasoning in THOUGHTS else None
+        found = format_of(own) if reasoning in THOUGHTS and thinks else None
         reasoning = reasoning if found is not None else None
-        form = None if found is None else _form(found, reasoning, own)
+        form = None if found is None else _form(_thinking(found, reasoning), own)
+    bound = form is not None
     if choice == "none":
-        return None if reasoning is None else Reading(None, reasoning, thoughts=thoughts, form=form)
+        return None if reasoning is None else Reading(None, reasoning, thoughts=thoughts, form=form, bound=bound)
     shape = FORMS.get(parser or "")
     if own is None and shape is not None and shape.trigger is not None:
         found = free(shape, _schemas(tools), one)
-        # Where a thought may be left out, a grammar could not tell it from free text.
-        form = _form(found, reasoning if THOUGHTS.get(reasoning or "") == "" else None)
-    return Reading(parser, reasoning, tools, one, thoughts, form)
+        form = _form(free_after_thought(found, reasoning) if reasoning in THOUGHTS else found)
+    return Reading(parser, reasoning, tools, one, thoughts, form, bound)
 
 
-def _form(
-    format: dict[str, Any], reasoning: str | None, own: StructuredOutputsParams | None = None
-) -> StructuredOutputsParams:
-    """A form of ``format``, after the thought where there is one; JSON is written by the rules of ``own``."""
-    if reasoning is not None:
-        format = after_thought(format, reasoning)
+def _thinking(format: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
+    return format if reasoning is None else after_thought(format, reasoning)
+
+
+def _form(format: dict[str, Any], own: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
+    """A form of ``format``; JSON is written by the rules of ``own``."""
     rules = {} if own is None else {name: getattr(own, name) for name in RULES}
     try:
         return StructuredOutputsParams(structural_tag=structural(format), **rules)
@@ -176,7 +188,7 @@ class ChoiceReader:
 
     def __init__(self, reading: Reading, prompt: str | None):
         schemas = {name: tool.schema for name, tool in reading.tools.items() if isinstance(tool.schema, dict)}
-        self._reader = Reader(reading.parser, reading.reasoning, schemas, prompt)
+        self._reader = Reader(reading.parser, reading.reasoning, schemas, None if reading.bound else prompt)
         self._reading = reading
         self._short = reading.parser == "mistral"  # whose templates want ids of nine characters
         self.calls = 0

@@ -92,15 +92,25 @@ def format_of(form: StructuredOutputsParams) -> dict[str, Any] | None:
 def after_thought(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
     """The format of a thought, as the parser ``reasoning`` reads it, and then ``format``."""
     begin = THOUGHTS[reasoning]
-    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
+    tags = [
+        {"type": "tag", "begin": each, "content": {"type": "any_text"}, "end": "</think>"}
+        for each in dict.fromkeys((begin, "<think>"))  # as a special token it is no text
+    ]
+    thought = {"type": "or", "elements": tags}
     gap = {"type": "or", "elements": [_const(blank) for blank in ("\n\n", "\n", "")]}
     whole = {"type": "sequence", "elements": [thought, gap, format]}
     return {"type": "or", "elements": [whole, format]} if begin else whole
 
 
+def free_after_thought(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
+    """The format ``format``, which must be ``free``'s, with a thought before it in which nothing begins a call. It may
+    be left out, and the text may end within it."""
+    return {**format, "thought": {"begin": THOUGHTS[reasoning], "end": "</think>"}}
+
+
 def structural(format: dict[str, Any]) -> str:
-    """The structural tag of a format."""
-    return json.dumps({"type": "structural_tag", "format": format}, ensure_ascii=False)
+    """The structural tag of a format. Marks that are special tokens of the model may be written as such."""
+    return json.dumps({"type": "structural_tag", "special_tokens": True, "format": format}, ensure_ascii=False)
 
 
 def _tags(form: Form, tools: dict[str, tuple[Any, bool]]) -> list[dict[str, Any]]:

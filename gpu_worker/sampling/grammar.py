@@ -156,7 +156,8 @@ class Grammars(Histories):
             if found is not None and kept:
                 self._kept.move_to_end(key)
                 return found.deep_copy()
-        made = start_matcher(self._table.result(), grammar_of(spec))
+        table = self._table.result()
+        made = start_matcher(table, grammar_of(spec, table))
         if not kept:
             return made
         with self._kept_lock:

@@ -80,8 +80,9 @@ def spec_key(spec: StructuredOutputsParams) -> bytes:
     return blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
 
 
-def grammar_of(spec: StructuredOutputsParams) -> str:
-    """llguidance's form of ``spec``. It is only written here; ``start_matcher`` compiles it. Raises GrammarError."""
+def grammar_of(spec: StructuredOutputsParams, table: LLTokenizer | None = None) -> str:
+    """llguidance's form of ``spec``, where a structural tag may name special tokens of ``table``. It is only written
+    here; ``start_matcher`` compiles it. Raises GrammarError."""
     from llguidance import LLMatcher
 
     try:
@@ -94,7 +95,9 @@ def grammar_of(spec: StructuredOutputsParams) -> str:
         if spec.choice is not None:
             return LLMatcher.grammar_from_lark(_choices(spec.choice))
         if spec.structural_tag is not None:
-            return LLMatcher.grammar_from_lark(lark_of(spec.structural_tag, partial(_embedded, spec)))
+            return LLMatcher.grammar_from_lark(
+                lark_of(spec.structural_tag, partial(_embedded, spec), partial(_special, table))
+            )
         return LLMatcher.grammar_from_lark(_lark(spec.grammar or ""))
     except RecursionError:
         raise GrammarError("it is nested too deeply.") from None
@@ -199,6 +202,14 @@ def _embedded(spec: StructuredOutputsParams, schema: Any, exact: bool) -> str:
             raise
         own = {"type": "object"}
     return msgspec.json.encode({**own, "x-guidance": _options(spec)}).decode()
+
+
+def _special(table: LLTokenizer | None, text: str) -> int | None:
+    """The id of the special token with this text; None where there is none, and for EOS."""
+    ids = [] if table is None else table.tokenize_str(text)
+    if table is None or len(ids) != 1 or ids[0] == table.eos_token or not table.is_special_token(ids[0]):
+        return None
+    return ids[0]
 
 
 def _json_grammar(spec: StructuredOutputsParams, schema: dict[str, Any]) -> str:

@@ -13,7 +13,11 @@ from http_asks import error_of, post
 from quire.client.generation import OpenGeneration
 from quire.client.results import RequestError
 from quire.frontend.fake import FakeServer, Say
+from quire.frontend.schema import ChatRequest
+from quire.frontend.tool_choice import reading_of, tools_of
 from quire.proto.messages import Finish
+from quire.proto.params import SamplingParams
+from quire.proto.structured import StructuredOutputsParams
 
 PATH = "/v1/chat/completions"
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -225,3 +229,23 @@ def test_schemas_of_any_depth_are_answered_or_refused(server: FakeServer) -> Non
 def test_what_makes_no_sense_is_refused(server: FakeServer, more: dict[str, Any], param: str, words: str) -> None:
     error = error_of(post(server, {**CHAT, **more}, PATH), 400)
     assert error["param"] == param and words in error["message"]
+
+
+def test_a_demanded_answer_is_read_by_its_form_and_not_by_the_prompts_end() -> None:
+    """Whatever the prompt has opened, the grammar lets the answer begin with the call, or with a thought of its own."""
+    reading = reading_of(tools_of(TOOLS), "required", False, True, None, "hermes", "qwen3")
+    assert reading is not None and reading.form is not None
+    for text in (CALL, f"<think>Hm.</think>{CALL}"):
+        message = reading.reader("<think>\n").message(text)
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
+    own = StructuredOutputsParams(json_object=True)
+    told = reading_of({}, "none", False, True, own, None, "qwen3")
+    assert told is not None and told.reader("<think>\n").message("{}")["content"] == "{}"
+
+
+@pytest.mark.parametrize("more", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"thinking": False}}])
+def test_a_model_that_is_told_not_to_think_is_demanded_no_thought(more: Any) -> None:
+    body = ChatRequest(messages=[{"role": "user", "content": "hi"}], tools=TOOLS, tool_choice="required", **more)
+    reading = body.reading(SamplingParams(), "hermes", "deepseek_r1")
+    assert reading is not None and reading.form is not None and "</think>" not in str(reading.form.structural_tag)
+    assert reading.reader("<think></think>").message(CALL)["tool_calls"]

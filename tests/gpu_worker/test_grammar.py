@@ -14,7 +14,7 @@ from json_schemas import schemas
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.detokenizer.grammar_helper import compiled
-from quire.frontend.tools.forms import after_thought, structural
+from quire.frontend.tools.forms import after_thought, free_after_thought, structural
 from quire.gpu_worker.sampling.grammar import Grammars
 from quire.proto.checkpoint.model_config import ModelConfig, demo_model_path, load_model_config
 from quire.proto.codec import i32
@@ -122,6 +122,11 @@ def tags(kind: str, **more: Any) -> dict[str, Any]:
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": format})}
 
 
+def free(reasoning: str, once: bool = False) -> dict[str, Any]:
+    format = {"type": "triggered_tags", "triggers": ["<f>"], "tags": [CALL], "stop_after_first": once}
+    return {"structural_tag": structural(free_after_thought(format, reasoning))}
+
+
 def after(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
     return {"structural_tag": structural(after_thought(format, reasoning))}
 
@@ -169,6 +174,11 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
      ["x", "<think>\n12", "<think></think>x", "</think>1"]),
     (after({"type": "regex", "pattern": "a/b\\/\n\\n\\d"}, "deepseek_r1"),
      ["Hm.</think>\n\na/b/\n\n1"], ["a/b/\n\n1", "Hm."]),
+    (free("qwen3"),
+     ["", "x", ONE, f"x {ONE} y{ONE}", "<think>no <f> end", f"\n<think><f>x</think>{ONE}{ONE}", "a<think>"],
+     ["<f>x", f"{ONE}<f>x", "<think></think><f>x", "a <think><f>x</think>", "<think><f>x</think><f>x"]),
+    (free("qwen3", True), [ONE, "x", f"<think><f>x</think>{ONE}"], [ONE + ONE, f"<think></think>{ONE}{ONE}"]),
+    (free("deepseek_r1"), ["no thought", f"<f>x</think>{ONE}", "<f>x"], ["x</think><f>x", f"x</think>{ONE}<f>x"]),
     ({"structural_tag": json.dumps({"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
       "triggers": ["<"]})}, ["a <f>12</f>"], ["a < b", "<f>x</f>"]),
 ]  # fmt: skip
@@ -247,6 +257,35 @@ def test_a_special_token_that_is_not_marked_is_no_text(tmp_path: Path) -> None:
     assert max(allowed(grammars, 0)) < END
     write(grammars, 0, "!")
     assert [i for i in allowed(grammars, 0) if i >= END] == [END, END + 1]
+
+
+@pytest.mark.parametrize("format", ["after", "free", "qwen3", "demanded"])
+def test_a_mark_that_is_a_special_token_is_written_as_it_or_spelled_out(tmp_path: Path, format: str) -> None:
+    folder = byte_folder(tmp_path)
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    tokenizer.add_special_tokens(["<think>", "</think>", "<f>"])
+    tokenizer.save(f"{folder}/tokenizer.json")
+    model = ModelConfig(folder, {}, 512, vocab_size=262, eos_token_ids=[END])
+    table = token_table(folder, model)
+    think, thought, call = (tokenizer.token_to_id(name) for name in ("<think>", "</think>", "<f>"))
+    form = {
+        "after": after({"type": "regex", "pattern": "a+"}, "deepseek_r1"), "free": free("deepseek_r1"),
+        "qwen3": free("qwen3"), "demanded": {"structural_tag": structural(CALL | {"type": "tag"})},
+    }[format]  # fmt: skip
+    rest = list(ONE[3:].encode())
+    good, bad = {
+        "after": ([[think, *b"x", thought, *b"\na"], [*b"x</think>a"], [*b"<think>x", thought, *b"a"]],
+                  [[*b"x", thought]]),
+        "free": ([[think, *b"<f>x", thought, call, *rest], [*b"x", thought, *b"<f>", *rest], [think, *b"x"]],
+                 [[*b"x", thought, call, *b"x"]]),
+        "qwen3": ([[think, *b"<f>x", thought, *b"y", call, *rest], [call, *rest, *b"x"], [think, *b"<f>"]],
+                  [[call, *b"x"], [think, thought, call]]),
+        "demanded": ([[call, *rest], [*ONE.encode()]], [[call]]),
+    }[format]  # fmt: skip
+    for tokens, sound in [*((each, True) for each in good), *((each, False) for each in bad)]:
+        matcher = start_matcher(table, grammar_of(spec(**form), table))
+        assert (matcher.consume_tokens(tokens) and matcher.is_accepting()) is sound, tokens
+    assert compiled(table, spec(**form)) == ""
 
 
 SPELLED = [
