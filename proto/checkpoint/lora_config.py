@@ -22,7 +22,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What ``--max-lora-rank`` may be."""
 
-_TOKEN = re.compile(r"(?P<wild>(?:\.|\\d|\[[\w-]+\])[*+])|(?P<group>\((?:\?:)?)|\\[.d-]|\[[\w-]+\]|[\w.)|^$-]")
+_TOKEN = re.compile(r"(?P<wild>(?:\.|\\[dw]|\[[\w-]+\])[*+])|(?P<group>\((?:\?:)?)|\\[.dw-]|\[[\w-]+\]|[\w.)|^$-]")
 """What patterns are made of: characters, classes of them, alternatives in brackets; only one place is repeated."""
 MAX_PATTERNS, MAX_PATTERN, MAX_FREE, MAX_REPEATED = 1024, 500, 64, 2
 """Of one key: patterns, characters of each, patterns that repeat or group, places that one repeats, or groups."""

@@ -15,7 +15,7 @@ NAME = "model.layers.12.self_attn.q_proj"
 MATCHED = [
     "q_proj", "self_attn.q_proj", r"layers\.12\.self_attn\.q_proj", r".*\.q_proj", "(q_proj|v_proj)", "q_proj|v_proj",
     r"layers\.(?:11|12)\..*\.(q|k)_proj", r"layers\.\d+\.self_attn.q_proj", r"[0-9]+\.self_attn\.q_proj",
-    "^model.*q_proj",
+    "^model.*q_proj", r"layers\.\d+\.self_\w+\.q_proj",
 ]  # fmt: skip
 REFUSED = [
     "(a?){30}b", "a?" * 40, "(a|a)(a|a)(a|a)b", "((a|b)|(a|b))", ".*.*.*q", "(a+)+b", "a*", "a{9}", "(.*)*", ".*?",
