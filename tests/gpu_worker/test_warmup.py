@@ -77,7 +77,7 @@ def test_nothing_is_compiled_after_the_warm_up():
 def test_without_a_warm_up_compilations_are_told():
     """The same steps compile much then; the scheduler is told of each, and the log names it with its constants."""
     (cold,) = serve({"family": "llama", "warmed": False})
-    assert cold["told"] == len(cold["late"]) > 5
+    assert cold["told"] == len(cold["late"]) > 3
     assert any(kernel.startswith("attention_kernel(") and "BLOCK_M=" in kernel for kernel in cold["late"])
 
 
