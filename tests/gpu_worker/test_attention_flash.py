@@ -248,7 +248,9 @@ def test_the_warm_up_has_the_library_compile_all_that_it_will(installed, monkeyp
 
     state = SimpleNamespace(max_rows=2, max_model_len=300, device=cpu, block_size=16)
     pooler = SimpleNamespace(config=SimpleNamespace(convert="embed"))  # of which no logits are made
-    runner = SimpleNamespace(model=Model(), state=state, max_tokens=300, group=Group(), kv=None, pooler=pooler, slots=None, beside=[])
+    runner = SimpleNamespace(
+        model=Model(), state=state, max_tokens=300, group=Group(), kv=None, pooler=pooler, slots=None, beside=[]
+    )
     warmup.warm_up(runner, progress=False)
     assert {length * group > 128 for length in called} == {False, True}
     assert flash.warm
