@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from quire.proto.codec import BadFrame, from_i32, i32
 from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import Failed, SlotFailed, SpeculativePlan, SpeculativeResult, StepResult
 from quire.scheduler.books import Speculation
+from quire.scheduler.draft_room import DraftRoom
 from quire.scheduler.fake.fake_model import expected_tokens
 
 
@@ -223,3 +225,40 @@ def test_who_has_ended_holds_no_blocks_of_drafts() -> None:
     rig.submit(9, max_tokens=40)
     rig.run()
     assert not rig.replica.draft_room._holders
+
+
+def lent(computed: int, scheduled: int, loose: int, blocks: int) -> DraftRoom:
+    """The room of drafts where one that is so far holds so many blocks."""
+    replica = Drafting().replica
+    seq: Any = SimpleNamespace(key=(1,), row=0, computed=computed, scheduled=scheduled, loose=loose)
+    replica.columns.enter(0, computed, scheduled, 100, replica.pool.allocate_many(blocks))
+    replica.draft_room.lend(seq)
+    return replica.draft_room
+
+
+@pytest.mark.parametrize(
+    ("computed", "scheduled", "loose", "left"),
+    [(8, 8, 0, 2), (7, 7, 0, 1), (9, 9, 0, 2), (25, 25, 0, 4), (8, 30, 1, 4)],
+)
+def test_blocks_past_the_next_token_are_taken_back(computed: int, scheduled: int, loose: int, left: int) -> None:
+    room = lent(computed, scheduled, loose, 4)
+    assert not room.tight
+    assert room.take_back() is (left < 4) and room._columns.num_blocks.item(0) == left
+    assert bool(room._holders) == bool(loose)
+    room.begin_plan()
+    assert room.tight
+    room.begin_plan()
+    assert not room.tight
+
+
+@pytest.mark.parametrize(("computed", "loose", "comes"), [(6, 1, True), (7, 1, False), (6, 0, False)])
+def test_results_under_way_may_free_what_the_least_that_they_give_does_not_need(
+    computed: int, loose: int, comes: bool
+) -> None:
+    assert lent(computed, 16, loose, 2).coming() is comes
+
+
+def test_a_room_of_drafts_begins_with_nobody_in_need() -> None:
+    room = Drafting().replica.draft_room
+    room.begin_plan()
+    assert not room.tight and not room.coming()
