@@ -61,6 +61,15 @@ def test_tables_that_grow_together_are_as_if_each_grew_alone() -> None:
     assert together.table(3) == [] and not together.tables[3].any()
 
 
+def test_what_is_cut_off_a_table_leaves_zeros_and_who_is_at_its_end_needs_no_block() -> None:
+    columns = Columns(2, 8, 5)
+    columns.enter(0, 8, 8, 8, [3])
+    columns.enter(1, 8, 8, 9, [4, 5, 6])
+    assert columns.cut(1, 1) == [5, 6] and columns.cut(1, 1) == []
+    assert columns.tables.tolist() == [[3, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
+    assert columns.need_blocks(np.array([0, 1]), np.array([8, 8], np.int32)).tolist() == [False, True]
+
+
 def test_a_step_is_told_who_left_a_row_since() -> None:
     columns = Columns(3, 8, 9)
     columns.leave(1)
