@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Generator
 
+from .literals import MAX_LITERAL, python_literal
 from .reader import Broken, Parser, Wait
 
-MAX_LITERAL = 64 * 1024
-"""Characters of one argument at most."""
+MAX_NAME = 256
+"""Characters of a name at most."""
 
 MAX_DEPTH = 50
 """Brackets within brackets of one argument at most."""
@@ -53,9 +53,9 @@ class Pythonic(Parser):
         """The next name. Raises Broken."""
         yield from self.blanks()
         while (found := _WORD.search(self.text, self.at)) is None:
-            yield from self._longer(256)
+            yield from self._longer(MAX_NAME)
         word, self.at = self.text[self.at : found.start()], found.start()
-        if not _NAME.match(word):
+        if len(word) > MAX_NAME or not _NAME.match(word):
             raise Broken
         return word
 
@@ -116,6 +116,8 @@ class Pythonic(Parser):
                     raise Broken
             elif not open_ and char in ",)":
                 said = self.text[self.at : found.start()]
+                if len(said) > MAX_LITERAL:  # as where it comes in pieces
+                    raise Broken
                 self.at = found.start()
                 return _json_of(said)
             elif char != "," and (not open_ or open_.pop() != char):
@@ -133,7 +135,7 @@ def _json_of(said: str) -> str:
     """A Python literal as JSON; as a string where it is none, or has a value that JSON has not."""
     said = said.strip()
     try:
-        value = _JSON_WORDS[said] if said in _JSON_WORDS else ast.literal_eval(said)
+        value = _JSON_WORDS[said] if said in _JSON_WORDS else python_literal(said)
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, KeyError):
         return json.dumps(said, ensure_ascii=False)

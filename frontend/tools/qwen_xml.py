@@ -5,13 +5,12 @@ A value is told by its schema: text stands as it is, numbers, booleans and objec
 
 from __future__ import annotations
 
-import ast
 import json
 from typing import Any
 
+from .literals import MAX_LITERAL, python_literal
 from .reader import Broken, Parser, Wait
 
-MAX_LITERAL = 64 * 1024
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
@@ -120,7 +119,7 @@ def _json_of(said: str, schema: dict[str, Any]) -> str:
         return word.lower()
     if word.lower() in ("null", "none") and "null" in types:
         return "null"
-    for read in (json.loads, ast.literal_eval):
+    for read in (json.loads, python_literal):
         try:
             value = read(word) if len(word) <= MAX_LITERAL else word
             kind = _kind(value)

@@ -250,3 +250,11 @@ def test_calls_are_json_of_their_values() -> None:
         for (name, arguments), (_, said) in zip(run([text], tool)[2], calls, strict=True):
             if arguments != '{"a": ':
                 assert json.loads(arguments) == json.loads(said), name
+
+
+def test_limits_are_the_same_whole_and_in_pieces(recwarn: pytest.WarningsRecorder) -> None:
+    for text in (f"[get_weather(city='{'x' * 70_000}')]", f"[{'f' * 300}(a=1)]", f"[get_weather({'a' * 300}=1)]"):
+        assert run([text], "pythonic") == run([text[at : at + 1_000] for at in range(0, len(text), 1_000)], "pythonic")
+        assert run([text], "pythonic") == run(list(text[:400]) + [text[400:]], "pythonic")
+    run(["[get_weather(city=1if 1else 1)]"], "pythonic")
+    assert not recwarn.list  # what Python finds odd in a model's words is no news
