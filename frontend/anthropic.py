@@ -160,27 +160,24 @@ def _choice(given: dict[str, Any] | None) -> tuple[Any, bool]:
 async def messages(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     front = request.app[FRONT]
-    try:
-        return await _answer(request, front)
-    except RequestError as error:
-        front.metrics.failed(error.status)
-        return _refused(error)
+    asked = await front.read(request, MessagesRequest)
+    call = await _begun(request, front, asked)
+    if asked.stream:
+        return await call.stream(request, ChatChunks("", 0, "", False), front.settings.stall_s)
+    (choice,), _ = await call.complete()
+    return json_body(call.message(choice))
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
     """How many tokens a conversation's prompt has. The request is let in to be rendered, and withdrawn at once."""
     front = request.app[FRONT]
+    asked = await front.read(request, MessagesRequest)
+    asked.max_tokens = 1
+    call = await _begun(request, front, asked)
     try:
-        asked = await front.read(request, MessagesRequest)
-        asked.max_tokens = 1
-        call = await _begun(request, front, asked)
-        try:
-            return json_body({"input_tokens": await call.prompt_tokens()})
-        finally:
-            call.abort()
-    except RequestError as error:
-        front.metrics.failed(error.status)
-        return _refused(error)
+        return json_body({"input_tokens": await call.prompt_tokens()})
+    finally:
+        call.abort()
 
 
 async def _begun(request: web.Request, front: Front, asked: MessagesRequest) -> MessagesCall:
@@ -196,16 +193,7 @@ async def _begun(request: web.Request, front: Front, asked: MessagesRequest) -> 
     return call
 
 
-async def _answer(request: web.Request, front: Front) -> web.StreamResponse:
-    asked = await front.read(request, MessagesRequest)
-    call = await _begun(request, front, asked)
-    if asked.stream:
-        return await call.stream(request, ChatChunks("", 0, "", False), front.settings.stall_s)
-    (choice,), _ = await call.complete()
-    return json_body(call.message(choice))
-
-
-def _refused(error: RequestError) -> web.Response:
+def refused(error: RequestError) -> web.Response:
     """An error in Anthropic's shape."""
     answer = error_response(error)
     answer.body = _error(error)

@@ -78,19 +78,24 @@ def internal_error(error: Exception) -> ApiError:
     return ApiError(500, INTERNAL)
 
 
+SHAPES: web.AppKey[dict[str, Callable[[RequestError], web.Response]]] = web.AppKey("shapes", dict)
+"""How errors are told on the paths of other dialects than OpenAI's."""
+
+
 @web.middleware
 async def errors_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every way in which a handler can fail, as OpenAI's shape."""
+    """Every way in which a handler can fail, or a middleware before it, in the shape of the path's dialect."""
+    told = request.app[SHAPES].get(request.path, error_response)
     try:
         return await handler(request)
     except RequestError as error:
-        return error_response(error)
+        return told(error)
     except web.HTTPException as error:
-        return error_response(from_http(request, error))
+        return told(from_http(request, error))
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:  # noqa: BLE001 - logged with its traceback, and the client told
-        return error_response(internal_error(error))
+        return told(internal_error(error))
 
 
 def from_http(request: web.BaseRequest, error: web.HTTPException) -> ApiError:

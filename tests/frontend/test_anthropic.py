@@ -180,6 +180,7 @@ def test_what_makes_no_sense_is_refused_in_its_shape(server: FakeServer, more: d
 
 def test_a_key_is_asked_for(server: FakeServer) -> None:
     server.engine.script = says("Yes.")
-    assert send(server, key="wrong")[0] == 401
+    status, body = send(server, key="wrong")
+    assert (status, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
     assert post(server, CHAT, PATH, Authorization="Bearer secret")[0] == 200
     assert ask(server, "POST", PATH, CHAT, {"Authorization": "Bearer wrong", "X-Api-Key": "secret"})[0] == 401
