@@ -16,7 +16,7 @@ from .auth import auth_middleware, keys_of
 from .calls import json_body
 from .chat import chat_completions
 from .completions import completions
-from .errors import SHAPES, ApiError, Handler, errors_middleware
+from .errors import SHAPES, ApiError, Handler, Shapes, errors_middleware
 from .front import FRONT, Front, Settings
 from .health import PROBE, Probe, generate, live, ready
 from .metrics import CONTENT_TYPE
@@ -34,7 +34,8 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_request_bytes)
     app[FRONT] = Front(engine, settings)
     app[STORE] = Store()
-    app[SHAPES] = dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), refused)
+    shapes: Shapes = {"/v1/messages": refused, "/v1/messages/count_tokens": refused}
+    app[SHAPES] = shapes
     app[PROBE] = Probe(engine, settings.generate_s, settings.pooler is not None)
     app.add_routes(
         [

@@ -78,7 +78,8 @@ def internal_error(error: Exception) -> ApiError:
     return ApiError(500, INTERNAL)
 
 
-SHAPES: web.AppKey[dict[str, Callable[[RequestError], web.Response]]] = web.AppKey("shapes", dict)
+Shapes = dict[str, Callable[[RequestError], web.Response]]
+SHAPES: web.AppKey[Shapes] = web.AppKey("shapes", dict)
 """How errors are told on the paths of other dialects than OpenAI's."""
 
 
