@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 
+from ..proto.codec import MAX_FRAME, encode
 from ..proto.config import ConfigError, EngineArgs
 from ..proto.messages import Heartbeat, ToSchedulerFront, ToSchedulerWorkers
 from ..proto.process import heartbeat, tell_ready
@@ -68,7 +69,8 @@ class Turns:
         for at, (peer, message) in enumerate(outgoing):
             if peer not in unreachable and not self.workers.send(peer, message):
                 unreachable.add(peer)
-                inputs.worker_gone(peer, "is gone: it cannot be reached", plans_to(peer, outgoing[at:]))
+                at_fault = len(encode(message)) > MAX_FRAME  # a plan that no worker can be sent is not innocent
+                inputs.worker_gone(peer, "is gone: it cannot be reached", plans_to(peer, outgoing[at + at_fault :]))
                 settled = False
         for peer, message in inputs.to_front():
             if not self.front.send(peer, message):
