@@ -20,7 +20,7 @@ def test_a_plan_that_no_worker_can_be_sent_is_not_innocent(
     lease, told = Lease(1, 0, 1), []
     outgoing = [("w", StepPlan(lease, 1, drops=bytes(100))), ("v", Heartbeat()), ("w", StepPlan(lease, 2))]
     inputs: Any = SimpleNamespace(
-        membership=None, to_workers=lambda: outgoing, to_front=lambda: [], worker_gone=lambda *args: told.append(args)
+        membership=None, to_workers=lambda: outgoing, to_front=list, worker_gone=lambda *args: told.append(args)
     )
     workers: Any = SimpleNamespace(send=lambda peer, message: peer != "w")
     turns = loop.Turns(SimpleNamespace(), workers, inputs)  # type: ignore[arg-type]
