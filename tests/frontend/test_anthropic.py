@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from http_asks import ask, post
+from spoken import says
 
 from quire.client.generation import OpenGeneration
 from quire.client.results import RequestError
-from quire.frontend.fake import FakeServer, Say
+from quire.frontend.fake import FakeServer
 from quire.proto.messages import Finish
 
 PATH = "/v1/messages"
@@ -24,16 +25,6 @@ TEXT = (
     '<think>Hm.</think>Let me see.<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
     '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
 )
-
-
-def says(text: str, finish: Finish = Finish.STOP, stop: str | None = None, error: RequestError | None = None) -> Any:
-    def script(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
-        for at in range(0, len(text), 7):
-            yield Say(0, text[at : at + 7])
-            yield 0.0
-        yield error or Say(0, "", finish=finish, stop_reason=stop)
-
-    return script
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from typing import Any
 import openai
 import pytest
 from http_asks import error_of, post
+from spoken import says
 
 from quire.client.generation import OpenGeneration
-from quire.client.results import RequestError
-from quire.frontend.fake import FakeServer, Say
+from quire.frontend.fake import FakeServer
 from quire.frontend.schema import ChatRequest
 from quire.frontend.tool_choice import reading_of, tools_of
 from quire.proto.messages import Finish
@@ -29,19 +29,6 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools"
 PARIS = '{"city": "Paris"}'
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": ' + PARIS + "}\n</tool_call>"
 LATE = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-
-
-def says(text: str, finish: Finish = Finish.STOP, step: int = 5) -> Any:
-    def script(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
-        pieces = [text[at : at + step] for at in range(0, len(text), step)]
-        for piece in pieces:
-            for index in range(request.work.params.n):
-                yield Say(index, piece)
-            yield 0.0
-        for index in range(request.work.params.n):
-            yield Say(index, "", finish=finish)
-
-    return script
 
 
 @pytest.fixture(scope="module")

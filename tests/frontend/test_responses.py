@@ -7,25 +7,16 @@ from typing import Any
 
 import openai
 import pytest
+from spoken import says
 
 from quire.client.generation import OpenGeneration
 from quire.client.results import RequestError
-from quire.frontend.fake import FakeServer, Say
+from quire.frontend.fake import FakeServer
 from quire.frontend.responses import Store
 from quire.proto.messages import Finish
 
 TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": True}]
 TEXT = '<think>Hm.</think>Let me see.<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
-
-
-def says(text: str, finish: Finish = Finish.STOP, error: RequestError | None = None) -> Any:
-    def script(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
-        for at in range(0, len(text), 7):
-            yield Say(0, text[at : at + 7])
-            yield 0.0
-        yield error or Say(0, "", finish=finish)
-
-    return script
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,14 @@ class MovesRig(Rig):
         self.moves.heard(replica, Taken(replica.lease, move, slots, pages))
 
 
+def drained() -> tuple[MovesRig, Sequence, Replica]:
+    """A sequence whose replica drains, and another that may take it."""
+    rig = MovesRig()
+    seq = rig.decoding(20)
+    rig.replica.drain()
+    return rig, seq, rig.join()
+
+
 def slots(gives: list[Give]) -> list[tuple[int, int]]:
     """First and length of each."""
     return [(give.first, len(from_i32(give.blocks))) for give in gives]
@@ -91,10 +99,7 @@ def test_pages_are_asked_for_piece_by_piece_within_a_window() -> None:
 
 
 def test_pages_go_to_blocks_that_the_taker_knows() -> None:
-    rig = MovesRig()
-    seq = rig.decoding(20)
-    rig.replica.drain()
-    taker = rig.join()
+    rig, seq, taker = drained()
     rig.advance()
     while len(seq.blocks) < 7:
         rig.step()
@@ -133,10 +138,7 @@ def test_on_a_cpu_those_that_decode_on_share_what_is_asked_for_beside_them() -> 
 
 
 def test_a_move_from_its_first_page_to_its_first_plan_elsewhere() -> None:
-    rig = MovesRig()
-    seq = rig.decoding(20)
-    rig.replica.drain()
-    taker = rig.join()
+    rig, seq, taker = drained()
     assert rig.moves.due
     rig.advance()
     assert seq not in rig.replica.held
@@ -330,10 +332,7 @@ def test_who_stalls_or_has_a_suspect_takes_nobody(losses: int, after: float, mov
 
 
 def test_a_move_that_gets_no_further_is_given_up_and_those_two_are_left_alone() -> None:
-    rig = MovesRig()
-    seq = rig.decoding(20)
-    rig.replica.drain()
-    taker = rig.join()
+    rig, seq, taker = drained()
     assert rig.begun() == [(1, 1)]
     rig.now += PATIENCE_S
     assert rig.advance() == []
@@ -395,10 +394,7 @@ def test_only_those_two_may_say_that_it_cannot_be_done() -> None:
 
 
 def test_what_was_held_goes_on_where_it_is() -> None:
-    rig = MovesRig()
-    seq = rig.decoding(20)
-    rig.replica.drain()
-    taker = rig.join()
+    rig, seq, taker = drained()
     rig.advance()
     rig.taken(2)
     rig.advance()
@@ -435,10 +431,7 @@ def test_one_that_has_ended_or_was_preempted_is_forgotten() -> None:
 
 
 def test_one_for_which_there_is_no_room_any_more_stays() -> None:
-    rig = MovesRig()
-    seq = rig.decoding(20)
-    rig.replica.drain()
-    taker = rig.join()
+    rig, seq, taker = drained()
     rig.advance()
     taker.reserve(99, [], taker.pool.free_count - 3)
     while seq.computed < 48:
@@ -450,10 +443,7 @@ def test_one_for_which_there_is_no_room_any_more_stays() -> None:
 
 
 def test_one_for_whose_next_token_there_is_no_room_does_not_land() -> None:
-    rig = MovesRig()
-    seq = rig.decoding(20)
-    rig.replica.drain()
-    taker = rig.join()
+    rig, seq, taker = drained()
     rig.advance()
     taker.reserve(99, [], taker.pool.free_count - 1)
     while seq.computed < 40:
@@ -499,10 +489,7 @@ def test_what_is_to_be_said_of_moves() -> None:
 
 
 def test_a_taker_that_does_not_say_that_it_knows_its_blocks_is_not_waited_for() -> None:
-    rig = MovesRig()
-    seq = rig.decoding(20)
-    rig.replica.drain()
-    taker = rig.join()
+    rig, seq, taker = drained()
     rig.advance()
     while seq.computed < 48:
         rig.step()
@@ -515,10 +502,7 @@ def test_a_taker_that_does_not_say_that_it_knows_its_blocks_is_not_waited_for() 
 
 
 def test_one_that_was_preempted_and_runs_elsewhere_is_forgotten() -> None:
-    rig = MovesRig()
-    seq = rig.decoding(20)
-    rig.replica.drain()
-    taker = rig.join()
+    rig, seq, taker = drained()
     rig.begun()
     rig.core.preempt(seq)
     rig.join(2)
