@@ -24,6 +24,13 @@ START_S = 120
 _given: set[int] = set()  # ports that this process has been told of
 
 
+def _lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Server:
     """``quire serve`` in a process of its own. ``url`` is what its ready line says."""
 
@@ -53,7 +60,8 @@ class Server:
         return Path(self.log.name).read_text()
 
     def children(self):
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """Its processes with all of theirs, but for those that have ended and were not waited for yet."""
+        return [each for each in psutil.Process(self.process.pid).children(recursive=True) if _lives(each)]
 
     def run_dir(self):
         """The folder of socket files, from a child's command line."""
