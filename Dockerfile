@@ -3,7 +3,8 @@
 #     docker build --target scheduler -t quire-scheduler .
 #
 # Only gpu_worker has torch. BASE is any image with Python 3.11 or later and its venv module. pip's own settings can be
-# given as build arguments, for example PIP_EXTRA_INDEX_URL with an index of torch built for CPUs alone.
+# given as build arguments, for example PIP_EXTRA_INDEX_URL with an index of torch built for CPUs alone. QUIRE_EXTRAS
+# names extras of pyproject.toml that every image has too, for example tracing.
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS base
@@ -15,6 +16,7 @@ RUN useradd --uid 10001 --no-create-home --home-dir /cache quire \
 FROM base AS build
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
+ARG QUIRE_EXTRAS
 RUN python3 -m venv /opt/quire
 COPY deploy/requirements.py pyproject.toml /build/
 
@@ -27,25 +29,25 @@ RUN pip wheel --no-deps --wheel-dir /wheel /source
 
 FROM build AS build-scheduler
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python /build/requirements.py scheduler > /build/needs.txt && pip install -r /build/needs.txt
+    python /build/requirements.py scheduler "$QUIRE_EXTRAS" > /build/needs.txt && pip install -r /build/needs.txt
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
 
 FROM build AS build-detokenizer
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python /build/requirements.py detokenizer > /build/needs.txt && pip install -r /build/needs.txt
+    python /build/requirements.py detokenizer "$QUIRE_EXTRAS" > /build/needs.txt && pip install -r /build/needs.txt
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
 
 FROM build AS build-frontend
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python /build/requirements.py frontend > /build/needs.txt && pip install -r /build/needs.txt
+    python /build/requirements.py frontend "$QUIRE_EXTRAS" > /build/needs.txt && pip install -r /build/needs.txt
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
 
 FROM build AS build-gpu_worker
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python /build/requirements.py gpu_worker > /build/needs.txt && pip install -r /build/needs.txt
+    python /build/requirements.py gpu_worker "$QUIRE_EXTRAS" > /build/needs.txt && pip install -r /build/needs.txt
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .client.engine import Engine
     from .client.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .client.offline.flat import FlatLogprobs
     from .client.offline.llm import LLM
     from .client.offline.lora import LoRARequest
     from .client.offline.outputs import (
@@ -45,6 +46,7 @@ _HOMES = {
     "BeamSearchParams": ".client.offline.beams",
     "BeamSearchSequence": ".client.offline.beams",
     "GuidedDecodingParams": ".proto.structured",
+    "FlatLogprobs": ".client.offline.flat",
     "Logprob": ".client.offline.outputs",
     "StructuredOutputsParams": ".proto.structured",
     "CompletionOutput": ".client.offline.outputs",
@@ -78,6 +80,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "Engine",
     "EngineArgs",
+    "FlatLogprobs",
     "GuidedDecodingParams",
     "LoRARequest",
     "Logprob",

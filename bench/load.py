@@ -49,6 +49,7 @@ class Load:
     ids: tuple[int, int] = (3, 4000)
     seed: int = 11
     timeout: float = 600.0
+    key: str = ""  # sent as a bearer token
 
     def body(self, number: int) -> bytes:
         """The JSON of request ``number``: random token ids, greedy, to the full length."""
@@ -102,9 +103,10 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._request, self._in_body, self._data, self._events = request, False, b"", b""
         self._over = asyncio.get_running_loop().create_future()
+        key = f"Authorization: Bearer {self._load.key}\r\n" if self._load.key else ""
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._load.host}:{self._load.port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{key}\r\n"
         )
         request.sent = time.perf_counter()
         self._transport.write(head.encode() + body)

@@ -1,7 +1,7 @@
-"""``quire bench {serve,throughput,latency,control-plane}``: names and meaning of flags are vLLM's.
+"""``quire bench {serve,sweep,throughput,latency,control-plane}``: names and meaning of flags are vLLM's.
 
-throughput and latency run offline through ``quire.LLM``; serve loads a running server over HTTP; control-plane
-measures the scheduler alone. Each prints a table and writes JSON with ``--output-json``.
+throughput and latency run offline through ``quire.LLM``; serve loads a running server over HTTP, and sweep does so
+again and again; control-plane measures the scheduler alone. Each prints a table and writes JSON with ``--output-json``.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ from typing import Any
 
 from ..proto.checkpoint.model_config import config_of, model_folder
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
+from ..proto.http_args import HttpArgs
 from ..proto.params import ParamError, SamplingParams
 from .bench_results import percentile, positive, random_ids, save, spread
 from .bench_serve import add_serve
+from .bench_sweep import add_sweep
 from .errors import CommandError
 
 _NOT_OFFLINE = (
-    "host", "port", "served_model_name", "api_key", "admin_api_key", "max_request_bytes", "api_server_count",
+    *(fld.name for fld in dataclasses.fields(HttpArgs) if fld.name != "log_level"), "api_server_count", "headless",
     "scheduler", "advertise", "bind",
 )  # fmt: skip
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``bench`` and its four commands; each sets ``run``, which returns an exit code."""
+    """Add ``bench`` and its commands; each sets ``run``, which returns an exit code."""
     parser = subparsers.add_parser("bench")
     kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
     _add_throughput(kinds)
     _add_latency(kinds)
     _add_control_plane(kinds)
     add_serve(kinds)
+    add_sweep(kinds)
 
 
 def _add_offline(kinds: Any, name: str, help: str) -> argparse.ArgumentParser:

@@ -34,6 +34,15 @@ def add_serve(kinds: Any) -> None:
     """Add the command."""
     help = "load a running server: TTFT, TPOT, ITL, end-to-end latency, tokens/s"
     parser = kinds.add_parser("serve", help=help, description=help)
+    add_load_flags(parser)
+    parser.add_argument("--request-rate", type=float, default=float("inf"), help="requests/s, Poisson (default: inf)")
+    parser.add_argument("--max-concurrency", type=positive, help="requests under way at most")
+    parser.add_argument("--output-json", metavar="FILE", help="write the results here")
+    parser.set_defaults(run=serve)
+
+
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    """Which server, and what it is asked: all but how fast the requests come, and how many at once."""
     parser.add_argument("--base-url", help="such as http://localhost:8000, in place of --host and --port")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -41,20 +50,16 @@ def add_serve(kinds: Any) -> None:
     parser.add_argument("--model", help="name to ask for, or a local folder (default: the first the server has)")
     parser.add_argument("--api-key", help="also QUIRE_API_KEY or OPENAI_API_KEY")
     parser.add_argument("--num-prompts", type=positive, default=1000)
-    parser.add_argument("--request-rate", type=float, default=float("inf"), help="requests/s, Poisson (default: inf)")
     parser.add_argument("--random-input-len", type=positive, default=1024)
     parser.add_argument("--random-output-len", type=positive, default=128)
     parser.add_argument("--random-range-ratio", type=float, default=0.0, help="spread of lengths: x * [1 - r, 1 + r]")
     parser.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all prompts share")
-    parser.add_argument("--max-concurrency", type=positive, help="requests under way at most")
     parser.add_argument("--ignore-eos", action="store_true", help="generate to the full length")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the server's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="count requests within, such as ttft:200")
     parser.add_argument("--ready-check-timeout-sec", type=float, default=60, help="wait for the server (default: 60)")
     parser.add_argument("--timeout", type=float, default=6 * 3600, help="seconds a request may take")
-    parser.add_argument("--output-json", metavar="FILE", help="write the results here")
-    parser.set_defaults(run=serve)
 
 
 @dataclass

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
+from . import chat_settings
+from .api import DEFAULT_URL, Api
+from .chat_input import Typed
+from .chat_screen import screen, shown, wrapped
+from .chat_session import COMMANDS, Message, Session
 from .errors import CommandError
-
-DEFAULT_URL = "http://localhost:8000/v1"
-CONNECT_S = 10.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,157 +21,140 @@ def add_parser(subparsers: Any) -> None:
     chat = subparsers.add_parser("chat")
     _add_common(chat)
     chat.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
+    chat.add_argument(
+        "--tools", metavar="FILE", help="JSON list of tools that the model may call; you are asked for what they answer"
+    )
+    chat.add_argument(
+        "--show-reasoning", action=argparse.BooleanOptionalAction, help="show thoughts (default: at a terminal)"
+    )
+    chat.add_argument(
+        "--markdown", action=argparse.BooleanOptionalAction,
+        help="draw Markdown (default: at a terminal, with the package of pip install 'quire[cli]')",
+    )  # fmt: skip
+    chat_settings.add_flags(chat)
     chat.set_defaults(run=run_chat)
     complete = subparsers.add_parser("complete")
     _add_common(complete)
-    complete.set_defaults(run=run_complete)
+    chat_settings.add_flags(complete)
+    complete.set_defaults(run=run_complete, markdown=False)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"where the server's API is (default: {DEFAULT_URL})")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"where the server is (default: {DEFAULT_URL})")
     parser.add_argument("--model-name", metavar="NAME", help="model to ask (default: the first the server has)")
     parser.add_argument("--api-key", metavar="KEY", help="also QUIRE_API_KEY or OPENAI_API_KEY")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of an answer at most")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="ask this, print the answer, and leave")
+    parser.add_argument(
+        "--stats", action="store_true", help="tell tokens, tokens/s and time to first token after each answer"
+    )
 
 
 def run_chat(args: argparse.Namespace) -> int:
-    """A conversation, remembered until its end."""
-    api = Api(args.url, args.api_key)
-    model = args.model_name or api.first_model()
-    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+    """A conversation, remembered until its end. Raises CommandError."""
+    _check_rich(args.markdown)
+    typed = Typed([*COMMANDS, "/quit"])
+    session = Session(
+        *_begin(args), screen=lambda: screen(args.markdown), settings=chat_settings.given(args),
+        messages=[{"role": "system", "content": args.system_prompt}] if args.system_prompt else [],
+        tools=_tools(args.tools) if args.tools else None, stats=args.stats,
+        thoughts=sys.stdout.isatty() if args.show_reasoning is None else args.show_reasoning,
+    )  # fmt: skip
+    if args.quick is None:
+        session.result = lambda call: _result(typed, call)
 
     def answer(text: str) -> None:
-        asked = [*messages, {"role": "user", "content": text}]
-        body = {"model": model, "messages": asked, "max_completion_tokens": args.max_tokens}
-        said = _show(api.stream("/chat/completions", body), lambda choice: choice["delta"].get("content") or "")
-        messages[:] = [*asked, {"role": "assistant", "content": said}]
+        session.answer(text)
+        if session.stats:
+            print(wrapped(session.last.line()), file=sys.stderr)
 
-    return _loop(args.quick, f"{model}: type a message; Ctrl-D ends the conversation.", answer)
+    def obey(line: str) -> None:
+        if told := session.obey(line):
+            print(shown(told))
+        elif session.stats:
+            print(wrapped(session.last.line()), file=sys.stderr)
+
+    greeting = f"{session.model} at {session.api.url}: type a message, or /help; Ctrl-D ends the conversation."
+    return _loop(args.quick, greeting, typed, answer, obey)
 
 
 def run_complete(args: argparse.Namespace) -> int:
-    """Texts continued, each for itself."""
-    api = Api(args.url, args.api_key)
-    model = args.model_name or api.first_model()
+    """Texts continued, each for itself. Raises CommandError."""
+    api, model = _begin(args)
+    settings = chat_settings.given(args)
 
     def answer(text: str) -> None:
-        body = {"model": model, "prompt": text, "max_tokens": args.max_tokens}
-        _show(api.stream("/completions", body), lambda choice: choice["text"])
+        said = Message(screen(False), False)
+        options = {"stream_options": {"include_usage": True}}
+        said.show(api.stream("/completions", {"model": model, "prompt": text, **settings, **options}))
+        if args.stats:
+            print(wrapped(said.counts.line()), file=sys.stderr)
 
-    return _loop(args.quick, f"{model}: type the beginning of a text; Ctrl-D ends.", answer)
+    greeting = f"{model} at {api.url}: type the beginning of a text; Ctrl-D ends."
+    return _loop(args.quick, greeting, Typed(), answer, None)
 
 
-def _loop(quick: str | None, greeting: str, answer: Callable[[str], None]) -> int:
-    """Answer ``quick``, or each line of standard input. Ctrl-C cuts an answer short, at the prompt it ends."""
+def _begin(args: argparse.Namespace) -> tuple[Api, str]:
+    """The server, and the model that answers. Raises CommandError."""
+    api = Api(args.url, args.api_key)
+    return api, args.model_name or api.models()[0]
+
+
+def _loop(
+    quick: str | None, greeting: str, typed: Typed, answer: Callable[[str], None], obey: Callable[[str], None] | None
+) -> int:
+    """Answer ``quick``, or each message that is typed. Ctrl-C cuts an answer short, at the prompt it ends. ``obey`` is
+    told lines that begin with one slash, at a terminal."""
     if quick is not None:
         answer(quick)
         return 0
-    at_terminal = sys.stdin.isatty()
-    if at_terminal:
-        import readline  # noqa: F401 - gives input() its history and editing
-
-        print(greeting)
-    while True:
-        try:
-            text = input("> " if at_terminal else "")
-        except (EOFError, KeyboardInterrupt):
-            if at_terminal:
-                print()
-            return 0
-        if not text.strip():
-            continue
-        try:
-            answer(text)
-        except KeyboardInterrupt:
-            print()
-        except CommandError as error:
-            if not at_terminal:
-                raise
-            print(f"error: {error}", file=sys.stderr)
-
-
-def _show(events: Iterator[dict[str, Any]], text_of: Callable[[dict[str, Any]], str]) -> str:
-    """Print text as it comes; all of it."""
-    parts = []
-    for event in events:
-        for choice in event.get("choices", ()):
-            if text := text_of(choice):
-                parts.append(text)
-                print(text, end="", flush=True)
-    print(flush=True)
-    return "".join(parts)
-
-
-class Api:
-    """An OpenAI-style API over the standard library, which starts faster than any client of it."""
-
-    def __init__(self, url: str, key: str | None):
-        parts = urlsplit(url if "://" in url else "http://" + url)
-        try:
-            self._port = parts.port
-        except ValueError:
-            raise CommandError(f"{url!r} is no URL; it should look like {DEFAULT_URL}.") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise CommandError(f"{url!r} is no URL; it should look like {DEFAULT_URL}.")
-        self._url, self._host, self._path = url, parts.hostname, parts.path.rstrip("/")
-        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        key = key or os.environ.get("QUIRE_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
-        self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-
-    def first_model(self) -> str:
-        """The name of the first model the server has. Raises CommandError."""
-        connection, response = self._request("GET", "/models", None)
-        try:
-            return json.loads(response.read())["data"][0]["id"]
-        except (ValueError, LookupError, TypeError, HTTPException, OSError):
-            raise CommandError(f"{self._url}/models is not an OpenAI-style list of models; is --url right?") from None
-        finally:
-            connection.close()
-
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer. Leaving the loop early closes the connection, which ends the request."""
-        body = {name: value for name, value in body.items() if value is not None}
-        connection, response = self._request("POST", path, json.dumps(body | {"stream": True}).encode())
-        try:
-            for line in response:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                event = json.loads(data)
-                if "error" in event:
-                    raise CommandError(f"the server failed: {_message(event)}")
-                yield event
-            raise CommandError("the server ended the answer before it was complete.")
-        except (OSError, HTTPException, ValueError) as error:
-            raise CommandError(f"lost the connection to {self._url}: {error}.") from None
-        finally:
-            connection.close()
-
-    def _request(self, method: str, path: str, body: bytes | None) -> tuple[HTTPConnection, HTTPResponse]:
-        connection = self._kind(self._host, self._port, timeout=CONNECT_S)
-        try:
-            connection.connect()
-            connection.sock.settimeout(None)  # an answer may take as long as it likes
-            connection.request(method, self._path + path, body, self._headers)
-            response = connection.getresponse()
-        except (OSError, HTTPException) as error:
-            connection.close()
-            reason = getattr(error, "strerror", None) or error
-            raise CommandError(f"cannot reach {self._url}: {reason}; is a server running? (`quire serve`)") from None
-        if response.status != 200:
-            text = response.read(65536)
-            connection.close()
+    if typed.at_terminal:
+        print(wrapped(greeting))
+    try:
+        while True:
+            text = typed.read()
             try:
-                message = _message(json.loads(text))
-            except (ValueError, AttributeError):
-                message = response.reason
-            raise CommandError(f"the server answered {response.status}: {message}")
-        return connection, response
+                if obey is not None and typed.at_terminal and text.startswith("/"):
+                    if not text.startswith("//"):
+                        obey(text)
+                        continue
+                    text = text[1:]
+                answer(text)
+            except KeyboardInterrupt:
+                print()
+            except CommandError as error:
+                if not typed.at_terminal:
+                    raise
+                print(wrapped(f"error: {error}"), file=sys.stderr)
+    except (EOFError, KeyboardInterrupt):
+        if typed.at_terminal:
+            print()
+        return 0
+    finally:
+        typed.close()
 
 
-def _message(event: dict[str, Any]) -> str:
-    error = event.get("error")
-    return str(error.get("message") if isinstance(error, dict) else error)
+def _check_rich(markdown: bool | None) -> None:
+    """Raises CommandError where Markdown is asked for and cannot be drawn."""
+    if markdown:
+        try:
+            import rich  # noqa: F401
+        except ImportError:
+            raise CommandError("--markdown needs a package: pip install 'quire[cli]'.") from None
+
+
+def _tools(path: str) -> list[Any]:
+    """The tools of a file. Raises CommandError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--tools {path!r} cannot be read: {error}.") from None
+    if not isinstance(found, list):
+        raise CommandError(f"--tools {path!r} must hold a JSON list of tools, as /v1/chat/completions takes them.")
+    return found
+
+
+def _result(typed: Typed, call: dict[str, Any]) -> dict[str, Any]:
+    """What a tool answers, which the user is asked for. Raises EOFError where there is no more input."""
+    text = typed.ask(shown(f"{call['function']['name']} answers: "))
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}

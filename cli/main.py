@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ..proto.config import ConfigError, FlagParser
+from ..proto.flag_parser import nearest
 from ..proto.process import EXIT_CONFIG, complain
 from ..proto.version import __version__
 from .errors import CommandError
@@ -16,10 +17,16 @@ COMMANDS = {
     "serve": (".serve", "start a server: the OpenAI API on http://localhost:8000"),
     "chat": (".chat", "talk to a running server"),
     "complete": (".chat", "let a running server continue a text"),
-    "bench": (".bench", "measure: serve, throughput, latency, control-plane"),
+    "top": (".top", "watch a running server in a terminal"),
+    "run-batch": (".run_batch", "answer a file of requests, and end"),
+    "bench": (".bench", "measure: serve, sweep, throughput, latency, control-plane"),
     "workers": (".workers", "list the workers of a running server, drain one, remove one"),
+    "restart": (".restart", "replace the processes of a running server one by one, and lose no request"),
     "replay": (".replay", "run a flight recording again, and show what the scheduler did"),
     "quantize": (".quantize", "make a quantized checkpoint of a float model"),
+    "fit": (".fit", "how much memory a model needs, and how fast it could be, of its config.json"),
+    "doctor": (".doctor", "say what is installed, what this machine has, and what would stop a server"),
+    "completion": (".completion", "print a script with which a shell completes commands and flags"),
     "keygen": (".keygen", "make the key file that processes on several machines share"),
 }
 
@@ -33,6 +40,12 @@ def run(argv: list[str]) -> int:
     """Run a command line; its exit code."""
     try:
         parser = make_parser(argv[0] if argv and argv[0] in COMMANDS else None)
+        if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
+            parser.error(f"there is no command {argv[0]!r:.80}{nearest(argv[0], COMMANDS)}")
+        if argv[:1] == ["serve"]:
+            from .flag_file import with_config_file
+
+            argv = with_config_file(argv)
         args = parser.parse_args(argv)
         if args.command is None:
             parser.print_help()

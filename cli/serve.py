@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import signal
 import threading
 import time
@@ -13,22 +14,37 @@ from typing import TYPE_CHECKING, Any
 
 from ..proto.checkpoint.model_config import DEMO_MODEL
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
-from ..proto.process import collect_from_now, ignore_signals, setup_logging
+from ..proto.log_lines import counted
+from ..proto.process import announce, collect_from_now, ignore_signals, setup_logging
+from ..proto.vllm_flags import add_vllm_flags
 from .errors import CommandError
+from .flag_help import add_help
+from .serving import Serving
 
 if TYPE_CHECKING:
     from ..client.supervisor.launch import Supervisor
 
 POLL_S = 0.05
+MOST_USED = (
+    "--host", "--port", "--api-key", "--served-model-name", "--max-model-len", "--dtype", "--quantization",
+    "--gpu-memory-utilization", "--max-num-seqs", "--tensor-parallel-size", "--data-parallel-size", "--enable-lora",
+    "--tool-call-parser", "--reasoning-parser", "--chat-template", "--speculative-config", "--log-level",
+)  # fmt: skip
+"""What ``quire serve --help`` explains; it lists all."""
 
 log = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:
     """The command's flags: all of EngineArgs, and the model without a flag."""
-    parser = subparsers.add_parser("serve")
+    parser = subparsers.add_parser("serve", add_help=False)
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    add_help(parser, MOST_USED)
+    parser.add_argument(  # for the help: with_config_file has read it
+        "--config", metavar="FILE.yaml", help="flags, one a line, such as `port: 8001`; the command line goes before it"
+    )
     add_flags(parser)
+    add_vllm_flags(parser)
     parser.set_defaults(run=serve, several=[])
 
 
@@ -36,7 +52,10 @@ def serve(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP: exit code 0. Raises CommandError where a process cannot be kept up."""
     began = time.monotonic()
     try:
-        _serve(engine_args_of(args), Ending(), began)
+        engine_args = engine_args_of(args)
+        setup_logging("serve", engine_args.log_level, engine_args.log_format)
+        tell_without_effect(args)
+        _serve(engine_args, Ending(), began)
     except KeyboardInterrupt:
         pass
     finally:
@@ -49,14 +68,16 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
     from ..client.supervisor.launch import LaunchError, Supervisor
 
     collect_from_now()
-    setup_logging("serve", engine_args.log_level)
     supervisor = Supervisor(engine_args, http=True)
     supervisor.hurry = ending.hurry
     ending.interrupts = False  # what a signal raises could come between a process's start and its being written down
     try:
         supervisor.start()
+        log.info("%s", first_words(supervisor.args, stored_dtype(supervisor.config.hf)))
         if _is_ready(supervisor, ending.stop):
-            say(ready_line(supervisor.args, time.monotonic() - began))
+            serving_of(supervisor.args).write(supervisor.make_run_dir())
+            take_orders(supervisor)
+            announce(ready_line(supervisor.args, time.monotonic() - began))
         supervisor.supervise(ending.stop)
         log.info("ending: open requests may take %g s more; a second signal ends them", engine_args.shutdown_timeout)
     except LaunchError as error:
@@ -66,6 +87,16 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
         supervisor.close()
 
 
+def take_orders(supervisor: Supervisor) -> None:
+    """Let ``quire restart`` reach this server; where that cannot be, the server serves all the same."""
+    from ..client.supervisor.control import Control
+
+    try:
+        Control(supervisor)
+    except OSError as error:
+        log.warning("quire restart cannot reach this server: %s", error)
+
+
 def _is_ready(supervisor: Supervisor, stop: threading.Event) -> bool:
     """Wait until the server is ready. False where it is to end first. Raises LaunchError."""
     while not stop.is_set():
@@ -73,6 +104,12 @@ def _is_ready(supervisor: Supervisor, stop: threading.Event) -> bool:
             supervisor.wait_ready(POLL_S)
             return True
     return False
+
+
+def tell_without_effect(args: argparse.Namespace) -> None:
+    """Log which flags of vLLM's that were given change nothing."""
+    for flag, why in args.without_effect:
+        log.info("%s changes nothing here: %s", flag, why)
 
 
 def engine_args_of(args: argparse.Namespace) -> EngineArgs:
@@ -101,16 +138,36 @@ def _check_is_no_model(flag: str, values: list[str]) -> None:
 
 def ready_line(args: EngineArgs, seconds: float) -> str:
     """The one line on standard output that says where the server is."""
+    model = (args.served_model_name or ["?"])[0]
+    if args.headless:
+        return f"quire is ready: workers of {args.scheduler} (model {model}, {seconds:.1f} s)"
+    if args.uds:
+        return f"quire is ready: unix:{args.uds} (model {model}, {seconds:.1f} s); Ctrl-C stops it"
     host = "localhost" if args.host in ("0.0.0.0", "::", "") else args.host
     host = f"[{host}]" if ":" in host else host
-    model = (args.served_model_name or ["?"])[0]
-    return f"quire is ready: http://{host}:{args.port} (model {model}, {seconds:.1f} s)"
+    scheme = "https" if args.ssl_certfile else "http"
+    url = f"{scheme}://{host}:{args.port}"
+    return f"quire is ready: {url} (model {model}, {seconds:.1f} s); open it in a browser, Ctrl-C stops it"
 
 
-def say(line: str) -> None:
-    """Print ``line``. Where its reader has left, the server stays for others."""
-    with suppress(OSError):
-        print(line, flush=True)
+def serving_of(args: EngineArgs) -> Serving:
+    """What ``quire workers``, ``quire top`` and ``quire restart`` find the server by."""
+    port = 0 if args.uds or args.headless else args.port
+    return Serving(port, (args.served_model_name or ["?"])[0], os.getpid(), args.scheduler or "")
+
+
+def stored_dtype(hf: dict[str, Any]) -> str:
+    """What config.json says of the weights; "" where it does not."""
+    return str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch.")
+
+
+def first_words(args: EngineArgs, stored: str) -> str:
+    """What is being started, before anything is. ``stored``: the type of the checkpoint's weights."""
+    workers = args.data_parallel_size * args.tensor_parallel_size * args.pipeline_parallel_size
+    device = {"auto": "the GPU, or the CPU where there is none", "cpu": "the CPU", "cuda": "the GPU"}[args.device]
+    name = (args.served_model_name or ["?"])[0]
+    dtype = f"weights stored as {stored}" if args.dtype == "auto" and stored else f"dtype {args.dtype}"
+    return f"starting {name} from {args.model}: {dtype}, {counted(workers, 'worker')} on {device}; Ctrl-C stops it"
 
 
 class Flag(threading.Event):

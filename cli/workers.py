@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import math
 import os
-import socket
-import stat
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..proto.config import default_run_dir
+from ..proto.flag_parser import port_number
 from .errors import CommandError
+from .serving import named as named_server
+from .serving import serving, serving_folders
 
 if TYPE_CHECKING:
     from ..proto.messages import Managed, WorkerInfo
@@ -21,8 +19,8 @@ if TYPE_CHECKING:
 ANSWER_S = 10.0
 """How long the scheduler may take to answer."""
 LOOK_S = 0.3
-RUN_DIRS, SHARED_TMP = "quire-run-*", "/tmp"
-"""What ``quire serve`` calls its folder of socket files, and where it is if TMPDIR is too long; see ``rundir.py``."""
+LOCAL = "tcp://127.0.0.1:5600"
+"""Where a scheduler is from within its own container: asked where QUIRE_KEYS is set and nothing else is named."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,8 +36,13 @@ def add_parser(subparsers: Any) -> None:
         action = actions.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
         if name != "list":
             action.add_argument("worker", help="replica number, or the beginning of the worker's name")
-        action.add_argument("--scheduler", help="address of the scheduler (default: this user's running server)")
-        action.add_argument("--keys", help="key file of a deployment whose scheduler is at tcp://")
+        action.add_argument(
+            "--scheduler", help="address of the scheduler (default: QUIRE_SCHEDULER, or this user's running server)"
+        )
+        action.add_argument(
+            "--keys", help="key file of a deployment whose scheduler is at tcp:// (default: QUIRE_KEYS)"
+        )
+        action.add_argument("--port", type=port_number, help="the port of the server, where several run here")
         if name == "drain":
             action.add_argument(
                 "--timeout", type=seconds, default=-1.0,
@@ -60,11 +63,12 @@ def seconds(text: str) -> float:
 
 def workers(args: argparse.Namespace) -> int:
     """Ask, print, and for drain and remove wait until the worker has left. Raises CommandError."""
-    operator = Operator(args.scheduler or find_scheduler(), args.keys)
+    address, keys = where(args)
+    if args.action == "list":
+        _list([address] if address else ["ipc://" + folder for folder in find_schedulers(args.port)], keys)
+        return 0
+    operator = Operator(address or find_scheduler(args.port), keys)
     try:
-        if args.action == "list":
-            print(table(operator.ask("list").workers))
-            return 0
         before = {worker.worker for worker in operator.ask("list").workers}
         answer = operator.ask(args.action, args.worker, getattr(args, "timeout", -1.0))
         worker = named(answer.workers, args.worker)
@@ -76,6 +80,37 @@ def workers(args: argparse.Namespace) -> int:
             time.sleep(LOOK_S)
         print(f"it has left; {len(before) - 1} workers stay" if len(before) > 1 else "it has left; no worker is left")
         return 0
+    finally:
+        operator.close()
+
+
+def where(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    """The address that is named, or None for a server of this machine, and the key file."""
+    keys = args.keys or os.environ.get("QUIRE_KEYS") or None
+    address = args.scheduler or os.environ.get("QUIRE_SCHEDULER") or None
+    if address is None and args.port is None and keys and not serving_folders():
+        address = LOCAL
+    return address, keys if address and not address.startswith("ipc://") else args.keys
+
+
+def _list(addresses: list[str], keys: str | None) -> None:
+    """The workers of each server, under its name where there are several. Raises CommandError where one is asked."""
+    if len(addresses) == 1:
+        print(_listed(addresses[0], keys))
+        return
+    for number, address in enumerate(addresses):
+        print("\n" if number else "", named_server(address.removeprefix("ipc://")), sep="")
+        try:
+            print(_listed(address, keys))
+        except CommandError as error:
+            print(error)
+
+
+def _listed(address: str, keys: str | None) -> str:
+    """A table of a server's workers. Raises CommandError."""
+    operator = Operator(address, keys)
+    try:
+        return table(operator.ask("list").workers)
     finally:
         operator.close()
 
@@ -145,35 +180,27 @@ class Operator:
         self._wire.socket.close(1000)
 
 
-def find_scheduler() -> str:
-    """The address of this user's one running server. Raises CommandError where there is none, or several."""
+def find_schedulers(port: int | None = None) -> list[str]:
+    """Folders of this user's running servers, or of the one at ``port``. Raises CommandError where there is none."""
     found = serving_folders()
+    if port is not None:
+        at_port = [folder for folder in found if serving(folder).port == port]
+        if not at_port:
+            others = f"; there run {', '.join(map(named_server, found))}" if found else ""
+            raise CommandError(f"no server of this user is at port {port} here{others}.")
+        return at_port
     if not found:
         raise CommandError(
-            "no server of this user runs here; name one with --scheduler ipc://FOLDER or tcp://HOST:PORT."
+            "no server of this user runs here; name one with --scheduler ipc://FOLDER or tcp://HOST:PORT, or in "
+            "QUIRE_SCHEDULER."
         )
+    return found
+
+
+def find_scheduler(port: int | None = None) -> str:
+    """The address of this user's one running server. Raises CommandError where there is none, or several."""
+    found = find_schedulers(port)
     if len(found) > 1:
-        raise CommandError(f"several servers run: {', '.join('ipc://' + f for f in found)}; name one with --scheduler.")
+        told = ", ".join(map(named_server, found))
+        raise CommandError(f"several servers run: {told}; name one with --port or --scheduler.")
     return "ipc://" + found[0]
-
-
-def serving_folders() -> list[str]:
-    """Folders of this user's schedulers that are running."""
-    folders = {default_run_dir()}
-    for base in {tempfile.gettempdir(), SHARED_TMP}:
-        folders.update(glob.glob(os.path.join(glob.escape(base), RUN_DIRS)))
-    return sorted(folder for folder in folders if _serves(folder))
-
-
-def _serves(folder: str) -> bool:
-    """Somebody listens on the folder's scheduler socket, and the folder is ours."""
-    path = os.path.join(folder, "scheduler.front")
-    try:
-        info = os.lstat(folder)
-        if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
-            return False
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.connect(path)
-        return True
-    except OSError:
-        return False

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..proto.wire.sockets import Keys
 from .engine import Engine
+from .traced import Traces
 
 CLOSE_S = 5.0
 
@@ -18,9 +19,9 @@ CLOSE_S = 5.0
 class EngineThread:
     """Works whatever the caller's thread is doing: a plain script, a thread, a notebook with its own running loop."""
 
-    def __init__(self, address: str, keys: Keys | None = None):
+    def __init__(self, address: str, keys: Keys | None = None, traces: Traces | None = None):
         """Raises what ``Engine.start`` raises."""
-        self.engine = Engine(address, keys)
+        self.engine = Engine(address, keys, traces)
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="quire-engine", daemon=True)
         self._thread.start()

@@ -19,15 +19,16 @@ from typing import Any
 
 from ..proto import messages as m
 from ..proto.codec import BadFrame, from_i8, from_i32, from_i64, i32, i64
+from ..proto.request_name import about
 from ..proto.standstill import Standstill
-from ..proto.work import Generate, Pool, adapter_of, with_adapter
+from ..proto.work import Generate, Pool, adapter_of, embeds_of, with_adapter, with_embeds
 from .adapters import AdapterBook
 from .best import to_wire
 from .generation import OpenGeneration
 from .logprobs import by_row, unpack
 from .placement import Link, Placement
-from .pooled import OpenPooling
-from .request import OpenRequest
+from .pooled import OpenPooling, OpenText
+from .request import OpenRequest, R
 from .results import RequestError
 from .sendable import bad_field, size_of
 
@@ -93,8 +94,7 @@ class EngineCore:
         self._heartbeats = 0
         self._standstill: Standstill | None = None  # from the first heartbeat on
         self._closed = False
-        self.bad_frames = 0
-        """Frames dropped because their columns do not agree."""
+        self.bad_frames = 0  # dropped because their columns do not agree
 
     def take(self) -> list[tuple[str, Any]]:
         """What is to be done, in order: (peer, a message to send, Connect or Disconnect)."""
@@ -132,22 +132,23 @@ class EngineCore:
         Raises RequestError: 400 where it could not be sent, 429 where too much is on its way.
         """
         self._admit(message)
-        message.work = work = with_adapter(Generate(to_wire(asked.params), asked.seed), adapter_of(asked))
-        request = OpenGeneration(message, work, asked.params, self.clock())
-        self._enter(request)
-        return request
+        work = with_adapter(Generate(to_wire(asked.params), asked.seed), adapter_of(asked))
+        message.work = work = with_embeds(work, embeds_of(asked))
+        return self._enter(OpenGeneration(message, work, asked.params, self.clock()))
 
     def pool(self, message: m.Tokenize, work: Pool) -> OpenPooling:
         """The same for one prompt to be pooled."""
         self._admit(message)
-        request = OpenPooling(message, work, self.clock())
-        self._enter(request)
-        return request
+        return self._enter(OpenPooling(message, work, self.clock()))
+
+    def text(self, message: m.Tokenize) -> OpenText:
+        """The same for one that a detokenizer answers alone."""
+        self._admit(message)
+        return self._enter(OpenText(message, self.clock()))
 
     def abort(self, uid: int) -> None:
         """End a request that nobody wants any more. A uid that is not open is ignored."""
-        request = self.open.get(uid)
-        if request is not None:
+        if (request := self.open.get(uid)) is not None:
             self.finish(request, None, tell=True)
 
     def ask_adapter(self, asked: m.Register | m.Unregister) -> int:
@@ -176,9 +177,10 @@ class EngineCore:
         self._unaccepted[message.uid] = size
         self._unaccepted_bytes += size
 
-    def _enter(self, request: OpenRequest) -> None:
+    def _enter(self, request: R) -> R:
         self._place(request)
         self.open[request.uid] = request
+        return request
 
     def finish(self, request: OpenRequest, error: RequestError | None, tell: bool = False) -> None:
         """Forget a request; ``tell`` its detokenizer unless that knows."""
@@ -232,8 +234,7 @@ class EngineCore:
 
     def unreachable(self, peer: str, error: Exception) -> None:
         """Connect could not even be tried: it is asked for again at the next heartbeat."""
-        link = self.links.get(peer)
-        if link is not None:
+        if (link := self.links.get(peer)) is not None:
             if not link.failed:
                 log.warning("cannot connect to detokenizer %s at %r yet: %s", link.incarnation, link.endpoint, error)
             link.failed = link.retry = True
@@ -309,7 +310,7 @@ class EngineCore:
         """
         del self.links[link.identity]
         self._put(link.identity, Disconnect())
-        held = [(request, link.blames(request)) for request in link.open.values()]
+        held = [(request, not left and link.blames(request)) for request in link.open.values()]
         if held:
             log.warning("lost detokenizer %s; sending %d requests again", link.incarnation, len(held))
         for request, _ in held:
@@ -347,6 +348,8 @@ class EngineCore:
         if isinstance(message, m.Accepted):
             self._unaccepted_bytes -= self._unaccepted.pop(message.uid, 0)
             request.accept(message)
+            if isinstance(request, OpenText):
+                self.finish(request, None)
         elif isinstance(message, m.Failed):
             self.finish(request, RequestError(message.status, message.message, message.param, message.retry_after))
         elif isinstance(message, m.Pooled):
@@ -354,10 +357,8 @@ class EngineCore:
                 self.tokens_at = self.clock()
                 request.take(message.rows, message.data)
                 self.finish(request, None)
-        else:
-            found = unpack(message.logprobs)
-            if isinstance(request, OpenGeneration) and not request.take_prompt(message.start, found):
-                self._broken(request)
+        elif isinstance(request, OpenGeneration) and not request.take_prompt(message.start, unpack(message.logprobs)):
+            self._broken(request)
 
     def _on_unknown(self, link: Link, message: m.Unknown) -> None:
         for uid, attempt in zip(from_i64(message.uids), from_i32(message.attempts), strict=True):
@@ -367,7 +368,7 @@ class EngineCore:
                 self._resubmit(request, counts=request.started or request.accepted is None)
 
     def _broken(self, request: OpenRequest) -> None:
-        log.warning("request %d: what came does not follow what is here; sending it again", request.uid)
+        log.warning("what came does not follow what is here; sending it again", extra=about(request.uid))
         self._resubmit(request, counts=True)
 
     def _on_text(self, batch: m.TextBatch) -> None:

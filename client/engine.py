@@ -21,12 +21,13 @@ from ..proto.params import SamplingParams
 from ..proto.pooling import PoolingParams
 from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import CONNECTED, Dealer, Keys, front_endpoint
-from ..proto.work import Adapter, Generate, Pool, Work, with_adapter
+from ..proto.work import Adapter, Embeds, Generate, Pool, Text, Work, with_adapter, with_embeds
 from .adapters import AdapterBook
 from .core import HEARTBEAT_S, SCHEDULER, Connect, Disconnect, EngineCore
-from .results import Pooled, Prompt, RequestError, StreamEvent
+from .results import Pooled, Prompt, RequestError, StreamEvent, Told
 from .sendable import pack_ids, priority_of
 from .stream import RequestStream, Turn, answer_of
+from .traced import TracedCore, Traces
 
 __all__ = ["Engine", "Pooled", "Prompt", "RequestError", "RequestStream", "StreamEvent"]
 
@@ -34,16 +35,17 @@ __all__ = ["Engine", "Pooled", "Prompt", "RequestError", "RequestStream", "Strea
 class Engine:
     """The way into a running quire at ``scheduler_address`` (``ipc://FOLDER`` or ``tcp://HOST:PORT``)."""
 
-    def __init__(self, scheduler_address: str, keys: Keys | None = None):
+    def __init__(self, scheduler_address: str, keys: Keys | None = None, traces: Traces | None = None):
         self.address, self._keys = scheduler_address, keys
         self.incarnation = new_incarnation("frontend")
         hello = m.Hello(kind="frontend", incarnation=self.incarnation, protocol=m.PROTOCOL, pid=os.getpid())
-        self.core = EngineCore(hello, time.monotonic, time.time, random.Random())
+        given = hello, time.monotonic, time.time, random.Random()
+        self.core = EngineCore(*given) if traces is None else TracedCore(*given, traces)
         self._context: zmq.Context | None = None
         self._wires: dict[str, Dealer[Any]] = {}  # by peer
         self._dropped = 0  # bad frames of connections that are gone
         self._changed = asyncio.Event()
-        self._asked: dict[int, asyncio.Future[m.Stats]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # what the scheduler is to answer, by token
         self._registering: dict[int, asyncio.Future[m.Registered]] = {}
         self._told: dict[int, tuple[m.Sleep, asyncio.Future[m.Sleeping]]] = {}  # what administrators wait for
         self._asked_count = 0
@@ -137,20 +139,22 @@ class Engine:
         seed: int | None = None,
         echo: bool = False,
         adapter: Adapter | None = None,
+        embeds: Embeds | None = None,
     ) -> RequestStream:
         """Queue one request and return its stream at once; exactly one of prompt, ids and messages is given.
 
         Requests share cached blocks only with those of the same ``cache_salt`` and ``adapter``.
         ``seed`` is used where params has none; left out, it is random. ``echo`` has ``accepted.prompt`` set where ids
-        are given, too. Requests of one ``arrival`` (seconds since the epoch; 0: now) take turns with others as if they
-        were one, as the prompts of one call should. With best_of and beam search every event comes at the end. What is
+        are given, too. With ``embeds`` ids are given as well, one for each, which say nothing. Requests of one
+        ``arrival`` (seconds since the epoch; 0: now) take turns with others as if they were one, as the prompts of one
+        call should. With best_of and beam search every event comes at the end. What is
         wrong with the request is raised by the stream as RequestError; only what could not be sent at all (ids that are
         no int32, messages that are not JSON) is raised here, as RequestError 400.
         """
         params = params if params is not None else SamplingParams()
         seed = params.seed if params.seed is not None else seed
         work = Generate(params, self.core.rng.getrandbits(64) if seed is None else seed % 2**64)
-        work = with_adapter(work, adapter)
+        work = with_embeds(with_adapter(work, adapter), embeds)
         message = _tokenize(
             work, prompt, ids, messages, template, add_special_tokens, api_key, priority, arrival, cache_salt, echo
         )
@@ -189,7 +193,30 @@ class Engine:
         )
         request = self.core.pool(message, work)
         self._flush()
-        return answer_of(request, self._abort)
+        return answer_of(request, lambda: request.pooled, self._abort)
+
+    def text(
+        self,
+        work: Text,
+        *,
+        prompt: str | None = None,
+        ids: list[int] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        template: dict[str, Any] | None = None,
+        add_special_tokens: bool = True,
+    ) -> Awaitable[Told]:
+        """Have a detokenizer turn text into tokens or back, and return at once what its answer will be awaited on.
+
+        One of prompt, ids and messages is given, or ``work`` says it in parts. What is wrong with it is raised by the
+        awaitable as RequestError; only what could not be sent at all is raised here.
+        """
+        prompt = "" if work.parts is not None or work.infill is not None else prompt
+        message = _tokenize(
+            work, prompt, ids, messages, template, add_special_tokens, "", 0, 0.0, "", echo=ids is not None
+        )
+        request = self.core.text(message)
+        self._flush()
+        return answer_of(request, lambda: request.told, self._abort)
 
     @property
     def adapters(self) -> AdapterBook:
@@ -221,6 +248,14 @@ class Engine:
         if told.status != 200:
             raise RequestError(told.status, told.error)
 
+    def fail(self, uid: int, error: RequestError) -> bool:
+        """End one request with ``error``; False where it is not open."""
+        if (request := self.core.open.get(uid)) is None:
+            return False
+        self.core.finish(request, error, tell=True)
+        self._flush()
+        return True
+
     def fail_all(self, error: RequestError) -> None:
         """End every open request with ``error``."""
         self.core.fail_all(error)
@@ -228,12 +263,21 @@ class Engine:
 
     async def stats(self, timeout: float = 2.0) -> m.Stats:
         """The scheduler's counters. Raises TimeoutError."""
+        stats: m.Stats = await self._ask(m.GetStats(), timeout)
+        return stats
+
+    async def view(self, since: int = 0, timeout: float = 2.0) -> m.View:
+        """The scheduler's state, with the steps after number ``since``. Raises TimeoutError."""
+        view: m.View = await self._ask(m.GetView(since=since), timeout)
+        return view
+
+    async def _ask(self, message: m.GetStats | m.GetView, timeout: float) -> Any:
         self._asked_count += 1
-        token = self._asked_count
+        token = message.token = self._asked_count
         answer = self._asked[token] = asyncio.get_running_loop().create_future()
         try:
             if (wire := self._wires.get(SCHEDULER)) is not None:
-                wire.send(m.GetStats(token=token))
+                wire.send(message)
             return await asyncio.wait_for(answer, timeout)
         finally:
             del self._asked[token]
@@ -255,6 +299,10 @@ class Engine:
     async def asleep(self) -> list[str]:
         """What the workers have put away by order of an administrator: nothing where they are awake."""
         return await self._tell(m.Sleep(0, "ask"))
+
+    async def reset_prefix_cache(self) -> None:
+        """Have the scheduler forget all cached blocks. Raises RequestError 400 while blocks are in use."""
+        await self._tell(m.Sleep(0, "reset_prefix_cache"))
 
     async def _tell(self, message: m.Sleep) -> list[str]:
         """Wait for the answer, also of another scheduler than was told first."""
@@ -320,7 +368,7 @@ class Engine:
     def _on_message(self, peer: str, message: Any) -> None:
         before = self.core.peers
         self.core.received(peer, message)
-        if isinstance(message, m.Stats):
+        if isinstance(message, m.Stats | m.View):
             answer = self._asked.get(message.token)
             if answer is not None and not answer.done():
                 answer.set_result(message)
@@ -354,7 +402,7 @@ class Engine:
 
 
 def _tokenize(
-    work: Work, prompt: str | None, ids: list[int] | None, messages: list[dict[str, Any]] | None,
+    work: Work | Text, prompt: str | None, ids: list[int] | None, messages: list[dict[str, Any]] | None,
     template: dict[str, Any] | None, add_special_tokens: bool, api_key: str, priority: int, arrival: float,
     cache_salt: str, echo: bool = False,
 ) -> m.Tokenize:  # fmt: skip

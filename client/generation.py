@@ -13,7 +13,7 @@ import msgspec
 from ..proto.codec import i32
 from ..proto.messages import Accepted, Finish, Resume, Tokenize
 from ..proto.params import SamplingParams
-from ..proto.work import Generate
+from ..proto.work import Generate, embeds_of, with_embeds
 from .best import choose, from_wire, is_held
 from .request import OpenRequest
 from .results import ChildOutput, StreamEvent, TokenLogprobs
@@ -81,7 +81,8 @@ class OpenGeneration(OpenRequest):
 
     def accept(self, message: Accepted) -> None:
         if self.accepted is None and isinstance(message.work, Generate):
-            self.work, self.params = message.work, from_wire(message.work.params, self.asked)
+            self.params = from_wire(message.work.params, self.asked)
+            self.work = with_embeds(message.work, embeds_of(self.work))  # which are not sent back
         super().accept(message)
 
     def take_prompt(self, start: int, found: list[TokenLogprobs]) -> bool:
@@ -168,6 +169,15 @@ class OpenGeneration(OpenRequest):
                 event.text += text
             self.on_change()
         return True
+
+    def cut(self) -> None:
+        """Every child that goes on ends here, as one that was aborted; the owner says that the request is done."""
+        for index, child in enumerate(self.children):
+            if child.finish == Finish.NONE:
+                child.finish = Finish.ABORT
+                if not (self.quiet or self.held):
+                    self._announce(index, child, [], "", [])
+        self.live = 0
 
     def _complete(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:
         """Whether new tokens come with all that was asked for with them, and after all that comes before them."""

@@ -1,11 +1,12 @@
-"""A pooling request as the client keeps it: it has no tokens, and is answered all at once."""
+"""Requests that draw no tokens, as the client keeps them: they are answered all at once."""
 
 from __future__ import annotations
 
-from ..proto.messages import Tokenize
-from ..proto.work import Pool
+from ..proto.codec import from_i32
+from ..proto.messages import Accepted, Tokenize
+from ..proto.work import Pool, Text
 from .request import OpenRequest
-from .results import Pooled
+from .results import Pooled, Told
 
 
 class OpenPooling(OpenRequest):
@@ -26,3 +27,16 @@ class OpenPooling(OpenRequest):
             raise ValueError(f"{rows} rows of {len(data)} bytes answer request {self.uid}")
         shaped = values.reshape(rows, -1) if rows else values
         self.pooled = Pooled(self.accepted.prompt_ids, shaped, self.cached_tokens)
+
+
+class OpenText(OpenRequest):
+    """Text to tokens, or back. ``told`` is its answer, which comes with its acceptance."""
+
+    def __init__(self, message: Tokenize, now: float):
+        super().__init__(message, now)
+        self.told: Told | None = None
+
+    def accept(self, message: Accepted) -> None:
+        if isinstance(message.work, Text):
+            self.told = Told(from_i32(message.ids), message.prompt, message.work)
+        super().accept(message)

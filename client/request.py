@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -46,6 +46,16 @@ class OpenRequest:
         """How far it has got, in output tokens."""
         return 0
 
+    @property
+    def spent(self) -> int:
+        """Tokens so far, of the prompt and the output."""
+        return len(self.accepted.prompt_ids if self.accepted is not None else ()) + self.reached
+
+    @property
+    def ended_at(self) -> float:
+        """When it ended; 0 while it runs."""
+        return self.metrics.finished_time or 0.0
+
     def again(self) -> Tokenize:
         """The message of the present attempt."""
         return msgspec.structs.replace(self.message, attempt=self.attempt, losses=self.losses.count)
@@ -85,3 +95,6 @@ class OpenRequest:
 
     def ended(self) -> None:
         """What is left to do at the end."""
+
+
+R = TypeVar("R", bound=OpenRequest)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..proto.messages import Finish
+from ..proto.work import Text
 
 if TYPE_CHECKING:
     import numpy
@@ -70,6 +71,16 @@ class Pooled:
     prompt_ids: list[int]
     data: numpy.ndarray
     num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a detokenizer made of texts or ids: the ids, the text where it is known, and ``work`` with what else was
+    asked for."""
+
+    ids: list[int]
+    text: str | None
+    work: Text
 
 
 @dataclass(slots=True)

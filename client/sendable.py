@@ -11,7 +11,7 @@ import msgspec
 
 from ..proto.codec import Decoder, encode
 from ..proto.messages import Tokenize
-from ..proto.work import Pool
+from ..proto.work import bytes_of
 from .results import RequestError
 
 _decoder: Any = cache(Decoder)
@@ -70,7 +70,5 @@ def size_of(message: Tokenize) -> int:
     """Roughly the bytes that a request holds while it waits to be tokenized."""
     chat = sum(len(v) if isinstance(v, (str, list)) else 64 for each in message.messages or () for v in each.values())
     options = len(encode(message.template)) if message.template else 0
-    pair = message.work.pair or "" if isinstance(message.work, Pool) else ""
-    return (
-        512 + len(message.prompt or "") + len(pair) + len(message.ids or b"") + len(message.cache_salt) + chat + options
-    )
+    given = len(message.prompt or "") + len(message.ids or b"") + len(message.cache_salt)
+    return 512 + given + bytes_of(message.work) + chat + options

@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import TypeVar
 
 from ..proto.params import SamplingParams
 from .generation import OpenGeneration
-from .pooled import OpenPooling
-from .results import ChildOutput, Pooled, Prompt, RequestError, RequestMetrics, StreamEvent, TokenLogprobs
+from .request import OpenRequest
+from .results import ChildOutput, Prompt, RequestError, RequestMetrics, StreamEvent, TokenLogprobs
+
+T = TypeVar("T")
 
 
 class Turn:
@@ -53,6 +56,11 @@ class RequestStream(AsyncIterator[StreamEvent]):
     def uid(self) -> int:
         """The request's number, unlike any other's."""
         return self._request.uid
+
+    @property
+    def work(self) -> OpenRequest:
+        """The request itself, which outlives this stream while somebody counts what it takes."""
+        return self._request
 
     @property
     def accepted(self) -> Prompt | None:
@@ -162,6 +170,12 @@ class RequestStream(AsyncIterator[StreamEvent]):
         """End the request now (from the engine's own thread); iteration then stops. Does nothing once it is done."""
         self._abort(self._request.uid)
 
+    def cancel(self) -> None:
+        """End the request now, with what there is as its answer: children that go on end with Finish.ABORT."""
+        if not self._request.done:
+            self._request.cut()
+            self.abort()
+
     async def aclose(self) -> None:
         """Abort, for ``contextlib.aclosing``."""
         self.abort()
@@ -176,15 +190,16 @@ class RequestStream(AsyncIterator[StreamEvent]):
         await self._changed.wait()
 
 
-def answer_of(request: OpenPooling, abort: Callable[[int], None]) -> asyncio.Future[Pooled]:
-    """What the answer of a pooling request is awaited on; ``abort`` is called with the uid where it is cancelled."""
-    answer: asyncio.Future[Pooled] = asyncio.get_running_loop().create_future()
+def answer_of(request: OpenRequest, take: Callable[[], T | None], abort: Callable[[int], None]) -> asyncio.Future[T]:
+    """What the answer of a request without tokens is awaited on, which ``take`` gives at its end; ``abort`` is called
+    with the uid where it is cancelled."""
+    answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     def changed() -> None:
         if not request.done or answer.done():
             return
-        if request.pooled is not None:
-            answer.set_result(request.pooled)
+        if (found := take()) is not None:
+            answer.set_result(found)
         elif request.error is not None:
             answer.set_exception(request.error)
         else:

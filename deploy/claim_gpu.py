@@ -1,4 +1,5 @@
 """Give each worker container a GPU of its own: ``claim_gpu.py COMMAND…`` takes a free one and becomes the command.
+``claim_gpu.py --check`` says whether there is any.
 
 Every replica of a compose service is given the same list of GPUs. A lock on a file in a volume they share says which
 of them are taken; it ends with the process that holds it, however that ended.
@@ -10,7 +11,9 @@ import fcntl
 import os
 import re
 import sys
+import time
 from pathlib import Path
+from typing import NoReturn
 
 CLAIMS = Path(os.environ.get("QUIRE_GPU_CLAIMS", "/claims"))
 DEVICES = Path("/dev")
@@ -39,13 +42,26 @@ def claim(count: int, claims: Path) -> int | None:
     return None
 
 
+def _die(message: str) -> NoReturn:
+    """As quire's own processes do (``die`` in proto/process.py)."""
+    print(f"quire.gpu_worker: error: {message}", flush=True)
+    time.sleep(int(os.environ.get("QUIRE_RETRY_AFTER", "0")))
+    sys.exit(EXIT_CONFIG)
+
+
 def main(command: list[str]) -> None:
-    """Become ``command`` with a GPU of its own, or end with code 78 where none is left."""
+    """Become ``command`` with a GPU of its own, or end with code 78 where there is none, or none is left."""
     count = len(devices(DEVICES))
+    if count == 0:
+        _die(
+            f"this container sees no NVIDIA GPU in {DEVICES}; install the NVIDIA container toolkit, or serve on the "
+            "CPU: `docker compose --profile cpu up`."
+        )
+    if command == ["--check"]:
+        return
     number = claim(count, CLAIMS)
     if number is None:
-        print(f"quire.gpu_worker: error: all {count} GPUs here are taken; scale gpu_worker_cuda to {count} at most.")
-        sys.exit(EXIT_CONFIG)
+        _die(f"all {count} GPUs here are taken; scale gpu_worker_cuda to {count} at most.")
     os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
     os.execvp(command[0], command)
 

@@ -41,9 +41,10 @@ from ..proto.messages import (
     Tokenize,
     Unknown,
 )
+from ..proto.request_name import about
 from ..proto.standstill import Standstill
 from ..proto.structured import StructuredOutputsParams
-from ..proto.work import Generate
+from ..proto.work import Generate, Text, bytes_of, with_embeds
 from .beams import LostBeams
 from .columns import Outbox, check_tokenize, pairs_of
 from .logprobs import check_logprobs
@@ -327,13 +328,14 @@ class DetokenizerCore:
             wait = 1.0 if result.status == 429 else None
             self._put(request.peer, Failed(uid, attempt, result.status, result.message, result.param, wait))
         else:
-            log.error("a request failed while its prompt was prepared", exc_info=result)
+            log.error("a request failed while its prompt was prepared", exc_info=result, extra=about(uid))
             text = f"the prompt could not be prepared ({type(result).__name__}); the server's log says more."
             self._put(request.peer, Failed(uid, attempt, 500, text))
 
     def _submit(self, request: Request, message: Tokenize, prepared: Prepared) -> None:
         uid, attempt, work = request.uid, request.attempt, prepared.work
-        self._put(request.peer, Accepted(uid, attempt, prepared.ids, prepared.prompt, work))
+        told = with_embeds(work, None) if isinstance(work, Generate) else work  # Engine has them
+        self._put(request.peer, Accepted(uid, attempt, prepared.ids, prepared.prompt, told))
         if prepared.replayed:
             outbox = Outbox()
             for index, offset, news in prepared.replayed:
@@ -341,9 +343,9 @@ class DetokenizerCore:
             self._put(request.peer, outbox.batch())
         if isinstance(work, Generate):
             request.open(work, prepared.sequences, prepared.beams)
-            if not request.sequences:  # all children had ended before; only the news of it was lost
-                self.requests.pop(uid, None)
-                return
+        if isinstance(work, Text) or (isinstance(work, Generate) and not request.sequences):
+            self.requests.pop(uid, None)  # all children had ended before, and only the news of it was lost
+            return
         request.submitted, request.epoch = True, self.epoch
         hashes = prepared.hashes if prepared.block_size == self.block_size else b""  # the scheduler was restarted
         submit = Submit(
@@ -418,7 +420,7 @@ class DetokenizerCore:
         try:
             stopped = request.beams.advance(message.step, parents, tokens)
         except LostBeams as error:
-            log.error("request %d is a beam search out of step: %s", request.uid, error)
+            log.error("a beam search is out of step: %s", error, extra=about(request.uid))
             self._lose(request)
             return
         self._put(SCHEDULER, BeamStopped(request.uid, request.attempt, message.step, i32(stopped)))
@@ -442,8 +444,7 @@ class DetokenizerCore:
 def _size(message: Tokenize) -> int:
     """Roughly the bytes a waiting prompt holds."""
     size = 512 + len(message.prompt or "") + len(message.ids or b"") + sum(len(each.ids) for each in message.resume)
-    if not isinstance(message.work, Generate):
-        size += len(message.work.pair or "")
+    size += bytes_of(message.work)
     for chat in message.messages or ():
         size += sum(len(value) if isinstance(value, (str, list)) else 64 for value in chat.values())
     return size

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 from ..proto.config import ConfigError
 from ..proto.messages import PROTOCOL, FromSchedulerFront, Hello, ToDetokenizer
 from ..proto.process import heartbeat, resident_bytes
+from ..proto.spans import Spans
 from ..proto.wire.sockets import CONNECTED, DISCONNECTED, Dealer, Keys, Router, front_endpoint
 from .core import HEARTBEAT_S, SCHEDULER, DetokenizerCore
 from .gate import Checker, Gate
 from .pool import Pool
 from .tokenize import Preparer
+from .traced import TracedDetokenizer
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +41,10 @@ class Detokenizer:
         advertise: str | None = None,
         keys: Keys | None = None,
         checker: Callable[[], Checker] | None = None,
+        spans: Spans | None = None,
     ):
-        """``checker`` makes what checks grammars, at the first request that has one.
+        """``checker`` makes what checks grammars, at the first request that has one; ``spans`` are for requests that
+        are traced.
 
         Raises ConfigError where ``bind`` cannot be bound.
         """
@@ -50,7 +54,7 @@ class Detokenizer:
         self.router: Router[Any] = Router(ToDetokenizer, bind, keys)
         self.dealer: Dealer[Any] = Dealer(FromSchedulerFront, front_endpoint(address), incarnation, keys)
         self.endpoint = self.router.advertised(advertise)
-        self.core = DetokenizerCore(
+        self.core: DetokenizerCore = (DetokenizerCore if spans is None else partial(TracedDetokenizer, spans))(
             preparer,
             Hello("detokenizer", incarnation, PROTOCOL, os.getpid(), self.endpoint),
             time.monotonic,

@@ -20,6 +20,7 @@ from ..proto.process import (
     tell_ready,
     watch_parent,
 )
+from ..proto.thinking import marks_of, parser_of
 from ..proto.wire.sockets import load_keys, own_bind, private_dir
 from .gate import Checker
 from .loop import Detokenizer, check_bind
@@ -39,7 +40,10 @@ def load(args: EngineArgs) -> tuple[Preparer, str]:
         return Preparer(None, model, args.max_logprobs, pooler), path
     folder = tokenizer_folder(args, path)
     tokenizer = load_tokenizer(folder, args.tokenizer_mode, args.chat_template, args.trust_remote_code)
-    preparer = Preparer(tokenizer, model, args.max_logprobs, pooler)
+    parser = parser_of(args.reasoning_parser, tokenizer.templates.get("default", ""))
+    marks, raw = marks_of(parser, args.reasoning_config), args.allow_special_tokens_in_content
+    preparer = Preparer(tokenizer, model, args.max_logprobs, pooler, marks, raw)
+    preparer.template.form = args.chat_template_content_format
     if tokenizer.templates:
         try:
             preparer.template.check()
@@ -65,7 +69,13 @@ async def serve(args: EngineArgs, preparer: Preparer, folder: str) -> str | None
         private_dir(args.scheduler.removeprefix("ipc://"))
     bind = args.bind or own_bind(args.scheduler, incarnation)
     check_bind(bind)
-    process = Detokenizer(preparer, args.scheduler, incarnation, bind, args.advertise, load_keys(args.keys), checker)
+    spans = None
+    if args.otlp_traces_endpoint is not None:
+        from ..proto.tracing import Tracing
+
+        spans = Tracing(args.otlp_traces_endpoint, "detokenizer").spans
+    keys = load_keys(args.keys)
+    process = Detokenizer(preparer, args.scheduler, incarnation, bind, args.advertise, keys, checker, spans)
     with ending_signals(asyncio.get_running_loop(), process.stop):
         tell_ready()
         return await process.run()
@@ -73,7 +83,7 @@ async def serve(args: EngineArgs, preparer: Preparer, folder: str) -> str | None
 
 def main() -> None:
     args = parse_service_args("detokenizer")
-    setup_logging("detokenizer", args.log_level)
+    setup_logging("detokenizer", args.log_level, args.log_format)
     watch_parent()
     try:
         preparer, folder = load(args)

@@ -40,8 +40,12 @@ def tokens_kept(params: PoolingParams, max_model_len: int) -> int | None:
     return max_model_len if keep == -1 else keep
 
 
-def encode(tokenizer: TextTokenizer, texts: Sequence[str], special: bool, keep: int | None) -> Encoded:
-    """A text, or both of a pair, cut to ``keep`` tokens with the special ones. Raises Refused."""
+def encode(
+    tokenizer: TextTokenizer, texts: Sequence[str], special: bool, keep: int | None, side: str = "right",
+    most: int | None = None,
+) -> Encoded:  # fmt: skip
+    """A text, or both of a pair, cut to ``keep`` tokens with the special ones; ``side`` is where it is cut. The last
+    text has ``most`` tokens of its own before that. Raises Refused."""
     backend, pair = tokenizer.backend, len(texts) == 2
     if backend is None and pair:
         raise Refused("pairs of texts need a model with a tokenizer.json; add one to its folder.", "pair")
@@ -53,15 +57,22 @@ def encode(tokenizer: TextTokenizer, texts: Sequence[str], special: bool, keep: 
         )
     try:
         if backend is None:
-            return Encoded(tokenizer.encode(texts[0], special)[:keep], -1)
+            return Encoded(cut(tokenizer.encode(texts[0], special), keep, side), -1)
         parts = [backend.encode(text, add_special_tokens=False) for text in texts]
+        if most is not None:
+            parts[-1].truncate(most)
         if keep is not None:
             for part, length in zip(parts, cut_to([len(part.ids) for part in parts], keep - added), strict=True):
-                part.truncate(length)
+                part.truncate(length, direction=side)
         whole = backend.post_process(parts[0], parts[1] if pair else None, special)
     except Exception as error:  # `tokenizers` raises plain Exception
         raise Refused(f"the prompt cannot be encoded: {error}"[:300], "prompt") from error
     return Encoded(whole.ids, whole.type_ids.index(1) if 1 in whole.type_ids else -1)
+
+
+def cut(ids: list[int], keep: int | None, side: str) -> list[int]:
+    """``keep`` of the ids at most; ``side`` is where they are cut."""
+    return ids[-keep:] if keep is not None and side == "left" else ids[:keep]
 
 
 def cut_to(lengths: list[int], room: int) -> list[int]:

@@ -6,6 +6,7 @@ import logging
 
 from ..proto.codec import from_i32
 from ..proto.messages import Finish, Logprobs, Stopped, TokenBatch
+from ..proto.request_name import about
 from .columns import Outbox, pairs_of, rows_of
 from .logprobs import TokenTexts, cut, logprobs_of
 from .request import Request
@@ -99,6 +100,8 @@ class Step:
 
     def _lose(self, request: Request, index: int, have: int, offset: int) -> None:
         """Tokens of a request are missing, which must not happen. Its Engine has all before them and sends it again."""
-        log.error("request %d.%d has %d tokens and was sent those from %d on", request.uid, index, have, offset)
+        log.error(
+            "sequence %d has %d tokens and was sent those from %d on", index, have, offset, extra=about(request.uid)
+        )
         self._requests.pop(request.uid, None)
         self.lost.append(request)

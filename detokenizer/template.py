@@ -8,18 +8,26 @@ it, so that parts for a template of texts are joined, and a text for a template 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..proto.config import ConfigError
 from ..proto.errors import Refused
 from . import template_limits as limits
+from .specials import Change, Rendered, Specials, written
 from .template_limits import Limits, Parts, Text, WrongForm
 
+MAX_GIVEN = 16
+"""Templates that came with requests, which stay compiled."""
 MAX_TRIES = 8
 """Messages that change their form one by one; after so many all of a role change it together."""
 
+NONE = Specials()
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_OPTIONS = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "add_special_tokens"}
+_OPTIONS = {
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools",
+    "add_special_tokens",
+}  # fmt: skip
 _RESERVED = {
     "messages", "conversation", "conversations", "tools", "documents", "add_generation_prompt", "chat_template",
     "continue_final_message", "tokenize", "return_assistant_tokens_mask", "raise_exception", "strftime_now",
@@ -28,21 +36,33 @@ _RESERVED = {
 
 
 class Compiled(NamedTuple):
-    """A template, and in which forms it takes a message's content: a text, a list of parts, or either."""
+    """A template, in which forms it takes a message's content (a text, a list of parts, or either), and its marks."""
 
+    source: str
     template: Any
     takes_text: bool
     takes_parts: bool
+    marks: Specials
 
 
 class ChatTemplate:
-    """A model's templates by name. ``render`` may be called from any thread."""
+    """A model's templates by name. ``render`` may be called from any thread.
 
-    def __init__(self, templates: dict[str, str], special: dict[str, str]):
-        self._sources, self._special = templates, special
+    ``marks`` are special tokens, which messages cannot hold; of the ``added`` tokens that are not called special, those
+    that a template puts around messages are marks of it too. ``form`` is how they are given contents: "string",
+    "openai" (a list of parts), or "auto".
+    """
+
+    form = "auto"
+
+    def __init__(
+        self, templates: dict[str, str], special: dict[str, str], marks: Specials = NONE, added: Iterable[str] = ()
+    ):
+        self._sources, self._special, self._marks, self._added = templates, special, marks, list(added)
         self._compiled: dict[str, Compiled] = {}
+        self._given: dict[str, Compiled] = {}
 
-    def render(self, messages: list[dict[str, Any]], options: dict[str, Any] | None) -> str:
+    def render(self, messages: list[dict[str, Any]], options: dict[str, Any] | None) -> Rendered:
         """The prompt's text, to be encoded as it is, or by its ``add_special_tokens`` with special tokens. Raises
         Refused (400) that names the field at fault."""
         options = {k: v for k, v in (options or {}).items() if v is not None}
@@ -61,25 +81,32 @@ class ChatTemplate:
             )
         _flag(options, "add_special_tokens", False)
         tools = _tools(options.get("tools"))
-        compiled = self._choose(tools)
+        compiled = self._choose(tools, options.get("chat_template"))
         chat = [_message(n, message, compiled) for n, message in enumerate(messages)]
+        kwargs = _kwargs(options.get("chat_template_kwargs"))
         context = {
             **self._special,
-            **_kwargs(options.get("chat_template_kwargs")),
-            "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
         }
-        final = _mark_final(chat) if resume else ""
-        text = self._run_in_form(compiled.template, context, chat)
-        return _cut_final(text, final) if resume else text
+
+        def write(change: Change) -> str:
+            context.update(change(kwargs, False), tools=change(tools, False))
+            given = [change(message, message["role"] == "assistant") for message in chat]
+            final = _mark_final(given) if resume else ""
+            text = self._run_in_form(compiled.template, context, given)
+            return _cut_final(text, final) if resume else text
+
+        return written(compiled.marks, [chat, tools, kwargs], compiled.source, write)
 
     def _run_in_form(self, template: Any, context: dict[str, Any], chat: list[dict[str, Any]]) -> str:
         """Render, and again with a message in the other form where the template used its content so. A message that
         is used in both forms keeps the second, and is shown as jinja shows it."""
         changed: set[int] = set()
         while True:
-            context["messages"] = [_in_form(n, message, n not in changed) for n, message in enumerate(chat)]
+            context["messages"] = [
+                _in_form(n, message, n not in changed and self.form == "auto") for n, message in enumerate(chat)
+            ]
             try:
                 return self._run(template, context)
             except WrongForm as wrong:
@@ -89,9 +116,17 @@ class ChatTemplate:
                     chat[n]["content"] = _other_form(chat[n]["content"])
                     changed.add(n)
 
-    def _choose(self, tools: list[Any] | None) -> Compiled:
-        """The compiled template for this request."""
-        name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
+    def _choose(self, tools: list[Any] | None, given: Any) -> Compiled:
+        """The compiled template for this request: one it brings, or names, or the model's."""
+        if given is not None and given not in self._sources:
+            return self._own(given)
+        name = (
+            given
+            if given is not None
+            else "tool_use"
+            if tools is not None and "tool_use" in self._sources
+            else "default"
+        )
         if name not in self._sources:
             raise Refused(
                 "the model has no chat template; start the server with --chat-template FILE, or send text in place of "
@@ -99,14 +134,46 @@ class ChatTemplate:
                 "messages",
             )
         if name not in self._compiled:
-            self._compiled[name] = _compile(self._sources[name])
+            self._compiled[name] = self._compile(self._sources[name])
         return self._compiled[name]
+
+    def _own(self, source: Any) -> Compiled:
+        """A template that came with the request, as it is, or from the last ones."""
+        if not isinstance(source, str):
+            raise Refused(f"chat_template must be a string, got {source!r}."[:300], "chat_template")
+        found = self._given.pop(source, None) or self._compile(source)
+        self._given[source] = found
+        if len(self._given) > MAX_GIVEN:
+            self._given.pop(next(iter(self._given)), None)
+        return found
+
+    def _compile(self, source: str) -> Compiled:
+        """A template, and which tokens are marks in its chats. Raises Refused."""
+        compiled = _compile(source)
+        if self.form != "auto":
+            compiled = compiled._replace(takes_text=self.form == "string", takes_parts=self.form == "openai")
+        if not self._marks.texts or not (named := [text for text in self._added if text in source]):
+            return compiled._replace(marks=self._marks)
+        around = self._around(compiled, Specials(named))
+        return compiled._replace(marks=Specials(self._marks.texts | around, self._marks.folds))
+
+    def _around(self, compiled: Compiled, marks: Specials) -> set[str]:
+        """Which of these tokens the template writes around plain messages."""
+        turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+        for chat in (turns, turns[:1]):
+            messages = [_message(n, message, compiled) for n, message in enumerate(chat)]
+            context = {**self._special, "tools": None, "documents": None, "add_generation_prompt": False}
+            try:
+                return set(marks.found(self._run_in_form(compiled.template, context, messages)))
+            except Refused:
+                continue  # a template may want another order of roles
+        return set()
 
     def check(self) -> None:
         """Compile every template. Raises ConfigError where one is not jinja."""
         for name, source in self._sources.items():
             try:
-                self._compiled[name] = _compile(source)
+                self._compiled[name] = self._compile(source)
             except Refused as error:
                 raise ConfigError(f"chat template {name!r}: {error.message}") from error
 
@@ -263,7 +330,7 @@ def _compile(source: str) -> Compiled:
         tree = _sandbox.parse(source)
         loops = any(_is_content(each.iter) for each in tree.find_all(nodes.For))
         strings = any(each.name == "string" for each in tree.find_all(nodes.Test))
-        return Compiled(_sandbox.from_string(tree), strings or not loops, loops)
+        return Compiled(source, _sandbox.from_string(tree), strings or not loops, loops, NONE)
     except (TemplateError, RecursionError, ValueError) as error:
         raise Refused(f"the chat template cannot be compiled: {error}"[:500], "messages") from error
 

@@ -7,29 +7,46 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
 
 from ..proto.checkpoint.model_config import ModelConfig
 from ..proto.checkpoint.pooler_config import PoolerConfig
-from ..proto.checks import check_params, check_prompt, check_text, tokens_kept
+from ..proto.checks import check_ids, check_params, check_prompt, check_text, tokens_kept
 from ..proto.codec import BadFrame, from_i32
 from ..proto.errors import Refused
 from ..proto.hashing import hash_blocks, root_of
 from ..proto.messages import Child, Finish, Tokenize
 from ..proto.params import ParamError, SamplingParams
-from ..proto.work import Generate, Pool, Work, adapter_of, with_adapter
+from ..proto.thinking import Marks
+from ..proto.work import Embeds, Generate, Pool, Text, Work, adapter_of, embeds_of, with_adapter, with_embeds
 from . import pooling
 from .bad_words import BadWords
 from .beams import BeamTexts
 from .checks import suppressed_ids
 from .detokenize import Stream, Streams
+from .infill import MARKS, filler_of, infill_ids
 from .logprobs import TokenTexts
 from .sequence import News, TextSequence, first_finish
+from .specials import Plain, Specials, specials_of
 from .stops import StopSet
 from .template import ChatTemplate
+from .thoughts import Thoughts
 from .tokenizer import TextTokenizer
 
 _TAIL_MARGIN = 4096
 """Characters kept before the part of a text that truncation keeps, so that its tokens are those of the whole text."""
+
+
+class Source(NamedTuple):
+    """A prompt's text, and what encodes it: ``shown``, by ``tokenizer``, with special tokens around it or not."""
+
+    text: str
+    shown: str
+    tokenizer: TextTokenizer
+    special: bool
 
 
 @dataclass
@@ -41,7 +58,7 @@ class Prepared:
     root: bytes  # of the chain of hashes
     hashes: bytes
     block_size: int
-    work: Work  # resolved
+    work: Work | Text  # resolved
     sequences: dict[int, TextSequence] = field(default_factory=dict)
     children: list[Child] = field(default_factory=list)
     replayed: list[tuple[int, int, News]] = field(default_factory=list)  # index, offset, news
@@ -57,15 +74,20 @@ class Preparer:
         model: ModelConfig,
         max_logprobs: int = 20,
         pooler: PoolerConfig | None = None,
+        marks: Marks | None = None,
+        special_in_content: bool = False,
     ):
         """No tokenizer: prompts are ids, and there is no text (``--skip-tokenizer-init``). With a ``pooler`` nothing is
-        generated.
+        generated. ``marks`` are those of the model's thoughts, where they are known. With ``special_in_content``,
+        special tokens that messages hold are special tokens.
 
         The primary EOS is the tokenizer's, or else the first of the model's: it ends a sequence with no stop reason.
         Their others are added to ``stop_token_ids``, as in vLLM, and are named as the reason.
         """
         self.tokenizer, self.model, self.max_logprobs, self.pooler = tokenizer, model, max_logprobs, pooler
-        self.template = ChatTemplate(tokenizer.templates, tokenizer.special) if tokenizer else ChatTemplate({}, {})
+        self.template = ChatTemplate({}, {}) if tokenizer is None else _template(tokenizer, special_in_content)
+        self._plain: tuple[Specials, Plain] | None = None
+        self.thoughts = Thoughts(tokenizer, marks)
         self.streams = Streams(tokenizer) if tokenizer else None
         self.texts = TokenTexts(self.streams.piece) if self.streams else None
         self.bad_words = BadWords(tokenizer, self.streams.quick_piece) if tokenizer and self.streams else None
@@ -82,6 +104,13 @@ class Preparer:
         that of the tokens whose logprobs are shown beside it. Raises Refused with the field at fault.
         """
         try:
+            if isinstance(message.work, Text):
+                try:
+                    return self._prepare_text(message, message.work)
+                except (Refused, ParamError):
+                    raise
+                except Exception as error:  # `tokenizers` raises plain Exception
+                    raise Refused(f"the text cannot be encoded: {error}"[:300], "prompt") from error
             if isinstance(message.work, Pool):
                 return self._prepare_pooling(message, message.work, block_size, max_model_len)
             return self._prepare(message, message.work, block_size, max_model_len)
@@ -97,7 +126,8 @@ class Preparer:
             )
         check_params(params, self.model, max_model_len, self.max_logprobs)
         check_text(params, self.tokenizer is not None)
-        prompt, ids, cut = self._ids(message, max_model_len, tokens_kept(params, max_model_len))
+        tail = params.truncation_side != "right"
+        prompt, ids, cut = self._ids(message, max_model_len, tokens_kept(params, max_model_len), tail)
         check_prompt(ids, self.model, max_model_len)
         if message.echo and (prompt is None or cut) and self.tokenizer is not None:
             prompt = self.tokenizer.decode(ids, params.skip_special_tokens and prompt is not None)
@@ -105,8 +135,12 @@ class Preparer:
         suppressed, words = suppressed_ids(params, [*self.eos, *self.more_eos]), []
         if params.bad_words and self.bad_words is not None:
             words = self.bad_words.forms(params.bad_words, self.model.vocab_size)
+        self.thoughts.place(params, prompt, ids)
         work = Generate(params, asked.seed, [] if params.ignore_eos else self.eos, suppressed, words)
-        prepared = _prepared(message, ids, prompt, block_size, work)
+        work = self.thoughts.held(work, message, prompt, ids, self.model.vocab_size)
+        if (embeds := embeds_of(asked)) is not None:
+            work = with_embeds(work, _checked(embeds, len(ids), params))
+        prepared = _prepared(message, ids, prompt, block_size, asked, work)
         self._open(message, ids, prepared, work)
         return prepared
 
@@ -121,17 +155,61 @@ class Preparer:
         source = self._source(message)
         prompt: str | None = None
         if isinstance(source, list):
-            encoded = pooling.Encoded(source[:keep], -1)
+            encoded = pooling.Encoded(pooling.cut(source, keep, params.truncation_side or "right"), -1)
         else:
-            prompt, tokenizer, special = source
-            texts = [prompt] if asked.pair is None else [prompt, asked.pair]
-            texts = [self._bounded(each, max_model_len, tokenizer, keep, tail=False) for each in texts]
-            encoded = pooling.encode(
-                tokenizer, [each.lower() for each in texts] if pooler.lower else texts, special, keep
-            )
+            prompt, shown, tokenizer, special = source
+            texts = [shown] if asked.pair is None else [shown, asked.pair]
+            side = params.truncation_side or "right"
+            texts = [self._bounded(each, max_model_len, tokenizer, keep, side == "left") for each in texts]
+            texts = [each.lower() for each in texts] if pooler.lower else texts
+            encoded = pooling.encode(tokenizer, texts, special, keep, side, params.max_tokens_per_doc)
         pooling.check(encoded, params, pooler, self.model, max_model_len)
         work = Pool(params, token_type_start=encoded.token_type_start)
-        return _prepared(message, encoded.ids, prompt, block_size, work)
+        return _prepared(message, encoded.ids, prompt, block_size, asked, work)
+
+    def _prepare_text(self, message: Tokenize, asked: Text) -> Prepared:
+        """Ids of a text, or the text of ids. No length is refused: who asks wants to learn it."""
+        if (tokenizer := self.tokenizer) is None:
+            raise Refused("this server has no tokenizer (--skip-tokenizer-init), so it knows nothing of texts.")
+        source = [] if asked.parts is not None or asked.infill is not None else self._source(message)
+        text: str | None = None
+        ends: list[int] = []
+        if asked.infill is not None:
+            filler = filler_of(tokenizer)
+            ids, ends = (
+                infill_ids(filler, tokenizer, self.plain, asked.infill),
+                filler.ends if filler is not None else [],
+            )
+        elif isinstance(source, list):
+            ids = [*source, *_of_parts(tokenizer, self, asked, message.add_special_tokens)]
+            if ids:
+                check_ids(ids, self.model)
+            text = tokenizer.decode(ids, False) if message.echo else None
+        else:
+            text = source.text
+            if source.shown is text:
+                ids = _of_parts(tokenizer, self, Text([text], plain=asked.plain), source.special)
+            else:
+                ids = source.tokenizer.encode(source.shown, source.special)
+        work = msgspec.structs.replace(asked, parts=None, infill=None, ends=ends)
+        if asked.pieces and self.streams is not None:
+            names = [tokenizer.piece(token) for token in ids]
+            told = [self.streams.piece(token) for token in ids]
+            texts = [each if isinstance(each, bytes) else each.encode() for each in told]
+            work = msgspec.structs.replace(work, names=names, texts=texts)
+        return Prepared(array("i", ids).tobytes(), text, b"", b"", 0, work)
+
+    def plain(self, text: str) -> list[int]:
+        """The ids of a text in which the name of a special token, or of a mark of what is filled in, is text as any
+        other, with nothing added around them. Raises Refused where there is no such form."""
+        return self._marks_as_text.encode(text, False)
+
+    @cached_property
+    def _marks_as_text(self) -> Plain:
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
+        specials, _ = specials_of(tokenizer)
+        return Plain(tokenizer, Specials(specials.texts | MARKS, specials.folds))
 
     def _resolve(self, params: SamplingParams, room: int) -> None:
         """``max_tokens`` and logprobs as numbers that fit; the model's further EOS ids among the stop ids."""
@@ -150,22 +228,26 @@ class Preparer:
 
     # -- prompt
 
-    def _ids(self, message: Tokenize, max_model_len: int, keep: int | None) -> tuple[str | None, list[int], bool]:
-        """The prompt's text where there is one, its ids, and whether truncation has cut them."""
+    def _ids(
+        self, message: Tokenize, max_model_len: int, keep: int | None, tail: bool
+    ) -> tuple[str | None, list[int], bool]:
+        """The prompt's text where there is one, its ids, and whether truncation has cut them (to their ``tail``)."""
         source = self._source(message)
         if isinstance(source, list):
-            return None, *_last(source, keep)
-        text, tokenizer, special = source
+            return None, *_kept(source, keep, tail)
+        text, shown, tokenizer, special = source
         if not text:
             return text, [], False
-        shown = self._bounded(text, max_model_len, tokenizer, keep)
+        shown = self._bounded(shown, max_model_len, tokenizer, keep, tail)
         try:
-            return text, *_encode_end(tokenizer, shown, special, keep)
+            return text, *_encode_kept(tokenizer, shown, special, keep, tail)
+        except Refused:
+            raise
         except Exception as error:  # `tokenizers` raises plain Exception
             raise Refused(f"the prompt cannot be encoded: {error}"[:300], "prompt") from error
 
-    def _source(self, message: Tokenize) -> list[int] | tuple[str, TextTokenizer, bool]:
-        """The ids given, or the text given or rendered with what encodes it and whether special tokens are added."""
+    def _source(self, message: Tokenize) -> list[int] | Source:
+        """The ids given, or the text given or rendered."""
         given = [message.prompt is not None, message.ids is not None, message.messages is not None]
         if sum(given) != 1:
             raise Refused("exactly one of a prompt, token ids and messages must be given.", "prompt")
@@ -181,8 +263,20 @@ class Preparer:
             )
         if message.messages is not None:
             special = bool((message.template or {}).get("add_special_tokens"))
-            return self.template.render(message.messages, message.template), self.tokenizer, special
-        return message.prompt or "", self.tokenizer, message.add_special_tokens
+            chat = self.template.render(message.messages, message.template)
+            if chat.spelled is None:
+                text = str(chat)
+                return Source(text, text, self.tokenizer, special)
+            return Source(str(chat), chat.spelled, self._encoder(self.tokenizer, chat.marks), special)
+        text = message.prompt or ""
+        return Source(text, text, self.tokenizer, message.add_special_tokens)
+
+    def _encoder(self, tokenizer: TextTokenizer, marks: Specials) -> Plain:
+        """What encodes chats whose messages hold what looks like marks; the last one is kept."""
+        kept = self._plain
+        if kept is None or kept[0].texts != marks.texts:
+            kept = self._plain = marks, Plain(tokenizer, marks)
+        return kept[1]
 
     def _bounded(
         self, text: str, max_model_len: int, tokenizer: TextTokenizer, keep: int | None, tail: bool = True
@@ -238,28 +332,68 @@ class Preparer:
                 prepared.children.append(Child(resume.index, resume.ids))
 
 
-def _prepared(message: Tokenize, ids: list[int], prompt: str | None, block_size: int, resolved: Work) -> Prepared:
+def _template(tokenizer: TextTokenizer, special_in_content: bool) -> ChatTemplate:
+    if special_in_content:
+        return ChatTemplate(tokenizer.templates, tokenizer.special)
+    specials, others = specials_of(tokenizer)
+    return ChatTemplate(tokenizer.templates, tokenizer.special, specials, others)
+
+
+def _prepared(
+    message: Tokenize, ids: list[int], prompt: str | None, block_size: int, asked: Work, resolved: Work
+) -> Prepared:
     packed = array("i", ids).tobytes()
-    adapter = adapter_of(message.work)
+    adapter = adapter_of(asked)
     work = with_adapter(resolved, adapter)
-    root = root_of(message.cache_salt, adapter.digest if adapter is not None else b"")
+    embeds = embeds_of(asked)
+    root = root_of(
+        message.cache_salt, adapter.digest if adapter is not None else b"", embeds.digest if embeds is not None else b""
+    )
     return Prepared(packed, prompt, root, b"".join(hash_blocks(packed, block_size, root)), block_size, work)
 
 
-def _encode_end(tokenizer: TextTokenizer, text: str, special: bool, keep: int | None) -> tuple[list[int], bool]:
-    """A text's ids, of which truncation leaves the last ``keep`` with the special ones around them: without its first
-    token many a model talks nonsense. And whether there were more."""
+def _checked(embeds: Embeds, count: int, params: SamplingParams) -> Embeds:
+    """The embeddings of a prompt of ``count`` tokens. Raises Refused."""
+    if embeds.count != count or embeds.first:
+        raise Refused(f"{count} token ids stand for {embeds.count} embeddings.", "prompt_embeds")
+    for name in ("prompt_logprobs", "thinking_token_budget", "truncate_prompt_tokens"):
+        if getattr(params, name) is not None:
+            raise Refused(f"{name} needs a prompt of tokens, and this one is made of prompt_embeds.", name)
+    return embeds
+
+
+def _of_parts(tokenizer: TextTokenizer, preparer: Preparer, asked: Text, special: bool) -> list[int]:
+    """The ids of texts and ids in turn. What is added around a prompt is added around a text that comes first."""
+    ids: list[int] = []
+    for n, part in enumerate(asked.parts or ()):
+        added = special and n == 0
+        if isinstance(part, int):
+            ids.append(part)
+        elif asked.plain:
+            ids += [*(tokenizer.begin if added else ()), *preparer.plain(part)]
+        else:
+            ids += tokenizer.encode(part, added)
+    return ids
+
+
+def _encode_kept(
+    tokenizer: TextTokenizer, text: str, special: bool, keep: int | None, tail: bool
+) -> tuple[list[int], bool]:
+    """A text's ids, of which truncation leaves the last ``keep`` (the first without ``tail``) with the special ones
+    around them: without its first token many a model talks nonsense. And whether there were more."""
     ids = tokenizer.encode(text, special)
     if keep is None or len(ids) <= keep or not special:
-        return _last(ids, keep)
+        return _kept(ids, keep, tail)
     own = tokenizer.encode(text, False)
     added = len(ids) - len(own)
     before = next((n for n in range(added + 1) if ids[n : n + len(own)] == own), None)
     if before is None or not 0 < added < keep:
-        return _last(ids, keep)
-    return [*ids[:before], *own[added - keep :], *ids[before + len(own) :]], True
+        return _kept(ids, keep, tail)
+    return [*ids[:before], *_kept(own, keep - added, tail)[0], *ids[before + len(own) :]], True
 
 
-def _last(ids: list[int], keep: int | None) -> tuple[list[int], bool]:
-    """The last ``keep`` ids, and whether there were more."""
-    return (ids, False) if keep is None or len(ids) <= keep else (ids[-keep:], True)
+def _kept(ids: list[int], keep: int | None, tail: bool) -> tuple[list[int], bool]:
+    """The last ``keep`` ids, or without ``tail`` the first, and whether there were more."""
+    if keep is None or len(ids) <= keep:
+        return ids, False
+    return (ids[-keep:] if tail else ids[:keep]), True

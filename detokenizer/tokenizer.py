@@ -41,7 +41,9 @@ class TextTokenizer:
     own name in the vocabulary, or None.
     ``backend`` is the `tokenizers.Tokenizer`, or None for a slow one. ``special`` maps bos_token and the other names
     to their text; ``bos_id`` and ``eos_id`` are their ids, ``end_ids`` those of other tokens that end a reply.
-    ``templates`` maps names ("default", "tool_use") to chat templates.
+    ``templates`` maps names ("default", "tool_use") to chat templates. ``token_id(text)`` is the id of what a
+    vocabulary calls ``text``, or None.
+    ``added()`` are the tokens beside the vocabulary's own, by id.
     """
 
     def __init__(
@@ -54,13 +56,21 @@ class TextTokenizer:
         templates: dict[str, str],
         piece: Callable[[int], str | None] = lambda token: None,
         ends: Iterable[str] = (),
+        added: Callable[[], dict[int, Any]] | None = None,
     ):
+        self.token_id = token_id
         self.encode, self.decode, self.backend = encode, decode, backend
         self.special, self.templates, self.piece = special, templates, piece
+        self.added = added or (backend.get_added_tokens_decoder if backend is not None else dict)
         self.bos_id, self.eos_id = (
             token_id(special[name]) if name in special else None for name in ("bos_token", "eos_token")
         )
         self.end_ids = [i for text in ends if (i := token_id(text)) is not None]
+
+    @property
+    def begin(self) -> list[int]:
+        """The id that begins every prompt; nothing where none does."""
+        return [self.bos_id] if self.bos_id is not None and self.encode("", True)[:1] == [self.bos_id] else []
 
     @cached_property
     def longest(self) -> int | None:
@@ -162,7 +172,18 @@ def _load_slow(
         return slow.convert_ids_to_tokens(token) if 0 <= token < size else None
 
     special = {name: str(slow.special_tokens_map[name]) for name in NAMED if slow.special_tokens_map.get(name)}
-    return TextTokenizer(encode, decode, None, special, slow.convert_tokens_to_ids, templates, piece)
+    return TextTokenizer(encode, decode, None, special, _slow_id(slow), templates, piece,
+                         added=lambda: slow.added_tokens_decoder)  # fmt: skip
+
+
+def _slow_id(slow: Any) -> Callable[[str], int | None]:
+    """transformers gives the unknown token's id for what it does not know."""
+
+    def token_id(text: str) -> int | None:
+        found = slow.convert_tokens_to_ids(text)
+        return None if found is None or (found == slow.unk_token_id and text != slow.unk_token) else found
+
+    return token_id
 
 
 def _known(config: dict[str, Any]) -> bool:

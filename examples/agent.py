@@ -12,7 +12,12 @@ import argparse
 import json
 from typing import Any
 
-import openai
+from functions import call, needs
+
+try:
+    import openai
+except ImportError:
+    needs("openai")
 
 TOOLS: list[Any] = [
     {
@@ -32,19 +37,6 @@ TOOLS: list[Any] = [
         },
     },
 ]
-
-
-def get_weather(city: str) -> dict[str, Any]:
-    """A made-up weather, the same for a city each time."""
-    return {"temperature": sum(map(ord, city)) % 30, "sky": "sunny"}
-
-
-def set_timer(minutes: int) -> dict[str, Any]:
-    """A timer that nobody hears."""
-    return {"ok": minutes > 0}
-
-
-FUNCTIONS = {"get_weather": get_weather, "set_timer": set_timer}
 
 
 def ask(client: openai.OpenAI, messages: list[Any], stream: bool) -> dict[str, Any]:
@@ -75,21 +67,20 @@ def answer(client: openai.OpenAI, question: str, stream: bool = False, most: int
         messages.append(message)
         if not message.get("tool_calls"):
             break
-        for call in message["tool_calls"]:
-            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-            result = FUNCTIONS[name](**{key: arguments[key] for key in arguments if key in ("city", "minutes")})
-            print(f"  {name}({arguments}) -> {result}")
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": json.dumps(result)})
+        for asked in message["tool_calls"]:
+            result = call(asked["function"]["name"], json.loads(asked["function"]["arguments"]))
+            messages.append({"role": "tool", "tool_call_id": asked["id"], "content": result})
     return str(messages[-1].get("content") or "")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="+")
     parser.add_argument("--url", default="http://localhost:8000/v1")
     parser.add_argument("--api-key", default="-")
     parser.add_argument("--stream", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     client = openai.OpenAI(base_url=options.url, api_key=options.api_key)
     for question in options.questions:
         print(question)

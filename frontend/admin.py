@@ -1,37 +1,28 @@
 """What administrators may do to a server that runs: have it sleep, wake it, load and unload adapters. Routes that are
-there only where ``--admin-api-key`` names a key, and that ask for it."""
+there only where ``--admin-api-key`` names a key, and that ask for it (``gate.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import msgspec
 from aiohttp import web
 
+from ..proto.version import __version__
 from . import adapters
-from .auth import auth_middleware
 from .calls import json_body
-from .errors import ApiError, Handler
+from .errors import ApiError
 from .front import FRONT
 
 
-def admin_routes(keys: Sequence[str]) -> list[web.RouteDef]:
-    """The routes, each of which asks for one of ``keys``; none where there is no key."""
-    if not keys:
-        return []
-    authorize = auth_middleware(list(keys))
-
-    def guarded(handler: Handler) -> Handler:
-        async def guard(request: web.Request) -> web.StreamResponse:
-            return await authorize(request, handler)
-
-        return guard
-
+def admin_routes() -> list[web.RouteDef]:
+    """The routes."""
     return [
-        web.post("/sleep", guarded(sleep)),
-        web.post("/wake_up", guarded(wake_up)),
-        web.get("/is_sleeping", guarded(is_sleeping)),
-        web.post("/v1/load_lora_adapter", guarded(adapters.load)),
-        web.post("/v1/unload_lora_adapter", guarded(adapters.unload)),
+        web.get("/server_info", server_info),
+        web.post("/sleep", sleep),
+        web.post("/wake_up", wake_up),
+        web.get("/is_sleeping", is_sleeping),
+        web.post("/reset_prefix_cache", reset_prefix_cache),
+        web.post("/v1/load_lora_adapter", adapters.load),
+        web.post("/v1/unload_lora_adapter", adapters.unload),
     ]
 
 
@@ -51,7 +42,37 @@ async def wake_up(request: web.Request) -> web.Response:
     return web.Response()
 
 
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """200 when no cached block is found any more; 400 while requests hold blocks."""
+    await request.app[FRONT].engine.reset_prefix_cache()
+    return web.Response()
+
+
 async def is_sleeping(request: web.Request) -> web.Response:
     """Whether something is put away, and what (``tags``)."""
     tags = await request.app[FRONT].engine.asleep()
     return json_body({"is_sleeping": bool(tags), "tags": tags})
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """The flags that frontends read, secrets left out, and the workers. As vLLM: the flags are one text, or an object
+    with ``?config_format=json``."""
+    front = request.app[FRONT]
+    kind = request.query.get("config_format", "text")
+    if kind not in ("text", "json"):
+        raise ApiError(400, f"config_format must be text or json, got {kind!r:.40}.", "config_format")
+    config = front.settings.config
+    try:
+        stats = await front.engine.stats(front.settings.stats_s)
+    except TimeoutError:
+        stats = None
+    return json_body(
+        {
+            "version": __version__,
+            "vllm_config": config
+            if kind == "json"
+            else ", ".join(f"{name}={value!r}" for name, value in config.items()),
+            "max_model_len": front.engine.max_model_len or None,
+            "replicas": None if stats is None else [msgspec.structs.asdict(each) for each in stats.replicas],
+        }
+    )

@@ -2,40 +2,69 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from aiohttp import web
 
 from ..client.engine import Engine
 from ..client.results import RequestError
+from ..client.traced import CALLER, Caller
 from ..proto.messages import AdapterEntry
 from ..proto.version import __version__
 from .admin import admin_routes
-from .anthropic import count_tokens, messages, refused
-from .auth import auth_middleware, keys_of
+from .auth import may_see
+from .batches import routes as batches
 from .calls import json_body
+from .cancel import ROUTES as CANCEL
 from .chat import chat_completions
 from .completions import completions
-from .errors import SHAPES, ApiError, Handler, Shapes, errors_middleware
+from .dashboard import HUB, Hub
+from .dashboard import ROUTES as DASHBOARD
+from .deadline import deadline_middleware
+from .dialects import ROUTES, SHAPES_OF
+from .errors import NOTE, SHAPES, ApiError, Handler, errors_middleware
 from .front import FRONT, Front, Settings
+from .gate import GATE, Gate
 from .health import PROBE, Probe, generate, live, ready
+from .label_scores import generative_scoring
+from .log import Refusals, access_middleware, id_header
 from .metrics import CONTENT_TYPE
+from .openapi import routes as openapi
+from .page import routes as page
 from .pooling import classify, embeddings, pooling
-from .responses import STORE, Store, delete_response, get_response, responses
+from .protocol import close_after
+from .responses import ROUTES as RESPONSES
+from .responses import STORE, Store
+from .router import Router
 from .scores import rerank, score
+from .sse import KEEP_ALIVE
+from .texts import apply_template, detokenize, tokenize, tokenizer_info
+from .token_ids import generate as inference
 
 
 def make_app(engine: Engine, settings: Settings) -> web.Application:
     """The application over an engine that somebody else starts and closes."""
-    middlewares: list[Any] = [errors_middleware, _track]
-    admins = keys_of(settings.admin_api_key)
-    if keys := keys_of(settings.api_key):
-        middlewares.append(auth_middleware([*keys, *admins]))
-    app = web.Application(middlewares=middlewares, client_max_size=settings.max_request_bytes)
-    app[FRONT] = Front(engine, settings)
+    gate = Gate(settings)
+    before = [access_middleware(settings.log.silent)] if settings.log.access else []
+    app = web.Application(
+        middlewares=[*before, _measure, errors_middleware, _track],
+        client_max_size=settings.max_request_bytes,
+        router=Router(),
+    )
+    gate.attach(app)
+    if settings.request_s is not None:
+        app.middlewares.append(deadline_middleware(settings.request_s, engine.fail))
+    app.middlewares.extend([*([_note_caller] if settings.traced else ()), *settings.middlewares])
+    app[NOTE] = Refusals().note
+    if settings.keep_alive_s:
+        app[KEEP_ALIVE] = settings.keep_alive_s
+    if settings.id_headers:
+        id_header(app)
+    app[GATE], app[FRONT] = gate, Front(engine, settings)
     app[STORE] = Store()
-    shapes: Shapes = {"/v1/messages": refused, "/v1/messages/count_tokens": refused}
-    app[SHAPES] = shapes
+    app[HUB] = Hub(app[FRONT])
+    app[SHAPES] = SHAPES_OF
     app[PROBE] = Probe(engine, settings.generate_s, settings.pooler is not None)
     app.add_routes(
         [
@@ -43,14 +72,19 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
             web.get("/v1/models/{model:.+}", one_model),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/responses", responses),
-            web.get("/v1/responses/{id}", get_response),
-            web.delete("/v1/responses/{id}", delete_response),
-            web.post("/v1/messages", messages),
-            web.post("/v1/messages/count_tokens", count_tokens),
+            *RESPONSES,
+            *ROUTES,
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.post("/apply-template", apply_template),
+            web.get("/tokenizer_info", tokenizer_info),
+            web.post("/inference/v1/generate", inference),
+            *CANCEL,
+            web.route("*", "/v1/audio/{what:.*}", no_audio),
             web.post("/v1/embeddings", embeddings),
             web.post("/classify", classify),
             web.post("/pooling", pooling),
+            web.post("/generative_scoring", generative_scoring),
             *[web.post(path, score) for path in ("/score", "/v1/score")],
             *[web.post(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")],
             web.get("/health", ready),
@@ -60,19 +94,53 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
             web.get("/ping", ready),
             web.post("/ping", ready),
             web.get("/version", version),
+            web.get("/load", load),
             web.get("/metrics", metrics),
-            *admin_routes(admins),
+            *DASHBOARD,
+            *(admin_routes() if gate.admins else ()),
+            *_for_readers(app, settings),
         ]
     )
+    batches.setup(app)
     return app
+
+
+def _for_readers(app: web.Application, settings: Settings) -> list[web.RouteDef]:
+    """What tells this server's routes, and the page for people, as far as the operator wants them."""
+    return (openapi(app) if settings.docs else []) + (page(settings.root_path) if settings.page else [])
+
+
+@web.middleware
+async def _measure(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count answers and their times. A client that left before its answer counts as 499, as nginx has it."""
+    began, status = time.monotonic(), 499
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        resource = request.match_info.route.resource
+        path = None if resource is None else resource.canonical
+        request.app[FRONT].metrics.http.answered(path, request.method, status, time.monotonic() - began)
+
+
+@web.middleware
+async def _note_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What is submitted from here on belongs to the caller's trace, if it has one."""
+    given = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
+    CALLER.set(Caller(given))
+    return await handler(request)
 
 
 @web.middleware
 async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count what is being answered, and what is refused. What comes while the server drains is not begun."""
     front = request.app[FRONT]
-    front.enter()
+    asks = request.method == "POST"
+    front.enter(asks)
     try:
+        if front.parting:
+            close_after(request)
         if front.draining and request.method == "POST":
             raise front.leaving()
         return await handler(request)
@@ -86,20 +154,22 @@ async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
         front.metrics.failed(500)
         raise
     finally:
-        front.leave()
+        front.leave(asks, request)
 
 
 async def models(request: web.Request) -> web.Response:
     """The names this server answers to."""
     front = request.app[FRONT]
     data = [_model(front, name) for name in front.settings.names]
-    return json_body({"object": "list", "data": data + [_adapter(front, entry) for entry in front.engine.adapters]})
+    data += [_adapter(front, entry) for entry in front.engine.adapters]
+    return json_body({"object": "list", "data": [each for each in data if may_see(request, each["id"])]})
 
 
 async def one_model(request: web.Request) -> web.Response:
     """One of them; 404 for others."""
     front = request.app[FRONT]
-    name = await front.find_model(request.match_info["model"])
+    wanted = request.match_info["model"].rstrip("/")
+    name = await front.find_model(request, wanted)
     entry = next((each for each in front.engine.adapters if each.name == name), None)
     return json_body(_model(front, name) if entry is None else _adapter(front, entry))
 
@@ -116,15 +186,28 @@ def _model(front: Front, name: str) -> dict[str, Any]:
         "object": "model",
         "created": front.started,
         "owned_by": "quire",
-        "root": front.settings.names[0],
+        "root": front.settings.root or front.settings.names[0],
         "parent": None,
         "max_model_len": front.engine.max_model_len or None,
     }
 
 
+async def no_audio(request: web.Request) -> web.Response:
+    """404: there is no model of speech."""
+    raise ApiError(
+        404, f"there is no {request.path} here: this server runs models of text, and hears and says nothing."
+    )
+
+
 async def version(request: web.Request) -> web.Response:
     """quire's version."""
     return json_body({"version": __version__})
+
+
+async def load(request: web.Request) -> web.Response:
+    """How many requests are being answered; 0 where nobody counts them, as in vLLM."""
+    front = request.app[FRONT]
+    return json_body({"server_load": front.open if front.settings.count_load else 0})
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -134,4 +217,7 @@ async def metrics(request: web.Request) -> web.Response:
         stats = await front.engine.stats(front.settings.stats_s)
     except (ApiError, RequestError, TimeoutError):
         stats = None
-    return web.Response(body=front.metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
+    figures = front.metrics
+    if front.shared is not None:
+        figures = figures.with_others(await front.shared.others())
+    return web.Response(body=figures.render(stats), headers={"Content-Type": CONTENT_TYPE})

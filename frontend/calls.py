@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,11 +18,11 @@ from ..client.results import RequestError, StreamEvent, TokenLogprobs
 from ..client.stream import RequestStream
 from ..proto.messages import Finish
 from ..proto.params import SamplingParams
-from .errors import ApiError, error_body, internal_error
+from .errors import NOTE, ApiError, error_body, internal_error
 from .extras import ChatLogprobs, CompletionLogprobs
 from .metrics import Metrics
 from .schema import GenerateRequest
-from .sse import DONE, Chunks, Outlet, to_json, usage_of
+from .sse import DONE, HEADERS, Chunks, Outlet, Sink, to_json, usage_of
 
 T = TypeVar("T")
 
@@ -60,7 +60,14 @@ class Ended:
 
 
 class Call:
-    """The streams of one HTTP request. ``prefix`` gives the text that ``echo`` puts before a prompt's choices."""
+    """The streams of one HTTP request. ``prefix`` gives the text that ``echo`` puts before a prompt's choices,
+    ``headers`` are those of a stream."""
+
+    headers: Mapping[str, str] = HEADERS
+
+    failure: RequestError | None = None
+    _request: web.Request | None = None  # whose stream it is
+    tells_cached = True  # usage says how many tokens of the prompt were cached
 
     def __init__(
         self, streams: list[RequestStream], body: GenerateRequest, params: SamplingParams, metrics: Metrics,
@@ -110,15 +117,23 @@ class Call:
 
     async def stream(self, request: web.Request, chunks: Chunks, stall_s: float) -> web.StreamResponse:
         """Answer with events. What fails before the first of them is an HTTP error, later an error event."""
-        self._chunks = chunks
+        self._chunks, self._request = chunks, request
+        outlet = Outlet(request, stall_s, self.headers)
+        await self.tell(outlet)
+        if (failure := self.failure) is not None:
+            request.app[NOTE](request, failure.status, f"{failure.message} (told in its stream)")
+        return await outlet.close()
+
+    async def tell(self, outlet: Sink) -> None:
+        """Write the events, the last of them included, as they come; ``failure`` is one that was told so."""
         include_usage, self._continuous = self._body.usage_options()
-        outlet = Outlet(request, stall_s)
         try:
             await together([self._follow(prompt, outlet) for prompt in range(len(self._streams))])
             if not outlet.opened:
                 raise ApiError(500, "the request ended without an answer.")
             self._count(streamed=True)
-            outlet.write(self._ending(include_usage))
+            if ending := self._ending(include_usage):  # a chunk of nothing would be the end of the body
+                outlet.write(ending)
         except ConnectionError:
             raise
         except Exception as error:
@@ -127,12 +142,12 @@ class Call:
                 if known is None:
                     raise
                 raise known from error
-            known = known or internal_error(error)
+            known = known or internal_error(error, self._request)
             self._metrics.failed(known.status)
+            self.failure = known
             outlet.write(self._failure(known))
         finally:
             self.abort()
-        return await outlet.close()
 
     def _ending(self, include_usage: bool) -> bytes:
         """What comes after the last choice's end."""
@@ -142,11 +157,14 @@ class Call:
         """The end of a stream that failed."""
         return b"data: " + error_body(error) + b"\n\n" + DONE
 
-    async def _follow(self, prompt: int, outlet: Outlet) -> None:
+    async def _follow(self, prompt: int, outlet: Sink) -> None:
         """Write the events of one prompt's choices as they come; all that is ready goes out in one write."""
         render, choices = self._render, self._choices[prompt]
+        gather = Gathered(interval) if (interval := self._body.stream_interval or 1) > 1 else None
 
         def give(events: list[StreamEvent]) -> bool:
+            if gather is not None:
+                events = gather.ready(events)
             if data := b"".join([render(choices[event.index], event) for event in events]):
                 outlet.write(data)
             return outlet.opened and not outlet.behind
@@ -248,16 +266,50 @@ class Call:
         prompt = sum(len(stream.accepted.prompt_ids) for stream in self._streams if stream.accepted)
         output = sum(len(child.tokens) for stream in self._streams for child in stream.children)
         output = 0 if self._body.prompt_only else output
-        return usage_of(prompt, output, sum(stream.cached_tokens for stream in self._streams))
+        cached = sum(stream.cached_tokens for stream in self._streams) if self.tells_cached else None
+        return usage_of(prompt, output, cached)
 
     def _count(self, streamed: bool) -> None:
         for stream in self._streams:
             prompt = len(stream.accepted.prompt_ids) if stream.accepted else 0
-            self._metrics.request(stream.metrics, prompt, [len(c.tokens) for c in stream.children], streamed)
+            outputs = [len(child.tokens) for child in stream.children]
+            self._metrics.request(stream.metrics, prompt, outputs, streamed, min(stream.cached_tokens, prompt))
             self._metrics.parameters(self._params.n, self._params.width, stream.params.max_tokens or 0)
 
 
-async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+class Gathered:
+    """Events held back until one has ``interval`` tokens. The first and the last of each choice go at once."""
+
+    def __init__(self, interval: int):
+        self._interval = interval
+        self._held: dict[int, list[StreamEvent]] = {}
+        self._tokens: dict[int, int] = {}  # in what is held of each choice that has begun
+
+    def ready(self, events: list[StreamEvent]) -> list[StreamEvent]:
+        """Those that may go now, with what was held back of their choices."""
+        out: list[StreamEvent] = []
+        for event in events:
+            index = event.index
+            count = self._tokens.get(index, self._interval) + len(event.tokens)
+            held = self._held.setdefault(index, [])
+            held.append(event)
+            if event.finish or count >= self._interval:
+                out.append(_joined(self._held.pop(index)))
+                count = 0
+            self._tokens[index] = count
+        return out
+
+
+def _joined(events: list[StreamEvent]) -> StreamEvent:
+    """Events of one choice as one; the last says whether and why it ended."""
+    last = events[-1]
+    return StreamEvent(
+        last.index, "".join([each.text for each in events]), [token for each in events for token in each.tokens],
+        last.finish, last.stop_reason, last.length, [entry for each in events for entry in each.logprobs],
+    )  # fmt: skip
+
+
+async def together(work: Sequence[Awaitable[T]]) -> list[T]:
     """Wait for all, and give what they return; the first failure cancels the others and is raised."""
     if len(work) == 1:
         return [await work[0]]

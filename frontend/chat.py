@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -25,19 +26,24 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, n times."""
     front = request.app[FRONT]
     body = await front.read(request, ChatRequest)
-    model = await front.find_model(body.model)
+    model = await front.find_model(request, body.model)
     front.check_generates("Chat Completions")
     streams, params, reading = await begun(request, front, body)
     echo = _last_words(body.conversation()) if body.echo else ""
+    if reading is not None and body.continue_final_message:
+        reading, echo = replace(reading, said=echo), ""  # a thought or a call that it breaks off in goes on as one
     prefix = (lambda _: echo) if echo else None
     if reading is None:
         call = Call(streams, body, params, front.metrics, prefix)
     else:
         call = ReadCall(reading, streams, body, params, front.metrics, prefix)
+    call.tells_cached = front.settings.usage_details
     id, created = request_id(request, body, "chatcmpl-"), int(time.time())
+    role = body.conversation()[-1]["role"] if body.add_generation_prompt is False else front.settings.role
     if body.stream:
         include_usage, continuous = body.usage_options()
         chunks = ChatChunks(id, created, model, include_usage and not continuous)
+        chunks.role = role
         return await call.stream(request, chunks, front.settings.stall_s)
     choices, usage = await call.complete()
     extras = body.extras() or Extras()
@@ -48,7 +54,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             "object": "chat.completion",
             "created": created,
             "model": model,
-            "choices": [_choice(choice, extras, reading) for choice in choices],
+            "choices": [_choice(choice, extras, reading, role) for choice in choices],
             "usage": usage,
             **_of_prompt(streams[0], extras),
         },
@@ -61,7 +67,8 @@ async def begun(
     """Submit a conversation: its stream, its parameters, and how its answers are read. Raises RequestError."""
     messages = body.conversation()
     params = front.params(body)
-    reading = body.reading(params, front.settings.tool_parser, front.settings.reasoning_parser)
+    settings = front.settings
+    reading = body.reading(params, settings.tool_parser, settings.reasoning_parser, settings.chat_kwargs)
     if reading is not None:
         reading.bind(params)
     await front.wait_ready()
@@ -98,7 +105,7 @@ class ReadCall(Call):
         return data + self._deltas.delta(choice.index, delta, more, reason, event.stop_reason, usage)
 
 
-def _choice(choice: Ended, extras: Extras, reading: Reading | None) -> dict[str, Any]:
+def _choice(choice: Ended, extras: Extras, reading: Reading | None, role: str) -> dict[str, Any]:
     message, reason = {"content": choice.text}, choice.reason
     if reading is not None:
         accepted = choice.stream.accepted
@@ -108,7 +115,7 @@ def _choice(choice: Ended, extras: Extras, reading: Reading | None) -> dict[str,
         message["content"] = choice.echo + (message["content"] or "")
     return {
         "index": choice.index,
-        "message": {"role": ROLE, **message, "refusal": None},
+        "message": {"role": role, **message, "refusal": None},
         "logprobs": ChatLogprobs(extras).of(choice.logprobs),
         "finish_reason": reason,
         "stop_reason": choice.stop,

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from ..client.results import RequestError
+from .request_id import id_of
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,16 @@ class ApiError(RequestError):
         self.headers = headers or {}
 
 
+def words_of(error: RequestError) -> str:
+    """An error's message, of a length that can be told."""
+    message = error.message if len(error.message) <= MAX_MESSAGE else error.message[:MAX_MESSAGE] + "..."
+    return message.encode("utf-8", "replace").decode()  # a header's bytes may be no text
+
+
 def error_body(error: RequestError) -> bytes:
     """The JSON of an error."""
     kind = _TYPES.get(error.status, "BadRequestError" if error.status < 500 else "InternalServerError")
-    message = error.message if len(error.message) <= MAX_MESSAGE else error.message[:MAX_MESSAGE] + "..."
-    message = message.encode("utf-8", "replace").decode()  # a header's bytes may be no text
-    fields = {"message": message, "type": kind, "param": error.param, "code": error.status}
+    fields = {"message": words_of(error), "type": kind, "param": error.param, "code": error.status}
     return msgspec.json.encode({"error": fields})
 
 
@@ -72,31 +77,38 @@ def error_response(error: RequestError) -> web.Response:
     return answer
 
 
-def internal_error(error: Exception) -> ApiError:
+def internal_error(error: Exception, request: web.BaseRequest | None = None) -> ApiError:
     """What a client is told of a fault of ours; the log has the rest."""
-    log.error("a request failed: %s", error, exc_info=error)
+    about = None if request is None else {"request_id": id_of(request)}
+    log.error("a request failed: %s", error, exc_info=error, extra=about)
     return ApiError(500, INTERNAL)
 
 
-Shapes = dict[str, Callable[[RequestError], web.Response]]
+Shapes = dict[tuple[str, str], Callable[[RequestError], web.Response]]
 SHAPES: web.AppKey[Shapes] = web.AppKey("shapes", dict)
 """How errors are told on the paths of other dialects than OpenAI's."""
+
+
+NOTE: web.AppKey[Callable[[web.BaseRequest, int, str], None]] = web.AppKey("note")
+"""Who is told of refusals, with their status and reason."""
 
 
 @web.middleware
 async def errors_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every way in which a handler can fail, or a middleware before it, in the shape of the path's dialect."""
-    told = request.app[SHAPES].get(request.path, error_response)
+    resource = request.match_info.route.resource
+    path = request.path.rstrip("/") or "/" if resource is None else resource.canonical
+    told = request.app[SHAPES].get((request.method, path), error_response)
     try:
         return await handler(request)
-    except RequestError as error:
-        return told(error)
-    except web.HTTPException as error:
-        return told(from_http(request, error))
+    except (RequestError, web.HTTPException) as error:
+        known = from_http(request, error) if isinstance(error, web.HTTPException) else error
+        request.app[NOTE](request, known.status, known.message)
+        return told(known)
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:  # noqa: BLE001 - logged with its traceback, and the client told
-        return told(internal_error(error))
+        return told(internal_error(error, request))
 
 
 def from_http(request: web.BaseRequest, error: web.HTTPException) -> ApiError:

@@ -40,10 +40,10 @@ class ChatLogprobs:
         return {**self._entry(token, 0), "top_logprobs": likeliest}
 
     def _entry(self, token: TokenLogprobs, place: int) -> dict[str, Any]:
-        data = _bytes(token, place)
+        data = raw_bytes(token, place)
         return {
             "token": token.texts[place] if token.texts and not self._extras.names_are_ids else _id_name(token, place),
-            "logprob": _floored(token.values[place]),
+            "logprob": floored(token.values[place]),
             "bytes": None if data is None else list(data),
         }
 
@@ -62,7 +62,7 @@ class CompletionLogprobs:
             return None
         return {
             "text_offset": [self._pass(token) for token in tokens],
-            "token_logprobs": [_floored(token.values[0]) for token in tokens],
+            "token_logprobs": [floored(token.values[0]) for token in tokens],
             "tokens": [self._name(token, 0) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
         }
@@ -84,7 +84,7 @@ class CompletionLogprobs:
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
         top: dict[str, float] = {}
         for place in range(_end(token, self._extras.logprobs or 0)):
-            top.setdefault(self._name(token, place), _floored(token.values[place]))
+            top.setdefault(self._name(token, place), floored(token.values[place]))
         return top
 
     def _name(self, token: TokenLogprobs, place: int) -> str:
@@ -97,7 +97,7 @@ class CompletionLogprobs:
     def _pass(self, token: TokenLogprobs) -> int:
         """Where this token begins; counts it."""
         at = self._at
-        self._at += len(self._decode(_bytes(token, 0) or b""))
+        self._at += len(self._decode(raw_bytes(token, 0) or b""))
         return at
 
 
@@ -109,7 +109,7 @@ def prompt_logprobs(found: list[TokenLogprobs | None] | None, k: int) -> list[di
 def _ranked(token: TokenLogprobs, k: int) -> dict[int, Any]:
     entries = to_dict(token, k)
     for entry in entries.values():
-        entry.logprob = _floored(entry.logprob)
+        entry.logprob = floored(entry.logprob)
     return entries
 
 
@@ -122,12 +122,14 @@ def _id_name(token: TokenLogprobs, place: int) -> str:
     return f"token_id:{token.ids[place]}"
 
 
-def _bytes(token: TokenLogprobs, place: int) -> bytes | None:
+def raw_bytes(token: TokenLogprobs, place: int) -> bytes | None:
+    """The bytes of an entry's text; None where nobody knows them."""
     if not token.texts:
         return None
     raw = token.raw.get(place)
     return token.texts[place].encode() if raw is None else raw
 
 
-def _floored(value: float) -> float:
+def floored(value: float) -> float:
+    """A log-probability that JSON can hold."""
     return value if value > FLOOR else FLOOR

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,17 +17,18 @@ from aiohttp import web
 from ..client.core import SCHEDULER, Connect
 from ..client.engine import Engine
 from ..client.generation import OpenGeneration
-from ..client.pooled import OpenPooling
+from ..client.pooled import OpenPooling, OpenText
 from ..client.request import OpenRequest
 from ..client.results import RequestError, TokenLogprobs
 from ..proto.codec import from_i32, i32
 from ..proto.event_loop import new_loop
-from ..proto.messages import Accepted, AdapterEntry, Finish, Peer, Peers, ReplicaStats, Stats, Tokenize
-from ..proto.work import Adapter
+from ..proto.listening import listen, listen_unix
+from ..proto.messages import Accepted, AdapterEntry, Finish, Peer, Peers, ReplicaStats, Stats, StepView, Tokenize, View
+from ..proto.work import Adapter, Text, Work
 from .app import make_app
 from .front import Settings
 from .main import app_runner
-from .port import listen, url_of
+from .port import url_of
 from .prompts import text_of
 
 if TYPE_CHECKING:
@@ -96,7 +98,9 @@ class FakeEngine(Engine):
         self.refuse: Callable[[OpenRequest], RequestError | None] = lambda request: None
         self.is_ready = True
         self.requests: list[OpenRequest] = []
+        self.words: dict[str, int] = {}
         self.aborted: list[int] = []
+        self.viewed = 0  # how often ``view`` was asked for
         self._players: set[asyncio.Task[None]] = set()
         self._generation = 0
 
@@ -138,6 +142,11 @@ class FakeEngine(Engine):
             replicas=[ReplicaStats(0, "ready", "cpu", 0, 100, 7, 17)],
         )  # fmt: skip
 
+    async def view(self, since: int = 0, timeout: float = 2.0) -> View:
+        self.viewed += 1
+        stats = await self.stats()
+        return View(0, 5.0, stats, [], [], [], [], [StepView(since + 1, "step", 0, 4.5, 0.01, 3, 2)])
+
     def _flush(self) -> None:
         while todo := self.core.take():
             for peer, what in todo:
@@ -162,6 +171,10 @@ class FakeEngine(Engine):
         if (error := self.refuse(request)) is not None:
             self.core.finish(request, error)
             return
+        if isinstance(request, OpenText):
+            request.accept(Accepted(request.uid, 0, *self.spell(request.message)))
+            self.core.finish(request, None)
+            return
         message = request.message
         ids = from_i32(message.ids) if message.ids is not None else list(range(len(_words(request))))
         request.accept(Accepted(uid=request.uid, attempt=0, ids=i32(ids), prompt=message.prompt, work=message.work))
@@ -169,6 +182,32 @@ class FakeEngine(Engine):
             await self._play_pooling(request)
         elif isinstance(request, OpenGeneration):
             await self._play_generation(request, ids)
+
+    def spell(self, message: Tokenize) -> tuple[bytes, str | None, Work | Text]:
+        """A vocabulary of words, in which each has an id from the time when it is first said; a model that can fill in
+        marks what it is told with ids from 9001 on."""
+        work, text = message.work, message.prompt
+        if not isinstance(work, Text):
+            raise TypeError(f"{type(work).__name__} is no Text")
+
+        def ids_of(said: str) -> list[int]:
+            return [self.words.setdefault(word, len(self.words)) for word in said.split()]
+
+        if message.ids is not None:
+            ids, known = from_i32(message.ids), list(self.words)
+            text = " ".join(known[token] for token in ids)
+        elif (infill := work.infill) is not None:
+            files = [token for _, told in infill.extra for token in (9004, *ids_of(told))]
+            ids = [*files, 9001, *ids_of(infill.prefix), 9002, *ids_of(infill.suffix), 9003, *ids_of(infill.after)]
+        elif work.parts is not None:
+            ids = [id for part in work.parts for id in ([part] if isinstance(part, int) else ids_of(part))]
+        else:
+            text = " ".join(text_of(one) for one in message.messages) if message.messages is not None else text or ""
+            ids = ids_of(text)
+        names = {token: word for word, token in self.words.items()}
+        told = [names.get(token, "") for token in ids] if work.pieces else []
+        texts = [word.encode() for word in told]
+        return i32(ids), text, Text(names=[*told], texts=texts, ends=[9005] if work.infill is not None else [])
 
     async def _play_generation(self, request: OpenGeneration, ids: list[int]) -> None:
         message, params = request.message, request.work.params
@@ -230,7 +269,10 @@ def _words(request: OpenRequest) -> list[str]:
 class FakeServer:
     """A running frontend over a FakeEngine; use as a context manager. ``url`` is where it listens."""
 
-    def __init__(self, script: Script = count_words, **settings: Any) -> None:
+    def __init__(
+        self, script: Script = count_words, tls: ssl.SSLContext | None = None, uds: str | None = None, **settings: Any
+    ) -> None:
+        self._tls, self._uds = tls, uds
         self.engine: FakeEngine
         self.url = ""
         self._script = script
@@ -248,8 +290,11 @@ class FakeServer:
         self._thread.join()
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(self._serve())
+        try:
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                runner.run(self._serve())
+        finally:
+            self._up.set()  # nobody waits for a server that cannot start
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -257,13 +302,13 @@ class FakeServer:
         self.engine = FakeEngine(self._script)
         self.engine.adapters.merge(self._settings.modules)
         await self.engine.start()
-        sock = listen("127.0.0.1", 0)
+        sock = listen_unix(self._uds) if self._uds else listen("127.0.0.1", 0)
         self.app = make_app(self.engine, self._settings)
-        runner: web.AppRunner = app_runner(self.app)
+        self.runner = runner = app_runner(self.app)
         await runner.setup()
-        self.site = web.SockSite(runner, sock)
+        self.site = web.SockSite(runner, sock, ssl_context=self._tls)
         await self.site.start()
-        self.url = url_of(sock)
+        self.url = url_of(sock, "http" if self._tls is None else "https")
         self._up.set()
         await self._stop.wait()
         await self.engine.close()

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from ..client.adapter_folders import AdapterFolders
 from ..client.engine import Engine
 from ..client.results import RequestError
 from ..client.stream import RequestStream
+from ..client.traced import CALLER
 from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.messages import AdapterEntry
 from ..proto.params import SamplingParams
-from ..proto.work import Adapter
-from .auth import OWNER
+from ..proto.work import BACKGROUND, Adapter
+from .auth import OWNER, check_model, salt_of, watch
+from .deadline import note_begun
 from .errors import ApiError
+from .leniency import Bodies
+from .log import LogSettings, begin, end
 from .metrics import Metrics
+from .model_card import ModelCard
+from .open_calls import OpenCall, OpenCalls
 from .parsing import Request, parse
 from .pooling_schema import PoolRequest
-from .schema import MAX_CHOICES, GenerateRequest
+from .request_id import id_of
+from .schema import MAX_CHOICES, GenerateRequest, StreamOptions
+from .shared_figures import SharedFigures
 
 R = TypeVar("R", bound=Request)
 
+LATEST = ":latest"
+"""What clients of Ollama add to a name that has no tag of its own."""
 SHOWN = 10
 """Names of models that an error tells; there may be thousands."""
-_SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass
@@ -40,17 +50,36 @@ class Settings:
     ``ceiling`` is the most output tokens that any request gets, where the operator has said so."""
 
     names: list[str]
+    root: str = ""  # what /v1/models tells as the model's origin; "": its name
     api_key: str | None = None
+    api_key_file: str | None = None
     admin_api_key: str | None = None  # administrators'; None: there are no routes for them
+    metrics_key: str | None = None
+    open_metrics: bool = False
+    metrics_prefix: str = "both"
+    shared_prefix_cache: bool = False  # among all API keys
+    allowed_hosts: list[str] = field(default_factory=list)
+    local_only: bool = False  # this machine alone can reach the port
+    allowed_origins: list[str] = field(default_factory=list)
+    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
+    allowed_headers: list[str] = field(default_factory=lambda: ["*"])
+    allow_credentials: bool = False
+    max_header_bytes: int = 16 * 2**10
+    max_json_depth: int = 100
+    max_connections_per_address: int | None = None
     max_request_bytes: int = 8 * 2**20
+    lenient_types: bool = True  # numbers and booleans may come as strings
+    reject_unknown_fields: bool = False
     max_n: int = 128  # choices that may be asked for of one prompt
     max_queued: int = MAX_CHOICES  # requests that may wait in the scheduler; a longer list of prompts never fits
     defaults: dict[str, Any] = field(default_factory=dict)
     ceiling: int | None = None
     body_s: float = 60.0  # for a request's body to arrive
+    request_s: float | None = None  # for a request to be answered
     stall_s: float = 30.0  # that a client may leave a full stream unread
     restart_s: float = 5.0  # that a new request waits for processes that are being restarted
     stats_s: float = 1.0  # for the scheduler to answer /metrics
+    score_template: bool = False  # a chat template puts the texts of a score together
     pooler: PoolerConfig | None = None  # how the model pools; None where it generates
     generate_s: float = 20.0  # for the token of /health/generate
     loading_s: float = 5.0  # when to ask again where the model has not been ready yet
@@ -59,31 +88,81 @@ class Settings:
     modules: list[AdapterEntry] = field(default_factory=list)  # --lora-modules
     tool_parser: str | None = None  # what finds calls of tools where a model may choose to make some
     reasoning_parser: str | None = None  # what tells thoughts from answers
+    tokenizer: tuple[Path, str | None] | None = None  # its folder and --chat-template, where they may be told
+    embed_size: int | None = None  # numbers of a token's embedding, where prompts may be made of them
+    config: dict[str, Any] = field(default_factory=dict)  # the flags, for administrators; no secrets
+    slots: int = 256  # sequences that may run at once
+    card: Callable[[], ModelCard] = ModelCard  # what is told of the model; may read files
     lora_root: str | None = None  # the folder below which adapters may be loaded from over HTTP
+    log: LogSettings = field(default_factory=LogSettings)
+    role: str = "assistant"  # of chats' answers
+    names_are_ids: bool = False  # tokens of logprobs are told as token_id:N
+    usage_details: bool = True  # usage says how many tokens of the prompt were cached
+    force_usage: bool = False  # every stream ends with the usage
+    stream_interval: int = 1  # tokens that a chunk of a stream has at least, where a request does not say
+    id_headers: bool = False  # answers carry X-Request-Id
+    count_load: bool = False  # GET /load counts what is open
+    docs: bool = True  # there are /openapi.json and /docs
+    page: bool = True  # there is a page at /
+    chat_kwargs: dict[str, Any] = field(default_factory=dict)  # of chat templates, below a request's own
+    structured: dict[str, bool] = field(default_factory=dict)  # of structured output, where a request says nothing
+    keep_alive_s: float = 0.0  # after which a silent stream is sent a comment; 0: never
+    root_path: str | None = None  # below which the routes are too
+    middlewares: list[Any] = field(default_factory=list)  # the operator's own
+    traced: bool = False  # there is a collector of traces
+    files_path: str | None = None  # the folder of /v1/files and /v1/batches; None: there is none
+    files_max_bytes: int = 2**30  # what it may hold
+    batch_window: int = 128  # requests of batches that are under way at most
 
 
 class Front:
-    """One frontend's state. ``draining`` refuses what is new while what is open ends."""
+    """One frontend's state. ``draining`` refuses what is new while what is open ends; ``parting`` answers it, and has
+    each connection be used for nothing else: another process serves the port."""
 
     def __init__(self, engine: Engine, settings: Settings):
         self.engine, self.settings = engine, settings
-        self.metrics = Metrics(settings.names[0])
+        self.metrics = Metrics(settings.names[0], settings.metrics_prefix)
+        self.shared: SharedFigures | None = None  # with those of other frontends on this port
+        self.bodies = Bodies(settings.lenient_types, settings.reject_unknown_fields, settings.max_json_depth)
+        self._fills = settings.names_are_ids or settings.force_usage
         self.started = int(time.time())
-        self.draining = False
+        self.draining = self.parting = False
+        self.calls = OpenCalls()
         self.active = 0  # HTTP requests being answered
+        self.open = 0  # of these, POSTs
         self._quiet = asyncio.Event()
         self._was_ready = False
+        self._card: ModelCard | None = None
         self._born = time.monotonic()
 
-    def enter(self) -> None:
-        """A request begins."""
-        self.active += 1
+    async def card(self) -> ModelCard:
+        """What the model's folder says; its weights may be on their way to it until the model is ready."""
+        if self._card is not None:
+            return self._card
+        card = await asyncio.to_thread(self.settings.card)
+        self._card = card if self.engine.ready else None
+        return card
 
-    def leave(self) -> None:
+    def enter(self, asks: bool = False) -> None:
+        """A request begins. ``asks``: for more than what is known here."""
+        self.active += 1
+        self.open += asks
+
+    def leave(self, asks: bool = False, request: web.Request | None = None) -> None:
         """A request has been answered, or its client is gone."""
+        if request is not None:
+            self.close(request)
         self.active -= 1
+        self.open -= asks
         if not self.active:
             self._quiet.set()
+
+    def close(self, request: web.Request) -> None:
+        """Nobody can end by its id what this request runs any more."""
+        if self.settings.log.requests:
+            end(request, self.settings.log)
+        if (call := request.get(CALL)) is not None:
+            self.calls.close(call)
 
     async def idle(self) -> None:
         """Wait until no request is being answered."""
@@ -120,8 +199,18 @@ class Front:
         self.adapter(name)
         return name or self.settings.names[0]
 
-    async def find_model(self, name: str | None) -> str:
-        """The same once the names of adapters are known here, which a frontend that has just begun must be told."""
+    def known(self, name: str | None) -> str | None:
+        """The name by which a model is known here: as it is, or without Ollama's ``:latest``."""
+        if name and name not in self.settings.names and self.engine.adapters.get(name) is None:
+            return name.removesuffix(LATEST)
+        return name
+
+    async def find_model(self, request: web.Request, name: str | None) -> str:
+        """The same once the names of adapters are known here, which a frontend that has just begun must be told.
+
+        Raises ApiError 403 where the request's key is not good for that model, existing or not.
+        """
+        check_model(request, name or self.settings.names[0])
         if name and name not in self.settings.names and self.settings.adapters is not None and not self.engine.ready:
             await self.wait_ready()
         return self.check_model(name)
@@ -136,9 +225,13 @@ class Front:
             raise ApiError(404, f"The model `{name}` does not exist. Valid names: {told}.", "model")
         return found
 
-    async def read(self, request: web.Request, kind: type[R]) -> R:
-        """The request's body, checked in all that can be checked here. Raises ApiError."""
-        if not request.content_type.endswith(("/json", "+json")):
+    async def read(self, request: web.Request, kind: type[R], any_type: bool = False) -> R:
+        """The request's body, checked in all that can be checked here. Raises ApiError.
+
+        ``any_type``: the body need not be said to be JSON, but by a browser, which pages can make send anything else.
+        """
+        typed = not any_type or "Origin" in request.headers
+        if typed and not request.content_type.endswith(("/json", "+json")):
             raise ApiError(
                 400, f"Content-Type must be application/json, got {request.headers.get('Content-Type', 'none')}."
             )
@@ -157,23 +250,44 @@ class Front:
             ) from None
         except web.HTTPRequestEntityTooLarge:
             raise ApiError(413, too_large) from None
-        return parse(body, kind)
+        found = parse(body, kind, self.bodies)
+        if self._fills and isinstance(found, GenerateRequest):
+            self._fill(found)
+        return found
+
+    def _fill(self, body: GenerateRequest) -> None:
+        """What the operator's flags say for requests."""
+        if self.settings.names_are_ids and body.return_tokens_as_token_ids is None:
+            body.return_tokens_as_token_ids = True
+        if self.settings.force_usage and body.stream:
+            options = body.stream_options or StreamOptions()
+            body.stream_options = msgspec.structs.replace(options, include_usage=True)
 
     def params(self, body: GenerateRequest, prompts: int = 1) -> SamplingParams:
         """The request's parameters; room for its choices. Raises ApiError."""
         params = body.sampling(self.settings.defaults, self.settings.ceiling)
+        if body.stream_interval is None:  # here, and not in _fill: bodies of other dialects are not read as such
+            body.stream_interval = self.settings.stream_interval
         most = self.settings.max_n
         for name, value in (("n", params.n), ("best_of", params.best_of or 0)):
             if value > most:
-                raise ApiError(
-                    400, f"{name} is {value}, over the limit of {most}; ask for fewer, or raise --max-n.", name
-                )
+                told = f"{name} is {value}, over the limit of {most}; ask for fewer, or raise --max-n."
+                raise body.own_words(ApiError(400, told, name))
         if prompts * params.width > MAX_CHOICES:
             name = "n" if params.best_of is None else "best_of"
             asked = f"{prompts} prompts with {name}={params.width}"
             raise ApiError(400, f"{asked} are over the limit of {MAX_CHOICES} choices a request.", name)
         self.check_room(prompts, "prompt")
+        if self.settings.structured and (form := params.structured_outputs) is not None and not form.whitespace_pattern:
+            for name in self.settings.structured:
+                setattr(form, name, True)
         return params
+
+    def template(self, template: dict[str, Any]) -> dict[str, Any]:
+        """How a chat template is rendered, with the operator's values for it below the request's own."""
+        if not self.settings.chat_kwargs:
+            return template
+        return template | {"chat_template_kwargs": self.settings.chat_kwargs | template.get("chat_template_kwargs", {})}
 
     def check_room(self, prompts: int, name: str) -> None:
         """Raises ApiError 400 where so many prompts of field ``name`` could never wait at once."""
@@ -211,34 +325,67 @@ class Front:
     ) -> list[RequestStream]:  # fmt: skip
         """Submit all prompts, or none: a refusal of one aborts those before it. Raises RequestError."""
         options |= {
-            "api_key": request.get(OWNER, ""),
-            "priority": body.priority or 0,
+            **account_of(request, body.priority or 0),
             "arrival": time.time(),
-            "cache_salt": body.cache_salt or "",
+            "cache_salt": salt_of(request, body.cache_salt),
         }
+        check_model(request, body.model or self.settings.names[0])
         if (adapter := self.adapter(body.model)) is not None:
             options["adapter"] = adapter
+        if "template" in options:
+            options["template"] = self.template(options["template"])
         streams: list[RequestStream] = []
-        blank: dict[str, Any] = {"prompt": None, "ids": None, "messages": None}
+        blank: dict[str, Any] = {"prompt": None, "ids": None, "messages": None, "embeds": None}
         try:
             for prompt in prompts:
                 stream = self.engine.submit(**(blank | prompt), params=params, **options)
                 streams.append(stream)
+                watch(request, stream.work)
+                note_begun(request, stream.uid)
+            if self.settings.log.requests:
+                name = id_of(request, body.request_id)
+                begin(request, self.settings.log, name, prompts, streams, params, adapter.name if adapter else None)
         except BaseException as error:
             for stream in streams:
                 stream.abort()
             if isinstance(error, RequestError):
                 raise body.own_words(error) from error
             raise
+        self._open(request, body, streams)
         return streams
+
+    def _open(self, request: web.Request, body: GenerateRequest, streams: list[RequestStream]) -> None:
+        """Have what a request runs be known by its id."""
+        call = request.get(CALL)
+        if call is None:
+            call = request[CALL] = OpenCall(request.get(OWNER, ""))
+            self.calls.name(call, id_of(request, body.request_id))
+        call.streams += streams
 
 
 FRONT = web.AppKey("front", Front)
+BATCHED: Any = web.RequestKey("batched", bool) if hasattr(web, "RequestKey") else "quire.batched"
+"""Whether a request is one of a batch, which waits for all else."""
+
+
+def account_of(request: web.Request, priority: int) -> dict[str, Any]:
+    """Whom the scheduler counts a request for, and its priority. The batches of a key have an account of their own, so
+    that its other requests come as before."""
+    owner = request.get(OWNER, "")
+    if request.get(BATCHED):
+        return {"api_key": f"{owner}-batch", "priority": BACKGROUND}
+    return {"api_key": owner, "priority": priority}
+
+
+CALL: Any = web.RequestKey("call", OpenCall) if hasattr(web, "RequestKey") else "quire.call"
+"""Where a request keeps what it runs."""
 
 
 def request_id(request: web.Request, body: GenerateRequest | PoolRequest, prefix: str) -> str:
     """``cmpl-...``: the client's own id where it sent a usable one (X-Request-Id, or the field), else a new one."""
-    for given in (body.request_id, request.headers.get("X-Request-Id")):
-        if given is not None and _SAFE_ID.fullmatch(given):
-            return prefix + given
-    return prefix + uuid.uuid4().hex
+    id = prefix + id_of(request, body.request_id)
+    if (call := request.get(CALL)) is not None:
+        request.app[FRONT].calls.name(call, id)
+    if (caller := CALLER.get()) is not None:
+        caller.id = id
+    return id

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
+import re
 import socket
-import time
+import ssl
 from collections.abc import Collection
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from ..client.adapter_folders import AdapterFolders, parse_modules
 from ..client.engine import Engine
 from ..client.offline.defaults import default_sampling
-from ..client.results import RequestError
+from ..client.traced import traces_of
 from ..proto.checkpoint.chat_templates import templates_of, tokenizer_config
-from ..proto.checkpoint.model_config import DEMO_MODEL, config_of, model_folder, tokenizer_folder
+from ..proto.checkpoint.model_config import DEMO_MODEL, ModelConfig, config_of, model_folder, tokenizer_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.event_loop import new_loop
+from ..proto.flag_words import json_object
 from ..proto.messages import AdapterEntry
 from ..proto.process import (
+    FIGURES,
+    READY_FD,
     STARTED_AGAIN,
+    announce,
     collect_from_now,
     die,
     ending_signals,
@@ -31,36 +40,39 @@ from ..proto.process import (
     tell_ready,
     watch_parent,
 )
+from ..proto.thinking import parser_of
 from ..proto.wire.sockets import load_keys
+from .access import access_of
 from .app import make_app
-from .auth import keys_of
+from .ending import Ending, drain, hand_over
 from .front import FRONT, Front, Settings
-from .port import ClaimedSite, claim, listen, url_of
+from .log import LogSettings
+from .model_card import ModelCard, read_card
+from .plugins import load_middlewares
+from .port import ClaimedSite, bound, claim, url_of
 from .protocol import Runner
+from .shared_figures import SharedFigures
+from .tls import context_of
 from .tools import REASONING_PARSERS, TOOL_PARSERS, detect
 
 log = logging.getLogger(__name__)
 
-API_KEY_ENV, ADMIN_KEY_ENV = "QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY"
+_SECRET = re.compile(r"key|^hf_token$")
 BACKLOG = 2048
 KEEPALIVE_S = 75.0
 """How long a connection may be idle, or take to send its headers."""
-NOTICE_S = 0.5
-"""How long /health/ready answers 503 before the port closes, for who asks in time."""
-ABORT_S = 2.0
-"""How long those that are ended then have to be told."""
 
 
 def main() -> None:
     """Run a frontend. Exit code 0 after SIGTERM or SIGINT, 78 where it could never work as configured."""
     args = parse_service_args("frontend")
-    setup_logging("frontend", args.log_level)
+    setup_logging("frontend", args.uvicorn_log_level or args.log_level, args.log_format)
     watch_parent()
     try:
-        settings = settings_of(args)
-        sock = listen(args.host, args.port)
+        settings, tls = settings_of(args), context_of(args)
+        sock = bound(args)
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(serve(args, settings, sock, claim(sock, str(args.scheduler))))
+            runner.run(serve(args, settings, sock, claim(sock, str(args.scheduler)), tls))
     except ConfigError as error:
         die("frontend", error)
     except KeyboardInterrupt:  # before serve() took over the signals
@@ -80,28 +92,93 @@ def settings_of(args: EngineArgs) -> Settings:
     )
     if defaults:
         log.info("requests start from %s", defaults)
-    api_key = args.api_key or os.environ.get(API_KEY_ENV) or None
-    admin_key = args.admin_api_key or os.environ.get(ADMIN_KEY_ENV) or None
-    for text in (api_key, admin_key):
-        keys_of(text)
     names = args.served_model_name or [args.model or DEMO_MODEL]
     folders = AdapterFolders(args.max_lora_rank, args.download_dir) if args.enable_lora else None
     return Settings(
         names=names,
         adapters=folders,
         modules=_modules(folders, args.lora_modules or [], names),
+        card=partial(_card, args, folder, model),
         lora_root=args.lora_root,
-        api_key=api_key,
-        admin_api_key=admin_key,
-        max_request_bytes=args.max_request_bytes,
+        slots=args.max_num_seqs,
+        embed_size=_embed_size(model) if args.enable_prompt_embeds else None,
+        config=_told(args),
+        tokenizer=(Path(tokenizer_folder(args, folder)), args.chat_template)
+        if args.enable_tokenizer_info_endpoint and not args.skip_tokenizer_init
+        else None,
+        root=args.served_model_root or names[0],
+        **access_of(args),
         max_n=args.max_n,
+        lenient_types=args.lenient_types,
+        reject_unknown_fields=args.reject_unknown_fields,
+        docs=not args.disable_fastapi_docs,
+        page=not args.disable_page,
+        files_path=_files_path(args),
+        files_max_bytes=args.files_max_bytes,
+        batch_window=args.max_batch_concurrency or max(1, args.max_num_seqs // 2),
         max_queued=args.max_num_queued_reqs,
         defaults=defaults,
         ceiling=defaults.get("max_tokens") if said else None,  # by flag it binds all; the model's own is a suggestion
         pooler=pooler,
+        score_template=args.chat_template is not None,
         tool_parser=None if pooler is not None else _tool_parser(args, folder),
-        reasoning_parser=_known("reasoning_parser", args.reasoning_parser, REASONING_PARSERS),
+        reasoning_parser=None if pooler is not None else _reasoning_parser(args, folder),
+        **_answers(args),
     )
+
+
+def _answers(args: EngineArgs) -> dict[str, Any]:
+    """What the flags say of answers and of the log, as fields of Settings. Raises ConfigError."""
+    silent = (args.disable_access_log_for_endpoints or "").split(",")
+    structured = json_object("structured_outputs_config", args.structured_outputs_config)
+    return {
+        "log": LogSettings(
+            requests=args.enable_log_requests,
+            outputs=args.enable_log_outputs,
+            most=args.max_log_len,
+            access=not args.disable_uvicorn_access_log,
+            silent=frozenset(path.strip() for path in silent),
+        ),
+        "role": args.response_role,
+        "names_are_ids": args.return_tokens_as_token_ids,
+        "usage_details": args.enable_prompt_tokens_details,
+        "force_usage": args.enable_force_include_usage,
+        "stream_interval": args.stream_interval,
+        "id_headers": args.enable_request_id_headers,
+        "count_load": args.enable_server_load_tracking,
+        "chat_kwargs": json_object("default_chat_template_kwargs", args.default_chat_template_kwargs),
+        "structured": {name: True for name, said in structured.items() if said},
+        "keep_alive_s": args.sse_keep_alive_interval,
+        "root_path": args.root_path,
+        "middlewares": load_middlewares(args.middleware or []),
+        "traced": args.otlp_traces_endpoint is not None,
+    }
+
+
+def _files_path(args: EngineArgs) -> str | None:
+    """``--files-path``, or a folder beside the scheduler's sockets, where it has one on this machine."""
+    folder = str(args.scheduler or "").removeprefix("ipc://")
+    if args.files_path is not None or folder == args.scheduler or not folder:
+        return args.files_path
+    return os.path.join(folder, "files")
+
+
+def _embed_size(model: ModelConfig) -> int:
+    """Numbers of a token's embedding. Raises ConfigError where config.json does not say."""
+    size = model.hf.get("word_embed_proj_dim") or model.hf.get("hidden_size")
+    if not isinstance(size, int):
+        raise ConfigError("--enable-prompt-embeds needs a model whose config.json says its hidden_size.")
+    return size
+
+
+def _told(args: EngineArgs) -> dict[str, Any]:
+    """The flags that a frontend reads, those left out that hold a secret."""
+    told = {}
+    for each in dataclasses.fields(args):
+        if "frontend" in each.metadata["services"] and not _SECRET.search(each.name):
+            value = getattr(args, each.name)
+            told[each.name] = value if isinstance(value, str | int | float | list | None) else str(value)
+    return told
 
 
 def _tool_parser(args: EngineArgs, folder: str) -> str | None:
@@ -109,12 +186,36 @@ def _tool_parser(args: EngineArgs, folder: str) -> str | None:
     named = _known("tool_call_parser", args.tool_call_parser, TOOL_PARSERS)
     if named is not None or not args.enable_auto_tool_choice or args.skip_tokenizer_init:
         return named if args.enable_auto_tool_choice else None
-    home = Path(tokenizer_folder(args, folder))
-    templates = templates_of(home, tokenizer_config(home), args.chat_template)
-    found = detect(templates.get("tool_use") or templates.get("default") or "")
+    found = detect(_template(args, folder))
     if found is not None:
         log.info("calls of tools are read by --tool-call-parser %s, which the chat template shows", found)
     return found
+
+
+def _reasoning_parser(args: EngineArgs, folder: str) -> str | None:
+    """``--reasoning-parser``, or that of gpt-oss where the chat template is of its kind. Raises ConfigError."""
+    named = _known("reasoning_parser", args.reasoning_parser, REASONING_PARSERS)
+    if named is not None or args.skip_tokenizer_init:
+        return named
+    found = parser_of(None, _template(args, folder))
+    if found is not None:
+        log.info("thoughts are read by --reasoning-parser %s, which the chat template shows", found)
+    return found
+
+
+def _template(args: EngineArgs, folder: str) -> str:
+    """The chat template, that for tools where there are several; empty where there is none. Raises ConfigError."""
+    home = Path(tokenizer_folder(args, folder))
+    templates = templates_of(home, tokenizer_config(home), args.chat_template)
+    return templates.get("tool_use") or templates.get("default") or ""
+
+
+def _card(args: EngineArgs, folder: str, model: ModelConfig) -> ModelCard:
+    try:
+        template = _template(args, folder)
+    except ConfigError:
+        template = ""
+    return read_card(model, template)
 
 
 def _known(flag: str, name: str | None, parsers: Collection[str]) -> str | None:
@@ -140,48 +241,79 @@ def _modules(folders: AdapterFolders | None, texts: list[str], names: list[str])
     return found
 
 
-def app_runner(app: web.Application) -> web.AppRunner:
+def app_runner(app: web.Application) -> Runner:
     """How the application is run: a client that leaves cancels its handler, and nothing is unpacked unasked."""
+    settings = app[FRONT].settings
     return Runner(
-        app, handle_signals=False, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=1.0,
-        handler_cancellation=True, auto_decompress=False,
+        app, root_path=settings.root_path, handle_signals=False, access_log=None, keepalive_timeout=KEEPALIVE_S,
+        shutdown_timeout=1.0, handler_cancellation=True, auto_decompress=False,
+        max_field_size=settings.max_header_bytes,
+        max_connections_per_address=settings.max_connections_per_address,
     )  # fmt: skip
 
 
-async def serve(args: EngineArgs, settings: Settings, sock: socket.socket, claimed: socket.socket | None) -> None:
-    """Answer until SIGTERM or SIGINT, then let open requests end; a second signal ends them."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    with ending_signals(asyncio.get_running_loop(), lambda: (hurry if stop.is_set() else stop).set()):
-        await _serve(args, settings, sock, claimed, stop, hurry)
+async def serve(
+    args: EngineArgs, settings: Settings, sock: socket.socket, claimed: socket.socket | None,
+    tls: ssl.SSLContext | None = None,
+) -> None:  # fmt: skip
+    """Answer until SIGTERM or SIGINT, then let open requests end; a second signal ends them. At HAND_OVER all that has
+    begun is finished, and what is new is left to another process that listens on the same socket."""
+    ending = Ending()
+    with ending_signals(asyncio.get_running_loop(), ending.act, ending.hand_over):
+        await _serve(args, settings, sock, claimed, tls, ending)
 
 
 async def _serve(
-    args: EngineArgs, settings: Settings, sock: socket.socket, claimed: socket.socket | None, stop: asyncio.Event,
-    hurry: asyncio.Event,
+    args: EngineArgs, settings: Settings, sock: socket.socket, claimed: socket.socket | None,
+    tls: ssl.SSLContext | None, ending: Ending,
 ) -> None:  # fmt: skip
     if settings.pooler is not None:
         import numpy  # noqa: F401 - now, and not while the first request waits
-    engine = Engine(str(args.scheduler), load_keys(args.keys))
+    traces = traces_of(args.otlp_traces_endpoint, "frontend", settings.names[0])
+    engine = Engine(str(args.scheduler), load_keys(args.keys), traces)
     engine.adapters.merge(settings.modules)
     await engine.start()
     app = make_app(engine, settings)
     runner = app_runner(app)
     await runner.setup()
     collect_from_now()
-    site = ClaimedSite(runner, sock, claimed, backlog=BACKLOG)
+    site = ClaimedSite(runner, sock, claimed, backlog=BACKLOG, ssl_context=tls)
+    if os.environ.get(STARTED_AGAIN) == "1":  # whom it follows answers until then, or connections wait in the socket
+        with suppress(TimeoutError, RuntimeError):
+            await engine.wait_ready(settings.restart_s)
     await site.start()
-    print(f"listening on {url_of(sock)}", flush=True)
+    if READY_FD not in os.environ:  # else `quire serve` says where it is, once the whole server can answer
+        announce(f"listening on {url_of(sock, 'http' if tls is None else 'https')}")
     tell_ready()
-    refused = asyncio.create_task(_watch(engine, stop))
+    shared = _share(app[FRONT])
+    refused = asyncio.create_task(_watch(engine, ending.stop))
     try:
-        await stop.wait()
+        await ending.stop.wait()
     finally:
         refused.cancel()
-        await drain(app[FRONT], site, args.shutdown_timeout, hurry)
+        if ending.hands_over:
+            await hand_over(app[FRONT], site, runner, ending.hurry)
+        else:
+            await drain(app[FRONT], site, args.shutdown_timeout, ending.hurry)
         await runner.cleanup()
         await engine.close()
+        if shared is not None:  # last: what was measured until now is told by the others
+            shared.cancel()
+            await asyncio.wait([shared])
     if not refused.cancelled() and refused.done() and (reason := refused.result()):
         raise ConfigError(reason)
+
+
+def _share(front: Front) -> asyncio.Task[None] | None:
+    """Keep what is measured where other frontends on this port find it; None where there are no others."""
+    if (folder := os.environ.get(FIGURES)) is None:
+        return None
+    try:
+        front.shared = SharedFigures(Path(folder), front.metrics)
+    except OSError as error:
+        log.warning("/metrics tells of this frontend alone: %s", error)
+        return None
+    return asyncio.create_task(front.shared.keep())
 
 
 async def _watch(engine: Engine, stop: asyncio.Event) -> str | None:
@@ -193,26 +325,3 @@ async def _watch(engine: Engine, stop: asyncio.Event) -> str | None:
         return str(error)
     log.info("ready")
     return None
-
-
-async def drain(front: Front, site: web.BaseSite, limit: float, hurry: asyncio.Event) -> None:
-    """Say that nothing new is taken, close the port, wait for open requests up to ``limit``, fail the rest with 503.
-
-    Idle connections stay until the end, so that what is sent on them still gets its 503.
-    """
-    front.draining = True
-    hurried = asyncio.ensure_future(hurry.wait())
-    began = time.monotonic()
-    await asyncio.wait([hurried], timeout=min(NOTICE_S, limit))
-    await site.stop()
-    idle = asyncio.ensure_future(front.idle())
-    left = limit - (time.monotonic() - began)
-    await asyncio.wait([idle, hurried], timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
-    if not idle.done():
-        log.warning("ending %d requests that are still open", front.active)
-        why = "it was told to hurry" if hurry.is_set() else f"the {limit:g} s of --shutdown-timeout are over"
-        message = f"the server is shutting down and {why}; send the request again."
-        front.engine.fail_all(RequestError(503, message, retry_after=5))
-        await asyncio.wait([idle], timeout=ABORT_S)
-    for waited in (idle, hurried):
-        waited.cancel()

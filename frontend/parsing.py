@@ -1,22 +1,21 @@
 """Bytes of a request to a struct, and the refusal of everything else by the name of its field.
 
 A body is decoded once to plain objects, so that fields which are known but not honoured yet can be refused by name
-and unknown ones merely noted; then it is converted to a struct, which checks types strictly: no ``true`` for an
-integer, no ``"5"`` for a 5. JSON has one kind of number, so ``5.0`` is a 5.
+and unknown ones be said to be unknown; then it is converted to a struct, which checks types strictly: no ``true`` for
+an integer, and no ``"5"`` for a 5 unless `leniency.py` is told to take it. JSON has one kind of number: ``5.0`` is a 5.
 """
 
 from __future__ import annotations
 
 import codecs
-import logging
+import functools
 import re
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from .errors import ApiError
-
-log = logging.getLogger(__name__)
+from .leniency import STRICT, Bodies
 
 _PATH = re.compile(r"(?P<what>.*?) - at `\$(?P<path>.*)`$", re.S)
 _NAMES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
@@ -25,9 +24,13 @@ _NAMES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "
 
 class Request(msgspec.Struct):
     """The fields of a request. None means: not given. ``not_yet`` are fields that are refused by name, and the values
-    (beside null) of each that ask for nothing."""
+    (beside null) of each that ask for nothing. ``without_effect`` are fields that are known to change no answer here.
+    ``names_all``: it has all fields that its route knows; else the others are for another struct to look at.
+    """
 
     not_yet: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    without_effect: ClassVar[tuple[str, ...]] = ()
+    names_all: ClassVar[bool] = True
 
     def check(self) -> None:
         """Refuse combinations that mean nothing. Raises ApiError."""
@@ -42,7 +45,7 @@ def check_salt(salt: Any) -> None:
 R = TypeVar("R", bound=Request)
 
 
-def parse(body: bytes, kind: type[R]) -> R:
+def parse(body: bytes, kind: type[R], rules: Bodies = STRICT) -> R:
     """Bytes of a request to its struct, checked. Raises ApiError 400 naming the field."""
     body = body.removeprefix(codecs.BOM_UTF8)  # which some clients on Windows put before everything they write
     try:
@@ -52,26 +55,54 @@ def parse(body: bytes, kind: type[R]) -> R:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}.") from error
     except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply.") from error
+        raise _too_deep(rules.max_depth) from error
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body must be a JSON object, got {kind_of(raw)}.")
-    _refuse_not_yet(raw, kind.not_yet)
-    request = _convert(raw, kind)
-    if log.isEnabledFor(logging.DEBUG):
-        unknown = sorted(raw.keys() - set(kind.__struct_fields__) - kind.not_yet.keys())
-        if unknown:
-            log.debug("ignored unknown fields %s", unknown[:20])
+    if body.count(b"[") + body.count(b"{") > rules.max_depth and _is_deeper(raw, rules.max_depth):
+        raise _too_deep(rules.max_depth)
+    request = converted(raw, kind, rules)
     request.check()
     return request
 
 
-def _convert(raw: dict[str, Any], kind: type[R]) -> R:
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects lie more than ``depth`` deep in each other. Looked at level by level, without
+    recursion."""
+    level = [value]
+    for _ in range(depth):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [one for each in inner for one in each if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep(limit: int) -> ApiError:
+    return ApiError(400, f"the body is nested over {limit} levels deep; nest it less, or raise --max-json-depth.")
+
+
+def converted(raw: dict[str, Any], kind: type[R], rules: Bodies = STRICT) -> R:
+    """An object to its struct; combinations are left to who knows the whole. Raises ApiError 400 naming the field."""
+    _refuse_not_yet(raw, kind.not_yet)
+    if kind.names_all and not raw.keys() <= (known := _known(kind)):
+        rules.check_names(raw, known)
+    return _convert(raw, kind, rules)
+
+
+@functools.cache
+def _known(kind: type[Request]) -> frozenset[str]:
+    """The names of fields that a request of a kind may have."""
+    return frozenset((*kind.__struct_encode_fields__, *kind.not_yet, *kind.without_effect))
+
+
+def _convert(raw: dict[str, Any], kind: type[R], rules: Bodies) -> R:
     try:
         return msgspec.convert(raw, kind, strict=True)
     except msgspec.ValidationError:
         floats = {name: value for name, value in raw.items() if type(value) is float and value.is_integer()}
     try:
-        return msgspec.convert({**raw, **{name: int(value) for name, value in floats.items()}}, kind, strict=True)
+        whole = {**raw, **{name: int(value) for name, value in floats.items()}}
+        return msgspec.convert(rules.loosened(whole, kind), kind, strict=True)
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
 

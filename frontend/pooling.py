@@ -6,14 +6,13 @@ The inputs of one request are queued together and answered together: where one f
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from ..client.offline.prompts import Input
@@ -21,12 +20,16 @@ from ..client.results import Pooled, RequestError
 from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.params import ParamError
 from ..proto.pooling import PoolingParams
-from .auth import OWNER
+from .auth import charge, check_model, salt_of
 from .calls import json_body, together
+from .chunks import averaged, chunks_of, may_chunk
 from .errors import ApiError
-from .front import FRONT, Front, request_id
+from .front import FRONT, Front, account_of, request_id
+from .log import begin
 from .pooling_schema import ClassifyRequest, EmbeddingRequest, EncodedRequest, InputRequest, PoolingRequest, PoolRequest
-from .sse import to_json, usage_of
+from .request_id import id_of
+from .sse import usage_of
+from .vectors import as_bytes, writer
 
 if TYPE_CHECKING:
     import numpy
@@ -46,8 +49,7 @@ In = TypeVar("In", bound=InputRequest)
 async def embeddings(request: web.Request) -> web.Response:
     """A vector for each input."""
     front, body, pooled = await _each(request, EmbeddingRequest, "Embeddings", "embed")
-    data = await _encoded(pooled, body, "embedding")
-    return _answer(request, front, body, "embd-", data, pooled)
+    return await _vectors(request, front, body, "embd-", "embedding", pooled)
 
 
 async def classify(request: web.Request) -> web.Response:
@@ -60,28 +62,35 @@ async def classify(request: web.Request) -> web.Response:
 
 async def pooling(request: web.Request) -> web.Response:
     """What the model pools of each input: a vector, or one for each token."""
-    front, body, pooled = await _each(request, PoolingRequest, "Pooling", "embed", "classify")
-    data = await _encoded(pooled, body, "pooling")
-    return _answer(request, front, body, "pool-", data, pooled)
+    front, body, pooled = await _each(request, PoolingRequest, "Pooling", "embed", "classify", "token_embed")
+    return await _vectors(request, front, body, "pool-", "pooling", pooled)
 
 
 async def _each(request: web.Request, kind: type[In], api: str, *tasks: str) -> tuple[Front, In, list[Pooled]]:
     front = request.app[FRONT]
     body = await front.read(request, kind)
-    await front.find_model(body.model)
+    await front.find_model(request, body.model)
     pooler = front.pooler(api, *tasks)
     params = body.params(next(task for task in tasks if task in pooler.tasks))
     inputs = body.inputs()
     name = "input" if body.messages is None else "messages"
     places = [f"{name}[{place}]" for place in range(len(inputs))] if len(inputs) > 1 else [name]
-    return front, body, await pool_all(request, body, pooler, params, inputs, places)
+    if not may_chunk(pooler, params):
+        return front, body, await pool_all(request, body, pooler, params, inputs, places)
+    await front.wait_ready()
+    chunks = [await chunks_of(front, pooler, *each) for each in zip(inputs, places, strict=True)]
+    counts = [len(each) for each in chunks]
+    apart = [place for place, count in zip(places, counts, strict=True) for _ in range(count)]
+    pooled = await pool_all(request, body, pooler, params, [one for each in chunks for one in each], apart)
+    return front, body, averaged(pooled, counts)
 
 
 async def pool_all(
     request: web.Request, body: PoolRequest, pooler: PoolerConfig, params: PoolingParams, inputs: list[Input],
-    places: list[str],
+    places: list[str], apart: Sequence[PoolingParams] = (),
 ) -> list[Pooled]:  # fmt: skip
-    """Pool all inputs, or none; ``places`` are what the request calls them. Raises RequestError."""
+    """Pool all inputs, or none; ``places`` are what the request calls them. The first are pooled by ``apart`` where it
+    is given, the others by ``params``. Raises RequestError."""
     front = request.app[FRONT]
     try:
         pooler.resolve(params)
@@ -90,11 +99,15 @@ async def pool_all(
     front.check_room(len(inputs), _param(places[0]))
     await front.wait_ready()
     options = {
-        "params": params, "api_key": request.get(OWNER, ""), "priority": body.priority or 0, "arrival": time.time(),
-        "cache_salt": body.cache_salt or "",
+        **account_of(request, body.priority or 0), "arrival": time.time(),
+        "cache_salt": salt_of(request, body.cache_salt),
     }  # fmt: skip
+    check_model(request, body.model or front.settings.names[0])
     if (adapter := front.adapter(body.model)) is not None:
         options["adapter"] = adapter
+    if front.settings.log.requests:
+        name = id_of(request, body.request_id)
+        begin(request, front.settings.log, name, [], [], params, adapter.name if adapter else None)
     began, numbers = time.monotonic(), 0
     answers: list[asyncio.Future[Pooled]] = []
 
@@ -109,13 +122,14 @@ async def pool_all(
             raise ApiError(400, f"the answer would hold over {MAX_NUMBERS} numbers; send fewer inputs at a time.")
         if not (abs(pooled.data) < math.inf).all():
             raise ApiError(500, f"{place}: the model's numbers are not finite; another --dtype may help.")
-        front.metrics.pooled(len(pooled.prompt_ids), time.monotonic() - began)
+        charge(request, len(pooled.prompt_ids))
+        front.metrics.pooled(len(pooled.prompt_ids), time.monotonic() - began, pooled.num_cached_tokens)
         return pooled
 
     try:
-        for given, place in zip(inputs, places, strict=True):
+        for given, place, each in zip(inputs, places, [*apart, *repeat(params, len(inputs) - len(apart))], strict=True):
             try:
-                answers.append(asyncio.ensure_future(front.engine.pool(**given.asked(), **options)))
+                answers.append(asyncio.ensure_future(front.engine.pool(**given.asked(), params=each, **options)))
             except RequestError as error:
                 raise _in_words(error, place) from error
             if len(answers) % _SENT_AT_ONCE == 0:
@@ -141,11 +155,23 @@ def _param(place: str) -> str:
     return re.split(r"\W", place)[0]
 
 
-async def _encoded(pooled: list[Pooled], body: EncodedRequest, kind: str) -> list[dict[str, Any]]:
+async def _vectors(
+    request: web.Request, front: Front, body: EncodedRequest, prefix: str, kind: str, pooled: list[Pooled]
+) -> web.Response:
+    """The answer with the vectors in the form asked for."""
+    form, type, order = body.form
+    if form.startswith("bytes"):
+        told = _told(request, front, body, prefix, pooled) if form == "bytes" else None
+        return as_bytes(pooled, type, order, told)
+    data = await _encoded(pooled, writer(form, type, order), kind)
+    return _answer(request, front, body, prefix, data, pooled)
+
+
+async def _encoded(pooled: list[Pooled], encode: Callable[[numpy.ndarray], Any], kind: str) -> list[dict[str, Any]]:
     """The data of an answer; long ones are made piece by piece, so that nobody waits for them."""
-    encode: Callable[[numpy.ndarray], Any] = _base64 if body.base64 else _numbers
     name = "embedding" if kind == "embedding" else "data"
-    data, since = [], 0
+    data: list[dict[str, Any]] = []
+    since = 0
     for index, each in enumerate(pooled):
         data.append({"index": index, "object": kind, name: encode(each.data)})
         since += each.data.size
@@ -153,14 +179,6 @@ async def _encoded(pooled: list[Pooled], body: EncodedRequest, kind: str) -> lis
             since = 0
             await asyncio.sleep(0)
     return data
-
-
-def _numbers(data: numpy.ndarray) -> msgspec.Raw:
-    return msgspec.Raw(to_json(data.tolist()))
-
-
-def _base64(data: numpy.ndarray) -> str:
-    return base64.b64encode(data.astype("<f4").tobytes()).decode()
 
 
 def _classes(index: int, data: numpy.ndarray, labels: tuple[str, ...]) -> dict[str, Any]:
@@ -172,16 +190,17 @@ def _classes(index: int, data: numpy.ndarray, labels: tuple[str, ...]) -> dict[s
 def _answer(
     request: web.Request, front: Front, body: PoolRequest, prefix: str, data: list[dict[str, Any]], pooled: list[Pooled]
 ) -> web.Response:
-    return json_body(
-        {
-            "id": request_id(request, body, prefix),
-            "object": "list",
-            "created": int(time.time()),
-            "model": body.model or front.settings.names[0],
-            "data": data,
-            "usage": usage_of_pooled(pooled),
-        }
-    )
+    return json_body({"object": "list", "data": data, **_told(request, front, body, prefix, pooled)})
+
+
+def _told(request: web.Request, front: Front, body: PoolRequest, prefix: str, pooled: list[Pooled]) -> dict[str, Any]:
+    """What an answer says beside its data."""
+    return {
+        "id": request_id(request, body, prefix),
+        "created": int(time.time()),
+        "model": body.model or front.settings.names[0],
+        "usage": usage_of_pooled(pooled),
+    }
 
 
 def usage_of_pooled(pooled: list[Pooled]) -> dict[str, object]:

@@ -14,14 +14,14 @@ from ..proto.pooling import PoolingParams
 from .errors import ApiError
 from .parsing import Request, check_salt, kind_of
 from .prompts import check_count, conversation_of, prompts_of, template_of
+from .vectors import FORMATS, ORDERS, TYPES
 
 _SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 """What the two sides of a score may be called."""
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "chat_template": (), "embed_dtype": ("float32",), "endianness": ("native", "little"),
-    "max_chunks_per_doc": (), "max_tokens_per_doc": (), "mm_processor_kwargs": ({},), "padding": ("do_not_pad",),
-    "prompt_embeds": (), "rank_fields": (), "truncation_side": ("right",),
+    "chat_template": (), "max_chunks_per_doc": (), "mm_processor_kwargs": ({},), "padding": ("do_not_pad",),
+    "prompt_embeds": (), "rank_fields": (),
 }  # fmt: skip
 """Known fields that are not honoured yet, and the values (beside null) that ask for nothing."""
 
@@ -37,6 +37,7 @@ class PoolRequest(Request, kw_only=True):
     cache_salt: Any = None
     request_id: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     use_activation: bool | None = None
 
     def params(self, task: str) -> PoolingParams:
@@ -45,7 +46,10 @@ class PoolRequest(Request, kw_only=True):
 
     def _params(self, task: str | None, **values: Any) -> PoolingParams:
         try:
-            return PoolingParams(task=task, truncate_prompt_tokens=self.truncate_prompt_tokens, **values)
+            return PoolingParams(
+                task=task, truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=self.truncation_side,
+                **values,
+            )  # fmt: skip
         except ParamError as error:
             raise ApiError(400, str(error), error.param) from error
 
@@ -89,23 +93,24 @@ class InputRequest(PoolRequest, kw_only=True):
 
 
 class EncodedRequest(InputRequest, kw_only=True):
-    """One that is answered with vectors, as numbers or as base64 of little-endian float32."""
+    """One that is answered with vectors, as numbers, as base64, or as bytes (`vectors.py`)."""
 
     encoding_format: str | None = None
+    embed_dtype: str | None = None
+    endianness: str | None = None
     dimensions: int | None = None
     normalize: bool | None = None
 
     def check(self) -> None:
         InputRequest.check(self)
-        if self.encoding_format not in (None, "float", "base64"):
-            raise ApiError(
-                400, f"encoding_format must be float or base64, got {self.encoding_format!r}.", "encoding_format"
-            )
+        for name, known in (("encoding_format", FORMATS), ("embed_dtype", TYPES), ("endianness", ORDERS)):
+            if (given := getattr(self, name)) is not None and given not in known:
+                raise ApiError(400, f"{name} must be one of {', '.join(known)}, got {given!r:.80}.", name)
 
     @property
-    def base64(self) -> bool:
-        """True where the vectors are to be base64."""
-        return self.encoding_format == "base64"
+    def form(self) -> tuple[str, str, str]:
+        """How the vectors are written: format, type, order of bytes."""
+        return self.encoding_format or "float", self.embed_dtype or "float32", self.endianness or "native"
 
 
 class EmbeddingRequest(EncodedRequest):
@@ -131,7 +136,22 @@ class ClassifyRequest(InputRequest):
     """POST /classify."""
 
 
-class ScoreRequest(PoolRequest, kw_only=True):
+class PairedRequest(PoolRequest, kw_only=True):
+    """Texts against texts. ``max_tokens_per_doc``: so many tokens of each document are looked at; 0: all."""
+
+    max_tokens_per_doc: int | None = None
+
+    def params(self, task: str) -> PoolingParams:
+        return self._params(
+            task, use_activation=self.use_activation, max_tokens_per_doc=self.max_tokens_per_doc or None
+        )
+
+    def query_params(self, task: str) -> PoolingParams:
+        """The same for a query that is pooled by itself."""
+        return PoolRequest.params(self, task)
+
+
+class ScoreRequest(PairedRequest, kw_only=True):
     """POST /score. One text against each of several, or two lists pair by pair."""
 
     text_1: Any = None
@@ -164,7 +184,7 @@ class ScoreRequest(PoolRequest, kw_only=True):
         return first, second
 
 
-class RerankRequest(PoolRequest, kw_only=True):
+class RerankRequest(PairedRequest, kw_only=True):
     """POST /rerank: the documents by how well they answer the query, best first. ``top_n`` 0 is all of them."""
 
     query: Any = None

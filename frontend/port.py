@@ -23,7 +23,9 @@ from typing import Any
 
 from aiohttp import web
 
-from ..proto.config import ConfigError
+from ..proto.config import ConfigError, EngineArgs
+from ..proto.listening import listen, listen_unix
+from ..proto.process import LISTEN_FD
 
 log = logging.getLogger(__name__)
 
@@ -34,36 +36,22 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _MAPPED = "::ffff:"  # before an address of IPv4 that is written as one of IPv6
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that other frontends may share (SO_REUSEPORT). Raises ConfigError."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"host {host!r} is no address to listen on: {error}; choose another with --host.") from error
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "SO_REUSEPORT"):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use; choose another with --port.") from error
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port."
-        ) from error
-    return sock
+def bound(args: EngineArgs) -> socket.socket:
+    """The socket to listen on: its launcher's, which successors of this process get too, or one of its own. Raises
+    ConfigError."""
+    if (inherited := os.environ.get(LISTEN_FD)) is not None:
+        sock = socket.socket(fileno=int(inherited))
+        sock.set_inheritable(False)
+        return sock
+    return listen_unix(args.uds) if args.uds else listen(args.host, args.port)
 
 
-def url_of(sock: socket.socket) -> str:
-    """http://HOST:PORT of a bound socket."""
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
+    """SCHEME://HOST:PORT of a bound socket, or unix:PATH."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def claim(sock: socket.socket, scheduler: str) -> socket.socket | None:
@@ -71,7 +59,7 @@ def claim(sock: socket.socket, scheduler: str) -> socket.socket | None:
 
     None where the system has no abstract sockets. Raises ConfigError where a frontend of another scheduler has it.
     """
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or sock.family == socket.AF_UNIX:
         return None
     host, port = sock.getsockname()[:2]
     ours = hashlib.sha256(_same_for_all(scheduler).encode()).hexdigest()[:16]
@@ -141,16 +129,22 @@ def _same_for_all(scheduler: str) -> str:
 
 
 class ClaimedSite(web.SockSite):
-    """Gives up the claim on its port with the port."""
+    """Gives up the claim on its port with the port, and a Unix socket's path where that is its own."""
 
-    __slots__ = ("_claimed",)
+    __slots__ = ("_claimed", "_path")
 
     def __init__(self, runner: web.AppRunner, sock: socket.socket, claimed: socket.socket | None, **options: Any):
         super().__init__(runner, sock, **options)
         self._claimed = claimed
+        owned = sock.family == socket.AF_UNIX and LISTEN_FD not in os.environ
+        self._path = sock.getsockname() if owned else None
 
     async def stop(self) -> None:
         """Close the port."""
         await super().stop()
+        if self._path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            self._path = None
         if self._claimed is not None:
             self._claimed.close()

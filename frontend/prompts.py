@@ -76,15 +76,23 @@ def _check_prompt(prompt: Any, kind: type[Any], where: str, name: str, empty: bo
         if set(map(type, prompt)) != {int}:
             odd = next(i for i in prompt if type(i) is not int)
             raise ApiError(400, f"{where} must hold integers (token ids), got {kind_of(odd)}.", name)
-        if min(prompt) < 0 or max(prompt) >= 2**31:
-            odd = next(i for i in prompt if not 0 <= i < 2**31)
-            raise ApiError(400, f"{where} holds {odd}, which is no token id.", name)
+        check_ids(prompt, where, name)
+
+
+def check_ids(ids: list[int], where: str, name: str) -> None:
+    """Refuse what is no token id of any model. Raises ApiError."""
+    if ids and (min(ids) < 0 or max(ids) >= 2**31):
+        odd = next(i for i in ids if not 0 <= i < 2**31)
+        raise ApiError(400, f"{where} holds {odd}, which is no token id.", name)
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ApiError(400, f"{where}.role must be a string such as 'user', got {kind_of(role)}.", "messages")
+    thought = message.get("reasoning_content", message.get("reasoning"))
+    if isinstance(thought, str):  # of an earlier turn: templates know it under one name or the other
+        message = {**message, "reasoning": thought, "reasoning_content": thought}
     if content is None or isinstance(content, str):
         return message
     if not isinstance(content, list):

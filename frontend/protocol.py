@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler, _ErrInfo
+from yarl import URL
 
-from .errors import ApiError, error_response, from_http, internal_error
+from .errors import ApiError, error_body, error_response, from_http, internal_error
 
 log = logging.getLogger(__name__)
 
@@ -17,9 +20,27 @@ _KINDS = {"method": "the method", "content-length": "Content-Length", "chunk": "
 
 
 class Runner(web.AppRunner):
-    """An AppRunner whose connections are ``_Connection``."""
+    """An AppRunner whose connections are ``_Connection``, so many from one address at a time. A request for a path
+    below ``root_path`` is one for the rest of that path: what a proxy has not taken off."""
 
-    __slots__ = ()
+    __slots__ = ("_most", "_root")
+
+    def __init__(
+        self, app: web.Application, root_path: str | None = None, max_connections_per_address: int | None = None,
+        **options: Any,
+    ):  # fmt: skip
+        super().__init__(app, **options)
+        self._root, self._most = root_path, max_connections_per_address
+
+    @property
+    def requests(self) -> int:
+        """How many requests have come."""
+        return self.server.requests_count if self.server is not None else 0
+
+    async def emptied(self) -> None:
+        """Wait until no connection is open."""
+        if isinstance(self.server, _Server):
+            await self.server.emptied()
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -31,19 +52,87 @@ class Runner(web.AppRunner):
             except web.HTTPException as error:  # of aiohttp, before any middleware runs: an unknown Expect
                 return error_response(from_http(request, error))
 
+        factory = made.request_factory if self._root is None else partial(_below, self._root, made.request_factory)
         return _Server(
-            handler, request_factory=made.request_factory, handler_cancellation=made.handler_cancellation,
+            self._most, handler, request_factory=factory, handler_cancellation=made.handler_cancellation,
             loop=made._loop, **made._kwargs,
         )  # fmt: skip
 
 
+def close_after(request: web.Request) -> None:
+    """Have the connection be closed after this answer, which says so."""
+    request._message = request._message._replace(should_close=True)
+
+
+def _below(root: str, factory: Any, message: Any, *rest: Any) -> web.Request:
+    """The request that ``factory`` makes, with the root taken off its path."""
+    path = message.path[len(root) :] if message.path.startswith(root) else ""
+    if path[:1] in ("/", "?") or message.path == root:
+        path = path if path.startswith("/") else "/" + path
+        bare, _, query = path.partition("?")
+        message = message._replace(path=path, url=URL.build(path=bare, query_string=query, encoded=True))
+    return factory(message, *rest)
+
+
 class _Server(web.Server):
+    def __init__(self, most: int | None, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.most, self._open, self._emptied = most, 0, asyncio.Event()
+        self.counts: dict[str, int] = {}  # connections that are open, by address; kept where there is a limit
+
+    def entered(self) -> None:
+        """A connection has been opened."""
+        self._open += 1
+        self._emptied.clear()
+
+    def left(self) -> None:
+        """A connection is gone."""
+        self._open -= 1
+        if not self._open:
+            self._emptied.set()
+
+    async def emptied(self) -> None:
+        """Wait until no connection is open."""
+        if self._open:
+            await self._emptied.wait()
+
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
 
 class _Connection(RequestHandler):
-    __slots__ = ()
+    __slots__ = ("_address", "_house")
+
+    def __init__(self, house: _Server, **options: Any):
+        super().__init__(house, **options)
+        self._house, self._address = house, ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Answer one too many of an address at once, and let it go."""
+        super().connection_made(transport)
+        self._house.entered()
+        if (most := self._house.most) is None:
+            return
+        peer, counts = transport.get_extra_info("peername"), self._house.counts
+        if not isinstance(peer, tuple):  # of a Unix socket, who cannot be told apart
+            return
+        self._address = address = peer[0]
+        counts[address] = count = counts.get(address, 0) + 1
+        if count > most:
+            log.info("refused a connection of %s, which has %d open", address, most)
+            cast(asyncio.Transport, transport).write(_one_too_many(address, most))  # uvloop's is no subclass
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The address may open another one."""
+        super().connection_lost(exc)
+        self._house.left()
+        if self._address:
+            counts = self._house.counts
+            counts[self._address] -= 1
+            if not counts[self._address]:
+                del counts[self._address]
+            self._address = ""
 
     @property
     def writing_paused(self) -> bool:
@@ -76,7 +165,7 @@ class _Connection(RequestHandler):
         if isinstance(exc, UnicodeEncodeError) and request.headers.get("Expect"):
             error = from_http(request, web.HTTPExpectationFailed())  # aiohttp quoted it, and its bytes are no text
         elif status >= 500 and isinstance(exc, Exception):
-            error = internal_error(exc)
+            error = internal_error(exc, request)
         else:
             error = _refusal(status, exc, message or "")
             log.info("refused a connection's bytes: %s", error.message)
@@ -85,15 +174,30 @@ class _Connection(RequestHandler):
         return answer
 
 
+def _one_too_many(address: str, most: int) -> bytes:
+    """A whole answer, for a connection on which nothing has been read."""
+    body = error_body(
+        ApiError(
+            429, f"{address} has {most} connections open, which is the limit; use them again, or raise "
+            "--max-connections-per-address.",
+        )
+    )  # fmt: skip
+    head = "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json; charset=utf-8\r\nRetry-After: 1\r\n"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
 def _refusal(status: int, exc: BaseException | None, message: str) -> ApiError:
     """The parser's own words quote its buffers; only their kind is told."""
     words = message.split("\n")[0].lower()
     if isinstance(exc, LineTooLong):
+        limit = exc.args[1] if len(exc.args) > 1 else "its"
         line = exc.args[0] if exc.args else b""  # what was too long, or words about it
         in_path = "header" not in line.lower() if isinstance(line, str) else b"/" in line[:8]
         if in_path:
-            return ApiError(414, "the request line is too long; put less into the URL.")
-        return ApiError(431, "a header is too long; send less in it.")
+            return ApiError(414, f"the request line is over the limit of {limit} bytes; put less into the URL.")
+        return ApiError(
+            431, f"a header is over the limit of {limit} bytes; send less in it, or raise --max-header-bytes."
+        )
     if "too many headers" in words:
         return ApiError(431, "there are too many headers; send fewer.")
     if "https traffic" in words:

@@ -7,7 +7,7 @@ business. Errors name the request's own field, whatever it is called further in.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -34,7 +34,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "kv_transfer_params": (),
-    "logprob_token_ids": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
@@ -45,18 +44,22 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "truncation_side": ("left",),
-    "vllm_xargs": ({},),
     "watermarking": (False,),
     "web_search_options": (),
 }
 """Known fields that are not honoured yet, and the values (beside null) that ask for nothing."""
 
+_WITHOUT_EFFECT = (
+    "metadata", "moderation", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
+    "store", "verbosity", "return_token_offsets", "session_id",
+)  # fmt: skip
+"""Fields that clients of OpenAI and vLLM send and that change no answer here (docs/generation.md)."""
+
 _NOT_OF_BEAMS = ("temperature", "top_p", "top_k", "min_p")
 """Defaults of a model that a beam search cannot have."""
 
 _COMPLETION_TOKENS = 16
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class StreamOptions(msgspec.Struct):
@@ -70,6 +73,7 @@ class GenerateRequest(Request, kw_only=True):
     """Fields that completions and chat completions share. None means: not given."""
 
     not_yet = _NOT_YET
+    without_effect: ClassVar[tuple[str, ...]] = _WITHOUT_EFFECT
 
     model: str | None = None
     max_tokens: int | None = None
@@ -96,11 +100,15 @@ class GenerateRequest(Request, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     logits_processors: Any = None
+    vllm_xargs: dict[str, Any] | None = None
     logit_bias: Any = None
     allowed_token_ids: Any = None
     skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
     prompt_logprobs: int | bool | None = None
+    logprob_token_ids: Any = None
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -116,6 +124,7 @@ class GenerateRequest(Request, kw_only=True):
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
     priority: int | None = None
     cache_salt: Any = None
     request_id: str | None = None
@@ -155,12 +164,13 @@ class GenerateRequest(Request, kw_only=True):
         values = dict(defaults)
         usual = values.pop("max_tokens", None)
         if self.use_beam_search:
-            self._check_width()
             values = {name: value for name, value in values.items() if name not in _NOT_OF_BEAMS} | {"temperature": 0.0}
         for name in _PASSED_ON:
             value = getattr(self, name)
             if value is not None:
                 values[name] = value
+        if self.vllm_xargs:
+            values["extra_args"] = self.vllm_xargs
         limit = 1 if self.prompt_only else self.token_limit()
         limit = _least(self.usual_limit(), usual) if limit is None else limit
         values["max_tokens"] = _least(limit, ceiling)
@@ -179,10 +189,6 @@ class GenerateRequest(Request, kw_only=True):
         continuous = bool(options.continuous_usage_stats)
         include = continuous if options.include_usage is None else options.include_usage
         return include, include and continuous
-
-    def _check_width(self) -> None:
-        if self.best_of is None and self.n is None:
-            raise ApiError(400, "use_beam_search needs a width: give n, or best_of, of at least 2.", "use_beam_search")
 
     def own_names(self) -> dict[str | None, str]:
         """What this request calls a field, by its name in SamplingParams, where that differs."""
@@ -211,11 +217,15 @@ class GenerateRequest(Request, kw_only=True):
 
     def check(self) -> None:
         """Refuse combinations that mean nothing. Raises ApiError."""
+        if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
+            raise ApiError(400, "logprob_token_ids needs logprobs: set logprobs too.", "logprob_token_ids")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only allowed with stream=true.", "stream_options")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise ApiError(400, f"priority must be a 32-bit integer, got {self.priority}.", "priority")
         check_salt(self.cache_salt)
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise ApiError(400, f"stream_interval must be at least 1, got {self.stream_interval}.", "stream_interval")
         if self.stream:
             self._check_stream()
 
@@ -240,9 +250,16 @@ _PASSED_ON = [
 
 
 class CompletionRequest(GenerateRequest):
-    """POST /v1/completions. ``prompt`` is a string, a list of strings, token ids, or a list of lists of ids."""
+    """POST /v1/completions. ``prompt`` is a string, a list of strings, token ids, or a list of lists of ids; with a
+    ``suffix`` strings alone, and what comes between is filled in."""
+
+    not_yet: ClassVar[dict[str, tuple[Any, ...]]] = {
+        name: neutral for name, neutral in _NOT_YET.items() if name not in ("suffix", "prompt_embeds")
+    }
 
     prompt: Any = None
+    prompt_embeds: Any = None
+    suffix: str | None = None
     logprobs: int | bool | None = None
 
     def usual_limit(self) -> int | None:
@@ -253,7 +270,7 @@ class CompletionRequest(GenerateRequest):
         return self.max_tokens == 0 and bool(self.echo)
 
     def likeliest(self) -> int | None:
-        return _count(self.logprobs)
+        return -1 if self.logprob_token_ids else _count(self.logprobs)
 
     def likeliest_of_prompt(self) -> int | None:
         asked = _count(self.prompt_logprobs)
@@ -268,7 +285,25 @@ class CompletionRequest(GenerateRequest):
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, at least one, none empty. Raises ApiError."""
-        return prompts_of(self.prompt, "prompt")
+        if self.prompt is None and self.prompt_embeds is not None:
+            return []
+        prompts = prompts_of(self.prompt, "prompt", empty=bool(self.suffix))
+        if self.suffix and isinstance(prompts[0], list):
+            raise ApiError(400, "suffix needs a prompt of text: what is filled in stands between two texts.", "suffix")
+        return prompts
+
+    def check(self) -> None:
+        GenerateRequest.check(self)
+        for name in ("echo", "truncate_prompt_tokens"):
+            if self.suffix and getattr(self, name):
+                raise ApiError(400, f"{name} means nothing with a suffix: leave one of them out.", name)
+        if self.prompt_embeds is None:
+            return
+        for name in ("suffix", "echo", "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search", "best_of"):
+            if (value := getattr(self, name)) is not None and value is not False and value != "":
+                raise ApiError(400, f"{name} is not supported with prompt_embeds; leave one of them out.", name)
+        if self.n not in (None, 1):
+            raise ApiError(400, f"n must be 1 with prompt_embeds, got {self.n}; send the prompt several times.", "n")
 
 
 class ChatRequest(GenerateRequest):
@@ -291,6 +326,8 @@ class ChatRequest(GenerateRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def likeliest(self) -> int | None:
+        if self.logprob_token_ids:
+            return -1
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def own_names(self) -> dict[str | None, str]:
@@ -301,33 +338,41 @@ class ChatRequest(GenerateRequest):
 
     def check(self) -> None:
         GenerateRequest.check(self)
+        if (effort := self.reasoning_effort) is not None and effort not in _EFFORTS:
+            raise ApiError(
+                400, f"reasoning_effort must be one of {', '.join(_EFFORTS)}; got {effort!r:.80}.", "reasoning_effort"
+            )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
 
-    def reading(self, params: SamplingParams, parser: str | None, reasoning: str | None) -> Reading | None:
-        """How the answer is read by the server's parsers; None: as it comes. Raises ApiError."""
+    def reading(
+        self, params: SamplingParams, parser: str | None, reasoning: str | None, kwargs: dict[str, Any] | None = None
+    ) -> Reading | None:
+        """How the answer is read by the server's parsers; None: as it comes. ``kwargs`` are the server's own of chat
+        templates. Raises ApiError."""
         if self.tools is None and self.tool_choice is None and reasoning is None:
             return None
         tools = tools_of(self.tools)
         choice = choice_of(self.tool_choice, tools)
         one, thoughts = self.parallel_tool_calls is False, self.include_reasoning is not False
-        own, thinks = params.structured_outputs, self._thinks()
+        own, thinks = params.structured_outputs, self._thinks(kwargs or {})
         return reading_of(tools, choice, one, thoughts, own, parser, reasoning, thinks)
 
-    def _thinks(self) -> bool:
-        """False where the request tells the model not to think, in the words that chat templates know."""
-        kwargs = self.chat_template_kwargs or {}
-        said = kwargs.get("enable_thinking", kwargs.get("thinking"))
-        return said is not False and (said is not None or self.reasoning_effort != "none")
+    def _thinks(self, usual: dict[str, Any]) -> bool:
+        """False where the request, or else the server, tells the model not to think, in the words that chat templates
+        know."""
+        effort = {} if self.reasoning_effort is None else {"thinking": self.reasoning_effort != "none"}
+        for kwargs in (self.chat_template_kwargs or {}, effort, usual):
+            if (said := kwargs.get("enable_thinking", kwargs.get("thinking"))) is not None:
+                return said is not False
+        return True
 
     def template(self) -> dict[str, Any]:
         """How the chat template is to be rendered; the detokenizer refuses what cannot be. A model that is to call no
         tools is told of none."""
         kwargs = self.chat_template_kwargs
         if self.reasoning_effort is not None:
-            effort: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
-            if self.reasoning_effort == "none":
-                effort["enable_thinking"] = False
+            effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
             kwargs = {**effort, **(kwargs or {})}
         template = template_of(self.add_generation_prompt, self.continue_final_message, kwargs, self.add_special_tokens)
         if self.tools is not None and self.tool_choice != "none":

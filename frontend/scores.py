@@ -7,9 +7,10 @@ from typing import Any
 
 from aiohttp import web
 
-from ..client.offline.scoring import Pairs, Scored
+from ..client.offline.scoring import Pairs, Scored, pooled_for_score
 from ..client.results import Pooled
 from .calls import json_body
+from .errors import ApiError
 from .front import FRONT, request_id
 from .pooling import pool_all, usage_of_pooled
 from .pooling_schema import RerankRequest, ScoreRequest
@@ -58,15 +59,21 @@ async def _scores(
     request: web.Request, body: ScoreRequest | RerankRequest, api: str
 ) -> tuple[str, list[Scored], list[Pooled]]:
     front = request.app[FRONT]
-    model = await front.find_model(body.model)
-    pooler = front.pooler(api, "score", "embed")
+    model = await front.find_model(request, body.model)
+    pooler = front.pooler(api, "score", "embed", "token_embed")
     cross = "score" in pooler.tasks
-    params = body.params("score" if cross else "embed")
+    task = pooled_for_score(pooler)
+    params = body.params(task)
     first, second = body.sides()
-    pairs = Pairs(first, second, cross)
+    template = "" if cross and front.settings.score_template else None
+    if template is not None and params.max_tokens_per_doc is not None:
+        text = "max_tokens_per_doc means nothing where a chat template puts texts together; shorten the documents."
+        raise ApiError(400, text, "max_tokens_per_doc")
+    pairs = Pairs(first, second, cross, template)
     names = [_places(name, len(texts)) for name, texts in zip(body.names(), (first, second), strict=True)]
     places = _together(names, (first, second)) if cross else names[0] + names[1]
-    pooled = await pool_all(request, body, pooler, params, pairs.inputs, places)
+    queries = [] if cross else [body.query_params(task)] * len(first)  # max_tokens_per_doc is no limit of these
+    pooled = await pool_all(request, body, pooler, params, pairs.inputs, places, queries)
     return model, pairs.scores(pooled), pooled
 
 

@@ -7,7 +7,8 @@ JSON of the text. All that is ready for a connection goes out in one write.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -16,6 +17,10 @@ from .extras import ChatLogprobs, CompletionLogprobs
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+KEEP_ALIVE = web.AppKey("keep_alive", float)
+"""Seconds after which a silent stream is sent ``COMMENT``."""
+COMMENT = b": keep-alive\n\n"
 
 to_json = msgspec.json.Encoder().encode
 
@@ -124,6 +129,7 @@ class ChatChunks(Chunks):
 
     kind = "chat.completion.chunk"
     logprobs = ChatLogprobs
+    role = "assistant"
     _prompt_told = False
     before_text = b'"delta":{"content":'
     after_text = b"}"
@@ -131,7 +137,9 @@ class ChatChunks(Chunks):
 
     def opening(self, index: int, prompt_ids: list[int] | None = None, usage: dict[str, object] | None = None) -> bytes:
         end = self._with_usage(usage)
-        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+        delta = b'{"index":%d,"delta":{"role":%b,"content":""},"logprobs":null,"finish_reason":null}' % (
+            index, to_json(self.role),
+        )  # fmt: skip
         if prompt_ids is None or self._prompt_told:
             return self._start + delta + end
         self._prompt_told = True
@@ -152,20 +160,39 @@ class ChatChunks(Chunks):
         return self._choice(choice if reason is None else {**choice, "stop_reason": stop}, usage)
 
 
+class Sink(Protocol):
+    """Where the events of a call go: to a client, or where they are kept for one."""
+
+    opened: bool
+
+    @property
+    def behind(self) -> bool:
+        """True while it would hold too much."""
+
+    def write(self, data: bytes) -> None:
+        """Take events."""
+
+    async def open(self) -> None:
+        """Every prompt has been accepted."""
+
+    async def catch_up(self) -> None:
+        """Wait until it is no longer behind."""
+
+
 class Outlet:
     """A stream to one client. What is written before ``open`` is held; ``behind`` says that the client is slow.
 
     A client that reads nothing for ``stall_s`` seconds is cut off, so what waits for it stays bounded.
     """
 
-    def __init__(self, request: web.Request, stall_s: float):
+    def __init__(self, request: web.Request, stall_s: float, headers: Mapping[str, str] = HEADERS):
         self._request, self._stall_s = request, stall_s
         self._protocol = request.protocol
         self._chunked = request.version >= HttpVersion11
-        self._response = web.StreamResponse(headers=HEADERS)
+        self._response = web.StreamResponse(headers=headers)
         self._held: list[bytes] = []
         self.opened = False
-        self._prepared = False
+        self._prepared = self._closed = False
 
     async def open(self) -> None:
         """Send status 200, the headers and what is held."""
@@ -177,6 +204,29 @@ class Outlet:
         held, self._held = b"".join(self._held), []
         if held:
             self.write(held)
+        if (period := self._request.app.get(KEEP_ALIVE)) and self._response.content_type == "text/event-stream":
+            self._keep_alive(period)
+
+    def _keep_alive(self, period: float) -> None:
+        """Write a comment whenever nothing else has been written for ``period`` seconds, while the client is there."""
+        loop, write = asyncio.get_running_loop(), self.write
+        last = loop.time()
+
+        def noted(data: bytes) -> None:
+            nonlocal last
+            last = loop.time()
+            write(data)
+
+        def look() -> None:
+            transport = self._protocol.transport
+            if self._closed or transport is None or transport.is_closing():
+                return
+            if loop.time() - last >= period and not self.behind:
+                noted(COMMENT)
+            loop.call_at(last + period if last + period > loop.time() else loop.time() + period, look)
+
+        self.write = noted  # type: ignore[method-assign]
+        loop.call_later(period, look)
 
     def write(self, data: bytes) -> None:
         """One write, whatever waits. Raises ConnectionError where the client is gone.
@@ -208,6 +258,7 @@ class Outlet:
 
     async def close(self) -> web.StreamResponse:
         """The end of the body."""
+        self._closed = True
         if self.behind:
             await self.catch_up()
         await self._response.write_eof()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from .tools.forms import (
     format_of,
     free,
     free_after_thought,
+    headed,
     structural,
 )  # fmt: skip
 
@@ -31,6 +33,7 @@ JSON_LIST = "json_list"
 RULES = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 """What a request says of JSON besides its schema."""
 
+_PLAIN_NAME = re.compile(r"[\w.-]+")
 _USAGE = '{"type": "function", "function": {"name": "my_function"}}'
 
 
@@ -53,7 +56,7 @@ class Reading:
     one: bool = False  # a single call is wanted
     thoughts: bool = True  # they are wanted
     form: StructuredOutputsParams | None = None  # the answer's, in place of the request's own
-    bound: bool = False  # the form, and not the prompt's end, says how the answer begins
+    said: str = ""  # the end of the prompt, where it is echoed and the answer goes on with it
 
     def bind(self, params: SamplingParams) -> None:
         """Have ``params`` draw an answer that can be read: the marks of many families are special tokens."""
@@ -139,10 +142,14 @@ def reading_of(
         if isinstance(choice, Tool):
             tools, one = {choice.name: choice}, True
         known = FORMS.get(parser or "")
+        if known is not None and known.plain and not all(_PLAIN_NAME.fullmatch(name) for name in tools):
+            known = None
         format = demanded(known or PLAIN, _schemas(tools), one)
         parser = parser if known else JSON_LIST
         reasoning = reasoning if reasoning in THOUGHTS and thinks else None
-        return Reading(parser, reasoning, tools, one, thoughts, _form(_thinking(format, reasoning)), bound=True)
+        if reasoning is not None and known is None:
+            format = headed(format, reasoning)
+        return Reading(parser, reasoning, tools, one, thoughts, _form(_thinking(format, reasoning)))
     if choice == "auto" and parser is None:
         raise ApiError(
             400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set, because '
@@ -152,15 +159,15 @@ def reading_of(
     if own is not None and reasoning is not None:
         found = format_of(own) if reasoning in THOUGHTS and thinks else None
         reasoning = reasoning if found is not None else None
-        form = None if found is None else _form(_thinking(found, reasoning), own)
-    bound = form is not None
+        if found is not None and reasoning is not None:
+            form = _form(after_thought(headed(found, reasoning), reasoning), own)
     if choice == "none":
-        return None if reasoning is None else Reading(None, reasoning, thoughts=thoughts, form=form, bound=bound)
+        return None if reasoning is None else Reading(None, reasoning, thoughts=thoughts, form=form)
     shape = FORMS.get(parser or "")
     if own is None and shape is not None and shape.trigger is not None:
         found = free(shape, _schemas(tools), one)
         form = _form(free_after_thought(found, reasoning) if reasoning in THOUGHTS else found)
-    return Reading(parser, reasoning, tools, one, thoughts, form, bound)
+    return Reading(parser, reasoning, tools, one, thoughts, form)
 
 
 def _thinking(format: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
@@ -183,12 +190,20 @@ def _schemas(tools: dict[str, Tool]) -> dict[str, tuple[Any, bool]]:
     return {name: (tool.schema, tool.strict) for name, tool in tools.items()}
 
 
+def call_id() -> str:
+    """A call's name, unlike any other's."""
+    return "call_" + uuid.uuid4().hex[:24]
+
+
 class ChoiceReader:
     """The text of one choice to what a chat answers: deltas as they come, or one message."""
 
     def __init__(self, reading: Reading, prompt: str | None):
         schemas = {name: tool.schema for name, tool in reading.tools.items() if isinstance(tool.schema, dict)}
-        self._reader = Reader(reading.parser, reading.reasoning, schemas, None if reading.bound else prompt)
+        self._said = reading.said
+        if self._said and prompt is not None:  # what comes before says whether a thought is open
+            prompt = prompt.rstrip().removesuffix(self._said.strip())
+        self._reader = Reader(reading.parser, reading.reasoning, schemas, prompt)
         self._reading = reading
         self._short = reading.parser == "mistral"  # whose templates want ids of nine characters
         self.calls = 0
@@ -196,7 +211,8 @@ class ChoiceReader:
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
         """What is new and wanted, in order. ``last``: the text ends here."""
-        found = self._reader.feed(text)
+        found = self._reader.feed(self._said + text)
+        self._said = ""
         if last:
             found += self._reader.end()
         out: list[Delta] = []
@@ -218,7 +234,7 @@ class ChoiceReader:
             if isinstance(delta, Begin):
                 called = {"name": delta.name, "arguments": ""}
                 place = self._told = self._told + 1
-                call = {"index": place, "id": self._id(), "type": "function", "function": called}
+                call = {"index": place, "id": delta.id or self._id(), "type": "function", "function": called}
                 found.setdefault("tool_calls", []).append(call)
             elif isinstance(delta, Arguments):
                 pieces = found.setdefault("tool_calls", [])
@@ -231,8 +247,7 @@ class ChoiceReader:
         return found
 
     def _id(self) -> str:
-        made = uuid.uuid4().hex
-        return made[:9] if self._short else "call_" + made[:24]
+        return call_id()[5:14] if self._short else call_id()
 
     def message(self, text: str) -> dict[str, Any]:
         """The fields of the whole answer's message."""

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from ..proto.process import shows_bars
 from .batch import StepBatch
 from .kernels.attention import Scores
 from .lora.card import CardSlots, RecordedRows
@@ -47,9 +48,11 @@ class Recorder(Protocol):
         """As one graph more than ``step`` calls what it is given. Runs ``step`` several times."""
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Rows of decode graphs: 1, 2, 4, then every eighth up to 256 or the first that holds ``max_num_seqs``."""
-    return _up_to([1, 2, 4, *range(8, 257, 8)], max_num_seqs)
+def capture_sizes(max_num_seqs: int, wanted: list[int] | None = None, most: int | None = None) -> list[int]:
+    """Rows of decode graphs: ``wanted``, or 1, 2, 4, then every eighth up to 256; up to ``most``, or the first that
+    holds ``max_num_seqs``. Steps of more rows than the last run without a graph."""
+    sizes = sorted(set(wanted or [1, 2, 4, *range(8, 257, 8)]))
+    return _up_to([size for size in sizes if most is None or size <= most], max_num_seqs)
 
 
 def piece_sizes(max_tokens: int) -> list[int]:
@@ -335,7 +338,7 @@ def capture(kinds: Sequence[Graphs], forward: Forward, recorder: Recorder, progr
 
     jobs = [(graphs, size) for graphs in kinds for size in graphs.sizes[::-1]]
     dropped: list[str] = []
-    for graphs, size in tqdm(jobs, desc="Capturing CUDA graphs", unit="graph", disable=not progress):
+    for graphs, size in tqdm(jobs, desc="Capturing CUDA graphs", unit="graph", disable=not (progress and shows_bars())):
         try:
             graphs.record(size, forward, recorder)
         except (MemoryError, RuntimeError) as error:

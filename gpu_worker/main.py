@@ -93,7 +93,7 @@ class Ending:
 def main(argv: list[str] | None = None) -> int:
     """Load, then serve until told to end."""
     args = parse_service_args("gpu_worker", argv)
-    setup_logging("gpu_worker", args.log_level)
+    setup_logging("gpu_worker", args.log_level, args.log_format)
     watch_parent()
     links = Links()
     ending = Ending(links)
@@ -187,7 +187,7 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     group = _join(args, config, dtype, device, shard, keys, links) if count > 1 else Group()
     if links.link is None:
         shared = f", one of {count}" if count > 1 else ""
-        links.link = own = Link(endpoint, describe(device, threads) + shared, keys)
+        links.link = own = _link(args, endpoint, describe(device, threads) + shared, keys)
         _tell(own, links, args)
         own.start()  # the scheduler learns of this worker, and assigns it, while it loads
 
@@ -204,6 +204,16 @@ def _load(args: EngineArgs, links: Links) -> Worker:
     log.info("started: %.2f s to import, %.2f s to load", imported - began, time.monotonic() - imported)
     how = args, config, model, dtype, device
     return Worker(*how, grammars, functions, group, links.others, pooler, load, links.mover, drafts)
+
+
+def _link(args: EngineArgs, endpoint: str, told: str, keys: Keys | None) -> Link:
+    """To the scheduler; one that traces steps where they are asked for. Raises ConfigError."""
+    if args.otlp_traces_endpoint is None or args.collect_detailed_traces is None:
+        return Link(endpoint, told, keys)
+    from ..proto.tracing import Tracing
+    from .traced import TracedLink
+
+    return TracedLink(Tracing(args.otlp_traces_endpoint, "gpu_worker").spans, endpoint, told, keys)
 
 
 def _check_parts(config: ModelConfig, pooler: PoolerConfig | None, args: EngineArgs) -> None:
@@ -248,7 +258,19 @@ def _model(
         args.quantize_lm_head, kv_scales, _lora(args, dtype),
     )  # fmt: skip
     set_scales(model, cache_dtype, args.calculate_kv_scales, kv_scales, config.max_model_len)
+    if args.enable_prompt_embeds:
+        _take_embeds(model)
     return model
+
+
+def _take_embeds(model: Model) -> None:
+    """Prompts may be embeddings. Raises ConfigError where the model reads ids alone."""
+    from .models.decoder import Decoder
+    from .models.given import Given
+
+    if not isinstance(model, Decoder):
+        raise ConfigError("--enable-prompt-embeds needs a decoder of a family that quire knows (docs/models.md).")
+    model.given = Given(model.whole.embed_size or model.whole.hidden_size, model.dtype, model.device)
 
 
 def _lora(args: EngineArgs, dtype: torch.dtype) -> LoraSpec | None:

@@ -14,12 +14,15 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..proto.checkpoint.model_config import AUTO_LENGTH
 from ..proto.config import ConfigError, EngineArgs
+from ..proto.log_lines import counted
 from .spec import DecoderSpec
+
+if TYPE_CHECKING:  # `quire fit` and `quire doctor` ask for sizes without torch
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,8 @@ kernel is loaded; NCCL's, new and old, which torch quotes as its last error."""
 
 def says_no_memory(error: BaseException) -> bool:
     """Whether ``error`` itself says that memory ran out."""
+    import torch
+
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in _NO_MEMORY)
 
 
@@ -91,9 +96,12 @@ def fit(args: EngineArgs, budget: Budget, max_model_len: int) -> int:
             f"in KV cache ({fits}). Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when "
             f"initializing the engine. (The largest max_model_len that fits is {fits}; {max_model_len} needs {remedy}.)"
         )
+    longest = min(fits, max_model_len)
+    count = fits / longest
     log.info(
-        "KV cache: %d blocks of %d tokens (%s); the longest request that fits is %d tokens, %.1f of max_model_len fit",
-        blocks, budget.block_size, gib(blocks * budget.block_bytes), min(fits, max_model_len), fits / max_model_len,
+        "KV cache: %d blocks of %d tokens (%s), which hold %s of %d tokens at once", blocks, budget.block_size,
+        gib(blocks * budget.block_bytes), f"{count:.1f} requests" if 1 < count < 10 else counted(int(count), "request"),
+        longest,
     )  # fmt: skip
     return blocks
 
@@ -131,6 +139,8 @@ def cuda_budget(
     The peak is of what torch had reserved, fragments between tensors included. What others hold is read behind the
     step, when NCCL has its buffers, cuBLAS its workspace and the driver its kernels.
     """
+    import torch
+
     device_used(device)
     torch.cuda.reset_peak_memory_stats(device)
     step()
@@ -147,6 +157,8 @@ def cuda_budget(
 
 def device_used(device: torch.device) -> int:
     """Bytes of the device in use, by whomever, once torch has given back what it only keeps for later."""
+    import torch
+
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -23,7 +23,9 @@ from .transfer import Arrival, Download
 ROOM = MAX_FRAME // 8 * 3
 """Bytes that the prompts' logprobs of one result may take, and again those of its tokens; with both a frame fits."""
 
-NAN = Failure(500, "the logits are NaN (the model's, or a logits processor's), so no token can be drawn.")
+NAN = Failure(
+    500, "the logits are NaN (the model's, or a logits processor's), so no token can be drawn.", corrupted=True
+)
 FORBIDDEN = Failure(
     400,
     "no token is left to draw: allowed_token_ids, bad_words, min_tokens, logit_bias, logits processors and the "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .models.model import Model
     from .transfer import Download
 
-_NAN = Failure(500, "the model's hidden states of this prompt are not finite, so it cannot be pooled.")
+_NAN = Failure(500, "the model's hidden states of this prompt are not finite, so it cannot be pooled.", corrupted=True)
 _NO_ROOM = Failure(503, "the vectors of all tokens do not fit one step's answer beside others'; try again.")
 
 
@@ -82,7 +82,7 @@ class Pooler:
             if whole is not None:
                 ended.append((piece, whole))
         vectors = torch.cat([whole for _, whole in ended]) if ended else None
-        if vectors is not None and self.config.convert == "classify":
+        if vectors is not None and (self.config.convert == "classify" or self.config.late_interaction):
             vectors = self.model.logits(vectors.to(self.model.dtype)).float()
         sizes = [(piece, len(whole)) for piece, whole in ended]
         tokens = torch.zeros(slots, dtype=torch.int32, device=hidden.device)

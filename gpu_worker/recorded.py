@@ -17,22 +17,25 @@ if TYPE_CHECKING:
     from .state import RowState
 
 
-def kinds_of(model: Model, state: RowState, max_tokens: int, max_context: int | None) -> list[Callable[[], Graphs]]:
+def kinds_of(
+    model: Model, state: RowState, max_tokens: int, max_context: int | None, sizes: list[int] | None = None
+) -> list[Callable[[], Graphs]]:
     """Who makes them, before anything is recorded: pieces and decodes without adapters, then with.
 
-    ``max_context``: the longest context of decode steps, None: any.
+    ``max_context``: the longest context of decode steps, None: any. ``sizes``: their rows, None: ``capture_sizes``.
     """
+    sizes = capture_sizes(state.max_rows) if sizes is None else sizes
     slots = model.adapters
     found: list[Callable[[], Graphs]] = []
     for with_slots in (None, slots) if isinstance(slots, CardSlots) else (None,):
         found.append(partial(_pieces, model, state, max_tokens, with_slots))
-        found.append(partial(_decodes, state, max_context, with_slots))
+        found.append(partial(_decodes, state, max_context, with_slots, sizes))
     return found
 
 
-def _decodes(state: RowState, max_context: int | None, slots: CardSlots | None) -> DecodeGraphs:
+def _decodes(state: RowState, max_context: int | None, slots: CardSlots | None, sizes: list[int]) -> DecodeGraphs:
     longest = state.max_model_len if max_context is None else min(max_context, state.max_model_len)
-    return DecodeGraphs(capture_sizes(state.max_rows), longest, state.block_size, state.device, slots)
+    return DecodeGraphs(sizes, longest, state.block_size, state.device, slots)
 
 
 def _pieces(model: Model, state: RowState, max_tokens: int, slots: CardSlots | None) -> PieceGraphs:

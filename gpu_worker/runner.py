@@ -88,6 +88,8 @@ class Runner:
         """Models that run beside this one in the same steps, on this process alone: what drafts."""
         self.few_rows, self.most_slots = 0, slots
         """Rows up to which a step does more, because they may speculate; slots of a step at most."""
+        self.graph_rows: list[int] | None = None
+        """Rows of decode steps that are captured as CUDA graphs, in order; None: ``capture_sizes``."""
         self._download = Download(slots, state.device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=state.device)
 
@@ -98,7 +100,7 @@ class Runner:
 
         Sizes that there is no memory for are left out; but not in a group, where all must pad a step alike.
         """
-        makes = kinds_of(self.model, self.state, self.max_tokens, max_context)
+        makes = kinds_of(self.model, self.state, self.max_tokens, max_context, self.graph_rows)
         made: list[Any] = [make() for make in makes]
         drop = self.group.shard.size == 1
         capture(made, self._forward_eager, recorder or CudaRecorder(), progress, drop)
@@ -107,7 +109,7 @@ class Runner:
     @torch.inference_mode()
     def graph_bytes(self, max_context: int | None, used: Callable[[], int], recorder: Recorder | None = None) -> int:
         """About what ``capture`` will take; ``used`` tells the bytes of the device that are in use."""
-        makes = kinds_of(self.model, self.state, self.max_tokens, max_context)
+        makes = kinds_of(self.model, self.state, self.max_tokens, max_context, self.graph_rows)
         least = self.model.spec.hidden_size * self.model.dtype.itemsize
         return graph_bytes(makes, self._forward_eager, recorder or CudaRecorder(), used, least)
 
@@ -158,7 +160,7 @@ class Runner:
 
     def _forward(self, run: Run, spans: list[Span]) -> tuple[torch.Tensor, SampleBatch, list[PromptGroup]]:
         """Logits [S, V] of the sample slots, or this process's share of them; the slots; what ``spans`` tell."""
-        self._look_up_adapters(run)
+        self._look_up(run)
         program = self._program
         if program is None:
             batch, slots = self._batch(run, spans)
@@ -184,10 +186,12 @@ class Runner:
         """What runs this step; None: torch does."""
         return (self._adapts and self.adapted) or self.program
 
-    def _look_up_adapters(self, run: Run) -> None:
-        """See whether some row of this step has an adapter."""
+    def _look_up(self, run: Run) -> None:
+        """See whether some row of this step has an adapter, and which tokens have brought their embeddings."""
         if self.slots is not None:
             self.slots.look_up(self.state.adapters[run.rows])
+        if self.model.given is not None:
+            self.model.given.begin(run.rows, run.starts, run.counts)
 
     def _head(self, program: Program | None, run: Run, spans: list[Span]) -> Head:
         """Call it behind the forward pass of the step."""
@@ -214,7 +218,7 @@ class Runner:
 
     def _hand_on(self, run: Run) -> Outcome:
         """A step of a stage that others come after: hidden states go to the next, tokens come back from the last."""
-        self._look_up_adapters(run)
+        self._look_up(run)
         batch, slots = self._batch(run, [])
         self.group.send_hidden(self._hidden(batch))
         if len(slots) and self.pooler is None:
@@ -225,7 +229,7 @@ class Runner:
     def _pool(self, pooler: Pooler, run: Run) -> Outcome:
         """A step of prompts that are pooled: hidden states in place of tokens."""
         state = self.state
-        self._look_up_adapters(run)
+        self._look_up(run)
         pieces = pooler.pieces(run, state.pooled)
         wanted = np.concatenate([np.arange(each.first, each.first + each.count) for each in pieces] or [run.rows[:0]])
         if (program := self._program) is not None:
@@ -245,8 +249,9 @@ class Runner:
 
     def _hidden(self, batch: StepBatch) -> torch.Tensor:
         """The forward pass: hidden states of the tokens ``batch.outputs``; of every token where a stage follows."""
+        given = self.model.given is not None and self.model.given.active  # which no graph has a place for
         for graphs in self.adapted_graphs[::-1] if self._adapts else (self.graphs, self.pieces):
-            if graphs is not None and graphs.covers(batch):
+            if graphs is not None and not given and graphs.covers(batch):
                 hidden = graphs.run(batch)
                 return hidden if batch.outputs is None else hidden.index_select(0, batch.outputs)
         if self.group.shard.first:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ..proto.config import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ class WeightNames:
     ``layouts`` says how a parameter's tensors are laid out, by the same keys. ``outer`` is for what is outside the
     layers. ``prefix`` may be left out in the file. ``skip`` are regular expressions of tensors that files carry but
     nobody needs. ``renamed``: what old files call something, and what it is called now. ``apart``: modules of the
-    experts in files where each has its own, while ``layer`` names tensors of all of them.
+    experts in files where each has its own, while ``layer`` names tensors of all of them. ``head_of``: the module of
+    whose rows a classifier's head is made, where its checkpoint is a generator's.
     """
 
     layer: Mapping[str, tuple[str, ...]]
@@ -217,6 +220,7 @@ class WeightNames:
     skip: tuple[str, ...] = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
     renamed: tuple[tuple[str, str], ...] = ()
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    head_of: str = ""
 
     def found_in(self, files: Collection[str]) -> WeightNames:
         """The names in ``files``, which hold tensors of these names."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..proto.messages import Admit, StepPlan
-from ..proto.work import Generate, Pool, child_seed
+from ..proto.work import Embeds, Generate, Pool, ThinkingGenerate, child_seed, embeds_of, thought_end
 from .kv_cache import KVCache
 from .sampling.followers import Follower
 from .sampling.sample_batch import Failure, SampleBatch
@@ -31,6 +31,7 @@ from .transfer import PLAN_BYTES, Upload
 
 if TYPE_CHECKING:
     from .lora.slots import Slots
+    from .models.given import Given
     from .sampling.grammar import Grammars
     from .sampling.processors import Processors
 
@@ -137,6 +138,7 @@ class RowState:
         processors: Follower[Processors] | None = None,
         draws: bool = True,
         slots: Slots | None = None,
+        given: Given | None = None,
     ):
         self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
         self.vocab_size, self.device = vocab_size, device
@@ -151,7 +153,7 @@ class RowState:
         self.pooled: dict[int, Pool] = {}  # rows that draw nothing
         self.slots = slots  # of adapters, where rows may have any
         self.adapters = np.full(max_rows if slots is not None else 0, -1, np.int32)  # the slot of each row's, -1: none
-        self.grammars, self.processors = grammars, processors
+        self.grammars, self.processors, self.given = grammars, processors, given
         self.followers: list[Follower[Any]] = [each for each in (grammars, processors) if each is not None]
         self.on_host = device.type == "cpu"
         self.tokens_host = np.zeros((max_rows if self.on_host else 0, max_model_len + 1), np.int32)
@@ -205,6 +207,8 @@ class RowState:
         if self.slots is not None:
             self.adapters[rows] = -1
         self.sampling.drop(gone)
+        if self.given is not None:
+            self.given.drop(gone)
         for follower in self.followers:
             follower.drop(gone)
 
@@ -258,6 +262,8 @@ class RowState:
                 self.adapters[row] = admit.adapter_slot
             if isinstance(work, Generate):
                 self._admit_drawing(admit, work, ids)
+                if (embeds := embeds_of(work)) is not None:
+                    self._give(row, embeds)
             else:
                 self.pooled[row] = work
 
@@ -268,10 +274,19 @@ class RowState:
         if admit.prompt_logprobs_from >= 0 and params.prompt_logprobs is not None:
             k = params.prompt_logprobs
             self.asking[row] = (admit.prompt_logprobs_from, self.vocab_size if k < 0 else min(k, self.vocab_size))
-        if params.structured_outputs is not None:
+        if params.structured_outputs is not None or isinstance(work, ThinkingGenerate):
             _there(self.grammars, "grammars", row).admit(row, work, prompt_len, ids)
         if params.logits_processors:
             _there(self.processors, "logits processors", row).admit(row, work, prompt_len, ids)
+
+    def _give(self, row: int, embeds: Embeds) -> None:
+        """The prompt of ``row`` is made of embeddings; where it cannot be, nothing is drawn for it."""
+        try:
+            if self.given is None:
+                raise ValueError("this worker takes no prompt_embeds; start it with --enable-prompt-embeds.")
+            self.given.admit(row, embeds)
+        except (ValueError, RuntimeError) as error:
+            self.failed[row] = Failure(400, str(error), "prompt_embeds")
 
     def _checked_ids(self, admit: Admit) -> np.ndarray:
         if not 0 <= admit.row < self.max_rows:
@@ -287,6 +302,9 @@ class RowState:
             raise PlanError(f"admits holds adapter slot {slot}, which is empty, or not there")
         if isinstance(work := admit.work, Generate):
             column("admits.suppressed_ids", work.suppressed_ids, self.vocab_size)
+            if (end := thought_end(work)) is None:
+                raise PlanError("admits.thinking has no marks")
+            self._check_ids("thinking", end)
             self._check_ids("bad_words", [token for word in work.bad_words for token in word])
             self._check_ids("allowed_token_ids", work.params.allowed_token_ids or [])
             self._check_ids("logit_bias", list(work.params.logit_bias or ()))

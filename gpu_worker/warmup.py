@@ -23,6 +23,7 @@ import torch
 from ..proto.codec import i32
 from ..proto.messages import Admit, Lease, StepPlan
 from ..proto.params import SamplingParams
+from ..proto.process import shows_bars
 from ..proto.work import Generate, Work
 from .batch import StepShape, idle_batch
 from .kernels import marks, sampling
@@ -70,7 +71,7 @@ def warm_up(runner: Runner, progress: bool) -> None:
         jobs += [partial(_pass, runner, model, kv, shape) for shape in chosen_shapes(runner, model=model)]
     if runner.group.shard.last and runner.pooler is None:
         jobs += _drawing(runner)
-    for job in tqdm(jobs, desc="Compiling kernels", unit="step", disable=not progress):
+    for job in tqdm(jobs, desc="Compiling kernels", unit="step", disable=not (progress and shows_bars())):
         job()
     if (flash := flash_in_use()) is not None:
         flash.warm = True

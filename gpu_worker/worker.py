@@ -45,6 +45,7 @@ from . import compilations
 from .adapters import Adapters, Read, Told
 from .cache_size import blocks_that_fit
 from .device import choose_long_steps, parameter_estimate, usable_cores
+from .graphs import capture_sizes
 from .kv_cache import KVCache
 from .link import Arrived, Dismissed, LeaseLost, Leave, Link
 from .memory import Budget, available_memory, cpu_budget, cuda_budget, device_used, gib, out_of_memory, step_bytes
@@ -268,7 +269,7 @@ class Worker:
             raise MemoryError(f"the rows alone take {rows} bytes and {available} are available")
         self._state = RowState(
             max_rows, length, block_size, vocab, self._device, self._args.logprobs_mode, self._grammars,
-            self._processors, self._group.leader, self._model.adapters,
+            self._processors, self._group.leader, self._model.adapters, self._model.given,
         )  # fmt: skip
         most = vocab if self._args.max_logprobs < 0 else min(vocab, max(self._args.max_logprobs, 2 * MAX_BEAMS))
         if self._device.type == "cpu":
@@ -364,10 +365,14 @@ class Worker:
         pooler = None if self._pooler is None else Pooler(self._pooler, self._model)
         long = choose_long_steps(self._args.cpu_threads, usable_cores(), parameter_estimate(self._config))
         if (config := self._speculation) is not None and pooler is None:
-            return speculative_runner(
+            runner: Runner = speculative_runner(
                 config, self._model, state, kv, max_tokens, self._drafts.loaded, group=self._group, long=long
             )
-        return Runner(self._model, state, kv, max_tokens, pooler, self._group, long)
+        else:
+            runner = Runner(self._model, state, kv, max_tokens, pooler, self._group, long)
+        args = self._args
+        runner.graph_rows = capture_sizes(state.max_rows, args.cudagraph_capture_sizes, args.max_cudagraph_capture_size)
+        return runner
 
     def _pass_on(self, message: Assign | Rest | Configure | StepPlan | Move) -> None:
         """To the other processes of this replica, before it is done here."""

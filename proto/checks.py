@@ -27,7 +27,7 @@ def check_params(params: SamplingParams, model: ModelConfig, max_model_len: int,
         if value is not None and value > max_model_len:
             raise ParamError(f"{name}={value} cannot be greater than max_model_len={max_model_len}. {remedy}", name)
     size = model.vocab_size
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         ids = getattr(params, name)
         if ids and max(ids) >= size:
             raise ParamError(
@@ -36,6 +36,8 @@ def check_params(params: SamplingParams, model: ModelConfig, max_model_len: int,
     most = size if max_logprobs == -1 else max_logprobs
     for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
         asked = getattr(params, name)
+        if name == "logprobs" and params.logprob_token_ids:
+            continue  # bounded by themselves
         if asked is not None and (asked := size if asked == -1 else asked) > most:
             raise ParamError(
                 f"Requested {what} logprobs of {asked}, which is greater than max allowed: {most} (--max-logprobs)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .log_lines import printable
+
 _MOST_SAID = 2000
 
 
@@ -16,6 +18,4 @@ class ConfigError(ValueError):
         text = super().__str__()
         if len(text) > _MOST_SAID:
             text = f"{text[: _MOST_SAID // 2]} … {text[-_MOST_SAID // 2 :]}"
-        if text.isprintable():
-            return text
-        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+        return printable(text)

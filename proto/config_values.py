@@ -9,7 +9,8 @@ import typing
 from typing import Any
 
 from .config_error import ConfigError
-from .flag_checks import check_offload
+from .flag_checks import check_listening, check_offload, check_tracing
+from .flag_words import resolve_words
 
 QUANTIZATIONS = (
     "awq", "gptq", "squeezellm", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf", "int8", "int4",
@@ -27,39 +28,34 @@ def check_values(args: Any, hints: dict[str, Any]) -> None:
 
     ``hints`` are the types of its fields. Raises ConfigError.
     """
+    resolve_words(args)
     _check_numbers(args, hints)
     if args.block_size not in (8, 16, 32):
         raise ConfigError(f"block_size must be 8, 16 or 32, got {args.block_size}.")
     for name in ("max_num_seqs", "data_parallel_size", "api_server_count",
                  "tensor_parallel_size", "pipeline_parallel_size",
-                 "detokenizer_count", "max_num_queued_reqs", "max_request_bytes", "max_n"):  # fmt: skip
+                 "detokenizer_count", "max_num_queued_reqs", "max_request_bytes", "max_n", "stream_interval",
+                 "files_max_bytes", "max_header_bytes", "max_json_depth"):  # fmt: skip
         if getattr(args, name) < 1:
             raise ConfigError(f"{name} must be at least 1, got {getattr(args, name)}.")
     if args.max_model_len in ("auto", -1):
         args.max_model_len = -1
     elif args.max_model_len is not None and args.max_model_len < 1:
         raise ConfigError(f"max_model_len must be at least 1, or auto, got {args.max_model_len}.")
-    for name in ("hf_overrides", "rope_scaling", "override_generation_config", "pooler_config"):
-        if isinstance(value := getattr(args, name), dict):  # LLM's callers write it so
+    for name in ("allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers"):
+        if isinstance(value := getattr(args, name), list):
             setattr(args, name, json.dumps(value))
-    for name in ("api_key", "admin_api_key"):
+    for name in ("api_key", "admin_api_key", "metrics_key"):
         if isinstance(value := getattr(args, name), list):  # the command line's values
             setattr(args, name, ",".join(value))
-    for name in ("max_num_batched_tokens", "num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
-                 "kv_cache_memory_bytes", "max_requests_per_key", "max_seq_len_to_capture"):  # fmt: skip
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}.")
-    for name in ("worker_timeout", "step_timeout", "drain_timeout", "shutdown_timeout", "queue_timeout"):
-        value = getattr(args, name)
-        if value is not None and not 0 <= value < float("inf"):
-            raise ConfigError(f"{name} must be a number of seconds of at least 0, got {value}.")
+    _check_least(args)
     if not 1 <= args.flight_recorder_size < float("inf"):
         raise ConfigError(f"flight_recorder_size must be at least 1 (MB), got {args.flight_recorder_size}.")
     if args.max_logprobs < -1:
         raise ConfigError(f"max_logprobs must be at least -1 (no limit), got {args.max_logprobs}.")
-    if not 0 < args.gpu_memory_utilization <= 1:
-        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {args.gpu_memory_utilization}.")
+    for name in ("gpu_memory_utilization", "kv_cache_metrics_sample"):
+        if not 0 < getattr(args, name) <= 1:
+            raise ConfigError(f"{name} must be in (0, 1], got {getattr(args, name)}.")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"port must be in [0, 65535], got {args.port}.")
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
@@ -73,6 +69,8 @@ def check_values(args: Any, hints: dict[str, Any]) -> None:
     if args.quantization is not None and args.quantization not in QUANTIZATIONS:
         known = list(QUANTIZATIONS)
         raise ConfigError(f"Unknown quantization method: {args.quantization}. Must be one of {known}.")
+    check_listening(args)
+    check_tracing(args)
     _check_adapters(args)
     _check_together(args)
     for fld in dataclasses.fields(args):
@@ -80,6 +78,28 @@ def check_values(args: Any, hints: dict[str, Any]) -> None:
         value = getattr(args, fld.name)
         if choices and value not in choices and not (value is None and fld.default is None):
             raise ConfigError(f"Unknown {fld.name}: {value!r}. Must be one of {list(choices)}.")
+
+
+def _check_least(args: Any) -> None:
+    """Refuse counts and seconds that may be left out, where they are given and too small."""
+    for name in ("max_num_batched_tokens", "num_gpu_blocks_override", "cpu_threads", "max_num_queued_tokens",
+                 "kv_cache_memory_bytes", "max_requests_per_key", "max_seq_len_to_capture",
+                 "max_cudagraph_capture_size", "max_batch_concurrency", "max_connections_per_address"):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}.")
+    for name in (
+        "worker_timeout",
+        "step_timeout",
+        "drain_timeout",
+        "shutdown_timeout",
+        "queue_timeout",
+        "sse_keep_alive_interval",
+        "request_timeout",
+    ):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{name} must be a number of seconds of at least 0, got {value}.")
 
 
 def _check_adapters(args: Any) -> None:

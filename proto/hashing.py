@@ -19,11 +19,13 @@ _EMPTY = blake2b(digest_size=HASH_SIZE)
 """A hash of nothing. To copy it is quicker than to make one, which reads a dozen arguments."""
 
 
-def root_of(cache_salt: str, adapter: bytes = b"") -> bytes:
+def root_of(cache_salt: str, adapter: bytes = b"", embeds: bytes = b"") -> bytes:
     """The parent of a request's first block. Requests share cached blocks only where their salts are equal, and their
-    adapters: ``adapter`` is the digest of its files, so another adapter of the same name or path is another."""
+    adapters: ``adapter`` is the digest of its files, so another adapter of the same name or path is another. Prompts of
+    embeddings, whose digest ``embeds`` is, share blocks with those of all the same embeddings."""
     root = blake2b(cache_salt.encode(), digest_size=HASH_SIZE, person=b"cache salt").digest() if cache_salt else ROOT
-    return blake2b(root + adapter, digest_size=HASH_SIZE, person=b"adapter").digest() if adapter else root
+    root = blake2b(root + adapter, digest_size=HASH_SIZE, person=b"adapter").digest() if adapter else root
+    return blake2b(root + embeds, digest_size=HASH_SIZE, person=b"embeds").digest() if embeds else root
 
 
 def hash_block(parent: bytes, tokens: bytes) -> bytes:

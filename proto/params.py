@@ -20,20 +20,25 @@ from .structured import GuidedDecodingParams, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 
+SIDES = ("left", "right")
+"""Where a prompt may be cut."""
 MAX_N = 16384
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
+MAX_TEMPERATURE = 1e6
+"""Above it, all tokens are alike to one part in ten thousand; 1 / temperature must not become 0, which is greedy."""
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024
 MAX_BEAMS = 64
 MAX_IDS = 2**18
 MAX_PROCESSORS = 64
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_INT = 2**31 - 1
 
 _STRUCTURED, _SKIP_CACHE = "structured_outputs", "skip_reading_prefix_cache"
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-    "use_beam_search",
+    "use_beam_search", "flat_logprobs",
 )  # fmt: skip
 
 
@@ -66,7 +71,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     With ``n > 1`` child i draws with seed ``seed + i``; of ``best_of`` children the n with the highest
     ``cumulative_logprob`` are returned. With ``use_beam_search`` the width is ``best_of``, or n where it is left out.
     ``logprobs`` and ``prompt_logprobs``: so many of the most likely tokens beside the token itself; -1 is all.
+    ``truncate_prompt_tokens`` keeps the prompt's end, or with ``truncation_side`` "right" its beginning.
+    ``thinking_token_budget``: tokens of thoughts at most, then the thought is ended by force; -1 or None is no limit.
     ``logits_processors`` names functions that the workers were started with (``--logits-processor package.module:fn``).
+    ``extra_args`` reach those functions that have a parameter of that name (HTTP: ``vllm_xargs``).
+    ``logprob_token_ids``: in place of the most likely tokens, the logprobs of these, best first; ``logprobs`` is then
+    how many there are.
+    ``flat_logprobs``: LLM gives logprobs as FlatLogprobs.
 
     Raises:
         ParamError (a ValueError): a value is of the wrong type or out of range.
@@ -98,6 +109,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    extra_args: dict[str, Any] | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
     logits_processors: list[str] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
@@ -105,6 +120,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         if not _PLAIN.issuperset(map(type, msgspec.structs.astuple(self))):
@@ -168,6 +184,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.seed = None
         if self.top_k == -1:
             self.top_k = 0
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         if type(self.best_of) is int and self.best_of == self.n:
             self.best_of = None
         for name in ("logprobs", "prompt_logprobs"):
@@ -194,7 +212,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _number("temperature", self.temperature, 0.0, 2.0)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        self.temperature = min(self.temperature, MAX_TEMPERATURE)
         if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
             _warn_once(f"a temperature below {MIN_TEMPERATURE} overflows the logits; {MIN_TEMPERATURE} is used instead")
             self.temperature = MIN_TEMPERATURE
@@ -206,6 +225,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, MAX_INT)
         _integer("min_tokens", self.min_tokens, 0, MAX_INT)
+        if self.thinking_token_budget is not None:
+            _integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_INT, hint="-1 is no limit")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParamError(
                 f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}.",
@@ -217,6 +238,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         keep = self.truncate_prompt_tokens
         if keep is not None and not (type(keep) is int and keep == -1):
             _integer("truncate_prompt_tokens", keep, 1, MAX_INT, hint="-1 keeps what the model's context holds")
+        extra = self.extra_args
+        if extra is not None and not (isinstance(extra, dict) and all(isinstance(key, str) for key in extra)):
+            raise ParamError(f"extra_args must be a dict by strings, got {extra!r:.80}.", "extra_args")
+        if self.truncation_side not in (None, *SIDES):
+            raise ParamError(
+                f"truncation_side must be left or right, got {self.truncation_side!r:.80}.", "truncation_side"
+            )
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ParamError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
@@ -250,6 +278,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise ParamError(
                     "allowed_token_ids is empty, so that no token could be generated.", "allowed_token_ids"
                 )
+        if self.logprob_token_ids is not None:
+            ids = _ids("logprob_token_ids", self.logprob_token_ids)
+            if len(ids) > MAX_LOGPROB_TOKEN_IDS:
+                raise ParamError(
+                    f"logprob_token_ids must have at most {MAX_LOGPROB_TOKEN_IDS} token ids, got {len(ids)}.",
+                    "logprob_token_ids",
+                )
+            self.logprob_token_ids, self.logprobs = ids or None, len(ids) or self.logprobs
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias) or None
 
@@ -307,8 +343,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise ParamError(f"best_of must be 1 when using greedy sampling. Got {self.best_of}.", "best_of")
 
     def _check_beams(self) -> None:
-        if self.width < 2:
-            raise ParamError(f"best_of must be greater than 1 when using beam search. Got {self.width}.", "best_of")
         if self.width > MAX_BEAMS:
             raise ParamError(
                 f"best_of must be at most {MAX_BEAMS} when using beam search. Got {self.width}.", "best_of"
@@ -318,6 +352,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name, neutral, shown in (("top_p", 1, "1"), ("top_k", 0, "-1"), ("min_p", 0, "0")):
             if getattr(self, name) != neutral:
                 raise ParamError(f"{name} must be {shown} when using beam search. Got {getattr(self, name)}.", name)
+        if self.logprob_token_ids:
+            raise ParamError("logprob_token_ids is not supported when using beam search.", "logprob_token_ids")
+        if self.width == 1:  # which is to take the likeliest token each time
+            self.use_beam_search, self.early_stopping, self.length_penalty = False, False, 1.0
 
 
 def _ids(name: str, ids: Any) -> list[int]:

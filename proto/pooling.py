@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from .params import MAX_INT, ParamError
+from .params import MAX_INT, SIDES, ParamError
 
 TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 """One vector a prompt: an embedding, the classes' probabilities, a single score; or one of either for each token."""
@@ -26,7 +26,9 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``dimensions`` keeps so many leading values of an embedding (Matryoshka), which is then normalised again where
     embeddings are normalised. ``normalize`` is an embedding's, ``use_activation`` a classifier's (softmax, or sigmoid
     where there is one class; False: the bare logits). ``truncate_prompt_tokens`` keeps so many tokens at the prompt's
-    beginning, special ones included; -1 is what the model can hold.
+    beginning, special ones included; -1 is what the model can hold. ``truncation_side`` "left" cuts the beginning and
+    keeps the end. ``max_tokens_per_doc`` keeps so many tokens of a pair's second text, or of a text, special ones not
+    counted.
 
     Raises:
         ParamError (a ValueError): a value is of the wrong type, out of range, or not this task's.
@@ -39,6 +41,8 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
+    truncation_side: str | None = None
+    max_tokens_per_doc: int | None = None
 
     def __post_init__(self) -> None:
         if self.task is not None:
@@ -61,6 +65,10 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self._only("normalize", self.embeds, "embed")
         if self.use_activation is not None:
             self._only("use_activation", not self.embeds, "classify")
+        if self.truncation_side is not None:
+            _choice("truncation_side", self.truncation_side, SIDES)
+        if self.max_tokens_per_doc is not None:
+            _at_least_one("max_tokens_per_doc", self.max_tokens_per_doc)
         keep = self.truncate_prompt_tokens
         if keep is not None and not (type(keep) is int and keep == -1):
             _at_least_one("truncate_prompt_tokens", keep, " (-1 keeps what the model can hold)")

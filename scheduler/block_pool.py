@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..proto.messages.view import CACHED, SHARED, USED
+
 
 def blocks_for(tokens: int, block_size: int) -> int:
     """Blocks that hold the keys and values of so many tokens."""
@@ -131,6 +133,19 @@ class BlockPool:
         for block, block_hash in zip(blocks, hashes, strict=True):
             if by_hash.setdefault(block_hash, block) == block:
                 hash_of[block] = block_hash
+
+    def forget_cached(self) -> None:
+        """Nothing is found by its hash from now on. Blocks that are held stay."""
+        self._by_hash.clear()
+        self._hash_of = [None] * self.num_blocks
+
+    def states(self) -> NDArray[np.uint8]:
+        """Of each block the state that people are shown: ``proto/messages/view.py`` has them."""
+        found, refs = np.zeros(self.num_blocks, np.uint8), _view(self.refs)
+        found[np.fromiter(self._by_hash.values(), np.intp, len(self._by_hash))] = CACHED
+        found[refs == 1] = USED
+        found[refs > 1] = SHARED
+        return found
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare the books with the block tables of all sequences. PoolError says what is wrong."""

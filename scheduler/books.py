@@ -14,41 +14,23 @@ from typing import Any
 from ..proto.config import EngineArgs
 from ..proto.losses import MAX_LOSSES
 from ..proto.messages import AdapterStats, Failed, Finish, ReplicaStats, Stats, TierStats
+from ..proto.messages.operators import SLEEP_STATES
 from .accounts import Accounts
 from .adapter_names import AdapterNames
 from .beam_group import BeamGroup
+from .block_lives import BlockLives
 from .block_pool import PoolError
 from .outbox import Outbox
 from .placement import can_ever_hold
 from .queue import WaitingQueue
 from .replica import Landing, Replica
 from .request import Request, Sequence, State
+from .tally import Speculation, Tally
 
 log = logging.getLogger(__name__)
 
 UNPLACED_S = 60.0
 """How long a request that only a larger worker could hold waits for one, as long as there are others."""
-
-
-class Speculation:
-    """What came of drafts since the start."""
-
-    def __init__(self) -> None:
-        self.drafts = self.draft_tokens = 0
-        self.accepted: list[int] = []  # by place in the draft
-
-    def expect(self, drafts: int) -> None:
-        """Some worker drafts so many tokens at most."""
-        self.accepted += [0] * (drafts - len(self.accepted))
-
-    def count(self, drafted: list[int], counts: list[int]) -> None:
-        """Verifications of so many drafted tokens each that gave so many tokens each."""
-        for tried, drawn in zip(drafted, counts, strict=True):
-            if tried:
-                self.drafts += 1
-                self.draft_tokens += tried
-                for place in range(min(drawn - 1, tried)):
-                    self.accepted[place] += 1
 
 
 class Books:
@@ -74,7 +56,8 @@ class Books:
         self.vocab_size = 0
         # Counters since the start.
         self.preemptions = self.steps = self.bad_messages = 0
-        self.speculation = Speculation()
+        self.speculation, self.tally = Speculation(), Tally()
+        self.lives = BlockLives(config.kv_cache_metrics_sample, clock) if config.kv_cache_metrics else None
         self.moves = self.moved_tokens = self.recomputed_tokens = 0
         self.tiers: TierStats | None = None  # where a worker has tiers
         self.prefix_queries = self.prefix_hits = self.prompt_tokens = self.generation_tokens = 0
@@ -211,6 +194,7 @@ class Books:
         if not request.started:
             self._has_started(request)
         del self.requests[request.uid]
+        self.tally.ended(request.uid)
         now = self.clock()
         self.queue.rate.freed(now)
         self.accounts.leave(request, now)
@@ -288,6 +272,7 @@ class Books:
     def preempt(self, seq: Sequence) -> None:
         """Make room: back to its place in line."""
         self.preemptions += 1
+        self.tally.preempted(seq.uid)
         self.requeue(seq)
 
     def requeue(self, seq: Sequence) -> None:
@@ -311,6 +296,7 @@ class Books:
     def finish_step(self, replica: Replica) -> None:
         """The result of its oldest step is being committed."""
         self.steps += 1
+        self.tally.step(replica.in_flight[0].tokens)
         replica.finish_step(self.clock())
 
     # -- replicas
@@ -362,9 +348,20 @@ class Books:
         for request in exhausted.values():
             self.fail(request, 500, losses_text(request.uid, MAX_LOSSES))
 
+    def reset_prefix_cache(self) -> str:
+        """Forget all cached blocks; why that cannot be now, or "". Whatever holds blocks would register more of the old
+        ones."""
+        if used := sum(replica.pool.used for replica in self.replicas.values()):
+            return f"the prefix cache cannot be reset while {used} blocks are in use; wait until no request is open."
+        for replica in self.replicas.values():
+            replica.pool.forget_cached()
+        return ""
+
     # -- looking in
 
-    def stats(self, token: int = 0, bad_frames: int = 0, compilations: int = 0) -> Stats:
+    def stats(
+        self, token: int = 0, bad_frames: int = 0, compilations: int = 0, sleep_state: str = SLEEP_STATES[0]
+    ) -> Stats:
         """Everything countable, at this moment."""
         replicas = list(self.replicas.values())
         running = sum(len(r.sequences()) for r in replicas)
@@ -397,9 +394,18 @@ class Books:
             moved_tokens=self.moved_tokens,
             recomputed_tokens=self.recomputed_tokens,
             tiers=self.tiers,
+            work=self.tally.stats(
+                self.config, len(live) - running if self.paused else self._deferred(live, running), sleep_state,
+                self.lives.times if self.lives is not None else None,
+            ),
         )  # fmt: skip
         most = max((len(r.adapters.slots) for r in replicas if r.adapters is not None), default=0)
         return self._with_adapters(stats, most, live) if most else stats
+
+    def _deferred(self, live: list[Sequence], running: int) -> int:
+        """Sequences that wait for another's prompt, or to run alone after losses, and not for room."""
+        alone = sum(seq.quarantined for seq in self.queue) if self.quarantine_waits else 0
+        return len(live) - running - len(self.queue) + alone
 
     def _with_adapters(self, stats: Stats, slots: int, live: list[Sequence]) -> AdapterStats:
         names: dict[State, set[str]] = {State.RUNNING: set(), State.WAITING: set()}

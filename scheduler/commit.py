@@ -28,19 +28,21 @@ def commit_result(books: Books, replica: Replica, result: StepResult) -> None:
     Raises BadFrame, having changed nothing, where the result cannot be that step's: the lease must end then.
     """
     step, tokens, kept = _check(replica, result)
-    scores = _check_beams(replica, step, result) if step.of_beams() else {}
+    scores = _check_beams(replica, step, result) if step.others and step.of_beams() else {}
     pooled = _check_pooled(step, result) if replica.pools or result.pooled else {}
     books.outbox.flush()
     books.finish_step(replica)
-    if isinstance(result, SpeculativeResult):
+    if step.verifications and isinstance(result, SpeculativeResult):
         books.speculation.count(from_i32(result.drafted), [from_i32(result.counts)[slot] for slot in step.verified])
     if step.prompts or result.failed or result.logprobs:
         _pass_on(books, step, result, scores, kept)
     drew = _commit_decodes(books, replica, step, tokens)
     if kept:
         drew += _commit_verifications(books, replica, step, kept)
-    _commit_chunks(replica, step)
-    drew += _commit_others(books, step, tokens, pooled)
+    if step.chunks:
+        _commit_chunks(replica, step)
+    if step.others:
+        drew += _commit_others(books, step, tokens, pooled)
     for last in drew:
         _end_by(books, *last)
     if scores:
@@ -192,6 +194,8 @@ def _pass_on(books: Books, step: Step, result: StepResult, beams: Container[int]
     for failed in result.failed:
         seq = step.drawn_for(failed.slot)
         if seq is not None:
+            if failed.corrupted:
+                books.tally.corrupt()
             books.fail(seq.request, min(max(failed.status, 400), 599), failed.message, failed.param)
     for request, _, _, end in step.prompts:
         if books.requests.get(request.uid) is request and request.prompt_done < end == request.prompt_len:

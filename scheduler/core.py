@@ -6,7 +6,10 @@ by ``plan``, and what the front side is owed gathers in ``outbox``. No IO.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..proto.codec import BadFrame, from_i32, from_i64, i32, i64
+from ..proto.config import EngineArgs
 from ..proto.messages import AdapterReady, BeamStopped, Reconcile, StepPlan, StepResult, Stopped, Submit, Unknown
 from .adapters import Answer, load_ended
 from .beam_group import BeamGroup
@@ -16,10 +19,15 @@ from .commit import commit_result
 from .intake import check_waiting, take_in
 from .planner import plan_step
 from .replica import Replica
+from .watch import KEPT_S, Watch
 
 
 class Scheduler(Books):
-    """The books with the rooms above them."""
+    """The books with the rooms above them. ``watch`` is there while somebody looks at the steps."""
+
+    def __init__(self, config: EngineArgs, clock: Callable[[], float]):
+        super().__init__(config, clock)
+        self.watch: Watch | None = None
 
     def submit(self, owner: str, message: Submit) -> None:
         """Queue a request, or answer Failed. A higher attempt replaces a lower one, a lower one is ignored."""
@@ -74,6 +82,14 @@ class Scheduler(Books):
         """A worker is ready. Requests that waited to know what it holds are checked now."""
         super().add_replica(replica)
         check_waiting(self)
+        if self.watch is not None:
+            self.watch.event("join", replica.number, self.clock())
+
+    def end_lease(self, replica: Replica, blame: bool = True) -> None:
+        """The worker is gone, or not to be trusted. ``blame``: what it was running may be why."""
+        if self.watch is not None:
+            self.watch.event("loss" if blame else "leave", replica.number, self.clock(), len(replica.sequences()))
+        super().end_lease(replica, blame)
 
     def plan(self, replica: Replica) -> StepPlan | None:
         """The next step to send to ``replica``, or None."""
@@ -81,7 +97,27 @@ class Scheduler(Books):
 
     def commit(self, replica: Replica, result: StepResult) -> None:
         """A step is done. BadFrame: the result cannot be right, and the lease must end."""
+        if (watch := self.watch) is None or not replica.in_flight:
+            commit_result(self, replica, result)
+            return
+        step, now = replica.in_flight[0], self.clock()
+        seconds = replica.waited(now)
         commit_result(self, replica, result)
+        watch.step(replica.number, step, now, seconds, self.preemptions, self.recomputed_tokens)
+
+    def open_watch(self) -> Watch:
+        """Somebody looks at the steps: they are kept from now on."""
+        if self.watch is None:
+            self.watch = Watch(self.steps, self.preemptions, self.recomputed_tokens)
+        self.watch.ask(self.clock())
+        return self.watch
+
+    def close_watch(self) -> bool:
+        """Once a second: keep steps no longer than somebody asks for them. True where nobody does any more."""
+        if self.watch is None or self.clock() - self.watch.asked_at < KEPT_S:
+            return False
+        self.watch = None
+        return True
 
     def adapter_ready(self, replica: Replica, message: AdapterReady) -> list[Answer]:
         """A load has ended; what those who wished for the adapter are told. BadFrame: the lease must end."""

@@ -166,7 +166,7 @@ class Draft:
             message.sample_src += sources
             message.sample_rows += rows
         self._seal_changes(message)
-        if isinstance(message, SpeculativePlan):
+        if self.verifications and isinstance(message, SpeculativePlan):
             message.draft_rows = i32(step.verified)
         return message
 

@@ -14,7 +14,7 @@ from ..proto.errors import Refused
 from ..proto.hashing import HASH_SIZE, hash_blocks
 from ..proto.losses import MAX_LOSSES
 from ..proto.messages import Failed, Submit
-from ..proto.work import Pool
+from ..proto.work import BACKGROUND, Pool, embeds_of, thought_end
 from .beam_group import BeamGroup
 from .books import Books, losses_text
 from .request import Request, Sequence
@@ -107,7 +107,8 @@ def read_request(owner: str, message: Submit, block_size: int, vocab_size: int, 
         hashes = hash_blocks(message.ids, block_size, message.root)
     else:
         raise BadFrame(f"{len(message.hashes)} bytes of hashes for {prompt_len} tokens in blocks of {block_size}")
-    request = Request(owner, message, hashes, message.priority if by_priority else 0)
+    heeded = by_priority or message.priority == BACKGROUND
+    request = Request(owner, message, hashes, message.priority if heeded else 0)
     request.live.extend(_sequences(request, message, vocab_size))
     return request
 
@@ -123,11 +124,16 @@ def _check_work(message: Submit, prompt_len: int, vocab_size: int) -> None:
         return
     if work.params.max_tokens is None:
         raise BadFrame("max_tokens is not resolved")
+    if (embeds := embeds_of(work)) is not None and (embeds.count != prompt_len or embeds.first):
+        raise BadFrame(f"a prompt of {prompt_len} tokens has {embeds.count} embeddings from {embeds.first} on")
     _check_ids(from_i32(work.suppressed_ids), vocab_size, "min_tokens")
     for word in work.bad_words:
         if not word:
             raise BadFrame("a bad word without tokens")
         _check_ids(word, vocab_size, "bad_words")
+    if (end := thought_end(work)) is None:
+        raise BadFrame("a budget of thoughts without marks")
+    _check_ids(end, vocab_size, "thinking_token_budget")
 
 
 def _sequences(request: Request, message: Submit, vocab_size: int) -> list[Sequence]:

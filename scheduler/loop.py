@@ -7,6 +7,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 
 from ..proto.codec import MAX_FRAME, encode
 from ..proto.config import ConfigError, EngineArgs
@@ -16,9 +17,11 @@ from ..proto.wire.sockets import DRAIN_LIMIT, Router, front_endpoint, load_keys,
 from ..proto.wire.wire import descriptor
 from .blame import Blame
 from .core import Scheduler
+from .figures import Figures
 from .inputs import Inputs, plans_to
 from .membership import Membership
 from .recorder import Recorder, TurnClock, open_ring
+from .traced import TracedScheduler
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +29,9 @@ log = logging.getLogger(__name__)
 class Turns:
     """One turn after the other over both sockets, with the scheduler between them. It waits for nothing."""
 
-    def __init__(self, front: Router, workers: Router, inputs: Inputs):
+    def __init__(self, front: Router, workers: Router, inputs: Inputs, traced: TracedScheduler | None = None):
         self.front, self.workers, self.inputs, self.membership = front, workers, inputs, inputs.membership
+        self._traced = traced
 
     def waits(self) -> bool:
         """Messages wait that ZeroMQ may not tell of again."""
@@ -66,6 +70,8 @@ class Turns:
         """Everything owed. False where something could not be delivered: others are owed something in turn."""
         inputs, settled = self.inputs, True
         outgoing, unreachable = inputs.to_workers(), set()
+        if self._traced is not None:
+            outgoing = self._traced.with_rows(outgoing)
         for at, (peer, message) in enumerate(outgoing):
             if peer not in unreachable and not self.workers.send(peer, message):
                 unreachable.add(peer)
@@ -94,12 +100,13 @@ class Loop:
         self.front: Router = Router(ToSchedulerFront, front_endpoint(config.scheduler), keys)
         self.workers: Router = Router(ToSchedulerWorkers, worker_endpoint(config.scheduler), keys)
         ring, clock = open_ring(config), TurnClock(time.monotonic)
-        self.core = Scheduler(config, time.monotonic if ring is None else clock)
+        self.core = _core(config, time.monotonic if ring is None else clock)
         self.membership = Membership(self.core, epoch, blame)
         inputs, self.recorder = Inputs(self.membership), None
         if ring is not None:
             inputs = self.recorder = Recorder(self.membership, ring, clock, config.flight_recorder_tokens)
-        self.turns = Turns(self.front, self.workers, inputs)
+        traced = self.core if isinstance(self.core, TracedScheduler) else None
+        self.turns = Turns(self.front, self.workers, inputs, traced)
         self._wake, self._waker = socket.socketpair()
         self._monitors = descriptor(self.workers.monitor()), descriptor(self.front.monitor())
         self._poll = select.poll()
@@ -107,12 +114,15 @@ class Loop:
         for readable in (*sockets, *self._monitors, self._wake.fileno()):
             self._poll.register(readable, select.POLLIN)
         self._stopping = False
+        self._figures = None if config.disable_log_stats else Figures(self.core.stats, time.monotonic)
 
     def run(self) -> None:
         """Until ``stop``."""
-        settled = True
+        settled, figures = True, self._figures
         while not self._stopping:
             heartbeat()
+            if figures is not None and time.monotonic() >= figures.due and (line := figures.line()) is not None:
+                log.info("%s", line)
             waits = not settled or self.turns.waits()
             readable = dict(self._poll.poll(0 if waits else int(self.membership.timeout() * 1000) + 1))
             settled = self.turns.turn(self._monitors[0] in readable, self._monitors[1] in readable)
@@ -132,6 +142,16 @@ class Loop:
         self.workers.close()
         self._wake.close()
         self._waker.close()
+
+
+def _core(config: EngineArgs, clock: Callable[[], float]) -> Scheduler:
+    """The scheduler, with traces where there is a collector. Raises ConfigError."""
+    if config.otlp_traces_endpoint is None:
+        return Scheduler(config, clock)
+    from ..proto.tracing import Tracing
+
+    spans = Tracing(config.otlp_traces_endpoint, "scheduler").spans
+    return TracedScheduler(config, clock, spans, rows=config.collect_detailed_traces is not None)
 
 
 def _connection_lost(wire: Router) -> bool:

@@ -23,7 +23,7 @@ MAX_EPOCH = 2**53
 def main(argv: list[str] | None = None) -> None:
     """Parse flags, take the address, serve."""
     config = parse_service_args("scheduler", argv)
-    setup_logging("scheduler", config.log_level)
+    setup_logging("scheduler", config.log_level, config.log_format)
     watch_parent()
     try:
         lock = take_address(config)

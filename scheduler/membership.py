@@ -20,6 +20,7 @@ from ..proto.messages import (
     Bye,
     Failed,
     GetStats,
+    GetView,
     Heartbeat,
     Hello,
     Manage,
@@ -31,6 +32,7 @@ from ..proto.messages import (
     Register,
     Registered,
     Sleep,
+    Sleeping,
     Stopped,
     Submit,
     TokenBatch,
@@ -43,6 +45,7 @@ from .adapters import Answer, wishes_overdue
 from .blame import Blame
 from .core import Scheduler
 from .operators import manage
+from .view import Views
 from .worker import count, wrong_protocol
 from .worker_registry import WorkerRegistry
 
@@ -76,6 +79,7 @@ class Membership:
         self.core, self.epoch, self.config = core, epoch, core.config
         core.names.begin(epoch)
         self.registry = WorkerRegistry(core, epoch, self.announce, self.answer_wishes)
+        self.views = Views(self.registry)
         self.front: dict[str, FrontPeer] = {}
         self.wire_bad_frames = 0  # of both sockets, kept up to date by the loop
         self._next_heartbeat = 0.0
@@ -102,7 +106,13 @@ class Membership:
             except BadFrame as error:
                 self.core.bad(peer, error)
         elif isinstance(message, GetStats):
-            self.core.outbox.put(peer, self.core.stats(message.token, self.bad_frames(), self.registry.compilations))
+            registry = self.registry
+            stats = self.core.stats(message.token, self.bad_frames(), registry.compilations, registry.slumber.state)
+            self.core.outbox.put(peer, stats)
+        elif isinstance(message, GetView):
+            self.core.outbox.put(peer, self.views.answer(message, self.bad_frames()))
+        elif isinstance(message, Sleep) and message.action == "reset_prefix_cache":
+            self.core.outbox.put(peer, Sleeping(message.token, [], self.core.reset_prefix_cache()))
         elif isinstance(message, Sleep):
             if not self.registry.slumber.waits(peer, message.token):  # else it was told, and is told again
                 self.registry.sleep(peer, message)
@@ -221,7 +231,17 @@ class Membership:
             self.core.outbox.put(peer, Managed(message.token, [], "The scheduler was started meanwhile; ask again."))
         elif not isinstance(
             message,
-            Abort | Stopped | BeamStopped | GetStats | Sleep | Adapters | Register | Unregister | Heartbeat | Bye,
+            Abort
+            | Stopped
+            | BeamStopped
+            | GetStats
+            | GetView
+            | Sleep
+            | Adapters
+            | Register
+            | Unregister
+            | Heartbeat
+            | Bye,
         ):
             self.core.bad(peer, f"{type(message).__name__} before Hello")
 
@@ -283,6 +303,8 @@ class Membership:
         if self.core.names.wishes:
             self.answer_wishes(wishes_overdue(self.core))
         self.core.expire()
+        if self.core.close_watch():
+            self.views.forget()
 
     def bad_frames(self) -> int:
         """Frames dropped here and, by their last Heartbeat, by everyone else who is here."""

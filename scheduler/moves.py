@@ -19,6 +19,7 @@ from typing import Any
 
 from ..proto.codec import i32
 from ..proto.messages import Forget, Give, NotMoved, Take, Taken
+from ..proto.request_name import about
 from .beam_group import BeamGroup
 from .block_pool import blocks_for
 from .books import Books
@@ -297,8 +298,8 @@ class Moves:
 
     def _end(self, move: Move, why: str) -> None:
         if why:
-            log.info("sequence %d.%d does not move from replica %d to %d: %s", move.seq.uid, move.seq.index,
-                     move.giver.number, move.taker.number, why)  # fmt: skip
+            log.info("sequence %d does not move from replica %d to %d: %s", move.seq.index, move.giver.number,
+                     move.taker.number, why, extra=about(move.seq.uid))  # fmt: skip
         if move.alive:
             move.giver.let_go_on(move.seq)
         del self._moves[move.number], self._moving[move.seq]

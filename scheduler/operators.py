@@ -30,7 +30,7 @@ def manage(registry: WorkerRegistry, message: Manage) -> Managed:
             error = f"{message.worker} did not leave: it {why}. One started in its place serves: drain that."
     else:
         error = f"unknown action {message.action!r}; it must be list, drain or remove."
-    return Managed(message.token, [_info(peer, worker) for peer, worker in registry.workers.items()], error)
+    return Managed(message.token, [info_of(peer, worker) for peer, worker in registry.workers.items()], error)
 
 
 def _find(registry: WorkerRegistry, name: str) -> str:
@@ -52,7 +52,8 @@ def _short(peer: str) -> str:
     return peer.rpartition("-")[2]
 
 
-def _info(peer: str, worker: Worker) -> WorkerInfo:
+def info_of(peer: str, worker: Worker) -> WorkerInfo:
+    """What operators are told of a worker."""
     state = (Phase.DRAINING if worker.phase in GOING else worker.phase).value
     replica, pid = worker.replica, count(worker.hello.pid)
     blocks = (replica.pool.num_blocks, replica.pool.used, replica.last_step) if replica is not None else (0, 0, 0)

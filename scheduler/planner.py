@@ -67,7 +67,7 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
         return None
     if replica.quarantined:
         _plan_alone(books, replica, draft)
-    if not replica.quarantined and not draft:
+    if not replica.quarantined:
         wait = _decodes_wait(books, replica)
         if not wait:
             _plan_going(books, replica, draft)
@@ -143,7 +143,7 @@ def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequen
     room = replica.draft_room
     stop = min(start + 1 + replica.drafts, seq.end)
     if room.tight:
-        if seq.loose and start // size > due(seq) // size:
+        if start // size > due(seq) // size:
             return  # it may not need the block it would go on in, and knows soon
         stop = min(stop, (start // size + 1) * size)
     if not seq.loose:
@@ -153,11 +153,11 @@ def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequen
             replica.going.discard(seq)
             return
     for slot in range(start // size, -(-stop // size)):
-        held = columns.block_at(seq.row, slot)
-        if (held is None or pool.refs[held] > 1) and pool.free_count <= replica.running:
-            stop = slot * size
-            break
-        columns.put_block(seq.row, slot, draft.own_block(pool, seq.row, slot, held))
+        if columns.block_at(seq.row, slot) is None:  # those that it holds from ``start`` on are its own by now
+            if pool.free_count <= replica.running:
+                stop = slot * size
+                break
+            columns.put_block(seq.row, slot, draft.own_block(pool, seq.row, slot, None))
     if stop > start:
         room.lend(seq)
         draft.verify(seq, seq.computed if seq.loose else start, stop, 1 + replica.drafts)

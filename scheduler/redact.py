@@ -23,7 +23,7 @@ from ..proto.codec import BadFrame, encode, from_f32, from_i32, i32
 from ..proto.hashing import HASH_SIZE
 from ..proto.messages import Child, Logprobs, Move, SlotFailed, StepPlan, StepResult, Submit
 from ..proto.params import MAX_BEAMS, RequestOutputKind, SamplingParams
-from ..proto.work import Generate, Pool, Work, adapter_of, with_adapter
+from ..proto.work import Generate, Pool, ThinkingGenerate, Work, adapter_of, thought_end, with_adapter
 from .columns import Columns, StopIds
 from .replica import Replica
 from .request import Request, Sequence
@@ -91,6 +91,8 @@ def is_sound(message: Submit, vocab_size: int) -> bool:
     if isinstance(asked, Generate):
         columns.append(asked.suppressed_ids)
         words = asked.bad_words
+        if isinstance(asked, ThinkingGenerate):
+            words = [*words, thought_end(asked) or []]
     try:
         ids = [from_i32(column) for column in columns] + words
     except BadFrame:
@@ -150,7 +152,7 @@ def result(message: StepResult, sequences: list[Sequence]) -> StepResult:
         tokens=i32([_kind(token, seq.request.eos, seq.stops) for seq, token in pairs]),
         logprobs=records,
         prompts=[replace(piece, logprobs=_blank(len(piece.logprobs.ranks) // 4)) for piece in message.prompts],
-        failed=[SlotFailed(failed.slot, failed.status, "") for failed in message.failed],
+        failed=[SlotFailed(failed.slot, failed.status, "", None, failed.corrupted) for failed in message.failed],
         pooled=[replace(found, data=bytes(4 * max(found.rows, 1))) for found in message.pooled],
     )
 

@@ -20,12 +20,13 @@ from ..proto.work import Adapter
 from . import request
 from .adapter_slots import AdapterSlots
 from .batch import Batch, Lineup
-from .block_pool import BlockPool, PoolError, blocks_for
+from .block_lives import BlockLives, make_pool
+from .block_pool import PoolError, blocks_for
 from .columns import Columns, Ints, Rows, StopIds
 from .draft_room import DraftRoom
 from .request import Sequence
 from .step import Step
-from .tiers import Tier, TieredPool
+from .tiers import Tier
 
 MAX_IN_FLIGHT = 2
 """Plans sent and not yet answered: one runs while the next waits at the worker's door. The next waits here, for a few
@@ -67,16 +68,14 @@ class Replica:
         self, number: int, lease: Lease, peer: str, num_rows: int, num_blocks: int, block_size: int,
         max_model_len: int, vocab_size: int, caching: bool = True, device: str = "", pools: bool = False,
         whole: bool = False, adapter_slots: int = 0, drafts: int = 0, draft_rows: int = 0,
-        tier: Tier | None = None,
+        tier: Tier | None = None, lives: BlockLives | None = None,
     ):  # fmt: skip
         self.number, self.lease, self.peer, self.device = number, lease, peer, device
         self.pools, self.whole, self.drafts, self.draft_rows = pools, whole, drafts, draft_rows  # as in Loaded
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
-        self.pool = BlockPool(num_blocks, caching and not whole)
         self.adapters = AdapterSlots(lease, adapter_slots) if adapter_slots else None
-        self.tier = tier if self.pool.caching else None
-        if self.tier is not None:
-            self.pool = TieredPool(num_blocks, True, self.tier)
+        self.tier = tier if caching and not whole else None
+        self.pool = make_pool(num_blocks, caching and not whole, self.tier, lives)
         self.num_rows = num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.columns = Columns(num_rows, block_size, min(blocks_for(max_model_len, block_size), num_blocks))

@@ -8,6 +8,7 @@ learns it from the first worker that says in its Hello that it sleeps.
 from __future__ import annotations
 
 from ..proto.messages import Sleep
+from ..proto.messages.operators import SLEEP_STATES
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, CACHE)
@@ -33,10 +34,15 @@ class Slumber:
             return None
         return self.level if WEIGHTS in self.tags else 0
 
+    @property
+    def state(self) -> str:
+        """As /metrics tells it: one of SLEEP_STATES, or "" where the weights are awake and the cache is not."""
+        return "" if self.rest == 0 else SLEEP_STATES[self.level if self.tags else 0]
+
     def refusal(self, message: Sleep) -> str:
         """What is wrong with ``message``, in one line; "" for nothing."""
         if message.action not in ("sleep", "wake_up", "ask"):
-            return f"unknown action {message.action!r}; it must be sleep, wake_up or ask."
+            return f"unknown action {message.action!r}; it must be sleep, wake_up, ask or reset_prefix_cache."
         if message.action == "sleep" and not 1 <= message.level <= MAX_LEVEL:
             return f"level must be 1 or 2, got {message.level}."
         if message.action == "sleep" and message.mode not in MODES:

@@ -23,6 +23,8 @@ from ..proto.config import EngineArgs
 from ..proto.hashing import HASH_SIZE
 from .blame import Blame
 from .block_pool import BlockPool
+from .core import Scheduler
+from .traced import TracedScheduler
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _ROOMS = (f"{__package__}.", f"{__package__.rpartition('.')[0]}.proto.")
@@ -31,7 +33,8 @@ _DTYPES = ("<i4", "<i8")
 _FEW = 64  # bytes that are written down as they are
 _RUN = 4096  # items of an array that are compared at once
 _MOST = 2**23  # blocks of a pool: more than any scheduler takes (worker_registry.MAX_BLOCKS)
-_NOT_OURS = frozenset(("scheduler", "keys", "flight_recorder", "log_level", "advertise", "bind"))
+_NOT_OURS = frozenset(("scheduler", "keys", "flight_recorder", "log_level", "log_format", "advertise", "bind",
+                       "otlp_traces_endpoint", "collect_detailed_traces"))  # fmt: skip
 
 Attributes = dict[str, Any]
 
@@ -134,6 +137,8 @@ class _Dump:
             attributes = fields(obj)
             if isinstance(obj, Blame):
                 del attributes["_memory"]
+            elif isinstance(obj, TracedScheduler):  # a replay makes no spans
+                kind, attributes = Scheduler, obj.recorded()
             if self._redact is not None:
                 attributes = self._redact(obj, attributes)
         return ["object", _name(kind), {name: self._value(value) for name, value in attributes.items()}]

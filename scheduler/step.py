@@ -112,6 +112,11 @@ class Step:
                 if first < end:
                     self.prompts.append(PromptSpan(seq.request, at, first, end))
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that it computes: of prompts, one of each decode, and drafted ones."""
+        return len(self.decodes) + (sum(self.compute_rows[2::3]) if self.compute_rows else 0)
+
     def _run(self, row: int, start: int, tokens: int) -> int:
         """Add a compute row; its number."""
         self.compute_rows += row, start, tokens

@@ -285,6 +285,15 @@ class Tier:
             del self.host[block_hash]
             self.free_slots.append(slot)
 
+    def forget_cached(self) -> None:
+        """What is kept is not found any more, until a worker that begins anew tells of its disk. What is being written
+        or read stays."""
+        for block_hash, slot in list(self.host.items()):
+            if slot not in self.pinned:
+                del self.host[block_hash]
+                self.free_slots.append(slot)
+        self.disk.clear()
+
     def check_integrity(self) -> str:
         """What does not add up, or ""."""
         slots = [*self.host.values(), *self._filling.values(), *self.free_slots]
@@ -316,6 +325,11 @@ class TieredPool(BlockPool):
             if (block_hash := hash_of[block]) is not None:
                 self.tier.offer(block, block_hash)
         return super().allocate_many(count)
+
+    def forget_cached(self) -> None:
+        """As of any pool, and so for what is kept elsewhere."""
+        super().forget_cached()
+        self.tier.forget_cached()
 
     def release_table(self, blocks: list[int]) -> None:  # type: ignore[override]
         """As of any pool. What nobody holds any more is offered."""

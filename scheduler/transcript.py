@@ -18,6 +18,7 @@ from ..proto.messages import (
     Admit,
     Assign,
     Finish,
+    GetView,
     Heartbeat,
     Peers,
     Reconcile,
@@ -26,6 +27,7 @@ from ..proto.messages import (
     StepResult,
     Submit,
     TokenBatch,
+    View,
 )
 from ..proto.work import Generate, child_seed
 from .inputs import Inputs, Outgoing
@@ -158,7 +160,7 @@ class Transcript(Inputs):
         return out
 
     def _say(self, who: str, message: Any, rows: Rows | None = None) -> None:
-        if not isinstance(message, Heartbeat | Peers | Reconcile):
+        if not isinstance(message, Heartbeat | Peers | Reconcile | GetView | View):
             first, *rest = describe(message, rows, self._ids)
             self._line(f"{who}: {first}")
             self.lines += [f"    {line}" for line in rest]

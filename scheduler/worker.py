@@ -22,7 +22,7 @@ class Worker:
 
     __slots__ = (
         "bad_frames", "drained", "heartbeat_at", "hello", "lease", "leave_by", "loaded", "phase", "reason", "replica",
-        "rest", "rested", "since", "tiers",
+        "resident", "rest", "rested", "since", "tiers",
     )  # fmt: skip
 
     def __init__(self, hello: Hello, lease: Lease, now: float, rest: int | None = None):
@@ -31,7 +31,7 @@ class Worker:
         self.phase = Phase.LOADING if rest is None else Phase.RESTING
         self.rest = rest
         self.rested = False  # it has given back its memory
-        self.bad_frames = 0  # it has counted, by its last Heartbeat
+        self.bad_frames = self.resident = 0  # counted, and bytes of its process, by its last Heartbeat
         self.loaded: Loaded | None = None
         self.tiers: Tiers | None = None  # what it keeps outside of its device's cache
         self.replica: Replica | None = None

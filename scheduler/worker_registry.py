@@ -21,6 +21,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..proto.codec import BadFrame
+from ..proto.log_lines import counted
 from ..proto.messages import (
     PROTOCOL,
     AdapterReady,
@@ -101,7 +102,7 @@ class WorkerRegistry:
                 self.to_workers.append((peer, Bye("it has no lease here", again=True)))
         elif isinstance(message, Heartbeat):
             worker.heartbeat_at = self.core.clock()
-            worker.bad_frames = count(message.bad_frames)
+            worker.bad_frames, worker.resident = count(message.bad_frames), max(0, message.memory)
         elif isinstance(message, Bye):
             # One that drains first has nothing to answer for; any other may have been made to go by what it ran.
             self.gone(peer, f"left ({message.reason or 'no reason given'})", worker.phase not in GOING)
@@ -180,13 +181,13 @@ class WorkerRegistry:
     def _ready(self, peer: str, worker: Worker) -> None:
         if not self._starts(peer, worker, Event.READY):
             return
-        config, loaded = self.config, worker.loaded
+        core, config, loaded = self.core, self.config, worker.loaded
         assert loaded is not None  # it was configured
         worker.heartbeat_at = worker.since
         replica = Replica(
             worker.lease.replica, worker.lease, peer, config.max_num_seqs, loaded.num_blocks, config.block_size,
             loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
-            loaded.whole, loaded.adapter_slots, loaded.drafts, loaded.draft_rows, tier_of(self.core, worker),
+            loaded.whole, loaded.adapter_slots, loaded.drafts, loaded.draft_rows, tier_of(core, worker), core.lives,
         )  # fmt: skip
         if not loaded.pools and loaded.block_bytes > 0:
             hello = worker.hello
@@ -194,8 +195,9 @@ class WorkerRegistry:
         worker.serve(replica)
         self.core.add_replica(replica)
         log.info(
-            "replica %d is ready: %d blocks of %d tokens; %d replicas, %d sequences wait",
-            worker.lease.replica, loaded.num_blocks, config.block_size, len(self.core.replicas), len(self.core.queue),
+            "replica %d is ready: %d blocks of %d tokens; %s, %s waiting",
+            worker.lease.replica, loaded.num_blocks, config.block_size, counted(len(self.core.replicas), "replica"),
+            counted(len(self.core.queue), "sequence"),
         )  # fmt: skip
         self.changed()
         self._tell_awaiting()

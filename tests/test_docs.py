@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = tuple(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
 SUFFIX = re.compile(r"\.(py|md|txt|toml|ya?ml|json|log|jinja|example|target|service)$")
 NOT_OURS = frozenset(
@@ -30,6 +30,8 @@ FOREIGN_FLAGS = frozenset(
     {
         "--scale", "--profile", "--build-arg", "--no-deps", "--now",  # docker, systemctl
         "--stat",  # git
+        "--unix-socket",  # curl
+        "--index-url",  # pip
     }
 )  # fmt: skip
 
@@ -95,8 +97,12 @@ def flags() -> frozenset[str]:
     """Every flag that our parsers, our scripts and our tests define, in both forms of those that are true or false."""
     text = "\n".join(path.read_text("utf-8") for path in sources())
     found = set(re.findall(r"[\"'](--[a-z][\w-]*)[\"'=]", text))
+    from quire.cli.chat_settings import SETTINGS
     from quire.proto.config import EngineArgs
+    from quire.proto.vllm_flags import HONOURED, rows
 
+    found |= {f"--{name}" for name in [*HONOURED, *(row.name for row in rows())]}
+    found |= {f"--{name.replace('_', '-')}" for name in SETTINGS}
     for name in EngineArgs.__dataclass_fields__:
         flag = name.replace("_", "-")
         found |= {f"--{flag}", f"--no-{flag}"}
@@ -116,11 +122,21 @@ def test_tests_and_variables_that_are_named_exist(page: Path) -> None:
     assert sorted(name for pair in named for name in pair if name not in text) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_holds_two_versions_of_its_lines(page: Path) -> None:
+    assert re.findall(r"^(?:<{7} |>{7} |={7}$).*", prose(page), re.M) == []
+
+
+def test_the_site_has_every_page() -> None:
+    """What mkdocs would refuse, before it is built."""
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    made = {name for name in listed if name.startswith("reference/")}  # of the code, by docs/site/hooks.py
+    assert len(listed) == len(set(listed)) and set(listed) - made == pages
+
+
 def test_metrics_that_are_named_exist() -> None:
     source = "".join((ROOT / folder / "metrics.py").read_text("utf-8") for folder in ("frontend", "client/offline"))
-    section = prose(ROOT / "docs" / "deployment.md").partition("\n## Metrics\n")[2].partition("\n## ")[0]
-    named = {name for row in re.findall(r"^\|.*\|$", section, re.M) for name in re.findall(r"`([a-z0-9_]+)`", row)}
-    named |= {name for page in PAGES for name in re.findall(r"quire:([a-z_]+)", prose(page))}
-    labels = {"_total", "_seconds"}
-    assert len(named) > 20
-    assert sorted(name for name in named - labels if name.removesuffix("_total") not in source) == []
+    named = {name for page in PAGES for name in re.findall(r"(?:quire|vllm):([a-z_]+[a-z])", prose(page))}
+    assert len(named) > 12
+    assert sorted(name for name in named if name.removesuffix("_total") not in source) == []

@@ -34,6 +34,8 @@ def test_source_keeps_the_rules(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):  # vanishes under -O: it may tell the type checker something, no more
             assert ast.unparse(node.test).endswith(" is not None"), f"line {node.lineno}"
+        if isinstance(node, ast.Name):
+            assert node.id != "__debug__", f"line {node.lineno}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("eval", "exec"), f"line {node.lineno}"
         if isinstance(node, ast.Attribute):
@@ -76,6 +78,7 @@ def test_services_load_only_what_they_use():
         "numpy",
         "uvloop",
         "prometheus_client",
+        "opentelemetry",
         "asyncio",
         "zmq",
     }

@@ -19,18 +19,20 @@ FLOORS = {
         "proto.checks proto.group proto.grammars proto.taking",
     ],
     "scheduler": [
-        "scheduler.block_pool scheduler.columns scheduler.logprobs scheduler.blame scheduler.adapter_names",
+        "scheduler.block_pool scheduler.columns scheduler.logprobs scheduler.blame scheduler.adapter_names "
+        "scheduler.tally",
         "scheduler.adapter_slots",
         "scheduler.request scheduler.beam_group scheduler.batch "  # requests
         "scheduler.outbox scheduler.queue scheduler.accounts",
-        "scheduler.step scheduler.tiers scheduler.draft_room scheduler.replica",  # where they run
-        "scheduler.placement scheduler.draft scheduler.books",  # all of the state, and its transitions
+        "scheduler.step scheduler.tiers scheduler.block_lives scheduler.draft_room scheduler.replica",  # where they run
+        "scheduler.placement scheduler.draft scheduler.books scheduler.watch",  # all of the state, and its transitions
         "scheduler.intake scheduler.beams scheduler.planner scheduler.commit "  # what is done with it
         "scheduler.adapters",
         "scheduler.moves",
         "scheduler.core",
+        "scheduler.traced",
         "scheduler.worker_phase scheduler.worker scheduler.slumber scheduler.offload "
-        "scheduler.worker_registry scheduler.operators "
+        "scheduler.worker_registry scheduler.operators scheduler.view "
         "scheduler.membership",
         "scheduler.inputs scheduler.recording scheduler.redact scheduler.snapshot scheduler.transcript",
         "scheduler.recorder scheduler.replay",
@@ -53,11 +55,12 @@ FLOORS = {
     ],
     "detokenizer": [
         "detokenizer.tokenizer detokenizer.detokenize detokenizer.stops detokenizer.logprobs "  # text
-        "detokenizer.template detokenizer.template_limits detokenizer.sandbox",
-        "detokenizer.bad_words detokenizer.beams detokenizer.checks detokenizer.pooling detokenizer.sequence "
-        "detokenizer.columns detokenizer.request",  # requests
+        "detokenizer.specials detokenizer.template detokenizer.template_limits detokenizer.sandbox",
+        "detokenizer.bad_words detokenizer.beams detokenizer.checks detokenizer.infill detokenizer.pooling "
+        "detokenizer.sequence detokenizer.columns detokenizer.request detokenizer.thoughts",  # requests
         "detokenizer.step detokenizer.tokenize",
         "detokenizer.core",
+        "detokenizer.traced",
         "detokenizer",
     ],
     "client": [
@@ -69,7 +72,15 @@ FLOORS = {
         "client.supervisor",
         "client.offline",
     ],
-    "frontend": ["frontend.tools", "frontend"],
+    "frontend": [
+        "frontend.tools",
+        "frontend",
+        "frontend.dialects frontend.responses",
+        "frontend.batches",
+        "frontend.openapi frontend.page",
+        "frontend.app",
+        "frontend.main frontend.fake frontend.__main__",
+    ],
     "cli": ["cli"],
 }
 """Of each service from the ground up: modules, or packages with all that is not named apart. Beside its own floor and
@@ -168,11 +179,13 @@ HARMLESS = {
     "client.supervisor.decision": {"signal"},  # a signal's number
     "client.supervisor.place": {"signal"},
     "detokenizer.detokenize": {"random"},  # of one fixed seed
+    "detokenizer.specials": {"secrets"},  # a name for special tokens, on which no id depends
     "detokenizer.sandbox": {"datetime"},  # for templates that ask for the date
     "detokenizer.template_limits": {"threading", "time"},  # the processor's time that a rendering may take
     "detokenizer.tokenizer": {"os"},  # a setting for `tokenizers`, made once
     "proto.checkpoint.model_config": {"os"},  # reads a model's folder
     "proto.config": {"os"},  # the default address
+    "proto.log_lines": {"os", "time"},  # what lines of the log say
     "proto.process": {"asyncio", "os", "signal", "socket", "threading", "time"},  # for an exit code in it
     "scheduler.blame": {"os"},  # the lock file, where there is one
 }

@@ -6,15 +6,16 @@ programs that a multiprocessor holds at a time (``occupancy``), and the roofline
 Sources. Limits of NVIDIA's: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (registers,
 warps, blocks and shared memory of a multiprocessor), and cuda_occupancy.h of the toolkit for the units in which they
 are given out. Limits of AMD's: LLVM, "User Guide for AMDGPU Backend", and GCNSubtarget, whose arithmetic
-``llvm-calc-occupancy`` shows. Processors, bandwidth and dense bfloat16 products that sum in float32: the makers' data
-sheets and architecture papers (A100 80GB SXM, GA102, Ada, H100 SXM, HGX B200 for one of its eight, RTX Blackwell,
-MI300X).
+``llvm-calc-occupancy`` shows. Processors: the makers' architecture papers (GA102, Ada, HGX B200 for one of its eight,
+RTX Blackwell). Bandwidth and products: quire's own table, ``cli/cards.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from quire.cli.cards import SHEETS
 
 KIB = 1024
 
@@ -55,22 +56,25 @@ class Card:
         return self.arch if isinstance(self.arch, str) else f"sm_{self.arch}"
 
 
-def _nvidia(name: str, arch: int, figures: tuple[int, float, float], warps: int, programs: int, kib: int) -> Card:
-    processors, bandwidth, products = figures
-    return Card(name, "cuda", arch, processors, bandwidth, products, warps, programs, kib * KIB, (kib - 1) * KIB)
+def _nvidia(name: str, sheet: str, arch: int, processors: int, warps: int, programs: int, kib: int) -> Card:
+    known = SHEETS[sheet]
+    return Card(
+        name, "cuda", arch, processors, known.bandwidth, known.products, warps, programs, kib * KIB, (kib - 1) * KIB
+    )
 
 
 CARDS = {
     card.target: card
     for card in (
-        _nvidia("A100 80GB SXM", 80, (108, 2.039e12, 312e12), 64, 32, 164),
-        _nvidia("RTX 3090", 86, (82, 0.936e12, 71e12), 48, 16, 100),
-        _nvidia("RTX 4090", 89, (128, 1.008e12, 165.2e12), 48, 24, 100),
-        _nvidia("H100 SXM", 90, (132, 3.35e12, 989.4e12), 64, 32, 228),
-        _nvidia("B200", 100, (148, 8.0e12, 2250e12), 64, 32, 228),
-        _nvidia("RTX 5090", 120, (170, 1.792e12, 209.5e12), 48, 24, 100),
+        _nvidia("A100 80GB SXM", "A100-80GB", 80, 108, 64, 32, 164),
+        _nvidia("RTX 3090", "RTX-3090", 86, 82, 48, 16, 100),
+        _nvidia("RTX 4090", "RTX-4090", 89, 128, 48, 24, 100),
+        _nvidia("H100 SXM", "H100", 90, 132, 64, 32, 228),
+        _nvidia("B200", "B200", 100, 148, 64, 32, 228),
+        _nvidia("RTX 5090", "RTX-5090", 120, 170, 48, 24, 100),
         Card(
-            "MI300X", "hip", "gfx942", 304, 5.3e12, 1307.4e12, warps=32, programs=16, shared=64 * KIB,
+            "MI300X", "hip", "gfx942", 304, SHEETS["MI300X"].bandwidth, SHEETS["MI300X"].products, warps=32,
+            programs=16, shared=64 * KIB,
             shared_program=64 * KIB, shared_reserved=0, shared_unit=512, warp_size=64, registers=512, register_unit=8,
         ),
     )

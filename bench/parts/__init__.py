@@ -7,5 +7,5 @@
 PARTS = (
     "control-plane", "chain", "worker-python", "kernels", "sampling", "steps", "offline", "serve", "startup",
     "prefix-caching", "preemption", "roles", "moves", "quantization", "llamacpp", "quality", "idle", "simulation",
-    "speculation", "identity", "tiers", "pairs",
+    "speculation", "identity", "tiers", "pairs", "watched",
 )  # fmt: skip

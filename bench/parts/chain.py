@@ -200,7 +200,7 @@ class _Client:
         ).encode()
         stream.asked, stream.last, stream.tail = time.perf_counter(), 0.0, b""
         stream.socket.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
 

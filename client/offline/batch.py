@@ -7,7 +7,7 @@ import concurrent.futures
 import logging
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,10 +25,12 @@ from ..engine import Engine
 from ..results import ChildOutput, RequestError
 from ..stream import RequestStream
 from ..supervisor.launch import POLL_S, LaunchError, Supervisor
+from ..traced import traces_of
 from .checks import Limits
 from .defaults import default_sampling
+from .flat import FlatLogprobs
 from .metrics import Metric, Recorder
-from .outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, to_dict
+from .outputs import CompletionOutput, Logprob, PoolingOutput, PoolingRequestOutput, RequestOutput, to_dict
 from .prompts import Input
 
 log = logging.getLogger(__name__)
@@ -96,7 +98,9 @@ class Offline:
             if tokenizer is not None:
                 self.supervisor.args.tokenizer = self._save(tokenizer)
             self.supervisor.start()
-            thread = self._thread = EngineThread(self.supervisor.address, load_keys(args.keys))
+            names = self.supervisor.args.served_model_name or [""]  # as its processes are told
+            traces = traces_of(args.otlp_traces_endpoint, "llm", names[0])
+            thread = self._thread = EngineThread(self.supervisor.address, load_keys(args.keys), traces)
             self.supervisor.wait_ready(is_ready=lambda: thread.engine.ready)
         except BaseException:
             self.close()
@@ -156,6 +160,11 @@ class Offline:
         """Wake them. ValueError where a value is wrong, RuntimeError once closed."""
         thread = self._alive()
         self._wait(thread.run(thread.engine.wake_up(tags)))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached blocks. ValueError while blocks are in use, RuntimeError once closed."""
+        thread = self._alive()
+        self._wait(thread.run(thread.engine.reset_prefix_cache()))
 
     def _wait(self, answer: concurrent.futures.Future[T]) -> T:
         """Its result; RuntimeError where everything ends before it comes. Whoever does not wait for it any more has not
@@ -273,23 +282,29 @@ def _output(job: Job, stream: RequestStream) -> RequestOutput:
     prompt, k = stream.accepted, job.params.prompt_logprobs
     logprobs: list[Any] | None = None
     if stream.prompt_logprobs is not None and k is not None:
-        logprobs = [None if each is None else to_dict(each, k) for each in stream.prompt_logprobs]
+        logprobs = _form(job, (None if each is None else to_dict(each, k) for each in stream.prompt_logprobs))
     return RequestOutput(
         request_id=job.request_id,
         prompt=job.given.text if job.given.text is not None or prompt is None else prompt.prompt,
         prompt_token_ids=prompt.prompt_ids if prompt is not None else [],
         prompt_logprobs=logprobs,
-        outputs=[_completion(index, child, job.params.logprobs) for index, child in enumerate(stream.children)],
+        outputs=[_completion(index, child, job) for index, child in enumerate(stream.children)],
         metrics=stream.metrics,
         num_cached_tokens=stream.cached_tokens,
         lora_request=job.lora_request,
     )
 
 
-def _completion(index: int, child: ChildOutput, k: int | None) -> CompletionOutput:
+def _form(job: Job, logprobs: Iterable[dict[int, Logprob] | None]) -> Any:
+    """Logprobs as a list, or in the flat form where the request asks for it."""
+    return FlatLogprobs.of(logprobs) if job.params.flat_logprobs else list(logprobs)
+
+
+def _completion(index: int, child: ChildOutput, job: Job) -> CompletionOutput:
+    k = job.params.logprobs
     return CompletionOutput(
         index=index, text="".join(child.parts), token_ids=child.tokens, cumulative_logprob=child.cumulative,
-        logprobs=None if k is None else [to_dict(each, k) for each in child.logprobs],
+        logprobs=None if k is None else _form(job, (to_dict(each, k) for each in child.logprobs)),
         finish_reason=_FINISH_REASONS.get(child.finish), stop_reason=child.stop_reason,
     )  # fmt: skip
 

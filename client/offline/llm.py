@@ -14,9 +14,11 @@ from typing import Any
 from ...proto.config import EngineArgs
 from ...proto.messages import Stats
 from ...proto.params import SamplingParams
+from ...proto.vllm_flags import rows
 from .batch import Job, Offline, Progress
 from .beams import BeamSearchOutput, BeamSearchParams, beam_output
 from .checks import check_input, check_params, shortened
+from .facts import EngineFacts
 from .lora import parse_lora
 from .metrics import Metric
 from .outputs import RequestOutput
@@ -32,7 +34,7 @@ from .prompts import (
 )
 from .tokenizer import load_tokenizer
 
-_ACCEPTED_AND_UNUSED = {"enable_sleep_mode", "disable_log_stats", "disable_log_requests", "enable_log_requests"}
+_OF_WORKERS = ("sleep", "wake_up", "reset_prefix_cache")
 
 
 class LLM(PoolingMethods):
@@ -55,6 +57,7 @@ class LLM(PoolingMethods):
         ValueError: a value that cannot work (ConfigError), or is not supported yet.
         LaunchError (a RuntimeError): a process could not start; the message is its own.
 
+    It logs warnings and errors; ``log_level="info"`` also tells how it starts, and how much its KV cache holds.
     Close it with ``close()`` or a ``with`` block; dropping it or ending the interpreter does so too.
     ``generate`` may be called from several threads.
     """
@@ -88,6 +91,7 @@ class LLM(PoolingMethods):
                 raise TypeError("override_pooler_config is another name of pooler_config; give one of them.")
             kwargs["pooler_config"] = older
         _check_kwargs(kwargs)
+        kwargs.setdefault("log_level", "warning")
         names = processor_names(logits_processors)
         names += [name for name in processor_names(kwargs.pop("logits_processor", None)) if name not in names]
         if max_context_len_to_capture is not None:
@@ -191,24 +195,11 @@ class LLM(PoolingMethods):
             template["tools"] = tools
         if chat_template_kwargs is not None:
             template["chat_template_kwargs"] = chat_template_kwargs
+        if chat_template is not None:
+            template["chat_template"] = chat_template
         check_template(template)
-        if chat_template is None:
-            inputs = [Input(messages=conversation, template=template) for conversation in conversations]
-        else:
-            inputs = [self._render(conversation, chat_template, template) for conversation in conversations]
+        inputs = [Input(messages=conversation, template=template) for conversation in conversations]
         return self._generate(inputs, sampling_params, use_tqdm, lora_request, None)
-
-    def _render(self, messages: list[dict[str, Any]], source: str, options: dict[str, Any]) -> Input:
-        """A chat by a template of the caller's own, rendered here: it is run by whoever wrote it."""
-        from jinja2 import TemplateError
-
-        options = {**options, **(options.get("chat_template_kwargs") or {})}
-        options.pop("chat_template_kwargs", None)
-        try:
-            text = self.get_tokenizer().apply_chat_template(messages, chat_template=source, tokenize=False, **options)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f"the chat template cannot render these messages: {error}") from error
-        return Input(text=text, special=False)
 
     def beam_search(
         self,
@@ -287,6 +278,40 @@ class LLM(PoolingMethods):
         were dropped are read again from where they were read first."""
         self._running.wake_up(tags or [])
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks, in host memory and on disk too. False, with nothing forgotten, while other threads'
+        requests hold blocks. RuntimeError once closed."""
+        try:
+            self._running.reset_prefix_cache()
+        except ValueError:
+            return False
+        return True
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Have all workers do one of ``sleep``, ``wake_up`` and ``reset_prefix_cache``, with that method's arguments.
+
+        Returns what each worker answers, in a list. ``timeout`` is accepted and not needed: what cannot be done raises.
+        ValueError for any other name and TypeError for a callable: no code is sent to workers.
+        """
+        if not isinstance(method, str):
+            raise TypeError("collective_rpc takes the name of a function; no code is sent to workers.")
+        if method not in _OF_WORKERS:
+            raise ValueError(f"collective_rpc knows {', '.join(_OF_WORKERS)}, got {method!r:.80}.")
+        answer = getattr(self, method)(*args, **(kwargs or {}))
+        given = self._running.supervisor.args
+        return [answer] * (given.data_parallel_size * given.tensor_parallel_size * given.pipeline_parallel_size)
+
+    @property
+    def llm_engine(self) -> EngineFacts:
+        """What programs written for vLLM read of its engine: ``model_config.max_model_len`` and its kin."""
+        return EngineFacts(self._running.supervisor.args, self._running.limits.config, self.get_tokenizer)
+
     def get_metrics(self) -> list[Metric]:
         """Counters, gauges and histograms under the names of the server's /metrics. RuntimeError once closed."""
         return self._running.metrics()
@@ -341,9 +366,18 @@ class LLM(PoolingMethods):
 
 
 def _check_kwargs(kwargs: dict[str, Any]) -> None:
-    """Drop what is accepted for vLLM's sake alone; TypeError for what does not exist."""
-    for name in _ACCEPTED_AND_UNUSED & set(kwargs):
-        del kwargs[name]
+    """Drop what changes nothing here, TypeError for what does not exist or is not to be had. The log has no line of
+    figures unless it is asked for, as in vLLM."""
+    for row in rows() if kwargs else ():
+        name = row.name.replace("-", "_")
+        value = kwargs.pop(name, None)
+        if value is None or value is False:  # which asks for nothing
+            continue
+        if row.refused:
+            raise TypeError(f"LLM() has not vLLM's {name}: {row.said}.")
+        if row.values and str(value) not in row.values:
+            raise ValueError(f"{name}={value!r:.80} is not possible here: {row.said}; leave it out.")
+    kwargs.setdefault("disable_log_stats", True)
     unknown = set(kwargs) - {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown:
         raise TypeError(f"LLM() got unexpected keyword arguments: {', '.join(map(repr, sorted(unknown)))}.")

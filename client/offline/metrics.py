@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from ...proto.messages import Stats, TierStats
+from ...proto.messages import Stats, TierStats, WorkStats
+from ...proto.messages.operators import BLOCK_SECONDS, REQUEST_PREEMPTIONS, SLEEP_STATES, STEP_TOKENS
 from .outputs import PoolingRequestOutput, RequestOutput
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
@@ -75,6 +76,53 @@ class Bins:
         return Histogram(name, labels, sum(self.counts), self.sum, dict(self.buckets()))
 
 
+def bins_of(bounds: Sequence[float], counts: Sequence[int], total: float) -> Bins:
+    """Bins that another process has counted."""
+    bins = Bins(bounds)
+    bins.counts, bins.sum = list(counts), total
+    return bins
+
+
+def work_of(work: WorkStats) -> list[tuple[str, str, Bins]]:
+    """The scheduler's histograms: (name, help, bins)."""
+    found = [
+        ("quire:iteration_tokens_total", "tokens computed in a step",
+         bins_of(STEP_TOKENS, work.steps, work.step_tokens)),
+        ("quire:request_num_preemptions", "times that sequences of a request were preempted, until its end",
+         bins_of(REQUEST_PREEMPTIONS, work.requests, work.request_preemptions)),
+    ]  # fmt: skip
+    if (times := work.block_times) is not None:
+        for name, help, bins in (
+            ("lifetime", "a KV block's time from being handed out to being handed out again", times.lifetime),
+            ("idle_before_evict", "a KV block's time from its last use to being handed out again", times.idle),
+            ("reuse_gap", "time between two uses of a KV block", times.reuse_gap),
+        ):
+            found.append((f"quire:kv_block_{name}_seconds", help, bins_of(BLOCK_SECONDS, bins.counts, bins.sum)))
+    return found
+
+
+def labelled_of(stats: Stats, work: WorkStats) -> list[tuple[str, str, dict[str, str], float]]:
+    """The scheduler's levels that have labels: (name, help, labels, value)."""
+    reasons = {"capacity": stats.waiting - work.deferred, "deferred": work.deferred}
+    cache = {
+        "block_size": str(work.block_size),
+        "enable_prefix_caching": str(work.prefix_caching),
+        "num_gpu_blocks": str(stats.blocks),
+    }
+    return [
+        *(
+            ("quire:num_requests_waiting_by_reason", "sequences that wait, by reason", {"reason": reason}, float(count))
+            for reason, count in reasons.items()
+        ),
+        ("quire:cache_config_info", "how the KV cache is set up; the value is 1", cache, 1.0),
+        *(
+            ("quire:engine_sleep_state", "1 at the state that the workers are in", {"sleep_state": state},
+             float(work.sleep_state == state))
+            for state in SLEEP_STATES
+        ),
+    ]  # fmt: skip
+
+
 def gauges_of(stats: Stats) -> list[tuple[str, str, float]]:
     """The scheduler's levels: (name, help, value)."""
     usage = stats.blocks_used / stats.blocks if stats.blocks else 0.0
@@ -100,15 +148,14 @@ def counters_of(stats: Stats) -> list[tuple[str, str, int]]:
         ("quire:kv_moved_tokens", "their tokens, that were not computed again", stats.moved_tokens),
         ("quire:recomputed_tokens", "tokens of sequences that had run before, computed again", stats.recomputed_tokens),
         ("quire:scheduler_steps", "steps run", stats.steps),
-        (
-            "quire:kernel_compilations",
-            "kernels compiled while requests were served; each held up a whole replica",
-            stats.compilations,
-        ),
+        ("quire:kernel_compilations", "kernels compiled while requests were served; each held up a whole replica",
+         stats.compilations),
         ("quire:bad_frames", "messages dropped because they did not decode", stats.bad_frames),
+        ("quire:corrupted_requests", "requests that failed because what the model gave were not numbers",
+         stats.work.corrupted if stats.work is not None else 0),
         *(_speculation(stats) if stats.accepted else ()),
         *(_of_tiers(stats.tiers) if stats.tiers is not None else ()),
-    ]
+    ]  # fmt: skip
 
 
 def _speculation(stats: Stats) -> list[tuple[str, str, int]]:
@@ -188,6 +235,10 @@ class Recorder:
         """All there is, the scheduler's first."""
         found: list[Metric] = [Gauge(name, self._labels, level) for name, _, level in gauges_of(stats)]
         found += [Counter(name, self._labels, count) for name, _, count in counters_of(stats)]
+        if stats.work is not None:
+            for name, _, labels, level in labelled_of(stats, stats.work):
+                found.append(Gauge(name, {**self._labels, **labels}, level))
+            found += [bins.metric(name, self._labels) for name, _, bins in work_of(stats.work)]
         for reason, count in self._finished.items():
             found.append(Counter("quire:request_success", {**self._labels, "finished_reason": reason}, count))
         found += [bins.metric("quire:" + name, self._labels) for name, bins in self._bins.items()]

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ...proto.checkpoint.pooler_config import PoolerConfig
+from ...proto.flag_words import TASKS
 from ...proto.pooling import PoolingParams
 from ..results import Pooled
 from .batch import Offline, PoolJob, Progress
@@ -24,7 +25,7 @@ from .outputs import (
     ScoringRequestOutput,
 )
 from .prompts import Input, parse_params, parse_prompts
-from .scoring import Pairs
+from .scoring import Pairs, pooled_for_score
 
 PoolingOutputs = list[PoolingRequestOutput[PoolingOutput]]
 Tqdm = bool | Callable[..., Any]
@@ -34,19 +35,12 @@ _TASKS = {"encode": None, "reward": "token_classify"}
 
 _EMBEDDING = ("embed", "token_embed")
 
-_OLD_TASKS = {
-    "auto": {}, "generate": {"runner": "generate"}, "embedding": {"runner": "pooling", "convert": "embed"},
-    "embed": {"runner": "pooling", "convert": "embed"}, "classify": {"runner": "pooling", "convert": "classify"},
-    "score": {"runner": "pooling"}, "reward": {"runner": "pooling"}, "encode": {"runner": "pooling"},
-}  # fmt: skip
-"""What ``LLM(task=...)`` once said of a model, as it is said now."""
-
 
 def from_task(task: Any) -> dict[str, str]:
     """The keywords that mean what the older ``task`` did. Raises ValueError."""
-    if task not in _OLD_TASKS:
-        raise ValueError(f"task must be one of {list(_OLD_TASKS)}, got {task!r}; newer names are runner and convert.")
-    return _OLD_TASKS[task]
+    if task not in TASKS:
+        raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}; newer names are runner and convert.")
+    return TASKS[task]
 
 
 class PoolingMethods:
@@ -115,6 +109,23 @@ class PoolingMethods:
         )  # fmt: skip
         return [_with(EmbeddingRequestOutput, each, EmbeddingOutput(each.outputs.data.tolist())) for each in found]
 
+    def reward(
+        self,
+        prompts: Any,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: Tqdm = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> PoolingOutputs:
+        """A reward model's values for each token of every prompt (``outputs.data``, [tokens, labels]); arguments as for
+        ``encode``."""
+        return self.encode(
+            prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request, pooling_task="token_classify",
+            truncate_prompt_tokens=truncate_prompt_tokens, tokenization_kwargs=tokenization_kwargs,
+        )  # fmt: skip
+
     def classify(
         self,
         prompts: Any,
@@ -150,17 +161,22 @@ class PoolingMethods:
         use_tqdm: Tqdm = True,
         pooling_params: PoolingParams | None = None,
         lora_request: Any = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each text of ``data_1`` goes with its counterpart in ``data_2``, or one with each of several.
+
+        ``chat_template`` puts the two together for a cross-encoder, as messages of the roles query and document; so
+        does that of ``LLM(chat_template=...)``.
 
         A cross-encoder says so itself; for a model that embeds it is the cosine of the two embeddings.
         """
         pooler = self._pooler("score")
         cross = "score" in pooler.tasks
-        if not cross and "embed" not in pooler.tasks:
+        task = pooled_for_score(pooler)
+        if task not in pooler.tasks:
             raise ValueError("Scoring API is only enabled for num_labels == 1.")
-        pairs = Pairs(_texts(data_1), _texts(data_2), cross)
-        task = "score" if cross else "embed"
+        usual = None if self._running.supervisor.args.chat_template is None else ""
+        pairs = Pairs(_texts(data_1), _texts(data_2), cross, chat_template or usual)
         found = self._pool(pooler, pairs.inputs, pooling_params, task, truncate_prompt_tokens, use_tqdm, lora_request)
         pooled = [Pooled(each.prompt_token_ids, each.outputs.data, each.num_cached_tokens) for each in found]
         return [

@@ -1,7 +1,8 @@
 """Scores of pairs of texts: what is to be pooled for them, and what comes of it.
 
-A cross-encoder pools each pair at once. A model that embeds pools every text once, and a pair's score is the cosine
-of the angle between its two vectors.
+A cross-encoder pools each pair at once, put together by its tokenizer or by a chat template. A model that embeds pools
+every text once, and a pair's score is the cosine of the angle between its two vectors. So does one of late interaction,
+whose texts have a vector for each token: a pair's score is then ColBERT's MaxSim.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...proto.checkpoint.pooler_config import PoolerConfig
 from ..results import Pooled
 from .prompts import Input
 
@@ -19,6 +21,13 @@ if TYPE_CHECKING:
 
 EPSILON = 1e-8
 """Lengths are taken for at least so much, as torch's cosine does; nothing is like a vector of zeros."""
+
+
+def pooled_for_score(pooler: PoolerConfig) -> str:
+    """The task by which texts, or pairs of them, are pooled for scores; one that ``pooler`` has not: it has none."""
+    if "score" in pooler.tasks:
+        return "score"
+    return "token_embed" if pooler.late_interaction else "embed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +40,18 @@ class Scored:
 
 
 class Pairs:
-    """Texts scored pair by pair, or one text with each of several. ``cross``: the model takes pairs.
+    """Texts scored pair by pair, or one text with each of several. ``cross``: the model takes pairs; ``template`` then
+    says how they are put together, as a chat of a query and a document: "" by the server's template, else by this one.
 
     Raises ValueError where the two sides do not match.
     """
 
-    def __init__(self, first: Sequence[str], second: Sequence[str], cross: bool):
+    def __init__(self, first: Sequence[str], second: Sequence[str], cross: bool, template: str | None = None):
         check_pairs(first, second)
         self._cross, self._first, self._count = cross, len(first), len(second)
         if cross:
             lefts = list(first) * (self._count if len(first) == 1 else 1)
-            self.inputs = [Input(text=left, pair=right) for left, right in zip(lefts, second, strict=True)]
+            self.inputs = [_pair(left, right, template) for left, right in zip(lefts, second, strict=True)]
         else:
             self.inputs = [Input(text=text) for text in (*first, *second)]
 
@@ -51,6 +61,16 @@ class Pairs:
             return [Scored(_scalar(each.data), each.prompt_ids, each.num_cached_tokens) for each in pooled]
         lefts, rights = pooled[: self._first], pooled[self._first :]
         return [_of_vectors(lefts[place % self._first], rights[place]) for place in range(self._count)]
+
+
+def _pair(query: str, document: str, template: str | None) -> Input:
+    if template is None:
+        return Input(text=query, pair=document)
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": False}
+    if template:
+        options["chat_template"] = template
+    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    return Input(messages=messages, template=options)
 
 
 def check_pairs(first: Sequence[str], second: Sequence[str]) -> None:
@@ -69,6 +89,11 @@ def cosine(first: numpy.ndarray, second: numpy.ndarray) -> float:
     return float(a @ b) / (max(math.sqrt(a @ a), EPSILON) * max(math.sqrt(b @ b), EPSILON))
 
 
+def maxsim(query: numpy.ndarray, document: numpy.ndarray) -> float:
+    """The sum over the tokens of ``query`` [n, size] of the greatest product with a token of ``document`` [m, size]."""
+    return float((query @ document.T).max(axis=1).sum(dtype="float64"))
+
+
 def _scalar(data: numpy.ndarray) -> float:
     if data.size != 1:
         raise ValueError("Scoring API is only enabled for num_labels == 1.")
@@ -76,7 +101,8 @@ def _scalar(data: numpy.ndarray) -> float:
 
 
 def _of_vectors(left: Pooled, right: Pooled) -> Scored:
+    alike = maxsim if left.data.ndim == 2 else cosine
     return Scored(
-        cosine(left.data, right.data), left.prompt_ids + right.prompt_ids,
+        alike(left.data, right.data), left.prompt_ids + right.prompt_ids,
         left.num_cached_tokens + right.num_cached_tokens,
     )  # fmt: skip

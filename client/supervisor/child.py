@@ -11,10 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, cast
 
-from ...proto.process import READY_FD
+from ...proto.log_lines import as_json, printable
+from ...proto.process import HAND_OVER, READY_FD
 
 PIPE_BYTES = 2**20
 """Room for what a child prints while its parent is held up, so that the child is not."""
@@ -22,6 +23,10 @@ PIPE_BYTES = 2**20
 OPEN_FILES = 65536
 """How many descriptors a child may have where the system's hard limit allows it."""
 
+LINE_BYTES = 2**16
+"""A longer line of what is no JSON object is told in parts."""
+
+_LEFT = re.compile(rb"\[(\d+)\]")  # of ``proto.process.tell_left``
 _ERROR = re.compile(rb"(?:python -m )?quire\.\w+: error: (.*)")
 
 
@@ -34,6 +39,8 @@ class Child:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], alive_fd: int, *held: int):
         self.carry = b""
+        self.form: Callable[..., bytes] = as_it_is  # what is made of that which it prints
+        self.left: int | None = None  # requests that it still answers, where it hands over
         self.error: str | None = None  # its last `quire.X: error:` line
         self.drained = threading.Event()  # all it printed has been read
         self._ready_fd, told = os.pipe()  # on which it says that it serves, and its heartbeats come
@@ -73,6 +80,10 @@ class Child:
         """Ask it to end."""
         self._process.terminate()
 
+    def hand_over(self) -> None:
+        """Ask it to leave what is new to its successor, to finish what it has begun, and to end."""
+        self._process.send_signal(HAND_OVER)
+
     def kill(self) -> None:
         """End it and all that it has started, without a chance to say anything."""
         os.killpg(self.pid, signal.SIGKILL)
@@ -80,7 +91,10 @@ class Child:
     def heard(self) -> bool:
         """Whether it has said something on the descriptor of ``proto.process.tell_ready`` since this was last asked."""
         with contextlib.suppress(BlockingIOError):
-            return self._ready_fd >= 0 and bool(os.read(self._ready_fd, 65536))
+            data = os.read(self._ready_fd, 65536) if self._ready_fd >= 0 else b""
+            if told := _LEFT.findall(data):
+                self.left = int(told[-1])
+            return bool(data)
         return False
 
     def last_words(self) -> str | None:
@@ -136,6 +150,31 @@ def without_errors(child: Child, data: bytes) -> bytes:
         else:
             kept.append(line)
     return b"".join(kept) + last
+
+
+class JsonLines:
+    """Makes whole lines of what a child prints, and JSON objects of those that are none: what C code prints is text."""
+
+    def __init__(self, service: str, pid: int):
+        self._service, self._pid, self._part = service, pid, b""
+
+    def __call__(self, data: bytes, last: bool = False) -> bytes:
+        """The lines that end in ``data``. ``last``: nothing more will come."""
+        *lines, self._part = (self._part + data).replace(b"\r", b"\n").split(b"\n")
+        if last or len(self._part) > LINE_BYTES:
+            lines.append(self._part)
+            self._part = b""
+        return b"".join(self._told(line) for line in lines if line.strip())
+
+    def _told(self, line: bytes) -> bytes:
+        if line.startswith(b'{"time": '):
+            return line + b"\n"
+        return as_json("info", self._service, self._pid, printable(line.decode("utf-8", "replace"))).encode() + b"\n"
+
+
+def as_it_is(data: bytes, last: bool = False) -> bytes:
+    """What a child prints is text."""
+    return data
 
 
 def say(data: bytes) -> None:

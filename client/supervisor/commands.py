@@ -34,6 +34,21 @@ def free_port(host: str, port: int) -> int:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}.") from error
 
 
+def connect(args: EngineArgs) -> socket.socket:
+    """A connection to the server's own port, or its Unix socket, to be closed by the caller. Raises OSError."""
+    if args.uds:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(2)
+        try:
+            connection.connect(args.uds)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(args.host, args.host)
+    return socket.create_connection((host, args.port), timeout=2)
+
+
 def devices_of(count: int, device: str) -> list[str]:
     """The CUDA device of each of ``count`` workers, in order; none where there are none, or none are wanted.
 
@@ -52,6 +67,12 @@ def devices_of(count: int, device: str) -> list[str]:
             "tensor_parallel_size or pipeline_parallel_size, or give --device=cpu."
         )
     return devices[:count]
+
+
+def has_gpu() -> bool:
+    """Whether a worker of this machine may hold a GPU."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return bool(glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/kfd")) if told is None else told not in ("", "-1")
 
 
 def import_path() -> str:

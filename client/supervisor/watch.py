@@ -43,6 +43,7 @@ class Watch(Generic[P]):
 
     def __init__(self, spawn: Callable[[Place[P]], P], clock: Callable[[], float], cores: int):
         self.places: list[Place[P]] = []
+        self.apart: list[Place[P]] = []  # in a rolling restart: successors, and whom they follow (``roll.py``)
         self._spawn, self._clock, self._cores = spawn, clock, cores
         self._standstill = Standstill(STOOD_STILL_S, clock())
 
@@ -68,6 +69,17 @@ class Watch(Generic[P]):
         """Start a process here. Raises LaunchError."""
         now = self._clock()
         place.begin(self._spawn(place), now)
+
+    def set_apart(self, place: Place[P]) -> None:
+        """Look after this place no more."""
+        self.places.remove(place)
+        self.apart.append(place)
+
+    def exchange(self, old: Place[P], new: Place[P]) -> None:
+        """Look after ``new``, which was apart, in place of ``old``, which is apart from here on."""
+        self.places[self.places.index(old)] = new
+        self.apart.remove(new)
+        self.apart.append(old)
 
     def dead(self, place: Place[P]) -> bool:
         """True when no process runs here."""

@@ -8,13 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from .families import DeepSeek, Granite, Hermes, InternLM, Llama3Json, Mistral, Phi4Mini, XLam
+from ...proto.thinking import HARMONY, MARKS
+from .families import (
+    Apertus,
+    Cohere,
+    DeepSeek,
+    GigaChat3,
+    Granite,
+    Granite20B,
+    Hermes,
+    InternLM,
+    KimiK2,
+    Llama3Json,
+    LongCat,
+    Marked,
+    Mistral,
+    Phi4Mini,
+    XLam,
+)  # fmt: skip
 from .forms import JsonList
+from .gemma import FunctionGemma, Gemma4
 from .harmony import Harmony
-from .pythonic import Llama4Pythonic, Pythonic
-from .qwen_xml import QwenXml
+from .pythonic import Lfm2, Llama4Pythonic, Olmo3, Pythonic
 from .reader import Arguments, Begin, Content, Delta, Parser, Reasoning
-from .reasoning import DeepSeekR1, GraniteThinker, MistralThinker, Thinker
+from .reasoning import Thinker
+from .tags import DeepSeekV4, DeepSeekV32, Glm, MiniMaxM2, SeedOss, Step3, Tags
 
 __all__ = [
     "REASONING_PARSERS",
@@ -36,10 +54,35 @@ TOOL_PARSERS: dict[str, type[Parser]] = {
     "llama4_pythonic": Llama4Pythonic,
     "pythonic": Pythonic,
     "mistral": Mistral,
-    "qwen3_coder": QwenXml,
-    "qwen3_xml": QwenXml,
+    "qwen3_coder": Tags,
+    "qwen3_xml": Tags,
+    "step3p5": Tags,
+    "seed_oss": SeedOss,
+    "minimax_m2": MiniMaxM2,
+    "mimo": Tags,
+    "deepseek_v32": DeepSeekV32,
+    "deepseek_v4": DeepSeekV4,
+    "step3": Step3,
+    "glm45": Glm,
+    "glm47": Glm,
+    "kimi_k2": KimiK2,
     "internlm": InternLM,
     "granite": Granite,
+    "granite4": Hermes,
+    "granite-20b-fc": Granite20B,
+    "ernie45": Hermes,
+    "longcat": LongCat,
+    "gigachat3": GigaChat3,
+    "apertus": Apertus,
+    "jamba": Marked,
+    "hunyuan_a13b": Marked,
+    "minimax": Marked,
+    "cohere_command3": Cohere,
+    "cohere_command4": Cohere,
+    "functiongemma": FunctionGemma,
+    "gemma4": Gemma4,
+    "lfm2": Lfm2,
+    "olmo3": Olmo3,
     "deepseek_v3": DeepSeek,
     "deepseek_v31": DeepSeek,
     "phi4_mini_json": Phi4Mini,
@@ -50,14 +93,28 @@ TOOL_PARSERS: dict[str, type[Parser]] = {
 _OWN: dict[str, type[Parser]] = {"json_list": JsonList}
 """Of forms that are demanded and not a family's."""
 
-REASONING_PARSERS: dict[str, type[Thinker] | type[Harmony]] = {
-    "deepseek_r1": DeepSeekR1, "qwen3": Thinker, "glm45": Thinker, "deepseek_v3": Thinker, "granite": GraniteThinker,
-    "mistral": MistralThinker, "openai_gptoss": Harmony, "gpt-oss": Harmony,
-}  # fmt: skip
+REASONING_PARSERS = tuple(MARKS)
 
 _TELLING = (
     ("openai", ("<|channel|>", "<|message|>")),
+    ("deepseek_v4", ("｜DSML｜tool_calls",)),
+    ("deepseek_v32", ("｜DSML｜",)),
+    ("apertus", ("<|tools_prefix|>",)),
+    ("gigachat3", ("<|role_sep|>", "function call")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("glm45", ("<arg_key>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("step3", ("steptml:invoke",)),
+    ("longcat", ("<longcat_tool_call>",)),
+    ("cohere_command3", ("<|START_ACTION|>",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("gemma4", ("<|tool_call>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("jamba", ("<tool_calls>",)),
+    ("olmo3", ("<function_calls>",)),
+    ("granite-20b-fc", ("<function_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("granite", ("<|start_of_role|>", "tool_call|>")),
     ("granite", ("<|start_of_role|>", "<tool_call>")),
@@ -88,13 +145,15 @@ class Reader:
     def __init__(
         self, tool: str | None, reasoning: str | None, schemas: dict[str, dict[str, Any]], prompt: str | None = None
     ):
-        thinker = REASONING_PARSERS[reasoning] if reasoning is not None else None
+        marks = MARKS[reasoning] if reasoning is not None else None
         caller = {**TOOL_PARSERS, **_OWN}[tool] if tool is not None else None
         self._stages: list[Parser] = []
-        if thinker is not None and issubclass(thinker, Thinker):
-            self._stages.append(thinker(prompt))
-        if caller is not None or thinker is Harmony:
-            self._stages.append((caller or Harmony)(schemas))
+        if marks is HARMONY and caller is not Harmony:
+            self._stages.append(Harmony(schemas))
+        elif marks is not None and marks is not HARMONY:
+            self._stages.append(Thinker(marks, prompt))
+        if caller is not None:
+            self._stages.append(caller(schemas))
 
     def feed(self, text: str) -> list[Delta]:
         """More text; what is certain by now."""

@@ -19,6 +19,108 @@ class Hermes(JsonReader):
         yield from self.follows("</tool_call>")
 
 
+class Marked(JsonReader):
+    """Calls as objects or as lists of them, each or all behind ``OPEN``, and before ``CLOSE`` where that is written."""
+
+    OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
+    ALSO: tuple[str, ...] = ()
+    """Other marks that stand for ``OPEN``."""
+
+    def read(self) -> Wait:
+        while True:
+            yield from self.upto((self.OPEN, *self.ALSO), self.content, keep=True)
+            yield from self.guarded(self._several(), *filter(None, (self.CLOSE,)))
+
+    def _several(self) -> Wait:
+        yield from self.calls()
+        while not self.CLOSE or not (yield from self.follows(self.CLOSE)):
+            if not (yield from self.follows("{")):
+                return
+            self.at -= 1
+            yield from self.calls()
+
+
+class LongCat(Marked):
+    """``<longcat_tool_call>{...}</longcat_tool_call>``, of LongCat-Flash."""
+
+    OPEN, CLOSE = "<longcat_tool_call>", "</longcat_tool_call>"
+
+
+class Granite20B(Marked):
+    """``<function_call> {...}``, once for each call, of Granite-20B-FunctionCalling."""
+
+    OPEN, CLOSE = "<function_call>", ""
+
+
+class Cohere(Marked):
+    """``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]<|END_ACTION|>``, of Command."""
+
+    OPEN, CLOSE, NAMES = "<|START_ACTION|>", "<|END_ACTION|>", ("tool_name",)
+
+
+class GigaChat3(Marked):
+    """``function call<|role_sep|>{...}``, of GigaChat 3, and ``<|function_call|>{...}``, of 3.1."""
+
+    OPEN, CLOSE = "<|function_call|>", ""
+    ALSO = ("<|message_sep|>\n\nfunction call<|role_sep|>", "function call<|role_sep|>")
+
+
+class Apertus(Marked):
+    """``<|tools_prefix|>[{"name": {...}}]<|tools_suffix|>``, of Apertus: an object's one key is the name."""
+
+    OPEN, CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
+
+    def call(self, bare: bool = False) -> Wait:
+        yield from self.expect("{")
+        if (yield from self.glyph()) != '"':
+            raise Broken
+        name = yield from self.decoded()
+        yield from self.expect(":")
+        if not name or (yield from self.glyph()) != "{":
+            raise Broken
+        self.begin(name)
+        yield from self.value(self.arguments)
+        yield from self.expect("}")
+
+
+class KimiK2(JsonReader):
+    """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`` between the marks of
+    a section, of Kimi K2. What names a call is its id too; one that is a number alone is of the only tool there is."""
+
+    _SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
+    _SECTION_ENDS = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
+    _CALL, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+    def read(self) -> Wait:
+        while True:
+            yield from self.upto(self._SECTIONS, self.content, keep=True)
+            yield from self.guarded(self._section(), *self._SECTION_ENDS)
+
+    def _section(self) -> Wait:
+        yield from self.expect(self._CALL)
+        while True:
+            head: list[str] = []
+            yield from self.upto((self._ARGUMENTS,), head.append)
+            yield from self._call("".join(head).strip())
+            ends = (self._CALL, *self._SECTION_ENDS)
+            if (yield from self.upto(ends, drop)) in self._SECTION_ENDS:
+                if self.mark is not None:
+                    raise Broken
+                return
+
+    def _call(self, id: str) -> Wait:
+        name, colon, number = id.removeprefix("functions.").rpartition(":")
+        if not colon and id.isdecimal() and len(self.schemas) == 1:
+            name, number = next(iter(self.schemas)), id
+        if not name or not number.isdecimal():
+            return  # a call of nothing
+        self.begin(name, id)
+        try:
+            yield from self.value(self.arguments)
+        except Broken:  # the next call may be one all the same
+            return
+
+
 class Llama3Json(JsonReader):
     """``{"name": ..., "parameters": {...}}``, of Llama 3.1 to 3.3: bare, ``;`` between several, or behind
     ``<|python_tag|>``. An object in text is a call where it has a name and arguments and nothing else."""

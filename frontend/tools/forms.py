@@ -14,14 +14,16 @@ from typing import Any
 import msgspec
 
 from ...proto.structured import StructuredOutputsParams
+from ...proto.thinking import MARKS
 from .json_calls import JsonReader
 from .reader import Wait
 
 
 @dataclass(frozen=True)
 class Form:
-    """How calls are written: ``begin`` (with %s for the name as JSON), the arguments, ``end``; ``separator`` between
-    them, ``open`` and ``close`` around all. ``trigger`` begins a call in free text; None: only whole answers."""
+    """How calls are written: ``begin`` (with %s for the name as JSON, or ``plain``), the arguments, ``end``;
+    ``separator`` between them, ``open`` and ``close`` around all; ``alone``: an answer has one at most. ``trigger``
+    begins a call in free text; None: only whole answers."""
 
     begin: str
     end: str
@@ -29,6 +31,8 @@ class Form:
     open: str = ""
     close: str = ""
     trigger: str | None = None
+    alone: bool = False
+    plain: bool = False
 
 
 _LIST = Form('{"name": %s, "arguments": ', "}", ", ", "[", "]")
@@ -41,9 +45,15 @@ FORMS = {
     "llama4_json": Form('{"name": %s, "parameters": ', "}", "; "),
     "phi4_mini_json": Form('{"name": %s, "arguments": ', "}", ", ", "functools[", "]"),
     "xlam": _LIST,
+    # The end of a call is a token that ends the answer.
+    "openai": Form(
+        "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", "", "", alone=True, plain=True
+    ),
 }  # fmt: skip
-THOUGHTS = {"deepseek_r1": "", "qwen3": "<think>", "glm45": "<think>", "deepseek_v3": "<think>"}
-"""What begins a thought, by parsers of those that end with ``</think>``; where it is nothing every answer has one."""
+FORMS["granite4"] = FORMS["ernie45"] = FORMS["hermes"]
+
+THOUGHTS = {name: marks for name, marks in MARKS.items() if marks.pair}
+"""Marks of thoughts that a grammar can let go before what is demanded, by parsers."""
 
 PLAIN = Form('{"name": %s, "parameters": ', "}", ", ", "[", "]")
 
@@ -61,7 +71,7 @@ def demanded(form: Form, tools: dict[str, tuple[Any, bool]], one: bool) -> dict[
     name, and whether it must be honoured exactly."""
     some = {
         "type": "tags_with_separator", "tags": _tags(form, tools), "separator": form.separator, "at_least_one": True,
-        "stop_after_first": one,
+        "stop_after_first": one or form.alone,
     }  # fmt: skip
     if not form.open:
         return some
@@ -91,21 +101,25 @@ def format_of(form: StructuredOutputsParams) -> dict[str, Any] | None:
 
 def after_thought(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
     """The format of a thought, as the parser ``reasoning`` reads it, and then ``format``."""
-    begin = THOUGHTS[reasoning]
-    tags = [
-        {"type": "tag", "begin": each, "content": {"type": "any_text"}, "end": "</think>"}
-        for each in dict.fromkeys((begin, "<think>"))  # as a special token it is no text
-    ]
-    thought = {"type": "or", "elements": tags}
-    gap = {"type": "or", "elements": [_const(blank) for blank in ("\n\n", "\n", "")]}
-    whole = {"type": "sequence", "elements": [thought, gap, format]}
-    return {"type": "or", "elements": [whole, format]} if begin else whole
+    return {"type": "after_thought", "thought": _thought(reasoning), "content": format}
+
+
+def headed(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
+    """The format of an answer that is no call, with what its family writes before one."""
+    header = THOUGHTS[reasoning].header
+    return {"type": "sequence", "elements": [_const(header), format]} if header else format
 
 
 def free_after_thought(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
     """The format ``format``, which must be ``free``'s, with a thought before it in which nothing begins a call. It may
     be left out, and the text may end within it."""
-    return {**format, "thought": {"begin": THOUGHTS[reasoning], "end": "</think>"}}
+    return {**format, "thought": _thought(reasoning)}
+
+
+def _thought(reasoning: str) -> dict[str, Any]:
+    marks = THOUGHTS[reasoning]
+    thought: dict[str, Any] = {"begin": marks.starts[0], "end": marks.ends[0]}
+    return thought | ({"always": True} if marks.always else {}) | ({"then": marks.then} if marks.then else {})
 
 
 def structural(format: dict[str, Any]) -> str:
@@ -116,7 +130,7 @@ def structural(format: dict[str, Any]) -> str:
 def _tags(form: Form, tools: dict[str, tuple[Any, bool]]) -> list[dict[str, Any]]:
     return [
         {
-            "begin": form.begin % json.dumps(name, ensure_ascii=False),
+            "begin": form.begin % (name if form.plain else json.dumps(name, ensure_ascii=False)),
             "content": {"type": "json_schema", "json_schema": schema, "strict": strict},
             "end": form.end,
         }

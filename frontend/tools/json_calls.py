@@ -24,7 +24,9 @@ _CLOSES = {"{": "}", "[": "]"}
 
 
 class JsonReader(Parser):
-    """Reads JSON that is still being written."""
+    """Reads JSON that is still being written. ``NAMES`` are the keys of a call's name."""
+
+    NAMES: tuple[str, ...] = NAMES
 
     def value(self, give: Callable[[str], None]) -> Wait:
         """Give one value as it stands, in pieces. Raises Broken where none is there."""
@@ -79,7 +81,7 @@ class JsonReader(Parser):
         except (ValueError, RecursionError):
             raise Broken from None
 
-    def call(self, bare: bool = False, names: tuple[str, ...] = NAMES) -> Wait:
+    def call(self, bare: bool = False) -> Wait:
         """An object with a name and arguments. ``bare``: nothing else tells that it is a call, so that it must have
         both, the name first, and nothing that calls have not. Raises Broken."""
         yield from self.expect("{")
@@ -101,7 +103,7 @@ class JsonReader(Parser):
                 key not in BARE_KEYS or ((name is None or key not in ARGUMENTS) and (yield from self.glyph()) != '"')
             ):
                 raise Broken
-            if key in names and name is None:
+            if key in self.NAMES and name is None:
                 name = yield from self.decoded()
                 if not isinstance(name, str) or not name:
                     raise Broken

@@ -19,6 +19,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*\Z")
 _WORD = re.compile(r"[^\w.-]")
 _NEXT = re.compile(r"[\"'()\[\]{},]")
 _CLOSES = {"{": "}", "[": "]", "(": ")"}
+_ZEROS = re.compile(r"[+-]?0+[0-9]{1,18}")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -27,10 +28,12 @@ class Pythonic(Parser):
 
     MARKS: tuple[str, ...] = ()
     ENDS: tuple[str, ...] = ()
+    BARE = True
 
     def read(self) -> Wait:
-        self.mark = 0
-        yield from self.guarded(self._list())
+        if self.BARE:
+            self.mark = 0
+            yield from self.guarded(self._list())
         while self.MARKS:
             yield from self.upto(self.MARKS, self.content, keep=True)
             yield from self.guarded(self._list(), *self.ENDS)
@@ -131,11 +134,37 @@ class Llama4Pythonic(Pythonic):
     ENDS = ("<|python_end|>",)
 
 
+class Lfm2(Pythonic):
+    """The same between ``<|tool_call_start|>`` and ``<|tool_call_end|>`` alone; of LFM2."""
+
+    MARKS, ENDS, BARE = ("<|tool_call_start|>",), ("<|tool_call_end|>",), False
+
+
+class Olmo3(Pythonic):
+    """Calls on lines of their own between ``<function_calls>`` tags; of OLMo 3."""
+
+    MARKS, ENDS, BARE = ("<function_calls>",), ("</function_calls>",), False
+
+    def _list(self) -> Wait:
+        yield from self._call()
+        while not (yield from self.follows(self.ENDS[0])):
+            yield from self._call()
+
+
+def _one_line(said: str) -> str:
+    """A literal as Python reads it: line breaks and zeros within a text as escapes."""
+    if said[:1] not in ("'", '"'):
+        return said
+    return said.replace("\r", "\\r").replace("\n", "\\n").replace("\0", "\\0")
+
+
 def _json_of(said: str) -> str:
     """A Python literal as JSON; as a string where it is none, or has a value that JSON has not."""
     said = said.strip()
+    if _ZEROS.fullmatch(said):  # as in a date
+        said = str(int(said))
     try:
-        value = _JSON_WORDS[said] if said in _JSON_WORDS else python_literal(said)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        value = _JSON_WORDS[said] if said in _JSON_WORDS else python_literal(_one_line(said))
+        return json.dumps(list(value) if isinstance(value, set) else value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, KeyError):
         return json.dumps(said, ensure_ascii=False)

@@ -26,9 +26,10 @@ class Reasoning(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """A call of the tool ``name`` begins."""
+    """A call of the tool ``name`` begins. ``id`` is the model's own name of the call, where it gives one."""
 
     name: str
+    id: str = ""
 
 
 class Arguments(NamedTuple):
@@ -115,10 +116,10 @@ class Parser:
         if text:
             self._out.append(Reasoning(text))
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, id: str = "") -> None:
         """A call begins: what was marked is no text any more."""
         self.mark, self._blank, self._called = None, "", True
-        self._out.append(Begin(_sound(name)))
+        self._out.append(Begin(_sound(name), _sound(id)))
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that began last."""

@@ -6,39 +6,56 @@ end says which. Blanks around a thought are the form's.
 
 from __future__ import annotations
 
+from ...proto.thinking import Marks
 from .reader import Content, Parser, Wait
 
 
 class Thinker(Parser):
     """A thought between marks, before the answer. ``prompt`` is the rendered prompt, where it is known."""
 
-    STARTS: tuple[str, ...] = ("<think>",)
-    ENDS: tuple[str, ...] = ("</think>",)
-    ALWAYS = False
-    """The answer begins with a thought even where nothing says so."""
-
-    def __init__(self, prompt: str | None = None):
+    def __init__(self, marks: Marks, prompt: str | None = None):
         super().__init__()
         tail = (prompt or "")[-200:].rstrip()
-        self._open = tail.endswith(self.STARTS) or (self.ALWAYS and not tail.endswith(self.ENDS))
-        self._closed = tail.endswith(self.ENDS)
+        self._marks = marks
+        self._open = tail.endswith(marks.starts) or (marks.always and not tail.endswith(marks.ends))
+        self._closed = tail.endswith(marks.ends)
         self._called = True  # blanks that are left over at the end are those of a thought that was cut off
 
     def read(self) -> Wait:
         self.mark = self.at
-        for start in () if self._closed else self.STARTS:
+        for start in () if self._closed else self._marks.starts:
             if (yield from self.follows(start)):
                 break
         else:
             if not self._open:
                 self.give_up()
-                yield from self.rest(self.content)
+                yield from self._answer()
         self.mark = None
         yield from self.blanks()
-        yield from self.upto(self.ENDS, self.thought)
+        yield from self.upto(self._marks.ends, self.thought)
         self._blank = ""
         yield from self.blanks()
-        yield from self.rest(self.content)
+        yield from self._answer()
+
+    def _answer(self) -> Wait:
+        """The text that is left, without the marks around it and the blanks within those."""
+        around = self._marks.around
+        if not around:
+            yield from self.rest(self.content)
+        self._called = False  # blanks that are left over at the end are the answer's
+        while True:
+            opens = (yield from self.upto(around, self._held)) in around[::2]
+            self.content(self._blank if opens else "")
+            self._blank = ""
+            if opens:
+                yield from self.blanks()
+
+    def _held(self, text: str) -> None:
+        """Blanks at its end wait, for they may be those before a mark."""
+        text = self._blank + text
+        kept = text.rstrip()
+        self._blank = text[len(kept) :]
+        self.content(kept)
 
     def content(self, text: str) -> None:
         """All of it: who reads it next decides about blanks."""
@@ -51,22 +68,3 @@ class Thinker(Parser):
         kept = text.rstrip()
         self._blank = text[len(kept) :]
         super().thought(kept)
-
-
-class DeepSeekR1(Thinker):
-    """DeepSeek R1 and others that always think; many of their templates open the thought in the prompt."""
-
-    ALWAYS = True
-
-
-class MistralThinker(Thinker):
-    """Magistral's marks."""
-
-    STARTS, ENDS = ("[THINK]",), ("[/THINK]",)
-
-
-class GraniteThinker(Thinker):
-    """Granite 3.2 says in words which is which."""
-
-    STARTS = ("Here is my thought process:", "Here's my thought process:")
-    ENDS = ("Here is my response:", "Here's my response:")

@@ -97,6 +97,8 @@ class Decoder(Model):
             x = self.group.all_reduce(x)
         if self.whole.embed_scale != 1.0:
             x = x * self.embed_scale
+        if self.given is not None:
+            self.given.fill(x)
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:

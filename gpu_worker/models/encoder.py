@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...proto.checkpoint.pooler_config import ENCODERS, position_offset
+from ...proto.checkpoint.pooler_config import family_of, position_offset
 from ...proto.config import ConfigError
 from ..batch import StepBatch
 from ..kv_cache import KVCache
@@ -60,6 +60,7 @@ def _names(base: str, layers: str, layer: dict[str, tuple[str, ...]], head: tupl
 
 
 _BERT = _names("bert.", "encoder.layer", _BERT_LAYER, ("bert.pooler.dense", "classifier"))
+_COLBERT = _names("bert.", "encoder.layer", _BERT_LAYER, ("bert.pooler.dense", "linear"))
 _ROBERTA = _names("roberta.", "encoder.layer", _BERT_LAYER, ("classifier.dense", "classifier.out_proj"))
 _DISTIL = _names("distilbert.", "transformer.layer", _DISTIL_LAYER, ("pre_classifier", "classifier"))
 _DISTIL_KEYS = {
@@ -68,10 +69,11 @@ _DISTIL_KEYS = {
 }  # fmt: skip
 
 
-def find_encoder(hf: Config, labels: int) -> tuple[DecoderSpec, WeightNames]:
-    """The spec and weight names of ``hf``, with a head of so many ``labels`` (0: none). Raises ConfigError."""
+def find_encoder(hf: Config, labels: int, late: int = 0) -> tuple[DecoderSpec, WeightNames]:
+    """The spec and weight names of ``hf``, with a head of so many ``labels`` (0: none), or one that makes an embedding
+    of ``late`` numbers of each token. Raises ConfigError."""
     architecture = (hf.get("architectures") or [""])[0]
-    family = next((f for f in ENCODERS if architecture.startswith(f)), "")
+    family, _ = family_of(architecture)
     distil = family == "DistilBert"
     hf = with_aliases({**{key: hf[other] for key, other in _DISTIL_KEYS.items() if distil and other in hf}, **hf})
     for key, plain in (("position_embedding_type", "absolute"), ("is_decoder", False), ("add_cross_attention", False)):
@@ -98,10 +100,12 @@ def find_encoder(hf: Config, labels: int) -> tuple[DecoderSpec, WeightNames]:
         gated=False,
         activation=activation_of(hf, default="gelu"),
         tied=False,
-        outputs=labels,
+        outputs=labels or late,
         head=("relu" if distil else "tanh") if labels else "",
         lm_head_bias=labels > 0,
     )
+    if late:
+        return spec, _COLBERT
     return spec, _DISTIL if distil else _BERT if family == "Bert" else _ROBERTA
 
 
@@ -137,8 +141,10 @@ class Encoder(Model):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [S, labels] float32 of ``hidden`` [S, hidden]."""
-        assert self.head is not None and self.classes is not None  # asked of classifiers alone
+        """Logits [S, labels] float32 of ``hidden`` [S, hidden]; of late interaction the tokens' embeddings."""
+        assert self.classes is not None  # asked of models with a head alone
+        if self.head is None:
+            return self.classes(hidden).float()
         hidden = self.head(hidden)
         return self.classes(torch.tanh(hidden) if self.spec.head == "tanh" else torch.relu(hidden)).float()
 

@@ -24,6 +24,7 @@ from ...proto.checkpoint.model_config import ModelConfig
 from ...proto.checkpoint.pooler_config import PoolerConfig
 from ...proto.checkpoint.quantization import online
 from ...proto.config import ConfigError
+from ...proto.process import shows_bars
 from ..kernels.company import batch_invariant
 from ..layers.formats.at_load import NOTHING, AtLoad, check_quantization
 from ..layers.formats.base import TensorError
@@ -48,6 +49,7 @@ from .parameters import parameters
 from .parts import Parts, in_tensors
 from .places import Gathering, Place, formats_of, places, put
 from .pooled import find_pooled
+from .token_head import made_head
 from .weights import Weights
 
 __all__ = ["load_model", "resolve_dtype"]
@@ -107,7 +109,8 @@ def load_model(
             _fill_dummy(parts, seed, progress)
         else:
             scales = kv_scales or CheckpointScales()
-            _fill_from_files(parts, names, Path(config.path), files, present, found.zero, scales, progress)
+            head = made_head(files, names, pooler.head_rows) if pooler is not None and pooler.head_rows else None
+            _fill_from_files(parts, names, Path(config.path), files, present, found.zero, scales, progress, head)
         weights, quantized = parts.weights(), config.hf.get("quantization_config")
         for line in parts.summary.lines(str(quantized["quant_method"] if quantized else at_load.method)):
             log.info("%s", line)
@@ -223,17 +226,21 @@ def _present(files: list[Path], names: WeightNames) -> Found:
 
 def _fill_from_files(
     parts: Parts, names: WeightNames, folder: Path, files: list[Path], present: Found | None, zero: tuple[str, ...],
-    kv_scales: CheckpointScales, progress: bool,
+    kv_scales: CheckpointScales, progress: bool, head: Entry | None,
 ) -> None:  # fmt: skip
     place_of = places(parts, names, present or ())
     for found in place_of.values():
         if isinstance(found, Gathering) and not found.waiting:  # of optional tensors that are not there
             found.fill(parts, folder)
+    if head is not None:
+        put(parts, place_of.pop(f"{names.lm_head}.weight"), head.name, head)
     skip = re.compile("|".join([*names.skip, *([re.escape(names.lm_head) + r"\.weight"] if parts.spec.tied else [])]))
     left_over: list[str] = []
     read: dict[str, Path] = {}
     total = sum(file.stat().st_size for file in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not (progress and shows_bars())
+    ) as bar:
         for file in files:
             with Tensors.open(file) as tensors:
                 for entry in tensors:
@@ -316,7 +323,9 @@ def _fill_dummy(parts: Parts, seed: int, progress: bool) -> None:
     generator = torch.Generator(parts.device).manual_seed(seed)
     pool = torch.empty(_POOL, device=parts.device).normal_(0.0, _DUMMY_STD, generator=generator).to(parts.dtype)
     at = 0
-    for parameter in tqdm(parts.parameters.values(), desc="Making random weights", disable=not progress):
+    for parameter in tqdm(
+        parts.parameters.values(), desc="Making random weights", disable=not (progress and shows_bars())
+    ):
         tensor = parts.zeros(parameter)
         if tensor.is_sparse or not tensor.is_floating_point():
             parts.finish(parameter, tensor)

@@ -15,6 +15,7 @@ from ..kv_cache import KVCache
 from ..lora.slots import Slots
 from ..parallel.parallel import Group
 from ..spec import DecoderSpec
+from .given import Given
 
 
 class Model:
@@ -33,6 +34,8 @@ class Model:
         self.products: frozenset[Chooser] = frozenset()
         """What is chosen for products whose format chooses otherwise than float weights' (``Linear.choosers``)."""
         self.cache_dtype = dtype
+        self.given: Given | None = None
+        """Where prompts may bring embeddings: those of the rows."""
         self.adapters: Slots | None = None
         """Where rows may have LoRA adapters: those that are served."""
         self.kv_scales: Sequence[tuple[float, float]] = [(1.0, 1.0)] * self.spec.num_layers

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..layers.formats.base import CHOOSING, Part, Stored, Weight, whole
 from ..spec import WHOLE, DecoderSpec, MoESpec, Shard
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

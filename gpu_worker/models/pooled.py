@@ -1,7 +1,8 @@
 """The spec and weight names of a model that is served for pooling: an encoder, or a decoder with another head or none.
 
 A decoder's checkpoint may be of the bare model ("Qwen3Model", its names without a prefix), of a classifier
-("LlamaForSequenceClassification", whose head is ``score``), or of the generator, whose head is then not read.
+("LlamaForSequenceClassification", whose head is ``score``), or of the generator, whose head is then not read, or of
+which the classifier's is made.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def find_pooled(hf: Config, pooler: PoolerConfig) -> tuple[DecoderSpec, WeightNa
     """As ``find_family``, for ``pooler``. Raises ConfigError."""
     labels = len(pooler.labels)
     if pooler.whole:
-        return find_encoder(hf, labels)
+        return find_encoder(hf, labels, pooler.size if pooler.late_interaction else 0)
     for key, plain in (("use_bidirectional_attention", False), ("is_causal", True)):
         if hf.get(key) not in (None, plain):
             raise ConfigError(
@@ -31,13 +32,14 @@ def find_pooled(hf: Config, pooler: PoolerConfig) -> tuple[DecoderSpec, WeightNa
                 "those before them here."
             )
     spec, names = find_family({**hf, "architectures": [_generator(pooler.architecture)]})
+    head_of = (names.embed if spec.tied else names.lm_head) if pooler.head_rows else ""
     spec = replace(
         spec, architecture=pooler.architecture, outputs=labels, tied=False, lm_head_bias=False, logit_scale=1.0,
         logit_softcap=0.0,
     )  # fmt: skip
     prefix = names.prefix or (names.embed.partition(".")[0] + ".")
     heads = rf"({re.escape(names.lm_head)}|{_HEAD})\.(weight|bias)"  # a classifier's own has its place all the same
-    return spec, replace(names, lm_head=_HEAD, prefix=prefix, skip=(*names.skip, heads))
+    return spec, replace(names, lm_head=_HEAD, prefix=prefix, skip=(*names.skip, heads), head_of=head_of)
 
 
 def _generator(architecture: str) -> str:

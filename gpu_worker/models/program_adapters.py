@@ -117,6 +117,7 @@ class AdaptedBuilder(Builder):
     def embedded(self, out: Area) -> None:
         if "embed" in self.slots.targets.targets:
             self._adapt("embed", None, out, self.model.embed_scale)
+        super().embedded(out)
 
     def _adapt(
         self, target: str, source: Area | None, out: Area, scale: float = 1.0, routing: native.Routing | None = None,

@@ -98,7 +98,11 @@ class Builder(Writer):
         self._norm(model.embed_norm, self.stream, self.stream)
 
     def embedded(self, out: Area) -> None:
-        """``out`` has the embeddings."""
+        """``out`` has the embeddings of the ids; those that prompts have brought take their places."""
+        if (given := self.model.given) is not None:
+            operation = native.Call(number=len(self.calls))
+            self.calls.append((operation, lambda rows: given.fill(out.rows(rows))))
+            self.add(operation, out)
 
     def _rows_of(self, table: Table) -> tuple[int | None, int | None, int, int, int]:
         """What an Embed says of a table: its address or that of its codes, and as ``_table``."""

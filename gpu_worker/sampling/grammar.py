@@ -1,5 +1,6 @@
-"""Grammars of structured outputs: for each row that has one a matcher, which is advanced by every token drawn and says
-before each draw which tokens may come next (a bit mask). Kept by the process that samples.
+"""What a row's next token may be, by its tokens so far: grammars of structured outputs, and thoughts that are held to a
+budget (`thoughts.py`). Each row that has one is advanced by every token drawn, and says before each draw which tokens
+may come next (a bit mask). Kept by the process that samples.
 
 The token table is built in a thread while the weights load; a request's grammar is compiled and its earlier output
 replayed in a thread while its prompt runs, outside the interpreter's lock. Whoever needs the matcher first waits for
@@ -26,8 +27,9 @@ from ...proto.codec import from_i32
 from ...proto.config import ConfigError, EngineArgs
 from ...proto.grammars.grammar import GrammarError, fault, grammar_of, spec_key, spelled, start_matcher, token_table
 from ...proto.structured import StructuredOutputsParams
-from ...proto.work import Generate
+from ...proto.work import Generate, ThinkingGenerate
 from .followers import Histories
+from .thoughts import Thought
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -57,13 +59,16 @@ class Grammars(Histories):
         self._table: Future[LLTokenizer] = self._pool.submit(_load_table, config, args)
 
     def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
-        """Start the grammar that ``work`` asks for in ``row`` and replay the output tokens among ``ids``."""
+        """Start what ``work`` asks for in ``row``, a grammar or a budget of thoughts; replay the outputs of ``ids``."""
         params = work.params
         spec = params.structured_outputs
-        if spec is None:
+        thinking = work.thinking if isinstance(work, ThinkingGenerate) else None
+        if spec is None and thinking is None:
             raise ValueError(f"row {row} was admitted to a grammar and has none")
         allowed = None if params.allowed_token_ids is None else _bits(self.words, params.allowed_token_ids)
         new = _Row(spec, ids[prompt_len:].tolist(), allowed)
+        if thinking is not None:
+            new.thought = Thought(thinking, self._piece)
         if params.min_tokens:
             new.min_tokens, new.unsuppressed = params.min_tokens, ~_bits(self.words, from_i32(work.suppressed_ids))
         new.starting = self._pool.submit(self._start, new, True)
@@ -101,7 +106,9 @@ class Grammars(Histories):
                     continue
                 self._ready(row)
                 row.tokens.append(token)
-                if row.error is None and not row.matcher.consume_token(token):
+                if row.thought is not None:
+                    row.thought.take(token)
+                if row.matcher is not None and row.error is None and not row.matcher.consume_token(token):
                     self._failed(row)
 
     def fill(self, rows: list[int]) -> tuple[np.ndarray, list[tuple[int, int, str]]]:
@@ -114,13 +121,17 @@ class Grammars(Histories):
             table = self._table.result() if any(row.error is None for _, row in mine) else None
             words = self.words if table is None else max(self.words, -(-table.vocab_size // 32))
             mask = np.full((len(rows), words), -1, np.int32)
-            self._compute([(row.matcher, slot) for slot, row in mine if row.error is None], mask)
+            self._compute(
+                [(row.matcher, slot) for slot, row in mine if row.matcher is not None and row.error is None], mask
+            )
             failed = []
             for slot, row in mine:
-                if row.error is None and row.matcher.is_error():
+                if row.matcher is not None and row.error is None and row.matcher.is_error():
                     self._failed(row)
                     if row.error is None:
                         self._compute([(row.matcher, slot)], mask)
+                if row.thought is not None and (end := row.thought.forced) is not None:
+                    _keep(mask[slot], end)
                 error = row.error or row.conflict(mask[slot, : self.words])
                 if error is not None:
                     mask[slot] = -1
@@ -142,12 +153,19 @@ class Grammars(Histories):
     def _start(self, row: _Row, kept: bool) -> None:
         """Make the row's matcher and replay its tokens. ``kept``: from the grammars that are kept, if it is there."""
         try:
-            row.matcher = self._fresh(row.spec, kept)
+            self._table.result()  # its words are a thought's too
+            row.matcher = self._fresh(row.spec, kept) if row.spec is not None else None
         except (GrammarError, ConfigError) as error:
             row.error = f"structured_outputs cannot be honoured: {error}"
             return
-        if row.tokens and not row.matcher.consume_tokens(row.tokens):
+        if row.thought is not None and kept:
+            for token in row.tokens:
+                row.thought.take(token)
+        if row.matcher is not None and row.tokens and not row.matcher.consume_tokens(row.tokens):
             row.error = _why(row.matcher)
+
+    def _piece(self, token: int) -> bytes:
+        return self._table.result().decode_bytes([token])
 
     def _fresh(self, spec: StructuredOutputsParams, kept: bool) -> LLMatcher:
         key = spec_key(spec)
@@ -167,11 +185,13 @@ class Grammars(Histories):
             return made.deep_copy()
 
     def _failed(self, row: _Row) -> None:
-        """The row's matcher is in its error state: start again alone, or keep the error.
+        """A row's matcher is in its error state: start again alone, or keep the error.
 
         A grammar's copies share one lexer, whose limits are then shared by all its requests. A row that fails there
         gets a lexer of its own once, so that requests cannot use up each other's limits.
         """
+        if row.matcher is None:
+            return
         row.error = _why(row.matcher)
         if _REJECTED not in row.matcher.get_error() and not row.alone:
             row.alone, row.error = True, None
@@ -198,11 +218,13 @@ class Grammars(Histories):
 class _Row:
     """One row's grammar: where it stands, and what else restricts its tokens."""
 
-    __slots__ = ("allowed", "alone", "error", "matcher", "min_tokens", "spec", "starting", "tokens", "unsuppressed")
+    __slots__ = ("allowed", "alone", "error", "matcher", "min_tokens", "spec", "starting", "thought", "tokens",
+                 "unsuppressed")  # fmt: skip
 
-    def __init__(self, spec: StructuredOutputsParams, tokens: list[int], allowed: np.ndarray | None):
+    def __init__(self, spec: StructuredOutputsParams | None, tokens: list[int], allowed: np.ndarray | None):
         self.spec, self.tokens, self.allowed = spec, tokens, allowed
-        self.matcher: LLMatcher
+        self.matcher: LLMatcher | None = None
+        self.thought: Thought | None = None
         self.starting: Future[None] | None = None
         self.error: str | None = None
         self.alone = False
@@ -214,7 +236,8 @@ class _Row:
         new = _Row(self.spec, self.tokens.copy(), self.allowed)
         new.error, new.alone = self.error, self.alone
         new.min_tokens, new.unsuppressed = self.min_tokens, self.unsuppressed
-        if self.error is None:
+        new.thought = self.thought.copy() if self.thought is not None else None
+        if self.error is None and self.matcher is not None:
             new.matcher = self.matcher.deep_copy()
         return new
 
@@ -223,7 +246,9 @@ class _Row:
         if self.allowed is not None:
             mask = mask & self.allowed
             if not mask.any():
-                return f"allowed_token_ids has no token that the grammar allows after {len(self.tokens)} tokens."
+                ends = self.thought is not None and self.thought.forced is not None
+                by = "thinking_token_budget demands" if ends else "the grammar allows"
+                return f"allowed_token_ids has no token that {by} after {len(self.tokens)} tokens."
         early = self.unsuppressed if len(self.tokens) < self.min_tokens else None
         if early is not None and not (mask & early).any():
             return (
@@ -257,6 +282,14 @@ def _only(mask: np.ndarray) -> int | None:
     word = int(np.flatnonzero(mask)[0])
     bits = int(mask[word]) & 0xFFFFFFFF
     return None if bits & (bits - 1) else word * 32 + bits.bit_length() - 1
+
+
+def _keep(mask: np.ndarray, token: int) -> None:
+    """Leave ``token`` alone in a mask that has it. One that has not, in the midst of a character, stays as it is."""
+    word, bit = token >> 5, np.uint32(1 << (token & 31)).view(np.int32)
+    if mask[word] & bit:
+        mask[:] = 0
+        mask[word] = bit
 
 
 def _bits(words: int, ids: Iterable[int]) -> np.ndarray:

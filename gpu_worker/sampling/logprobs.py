@@ -73,6 +73,20 @@ def grouped(
             yield LogprobGroup(slots[at][these], k, ids[pick, : k + 1], values[pick, : k + 1], ranks[pick])
 
 
+def named(
+    source: Source, tokens: torch.Tensor, slots: np.ndarray, ids: list[np.ndarray], softmax: bool
+) -> Iterator[LogprobGroup]:
+    """As ``grouped``, but of the ids (int64, one array for each slot) in place of the best, best first."""
+    device = tokens.device
+    for at, own in enumerate(ids):
+        asked = torch.cat([tokens[at : at + 1], to_device(own, device)])
+        part = source._replace(slots=source.slots[at : at + 1].expand(len(asked)).contiguous())
+        found, values, ranks = _values(part, asked, 0, softmax)
+        order = torch.cat([values.new_zeros(1).long(), 1 + values[1:, 0].argsort(descending=True, stable=True)])
+        ids_of, values_of = found[order].view(1, -1), values[order].view(1, -1)
+        yield LogprobGroup(slots[at : at + 1], len(own), ids_of, values_of, ranks[:1])
+
+
 def _parts(ks: list[int]) -> Iterator[list[int]]:
     """Rising ks in lists that are selected together: none, few, and each of the larger ones."""
     yield from ([0] for k in ks if k == 0)

@@ -3,7 +3,8 @@
 A request names them in ``logits_processors``. Each is called for each token of that request with its row of float32
 logits [V] and returns logits of the same shape, in vLLM's two forms by its number of positional parameters:
 ``fn(output_ids, logits)`` or ``fn(prompt_ids, output_ids, logits)``. The ids are lists of int that the function must
-not change; the logits may be changed in place. A function that raises fails its own request alone.
+not change; the logits may be changed in place. One that has a keyword-only parameter ``extra_args`` is given the
+request's, a dict or None. A function that raises fails its own request alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .followers import Histories
 log = logging.getLogger(__name__)
 
 FLAG = "--logits-processor"
-Function = Callable[[list[int], list[int], torch.Tensor], Any]
+Function = Callable[..., Any]
+"""``f(prompt_ids, output_ids, logits, extra_args=None)``."""
 
 
 class SlotError(Exception):
@@ -57,14 +59,24 @@ def _load(name: str) -> Function:
     if not callable(function):
         raise ConfigError(f"{FLAG} {name!r} is of type {type(function).__name__}, which cannot be called.")
     count = _positional(function)
-    if count == 3:
-        return function
-    if count == 2:
-        return lambda prompt_ids, output_ids, logits: function(output_ids, logits)
+    if count in (2, 3):
+        return _called(function, count)
     raise ConfigError(
         f"{FLAG} {name!r} takes {'an unknown number of' if count is None else count} positional parameters; it must "
         "take (output_ids, logits) or (prompt_ids, output_ids, logits)."
     )
+
+
+def _called(function: Callable[..., Any], count: int) -> Function:
+    """The function by all four arguments, of which it is given those it takes."""
+    extra = inspect.signature(function).parameters.get("extra_args")
+    wants = extra is not None and extra.kind is extra.KEYWORD_ONLY
+
+    def call(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor, extra_args: Any = None) -> Any:
+        given = (prompt_ids, output_ids, logits)[3 - count :]
+        return function(*given, extra_args=extra_args) if wants else function(*given)
+
+    return call
 
 
 def _positional(function: Callable[..., Any]) -> int | None:
@@ -91,6 +103,7 @@ class _History:
     names: list[str]
     prompt: list[int]
     outputs: list[int]
+    extra: dict[str, Any] | None
 
 
 class Processors(Histories):
@@ -103,12 +116,12 @@ class Processors(Histories):
     def admit(self, row: int, work: Generate, prompt_len: int, ids: np.ndarray) -> None:
         tokens = ids.tolist()
         names = work.params.logits_processors or []
-        self._rows[row] = _History(names, tokens[:prompt_len], tokens[prompt_len:])
+        self._rows[row] = _History(names, tokens[:prompt_len], tokens[prompt_len:], work.params.extra_args)
 
     def copy(self, src: list[int], dst: list[int]) -> None:
         taken = [self._rows[row] for row in src]
         for row, one in zip(dst, taken, strict=True):
-            self._rows[row] = _History(one.names, one.prompt, one.outputs.copy())
+            self._rows[row] = _History(one.names, one.prompt, one.outputs.copy(), one.extra)
 
     def drop(self, rows: list[int]) -> None:
         for row in rows:
@@ -145,7 +158,7 @@ class Processors(Histories):
 
     @staticmethod
     def _call(name: str, function: Function, history: _History, logits: torch.Tensor) -> None:
-        changed = function(history.prompt, history.outputs, logits)
+        changed = function(history.prompt, history.outputs, logits, history.extra)
         if not isinstance(changed, torch.Tensor) or changed.shape != logits.shape:
             shown = f"shape {list(changed.shape)}" if isinstance(changed, torch.Tensor) else type(changed).__name__
             raise SlotError(

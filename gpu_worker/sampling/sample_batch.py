@@ -13,11 +13,13 @@ from .sampling_state import SamplingNeeds
 
 
 class Failure(NamedTuple):
-    """Why no token can be drawn for a row: the HTTP status and message for its request, and the field at fault."""
+    """Why no token can be drawn for a row: the HTTP status and message for its request, the field at fault, and whether
+    it is because what the model gave are not numbers."""
 
     status: int
     message: str
     param: str | None = None
+    corrupted: bool = False
 
 
 @dataclass(slots=True)

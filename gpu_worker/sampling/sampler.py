@@ -39,7 +39,7 @@ from ..kernels.cpu.sampling import Chooser
 from ..kernels.logprobs import Source
 from ..layers import dispatch
 from ..transfer import to_device
-from .logprobs import LogprobGroup, grouped
+from .logprobs import LogprobGroup, grouped, named
 from .sample_batch import SampleBatch
 from .sampling_state import SamplingNeeds, SamplingState
 
@@ -239,6 +239,7 @@ class _Wants:
         self._raw = state.logprobs_mode.startswith("raw")
         self._softmax = state.logprobs_mode.endswith("logprobs")
         self._others, self._other_ks = slots[~beams], ks[~beams]
+        self._listed = state.listed(rows[self._others])
         self._beams, self._beam_ks = slots[beams], ks[beams]
         self._slots = to_device(self._others, logits.device)
         self._kept: torch.Tensor | None = None
@@ -260,7 +261,23 @@ class _Wants:
                 source = Source(logits, self._slots)
             else:
                 source = Source(logits, self._slots, params, thresholds)
-            yield from grouped(source, tokens[self._slots], self._others, self._other_ks, self._softmax)
+            yield from self._told(source, tokens[self._slots])
         if len(self._beams):
             at = to_device(self._beams, logits.device)
             yield from grouped(Source(logits, at), tokens[at], self._beams, self._beam_ks, True)
+
+    def _told(self, source: Source, tokens: torch.Tensor) -> Iterator[LogprobGroup]:
+        """Of the slots that are no beams: those with named ids one by one, the others together."""
+        if not self._listed:
+            yield from grouped(source, tokens, self._others, self._other_ks, self._softmax)
+            return
+        has = np.isin(np.arange(len(self._others)), list(self._listed))
+        for at in (np.flatnonzero(has), np.flatnonzero(~has)):
+            if not len(at):
+                continue
+            at_d = to_device(at, tokens.device)
+            part, own, slots = source._replace(slots=source.slots[at_d]), tokens[at_d], self._others[at]
+            if has[at[0]]:
+                yield from named(part, own, slots, [self._listed[place] for place in at.tolist()], self._softmax)
+            else:
+                yield from grouped(part, own, slots, self._other_ks[at], self._softmax)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...proto.params import SamplingParams
-from ...proto.work import Generate
+from ...proto.work import Generate, embeds_of
 from ..kernels import columns as c
 from ..kernels.masks import Words
 from ..transfer import to_device
@@ -80,6 +80,7 @@ class SamplingState:
         self.counts = Counts(max_rows, vocab_size, self.device)
         self.allowed = Table(max_rows, -(-vocab_size // 32), self.device)
         self._edits: dict[int, RowEdits] = {}
+        self._listed: dict[int, np.ndarray] = {}  # rows whose logprobs are of these ids, int64
         self._changes = 0  # raised when a row may have other edits
         self._last_needs: tuple[np.ndarray, SamplingNeeds] | None = None
         self._spare: torch.Tensor | None = None
@@ -107,20 +108,22 @@ class SamplingState:
         if not self._draws:
             return
         self._hold(row, edits)
+        self._list(row, params.logprob_token_ids)
         if uses & c.ALLOWED:
             self.allowed.tensor[row].copy_(to_device(allowed_bits(params, self.vocab_size), self.device))
         if uses & c.PENALTIES:
-            self.counts.rebuild(row, ids[:prompt_len], ids[prompt_len:])
+            self.counts.rebuild(row, ids[_told_nothing(work) : prompt_len], ids[prompt_len:])
 
     def copy(self, src_rows: Sequence[int], dst_rows: Sequence[int], seeds: Sequence[int]) -> None:
         """Fork: all that ``src_rows`` have to ``dst_rows``, with new seeds; all is read before any is written."""
         src, dst = list(src_rows), list(dst_rows)
         self._last_needs = None
         self.packed_host[dst] = self.packed_host[src]
-        held = [self._edits.get(row) for row in src]
-        for row, edits, seed in zip(dst, held, seeds, strict=True):
+        held = [(self._edits.get(row), self._listed.get(row)) for row in src]
+        for row, (edits, listed), seed in zip(dst, held, seeds, strict=True):
             self._set_seed(row, seed)
             self._hold(row, edits)
+            self._list(row, listed)
         for bit, table in ((c.ALLOWED, self.allowed), (c.PENALTIES, self.counts)) if self._draws else ():
             pairs = [(s, d) for s, d in zip(src, dst, strict=True) if self.packed_host[d, c.USES] & bit]
             if pairs:
@@ -131,6 +134,7 @@ class SamplingState:
         self._last_needs = None
         for row in rows:
             self._hold(int(row), None)
+            self._listed.pop(int(row), None)
             self.packed_host[row, c.USES] = 0
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
@@ -194,6 +198,12 @@ class SamplingState:
         slots = np.flatnonzero(uses & c.WITH_LOGPROBS)
         return slots, self.packed_host[rows[slots], c.LOGPROBS], uses[slots] & c.BEAM != 0
 
+    def listed(self, rows: np.ndarray) -> dict[int, np.ndarray]:
+        """By place in ``rows``: the ids, int64, of those whose logprobs are of ids that the request named."""
+        if not self._listed:
+            return {}
+        return {at: self._listed[row] for at, row in enumerate(rows.tolist()) if row in self._listed}
+
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """Parameters of ``rows`` (int64 [S] on the device), int32 [S, COLUMNS], after the device's copy is brought up
         to date, without waiting for it.
@@ -235,6 +245,11 @@ class SamplingState:
         if edits is not None:
             self._edits[row] = edits
 
+    def _list(self, row: int, ids: list[int] | np.ndarray | None) -> None:
+        self._listed.pop(row, None)
+        if ids is not None and len(ids):
+            self._listed[row] = np.array(ids, np.int64)
+
     def _set_seed(self, row: int, seed: int) -> None:
         self.packed_host[row, c.SEED_LOW : c.SEED_HIGH + 1] = np.array([seed % 2**64], dtype="<u8").view("<i4")
         self._dirty = True
@@ -259,3 +274,9 @@ def _uses(params: SamplingParams, edits: RowEdits | None) -> int:
         c.BEAM: beam,
     }
     return sum(bit for bit, used in bits.items() if used)
+
+
+def _told_nothing(work: Generate) -> int:
+    """The prompt's ids that stand for embeddings, and of which no penalty may be."""
+    embeds = embeds_of(work)
+    return 0 if embeds is None else embeds.count

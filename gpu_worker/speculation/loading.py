@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...proto.checkpoint.model_config import ModelConfig, load_model_config, read_json, resolve_model
+from ...proto.checkpoint.classifier_tokens import token_ids
+from ...proto.checkpoint.model_config import ModelConfig, load_model_config, resolve_model
 from ...proto.config import ConfigError, EngineArgs
 from ...proto.speculation import SpeculativeConfig, speculative_config
 from ..device import LongSteps
@@ -191,24 +192,10 @@ def _same_tokens(folder: Path, target: Path) -> None:
     files = [each / "tokenizer.json" for each in (folder, target)]
     if not all(file.is_file() for file in files):
         return
-    tables = [_tokens(read_json(file)) for file in files]
+    tables = [token_ids(each) for each in (folder, target)]
     odd = [token for token, number in tables[1].items() if tables[0].get(token, number) != number]
     if odd:
         raise ConfigError(
             f"speculative_config: token {odd[0]!r} is {tables[0][odd[0]]} in {folder} and {tables[1][odd[0]]} in "
             f"{target}; a draft model must have the target's tokenizer."
         )
-
-
-def _tokens(tokenizer: dict[str, object]) -> dict[str, int]:
-    """Token -> id, of a tokenizer.json."""
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
-    found: dict[str, int] = {}
-    if isinstance(model, dict) and isinstance(vocab := model.get("vocab"), dict):
-        found |= vocab
-    elif isinstance(model, dict) and isinstance(vocab, list):  # Unigram: pairs of a token and its score
-        found |= {str(pair[0]): number for number, pair in enumerate(vocab)}
-    for each in added if isinstance(added, list) else ():
-        if isinstance(each, dict) and isinstance(each.get("id"), int):
-            found[str(each.get("content"))] = each["id"]
-    return found

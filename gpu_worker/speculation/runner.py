@@ -371,7 +371,7 @@ class SpeculativeRunner(Runner):
             found = super()._forward(run, spans)
             self.proposer.ran(run, None)
             return found
-        self._look_up_adapters(run)
+        self._look_up(run)
         program = self._program
         if program is None:
             batch, slots = self._batch(run, spans)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import ConfigError, EngineArgs
+from ..flag_words import json_object
+from ..process import shows_bars
 from .gguf import gguf_file
 from .gguf_config import gguf_config, in_keys
 from .quantization import quantization_of
@@ -32,7 +34,7 @@ _LENGTH_KEYS = (
 _DEFAULT_LENGTH = 2048
 AUTO_LENGTH = -1
 """A max_model_len that is what config.json allows, or as much of it as fits the device."""
-_PATTERNS = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
+_PATTERNS = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt", "artifact.metadata"]
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("padded_vocab_size", "n_vocab"),
     "hidden_size": ("n_embd", "n_embed", "d_model", "model_dim"),
@@ -83,6 +85,8 @@ def demo_model_path() -> str:
 
 def model_folder(args: EngineArgs, weights: bool = False) -> str:
     """The folder of the model that ``args`` name, with its weight files only where asked for. Raises ConfigError."""
+    if args.hf_token:
+        os.environ["HF_TOKEN"] = args.hf_token  # where the hub's client looks, and children
     return resolve_model(
         args.model, args.revision, args.download_dir, weights, args.load_format, code=args.trust_remote_code
     )
@@ -128,6 +132,8 @@ def resolve_model(
 
 
 def _from_hub(model: str, revision: str | None, download_dir: str | None, patterns: list[str]) -> str:
+    if not shows_bars():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by what comes next
     from huggingface_hub import snapshot_download
 
     try:
@@ -151,25 +157,30 @@ def _from_modelscope(model: str, revision: str | None, download_dir: str | None,
 
 def config_of(args: EngineArgs, folder: str) -> ModelConfig:
     """The config of the model in ``folder`` by ``args``. Raises ConfigError."""
-    overrides = _object("hf_overrides", args.hf_overrides)
+    overrides = json_object("hf_overrides", args.hf_overrides)
     if args.rope_scaling is not None:
-        overrides["rope_scaling"] = _object("rope_scaling", args.rope_scaling)
+        overrides["rope_scaling"] = json_object("rope_scaling", args.rope_scaling)
     if args.rope_theta is not None:
         overrides["rope_theta"] = args.rope_theta
     config = load_model_config(folder, args.max_model_len, overrides, args.quantization)
     config.trust_remote_code, config.code_revision = args.trust_remote_code, args.code_revision
     config.model_impl = args.model_impl
+    if args.disable_sliding_window:
+        _cap_at_window(config, args.max_model_len)
     return config
 
 
-def _object(name: str, text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError as error:
-        raise ConfigError(f"{name} must be a JSON object, got {text!r}: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be a JSON object, got {text!r}.")
-    return value
+def _cap_at_window(config: ModelConfig, asked: int | None) -> None:
+    """Let no sequence be longer than the model's sliding window: then every token sees all before it."""
+    window = config.hf.get("sliding_window")
+    if not isinstance(window, int) or config.hf.get("use_sliding_window") is False:
+        return
+    if asked is not None and asked > window:
+        raise ConfigError(
+            f"max_model_len ({asked}) is over the model's sliding window ({window}), which --disable-sliding-window "
+            "makes the limit; lower the first, or leave the flag out."
+        )
+    config.max_model_len = min(config.max_model_len, window)
 
 
 def load_model_config(

@@ -16,11 +16,13 @@ import msgspec
 from ..config import ConfigError, EngineArgs
 from ..params import ParamError
 from ..pooling import POOLINGS, PoolingParams
+from .classifier_tokens import head_rows
 from .model_config import AUTO_LENGTH, ModelConfig, read_json, read_json_as
 
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert")
 """Families whose tokens see those after them too: a prompt is run whole, in one step."""
 
+_LATE = ("HF_ColBERT", "ColBERTModel")  # late interaction over BERT
 _GENERATORS = ("ChatGLMModel", "AquilaModel")  # which end like bare models, and are not
 _BARE, _CLASSIFIER, _MASKED = "Model", "ForSequenceClassification", "ForMaskedLM"
 _FILE_MODES = {
@@ -28,7 +30,10 @@ _FILE_MODES = {
 }  # fmt: skip
 _SETTINGS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 """``sentence_<one of these>_config.json`` is what sentence-transformers has called one and the same file."""
-_OVERRIDES = {"pooling_type": str, "normalize": bool, "dimensions": int, "use_activation": bool}
+_OVERRIDES = {
+    "pooling_type": str, "normalize": bool, "dimensions": int, "use_activation": bool,
+    "enable_chunked_processing": bool, "max_embed_len": int,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,10 @@ class PoolerConfig:
     ``activation`` is what makes probabilities of a classifier's logits: softmax, sigmoid, or identity (none).
     ``whole``: prompts are never split over steps nor found in a prefix cache, as every token sees all others.
     ``lower``: text is lower-cased before it is tokenized. ``sizes``: the ``dimensions`` that may be asked for; all up
-    to ``size`` where it is empty.
+    to ``size`` where it is empty. ``enable_chunked_processing``: over HTTP, a prompt that is too long is embedded in
+    chunks, up to ``max_embed_len`` tokens of it. ``head_rows``: of which of the generator's rows a classifier's head is
+    made, see ``classifier_tokens``. ``late_interaction``: a linear head makes an embedding of each token, and a score
+    is the sum over the query's tokens of the likeness to the document's token that is most alike (ColBERT's MaxSim).
     """
 
     architecture: str
@@ -53,10 +61,16 @@ class PoolerConfig:
     sizes: tuple[int, ...] = ()
     whole: bool = False
     lower: bool = False
+    enable_chunked_processing: bool = False
+    max_embed_len: int | None = None
+    head_rows: tuple[tuple[int, ...], ...] = ()
+    late_interaction: bool = False
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """What may be asked of it. A score is the one logit of a cross-encoder."""
+        if self.late_interaction:
+            return ("token_embed",)
         if self.convert == "embed":
             return ("embed", "token_embed")
         return ("classify", "token_classify", *(("score",) if len(self.labels) == 1 else ()))
@@ -101,7 +115,7 @@ def pooler_of(config: ModelConfig, args: EngineArgs) -> PoolerConfig | None:
     the table of positions holds. Raises ConfigError.
     """
     architecture = config.architecture
-    family, convert = _split(architecture)
+    family, convert = family_of(architecture)
     files = _SentenceFiles(Path(config.path))
     pooling = files.there or convert != ""
     if args.runner == "generate" or (args.runner == "auto" and not pooling and args.convert in ("auto", "none")):
@@ -115,13 +129,22 @@ def pooler_of(config: ModelConfig, args: EngineArgs) -> PoolerConfig | None:
     convert = args.convert if args.convert in ("embed", "classify") else convert or "embed"
     if family in ENCODERS and (convert == "classify") != architecture.endswith(_CLASSIFIER):
         raise ConfigError(f"--convert {convert} cannot be done with {architecture}; leave --convert out.")
-    pooler = _by_model(config, family, convert, files)
+    if files.dense and architecture not in _LATE:
+        raise ConfigError(f"{config.path}/modules.json has a Dense module for each token (PyLate), which is not "
+                          "supported; use a ColBERT checkpoint whose head is linear.weight.")  # fmt: skip
+    rows = head_rows(config, args) if convert == "classify" else ()
+    if rows and family in ENCODERS:
+        raise ConfigError(f"{architecture} has no lm_head of which classifier_from_token could make a head; "
+                          "leave it out.")  # fmt: skip
+    pooler = _by_model(config, family, convert, files, rows)
     _limit_length(config, args, family, files)
     return _overridden(pooler, args.pooler_config) if args.pooler_config else pooler
 
 
-def _split(architecture: str) -> tuple[str, str]:
+def family_of(architecture: str) -> tuple[str, str]:
     """An architecture's family, and what it pools to: "classify", "embed", or "" for one that generates."""
+    if architecture in _LATE:
+        return "Bert", "embed"
     if architecture.endswith(_CLASSIFIER):
         return architecture.removesuffix(_CLASSIFIER), "classify"
     family = architecture.removesuffix(_MASKED)
@@ -132,12 +155,16 @@ def _split(architecture: str) -> tuple[str, str]:
     return family, ""
 
 
-def _by_model(config: ModelConfig, family: str, convert: str, files: _SentenceFiles) -> PoolerConfig:
+def _by_model(
+    config: ModelConfig, family: str, convert: str, files: _SentenceFiles, rows: tuple[tuple[int, ...], ...]
+) -> PoolerConfig:
     hf, encoder = config.hf, family in ENCODERS
     size = hf.get("hidden_size") or hf.get("dim") or hf.get("n_embd") or hf.get("d_model")
     if not isinstance(size, int):
         raise ConfigError(f"{config.path}/config.json has no usable hidden_size (got {size!r}).")
-    labels = _labels(hf) if convert == "classify" else ()
+    if late := config.architecture in _LATE:
+        size = _late_size(config)
+    labels = _labels(hf, len(rows)) if convert == "classify" else ()
     sizes = hf.get("matryoshka_dimensions")
     return PoolerConfig(
         architecture=config.architecture,
@@ -151,15 +178,33 @@ def _by_model(config: ModelConfig, family: str, convert: str, files: _SentenceFi
         sizes=tuple(sizes) if isinstance(sizes, list) else (),
         whole=encoder,
         lower=files.lower,
+        head_rows=rows,
+        late_interaction=late,
     )
 
 
-def _labels(hf: dict[str, Any]) -> tuple[str, ...]:
-    """The classes' names in the order of their logits; config.json counts two where it names none."""
+def _late_size(config: ModelConfig) -> int:
+    """The length of a token's embedding, by config.json, or by what ColBERT's own library writes beside it."""
+    if (kind := config.hf.get("model_type", "bert")) != "bert":
+        raise ConfigError(f"{config.architecture} is supported over BERT, and {config.path}/config.json says {kind!r}.")
+    beside = read_json(Path(config.path) / "artifact.metadata")
+    names = ("colbert_dim", "dim", "projection_dim")
+    size = next((config.hf[name] for name in names if name in config.hf), beside.get("dim"))
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"{config.path}/config.json has no usable colbert_dim (got {size!r}), the rows of "
+                          "linear.weight; name it, as in --hf-overrides '{\"colbert_dim\": 128}'.")  # fmt: skip
+    return size
+
+
+def _labels(hf: dict[str, Any], rows: int) -> tuple[str, ...]:
+    """The classes' names in the order of their logits; config.json counts two where it names none. ``rows``: how many
+    the head has that is made, 0 for one of the checkpoint's own."""
     names = hf.get("id2label")
+    if isinstance(names, dict) and rows not in (0, len(names)):
+        names = None
     if isinstance(names, dict) and names and all(str(key).isdigit() for key in names):
         return tuple(str(names[key]) for key in sorted(names, key=int))
-    count = hf.get("num_labels")
+    count = rows or hf.get("num_labels")
     return tuple(f"LABEL_{i}" for i in range(count if isinstance(count, int) and count > 0 else 2))
 
 
@@ -221,6 +266,8 @@ def _overridden(pooler: PoolerConfig, text: str) -> PoolerConfig:
             raise ConfigError(f"--pooler-config: pooling_type must be one of {list(POOLINGS)}, got {pooling!r}.")
     if not 1 <= given.get("dimensions", 1) <= pooler.size:
         raise ConfigError(f"--pooler-config: dimensions must be in 1 to {pooler.size}, got {given['dimensions']}.")
+    if given.get("max_embed_len", 1) < 1:
+        raise ConfigError(f"--pooler-config: max_embed_len must be at least 1, got {given['max_embed_len']}.")
     return replace(pooler, **given)
 
 
@@ -229,11 +276,12 @@ class _SentenceFiles:
 
     def __init__(self, folder: Path):
         self.pooling: str | None = None
-        self.normalize = self.lower = False
+        self.normalize = self.lower = self.dense = False
         self.max_length: int | None = None
         modules = read_json_as(folder / "modules.json", list)
         self.there = bool(modules) and any(_kind(module) == "Pooling" for module in modules)
         if not self.there:
+            self.dense = any(_kind(module) == "Dense" for module in modules or ())
             return
         for module in modules:
             kind = _kind(module)

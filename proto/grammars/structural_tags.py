@@ -2,10 +2,14 @@
 
 The format is that of vLLM and xgrammar, as JSON: ``{"type": "structural_tag", "format": {...}}``, or the older one with
 ``structures`` and ``triggers``. Of formats there are const_string, any_text, regex, json_schema, sequence, or,
-tag, triggered_tags and tags_with_separator. quire's own: ``thought`` of
-triggered_tags, ``{"begin": ..., "end": ...}``, is text before them in which no trigger counts, where the text begins
-with ``begin``, and which may never end; and ``"special_tokens": true`` beside ``format`` has marks that are special
-tokens of the model written as such, too.
+tag, triggered_tags and tags_with_separator. quire's own are:
+
+- ``thought`` of triggered_tags, ``{"begin": ..., "end": ..., "always": ...}``: text before them in which no trigger
+  counts, where the text begins with ``begin`` (or ``always``), and which may never end;
+- after_thought: its ``content`` with such a ``thought`` before it, which ends; behind it stands the thought's ``then``,
+  or line breaks;
+- ``"begun": "thought"`` or ``"answer"`` beside ``format``: the prompt has opened the thought or closed it (``placed``);
+- ``"special_tokens": true`` there: marks that are special tokens of the model are written as such, too.
 """
 
 from __future__ import annotations
@@ -38,7 +42,22 @@ def lark_of(text: str, schema: Callable[[Any, bool], str], special: Callable[[st
     if not isinstance(given, dict):
         raise FormatError("a structural tag must be an object.")
     marks = special if given.get("special_tokens") is True else lambda _: None
-    return _Writer(schema, marks).grammar(_older(given) if "structures" in given else given.get("format"))
+    return _Writer(schema, marks, given.get("begun")).grammar(
+        _older(given) if "structures" in given else given.get("format")
+    )
+
+
+def placed(text: str, tail: str) -> str:
+    """The structural tag ``text`` for a prompt that ends with ``tail``, without blanks: the same where that neither
+    opens nor closes its thought. What cannot be read stays as it is."""
+    try:
+        given = json.loads(text)
+        thought = given["format"]["thought"]
+        begun = {thought["begin"]: "thought", thought["end"]: "answer"}
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return text
+    found = next((what for mark, what in begun.items() if isinstance(mark, str) and mark and tail.endswith(mark)), None)
+    return text if found is None else json.dumps({**given, "begun": found}, ensure_ascii=False)
 
 
 def _older(given: dict[str, Any]) -> dict[str, Any]:
@@ -53,8 +72,8 @@ def _older(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Writer:
-    def __init__(self, schema: Callable[[Any, bool], str], special: Callable[[str], int | None]):
-        self._schema, self._special = schema, special
+    def __init__(self, schema: Callable[[Any, bool], str], special: Callable[[str], int | None], begun: Any):
+        self._schema, self._special, self._begun = schema, special, begun
         self._rules: list[str] = []
 
     def grammar(self, format: Any) -> str:
@@ -72,7 +91,7 @@ class _Writer:
             raise FormatError(f"a format must be an object with a type, at most {MAX_DEPTH} within one another.")
         match format.get("type"):
             case "const_string":
-                return self._rule(_text(format, "value"))
+                return self._rule(self._literal(_string(format, "value")))
             case "any_text":
                 return self._rule("TEXT")
             case "regex":
@@ -87,6 +106,8 @@ class _Writer:
                 return self._rule(self._tag(format, self._literal(_string(format, "begin")), depth))
             case "triggered_tags":
                 return self._triggered(format, depth)
+            case "after_thought":
+                return self._rule(self._after(format, depth))
             case "tags_with_separator":
                 return self._separated(format, depth)
         raise FormatError(f"a format of type {format.get('type')!r:.80} is not supported.")
@@ -131,22 +152,44 @@ class _Writer:
             if once:
                 return self._rule(some if least else f"{some} | TEXT")
             return self._rule(f"{some}{'+' if least else '*'} TEXT")
-        if not isinstance(thought, dict) or not _string(thought, "end") or least:
-            raise FormatError("thought must be an object with begin and end, and goes with no at_least_one.")
-        begin, after = _string(thought, "begin"), self._rule(f"{some} | TEXT" if once else f"{some}* TEXT")
-        return self._rule(self._thought(begin, thought["end"], after, bodies, once))
+        begin, end, always = self._marks(thought)
+        if least:
+            raise FormatError("thought goes with no at_least_one.")
+        after = self._rule(f"{some} | TEXT" if once else f"{some}* TEXT")
+        if self._begun == "answer":
+            return after
+        return self._rule(self._thought(begin, end, always, after, bodies, once))
+
+    def _marks(self, thought: Any) -> tuple[str, str, bool]:
+        """What begins a thought and what ends it, and whether the answer begins within one."""
+        if not isinstance(thought, dict) or not _string(thought, "begin") or not _string(thought, "end"):
+            raise FormatError("thought must be an object with begin and end.")
+        return thought["begin"], thought["end"], thought.get("always") is True or self._begun == "thought"
+
+    def _after(self, format: dict[str, Any], depth: int) -> str:
+        """A thought, a gap and the content; without ``always`` the content alone, too."""
+        begin, end, always = self._marks(format.get("thought"))
+        then = _string(format["thought"], "then")
+        content = self._of(format.get("content"), depth + 1)
+        if self._begun == "answer":
+            return content
+        thought = self._rule(f"({self._literal(begin)})? {self._upto(end)}" if always else
+                             f"{self._literal(begin)} {self._upto(end)}")  # fmt: skip
+        gap = self._literal(then) if then else '("\\n\\n" | "\\n" | "")'
+        whole = f"{thought} {gap} {content}"
+        return whole if always else f"{whole} | {content}"
 
     def _tagged(self, bodies: dict[str, list[str]], text: str) -> str:
         """``text`` up to a trigger, and a tag of it."""
         groups = [self._rule(f"{self._upto(trigger, text)} ({' | '.join(rules)})") for trigger, rules in bodies.items()]
         return f"({' | '.join(groups)})"
 
-    def _thought(self, begin: str, end: str, after: str, bodies: dict[str, list[str]], once: Any) -> str:
+    def _thought(self, begin: str, end: str, always: bool, after: str, bodies: dict[str, list[str]], once: Any) -> str:
         """A thought and ``after``, or a text without one. The lexer must see from the first character on which it is:
         so one rule has all of the thought, and the other texts do not begin as it does."""
-        token = self._special(begin or "<think>")  # which may stand there even where it need not
+        token = self._special(begin)  # which may stand there even where it need not
         opened = "" if token is None else f"<[{token}]> {self._upto(end)} {after} | <[{token}]> TEXT | "
-        if not begin:
+        if always:
             return f"{opened}{self._upto(end)} {after} | TEXT"
         self._rules.append(f"OPENED: /\\s*{_escaped(begin)}(.|\\n)*/")
         self._rules.append("UNOPENED: TEXT & ~OPENED")

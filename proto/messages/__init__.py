@@ -38,6 +38,7 @@ from .operators import (
     Stats,
     TierStats,
     WorkerInfo,
+    WorkStats,
 )
 from .plans import (
     Admit,
@@ -57,6 +58,7 @@ from .plans import (
     StepFailed,
     StepPlan,
     StepResult,
+    TraceRows,
 )  # fmt: skip
 from .requests import (
     Abort,
@@ -76,44 +78,47 @@ from .requests import (
     TextBatch,
     TokenBatch,
     Tokenize,
+    TracedSubmit,
+    TracedTokenize,
     Unknown,
 )  # fmt: skip
 from .tiers import Move, Moved, Tiers
+from .view import BlockMap, GetView, Running, StepView, View, Waiting, WorkerView
 
 __all__ = [
     "PROTOCOL", "Abort", "Accepted", "AdapterEntry", "AdapterReady", "AdapterStats", "Adapters", "Admit", "Assign",
-    "BeamStopped", "BeamTokens", "BetweenWorkers", "Bye", "Child", "Compiled", "Configure", "Drain", "DropAdapter",
-    "Failed", "Finish", "Forget", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers", "GetStats", "Give",
-    "Heartbeat", "Hello", "Lease", "LoadAdapter", "Loaded", "Logprobs", "Manage", "Managed", "Message", "Move", "Moved",
-    "NotMoved",
-    "Pages", "Peer", "Peers", "Pooled", "PromptChunk", "PromptLogprobs", "Quarantined", "Ready", "Reconcile",
-    "Register", "Registered", "ReplicaStats", "Rest", "Rested", "Resume", "SharedMemory", "Sleep", "Sleeping",
-    "SlotFailed",
-    "SlotPooled", "SpeculativePlan", "SpeculativeResult", "Stats", "StepFailed", "StepPlan", "StepResult", "Stopped",
-    "Submit", "Take", "Taken", "TextBatch", "TierStats",
-    "Tiers", "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch",
-    "Tokenize", "Unknown", "Unregister", "WorkerInfo",
+    "BeamStopped", "BeamTokens", "BetweenWorkers", "BlockMap", "Bye", "Child", "Compiled", "Configure", "Drain",
+    "DropAdapter", "Failed", "Finish", "Forget", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers",
+    "GetStats", "GetView", "Give", "Heartbeat", "Hello", "Lease", "LoadAdapter", "Loaded", "Logprobs", "Manage",
+    "Managed", "Message", "Move", "Moved", "NotMoved", "Pages", "Peer", "Peers", "Pooled", "PromptChunk",
+    "PromptLogprobs", "Quarantined", "Ready", "Reconcile", "Register", "Registered", "ReplicaStats", "Rest", "Rested",
+    "Resume", "Running", "SharedMemory", "Sleep", "Sleeping", "SlotFailed", "SlotPooled", "SpeculativePlan",
+    "SpeculativeResult", "Stats", "StepFailed", "StepPlan", "StepResult", "StepView", "Stopped", "Submit", "Take",
+    "Taken", "TextBatch", "TierStats", "Tiers", "ToDetokenizer", "ToSchedulerFront", "ToSchedulerWorkers", "TokenBatch",
+    "Tokenize", "TraceRows", "TracedSubmit", "TracedTokenize", "Unknown", "Unregister", "View", "Waiting", "WorkStats",
+    "WorkerInfo", "WorkerView",
 ]  # fmt: skip
 
-PROTOCOL = 15
+PROTOCOL = 23
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:
 
-ToDetokenizer = Tokenize | Abort | Quarantined | Reconcile | Heartbeat | Bye
+ToDetokenizer = Tokenize | TracedTokenize | Abort | Quarantined | Reconcile | Heartbeat | Bye
 """Engine -> detokenizer."""
 
 FromDetokenizer = Accepted | TextBatch | PromptLogprobs | Pooled | Failed | Quarantined | Unknown | Heartbeat | Bye
 """detokenizer -> Engine."""
 
 ToSchedulerFront = (
-    Hello | Submit | Abort | Stopped | BeamStopped | Reconcile | GetStats | Manage | Sleep | Adapters | Register
-    | Unregister | Heartbeat | Bye
+    Hello | Submit | TracedSubmit | Abort | Stopped | BeamStopped | Reconcile | GetStats | GetView | Manage | Sleep
+    | Adapters | Register | Unregister | Heartbeat | Bye
 )  # fmt: skip
 """detokenizer, Engine, operator -> the scheduler's front socket."""
 
 FromSchedulerFront = (
-    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Unknown | Stats | AdapterStats | Managed
+    Peers | TokenBatch | PromptLogprobs | BeamTokens | Pooled | Failed | Unknown | Stats | AdapterStats | View
+    | Managed
     | Sleeping | Adapters | Registered | Heartbeat | Bye
 )  # fmt: skip
 """the scheduler's front socket -> detokenizer, Engine, operator."""
@@ -126,8 +131,8 @@ ToSchedulerWorkers = (
 """worker -> the scheduler's worker socket."""
 
 FromSchedulerWorkers = (
-    Assign | Rest | Configure | StepPlan | SpeculativePlan | Move | LoadAdapter | DropAdapter | Take | Give | Forget
-    | Drain | Heartbeat | Bye
+    Assign | Rest | Configure | StepPlan | SpeculativePlan | TraceRows | Move | LoadAdapter | DropAdapter | Take
+    | Give | Forget | Drain | Heartbeat | Bye
 )  # fmt: skip
 """the scheduler's worker socket -> worker."""
 

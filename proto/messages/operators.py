@@ -39,8 +39,8 @@ class Managed(Message):
 
 
 class Sleep(Message):
-    """frontend -> scheduler, for an administrator. ``action`` is "sleep", "wake_up" or "ask". Sent again after a loss
-    on the way, it does nothing twice."""
+    """frontend -> scheduler, for an administrator. ``action`` is "sleep", "wake_up", "ask" or "reset_prefix_cache".
+    Sent again after a loss on the way, it does nothing twice."""
 
     token: int
     action: str
@@ -90,6 +90,49 @@ class TierStats(msgspec.Struct, array_like=True, gc=False):
     failed_loads: int = 0  # blocks that were to be had and were not; they are computed
 
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets of ``WorkStats.steps``."""
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's names: everything is there; a sleep of level 1; of level 2."""
+REQUEST_PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
+"""Upper bounds of the buckets of ``WorkStats.requests``."""
+
+
+BLOCK_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200,
+                 1800)  # fmt: skip
+"""Upper bounds of the buckets of ``BlockTimes``."""
+
+
+class Binned(msgspec.Struct, array_like=True, gc=False):
+    """Seconds that were measured. Buckets are not cumulative; the last has no upper bound."""
+
+    counts: list[int]
+    sum: float = 0.0
+
+
+class BlockTimes(msgspec.Struct, array_like=True, gc=False):
+    """Of KV blocks that were followed until they were handed out again."""
+
+    lifetime: Binned  # since they were handed out
+    idle: Binned  # since they were last used
+    reuse_gap: Binned  # between one use and the next
+
+
+class WorkStats(msgspec.Struct, array_like=True, gc=False):
+    """How the scheduler does its work. Buckets are not cumulative; the last of each has no upper bound."""
+
+    block_size: int
+    prefix_caching: bool
+    deferred: int  # of the sequences that wait, those that wait for something else than room
+    steps: list[int]  # by tokens computed
+    step_tokens: int  # of all steps
+    requests: list[int]  # those that ended, by how often their sequences had been preempted
+    request_preemptions: int  # of all that ended
+    corrupted: int = 0  # requests that failed because what the model gave were not numbers
+    sleep_state: str = "awake"  # of SLEEP_STATES, or "" where the weights are awake and the cache is not
+    block_times: BlockTimes | None = None  # where --kv-cache-metrics is given
+
+
 class Stats(Message):
     """scheduler -> frontend, answering GetStats. Counters count since the scheduler started."""
 
@@ -114,6 +157,7 @@ class Stats(Message):
     moved_tokens: int = 0  # theirs, that were not computed again
     recomputed_tokens: int = 0  # of sequences that had run before, computed again
     tiers: TierStats | None = None  # where some worker has tiers
+    work: WorkStats | None = None
 
 
 class AdapterStats(Stats):

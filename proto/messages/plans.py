@@ -130,6 +130,16 @@ class SpeculativePlan(StepPlan):
     draft_rows: bytes = b""  # i32, rising: the compute rows that speculate
 
 
+class TraceRows(Message):
+    """scheduler -> the group's leader, before the plan of this step, where steps are traced: rows that it admits for
+    requests that are traced."""
+
+    lease: Lease
+    step: int
+    rows: bytes  # i32
+    contexts: list[bytes]  # one for each, as in spans.py
+
+
 class PromptChunk(msgspec.Struct, array_like=True, gc=False):
     """Logprobs of prompt tokens ``start``, ... of compute row ``at``."""
 
@@ -145,6 +155,7 @@ class SlotFailed(msgspec.Struct, array_like=True, gc=False):
     status: int
     message: str
     param: str | None = None  # the field at fault
+    corrupted: bool = False  # what the model gave are not numbers
 
 
 class SlotPooled(msgspec.Struct, array_like=True, gc=False):

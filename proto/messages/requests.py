@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..hashing import ROOT
-from ..work import Work
+from ..work import Text, Work
 from .base import Logprobs, Message
 
 
@@ -42,7 +42,7 @@ class Tokenize(Message):
 
     uid: int
     attempt: int
-    work: Work  # as asked for
+    work: Work | Text  # as asked for
     arrival: float
     prompt: str | None = None
     ids: bytes | None = None
@@ -56,6 +56,12 @@ class Tokenize(Message):
     echo: bool = False  # the client wants the prompt's text: decode it where ids alone were given
     prompt_logprobs_from: int = 0  # on a resubmission: leading prompt tokens whose logprobs Engine has
     cache_salt: str = ""  # cached blocks are shared only with requests of the same
+
+
+class TracedTokenize(Tokenize):
+    """A Tokenize of a request that is traced. ``trace`` is the context of its span in the frontend."""
+
+    trace: bytes = b""  # as in spans.py
 
 
 class Child(msgspec.Struct, array_like=True, gc=False):
@@ -80,6 +86,12 @@ class Submit(Message):
     losses: int = 0
     prompt_logprobs_from: int = 0  # leading prompt tokens whose logprobs the client has
     root: bytes = ROOT  # of the chain of ``hashes``; see ``root_of``
+
+
+class TracedSubmit(Submit):
+    """A Submit of a request that is traced. ``trace`` is as in TracedTokenize."""
+
+    trace: bytes = b""
 
 
 class Abort(Message):
@@ -118,13 +130,13 @@ class Reconcile(Message):
 
 
 class Accepted(Message):
-    """detokenizer -> frontend, before Submit is sent: what Engine needs in order to resubmit."""
+    """detokenizer -> frontend, before Submit is sent: what Engine needs in order to resubmit. Of a Text it is all."""
 
     uid: int
     attempt: int
     ids: bytes  # i32, the prompt as run
     prompt: str | None  # the prompt's text (rendered, for a chat; None when ids were given)
-    work: Work  # resolved
+    work: Work | Text  # resolved
 
 
 class TokenBatch(Message):

@@ -52,9 +52,9 @@ def pooled(context: bytes, params: PoolingParams) -> tuple[int, bytes]:
     return len(found) * params.per_token, f32(byte / 256 for digest in found for byte in digest)
 
 
-def record(values: list[float], token: int, k: int) -> Logprobs:
-    """The logprobs of one token: itself, then the k most likely (ties: lowest id first)."""
-    ids = [token, *sorted(range(len(values)), key=values.__getitem__, reverse=True)[:k]]
+def record(values: list[float], token: int, k: int, named: list[int] | None = None) -> Logprobs:
+    """The logprobs of one token: itself, then the k most likely (ties: lowest id first), of those ``named`` if any."""
+    ids = [token, *sorted(named or range(len(values)), key=values.__getitem__, reverse=True)[:k]]
     rank = 1 + sum(map(values[token].__lt__, values))
     return Logprobs(i32(ids), f32([values[i] for i in ids]), i32([rank]))
 

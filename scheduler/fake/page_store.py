@@ -365,7 +365,7 @@ class PageStore:
         k = self._others(params.logprobs)
         if params.use_beam_search:
             k, token = self._others(max(2 * params.width, k)), values.index(max(values))
-        return token, record(values, token, k)
+        return token, record(values, token, k, params.logprob_token_ids)
 
     def _others(self, asked: int | None) -> int:
         return self.vocab_size if asked == -1 else min(asked or 0, self.vocab_size)

@@ -33,7 +33,7 @@ async def post(port: int, path: str, body: dict[str, Any], answer: Answer) -> As
         answer.port = writer.get_extra_info("sockname")[1]
         data = json.dumps(body).encode()
         writer.write(
-            b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data
         )
         await writer.drain()

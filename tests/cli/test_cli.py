@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import stat
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from spoken import says
 
 from quire import __version__
 from quire.cli import serve
@@ -64,7 +66,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_serve_shows_the_flags_of_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(["serve", "--help"])
+        run(["serve", "--help=all"])
     shown = capsys.readouterr().out
     for flag in ("--attention-backend", "--batch-invariant", "--disable-custom-all-reduce", "--max-seq-len-to-capture"):
         assert f"  {flag}" in shown, flag
@@ -129,6 +131,33 @@ def test_a_conversation_is_remembered(server: FakeServer) -> None:
     assert [(m["role"], m["content"]) for m in last] == [
         ("user", "one"), ("assistant", " 0.0 0.1"), ("user", "two"),
     ]  # fmt: skip
+
+
+def test_thoughts_and_calls_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tool's answer is asked for, and the conversation goes on with it."""
+    call = '<think>Hm.</think>See.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"type": "function", "function": {"name": "f"}}]')
+    with FakeServer(tool_parser="hermes", reasoning_parser="qwen3") as server:
+        server.engine.script = lambda request: says("Done." if len(request.message.messages) > 1 else call)(request)
+        command = ["chat", "--url", server.url + "/v1", "--tools", str(tools)]
+        assert run([*command, "-q", "x", "--show-reasoning"]) == 0
+        assert capsys.readouterr().out == 'Hm.\nSee.\nf {"a": 1}\n'
+        monkeypatch.setattr("sys.stdin", io.StringIO("go\nfive\n"))
+        assert run(command) == 0
+        assert capsys.readouterr().out == 'See.\nf {"a": 1}\nDone.\n'
+        told = server.engine.requests[-1].message.messages or []
+        assert [message["role"] for message in told] == ["user", "assistant", "tool"]
+        assert told[1]["tool_calls"][0]["id"] == told[2]["tool_call_id"] and told[2]["content"] == "five"
+        assert told[1]["reasoning_content"] == "Hm."
+        server.engine.script = says(call)  # again and again
+        monkeypatch.setattr("sys.stdin", io.StringIO("go\none\ntwo\n"))
+        assert run(command) == 0 and capsys.readouterr().out.count('f {"a": 1}') == 3
+        tools.write_text("{}")
+        assert run(command) == 1
+        assert "JSON list" in one_line(capsys.readouterr().err)
 
 
 def test_the_key_is_sent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +277,12 @@ def test_serve_does_not_take_the_model_for_a_flags_last_value(flag: str) -> None
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["serve", "--port=abc"], "quire serve: error: argument --port: 'abc' is not a number"),
+        (["serve", "--port=abc"], "quire serve: error: argument --port: 'abc' is not a port"),
         (
             ["serve", "--load-format", "npz"],
             "quire serve: error: argument --load-format: invalid choice: 'npz'",
         ),
-        (["serve", "m", "n"], "quire: error: unrecognized arguments: n;"),
+        (["serve", "m", "n"], "quire serve: error: unrecognized arguments: n;"),
         (["workers"], "quire workers: error: the following arguments are required: ACTION;"),
         (["bench", "nothing"], "quire bench: error: argument KIND: invalid choice: 'nothing'"),
     ],
@@ -319,7 +348,7 @@ def test_serve_refuses_what_cannot_work(argv: list[str], words: str, tmp_path: P
 def test_a_server_whose_ready_line_nobody_reads_stays() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    code = "from quire.cli.serve import say; say('ready')"
+    code = "from quire.proto.process import announce; announce('ready')"
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -327,6 +356,12 @@ def test_a_server_whose_ready_line_nobody_reads_stays() -> None:
 
 def test_ready_line() -> None:
     args = EngineArgs(port=8123, served_model_name=["m", "n"])
-    assert serve.ready_line(args, 5.06) == "quire is ready: http://localhost:8123 (model m, 5.1 s)"
+    assert serve.ready_line(args, 5.06) == (
+        "quire is ready: http://localhost:8123 (model m, 5.1 s); open it in a browser, Ctrl-C stops it"
+    )
+    assert serve.first_words(EngineArgs(model="/m", served_model_name=["m"], data_parallel_size=2), "bfloat16") == (
+        "starting m from /m: weights stored as bfloat16, 2 workers on the GPU, or the CPU where there is none; "
+        "Ctrl-C stops it"
+    )
     args.host = "::1"
     assert "http://[::1]:8123 " in serve.ready_line(args, 1)

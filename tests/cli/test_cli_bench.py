@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from quire.cli import bench_results, bench_serve
+from quire.cli import bench_results, bench_serve, bench_sweep
 from quire.cli.main import run
 
 
@@ -140,6 +140,56 @@ def test_serve_waits_for_the_server_and_reports_failures(server: Server, capsys:
 def test_serve_faults_are_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "serve", "--num-prompts", "2", *flags]) == 78
     assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- sweep
+
+
+def sweep(server: Server, folder: Path, *flags: str) -> int:
+    return run(["bench", "sweep", "--port", str(server.port), "--random-input-len", "5", "--random-output-len", "2",
+                "--num-prompts", "4", "-o", str(folder), *flags])  # fmt: skip
+
+
+def test_a_sweep_goes_on_where_it_was(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--no-plots", "--goodput", "ttft:100000", "--max-concurrencies", "2", "1", "--request-rates", "500")
+    assert sweep(server, tmp_path, *flags) == 0
+    names = ["concurrency-1-run-0.json", "concurrency-2-run-0.json", "rate-500-run-0.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names and len(server.bodies) == 3 * 5
+    assert json.loads((tmp_path / names[2]).read_text())["args"]["request_rate"] == 500
+    prompts = {tuple(body["prompt"]) for body in server.bodies}
+    assert len(prompts) == 3 * 4  # none of another point's, which a prefix cache would know; the first is not measured
+    (tmp_path / names[1]).unlink()
+    assert sweep(server, tmp_path, *flags) == 78 and "--resume" in capsys.readouterr().err
+    assert sweep(server, tmp_path, *flags, "--resume") == 0 and len(server.bodies) == 4 * 5
+    assert sweep(server, tmp_path, *flags, "--resume", "--ignore-eos") == 78
+    assert "was measured with ignore_eos False" in capsys.readouterr().err
+    assert sweep(server, tmp_path, *flags, "--resume", "--seed", "7") == 78
+    assert "was measured with seed 0, and 7 is asked for" in capsys.readouterr().err
+    server.fail_every = 1
+    assert sweep(server, tmp_path, *flags, "--resume", "--num-runs", "2", "--ready-check-timeout-sec", "0") == 78
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_sweep_is_drawn(server: Server, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need quire[bench]")
+    flags = ("--goodput", "ttft:100000", "--max-concurrencies", "1", "2", "--request-rates", "500", "--num-runs", "2")
+    assert sweep(server, tmp_path, *flags) == 0
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert pictures == {"throughput.png", "latency.png", "goodput-concurrency.png", "goodput-rate.png"}
+    points = [bench_sweep.Point("concurrency", value, number) for value in (1, 2) for number in (0, 1)]
+    found = bench_sweep.lines(tmp_path, points, "concurrency", ("output_throughput", "no_such"))
+    assert [at for at, _ in found.pop("output_throughput")] == [1, 2] and not found
+
+
+def test_faults_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(["bench", "sweep"]) == 78 and "--max-concurrencies" in capsys.readouterr().err
+    assert run(["bench", "sweep", "--no-plots", "--request-rates", "0"]) == 78
+    assert "above 0" in capsys.readouterr().err
+    monkeypatch.setattr(bench_sweep.importlib.util, "find_spec", lambda name: None)
+    assert run(["bench", "sweep", "--max-concurrencies", "1", "-o", str(tmp_path)]) == 78
+    assert "pip install 'quire[bench]'" in capsys.readouterr().err
+    assert run(["bench", "sweep", "--max-concurrencies", "1", "--no-plots", "--dry-run", "-o", str(tmp_path)]) == 0
+    assert "would run" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------- offline

@@ -11,6 +11,8 @@ import threading
 import pytest
 from stack import BIN, Server, wait_until
 
+from quire.cli.errors import CommandError
+
 BODY = {"max_tokens": 120, "temperature": 0.9, "ignore_eos": True}
 
 
@@ -123,7 +125,8 @@ def test_mistakes_are_one_line(server, tmp_path):
     folder.mkdir(mode=0o700)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
     code = (
-        "import sys; from quire.cli import main, workers; workers.ANSWER_S = 0.3; workers.SHARED_TMP = sys.argv[1];"
+        "import sys; from quire.cli import main, serving, workers;"
+        "workers.ANSWER_S = 0.3; serving.SHARED_TMP = sys.argv[1];"
         "sys.exit(main.run(['workers', 'list', *sys.argv[2:]]))"
     )
 
@@ -140,9 +143,25 @@ def test_mistakes_are_one_line(server, tmp_path):
 
 
 def test_the_running_server_is_found(server, monkeypatch):
+    from quire.cli import serving
     from quire.cli import workers as command
 
-    assert server.run_dir() in command.serving_folders()
-    monkeypatch.setattr(command, "RUN_DIRS", os.path.basename(server.run_dir()))  # others' may start at any moment
-    monkeypatch.setattr(command, "default_run_dir", lambda: server.run_dir())
-    assert command.find_scheduler() == f"ipc://{server.run_dir()}"
+    folder, port = server.run_dir(), int(server.url.rpartition(":")[2])
+    assert folder in serving.serving_folders()
+    assert serving.named(folder) == f"ipc://{folder} (port {port}, model quire-demo)"
+    assert command.find_scheduler(port) == f"ipc://{folder}"  # whoever else serves
+    with pytest.raises(CommandError, match=rf"no server of this user is at port 1 here; there run .*port {port},"):
+        command.find_scheduler(1)
+    monkeypatch.setattr(serving, "RUN_DIRS", os.path.basename(folder))  # others' may start at any moment
+    monkeypatch.setattr(serving, "default_run_dir", lambda: folder)
+    assert command.find_scheduler() == f"ipc://{folder}"
+
+
+def test_top_shows_the_workers_of_a_server_of_this_machine(server):
+    shown = subprocess.run(
+        [str(BIN / "quire"), "top", "--once", "--url", server.url, "--interval", "0.2"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    words = shown.stdout.replace(",", "")
+    assert "quire-demo  ready" in words and re.search(r"\n0 +ready +\d+ +\d+/\d+ +\d+\.\d\d GiB +\d+ +cpu", words)

@@ -3,12 +3,13 @@
 import pytest
 from open_requests import LENGTH, PROMPT, STOP, accept, events, lp, opened, take
 
-from quire.client.results import RequestError, TokenLogprobs
+from quire.client.pooled import OpenText
+from quire.client.results import RequestError, TokenLogprobs, Told
 from quire.proto import messages as m
 from quire.proto.codec import from_i32, i32
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
-from quire.proto.work import Generate, Pool
+from quire.proto.work import Generate, Pool, Text
 
 # ---------------------------------------------------------------- what is sent again
 
@@ -152,6 +153,15 @@ def test_an_acceptance_of_other_work_resolves_nothing():
     request = opened(accepted=False)
     request.accept(m.Accepted(1, 0, i32(PROMPT), "hi", Pool(PoolingParams())))
     assert request.params is request.asked and isinstance(request.work, Generate)
+
+
+def test_text_is_answered_by_its_acceptance():
+    request = OpenText(m.Tokenize(3, 0, Text(), 0.0, prompt="hi"), 100.0)
+    assert (request.uid, request.told, request.accepted) == (3, None, None)
+    request.accept(m.Accepted(3, 0, i32(PROMPT), "hi", Pool(PoolingParams())))
+    assert request.told is None and request.accepted is not None  # an answer to something else
+    request.accept(m.Accepted(3, 0, i32(PROMPT), "hi", Text(names=["x"])))
+    assert request.told == Told(PROMPT, "hi", Text(names=["x"]))
 
 
 def test_an_acceptance_is_told():

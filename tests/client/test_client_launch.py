@@ -161,7 +161,7 @@ def test_a_worker_that_left_on_purpose_is_not_started_again(make_stack, caplog):
     before = worker.process.pid
     wait_for(lambda: signal.SIGTERM in _signals(before, "SigCgt"))
     worker.process.terminate()
-    wait_for(lambda: stack._watch.dead(worker))
+    wait_for(lambda: stack.watch.dead(worker))
     for _ in range(3):
         stack.check()
     assert worker.state is State.LEFT and worker.process.pid == before and list(stack.pids.values()) == ["scheduler"]
@@ -176,7 +176,7 @@ def test_what_dies_while_frontends_end_is_started_again_and_a_second_signal_ends
     wait_for(lambda: signal.SIGTERM in _signals(pids["frontend"], "SigIgn"))
     closing = threading.Thread(target=stack.close)
     closing.start()
-    wait_for(lambda: stack._closed)
+    wait_for(lambda: stack.closed)
     os.kill(pids["detokenizer"], signal.SIGKILL)
     wait_for(lambda: len(stack.pids) == 2 and pids["detokenizer"] not in stack.pids)
     assert closing.is_alive()  # a frontend has --shutdown-timeout
@@ -288,6 +288,7 @@ def test_each_worker_has_a_gpu_of_its_own(monkeypatch, told, there, device, give
 def test_commands(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     args = EngineArgs(data_parallel_size=2, detokenizer_count=2, api_key="secret", port=1, scheduler="ipc:///x")
+    args.admin_api_key, args.metrics_key = "secret-a", "secret-m"
     stack = Supervisor(args, http=True)
     places = stack._plan()
     services = [place.service for place in places]
@@ -295,10 +296,12 @@ def test_commands(tmp_path, monkeypatch):
     for place in places:
         assert place.command[:4] == [sys.executable, "-P", "-m", f"quire.{place.service}"]
         assert "--scheduler=ipc:///x" in place.command and "secret" not in " ".join(place.command)
-    assert places[3].environment["QUIRE_API_KEY"] == "secret"
+    keys = [places[3].environment[f"QUIRE_{name}"] for name in ("API_KEY", "ADMIN_API_KEY", "METRICS_KEY")]
+    assert keys == ["secret", "secret-a", "secret-m"]
     assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places[:2]] == ["0", "1"]
     assert any(word.endswith("/demo_model") for word in places[0].command)
     assert "--served-model-name=quire-demo" in places[3].command
+    assert "--served-model-root=quire-demo" in places[3].command  # as it was named, and not the folder that was found
     assert places[0].environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
     named = Supervisor(EngineArgs(logits_processor=["a:f", "b:g"], skip_tokenizer_init=True, max_logprobs=5))
     command = {place.service: place for place in named._plan()}
@@ -333,8 +336,36 @@ def test_a_process_in_the_place_of_another_is_told_so(monkeypatch):
 
     monkeypatch.setattr(launch, "Child", child)
     selector = SimpleNamespace(register=lambda *given: None, unregister=lambda *given: None)
-    held = SimpleNamespace(_selector=selector, _held_fd=-1, _read_end=0)
+    args = SimpleNamespace(log_format="text")
+    held = SimpleNamespace(_selector=selector, _held_fd=-1, _read_end=0, args=args)
     place = SimpleNamespace(service="frontend", process=None, command=(), environment={"A": "1"})
     for _ in range(2):
         place.process = Supervisor._spawn(held, place)
     assert started == [{"A": "1"}, {"A": "1", STARTED_AGAIN: "1"}]
+
+
+def test_workers_alone_for_a_server_elsewhere(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "before")
+    args = EngineArgs(headless=True, scheduler="tcp://127.0.0.1:5600", data_parallel_size=2, hf_token="secret").check()
+    places = Supervisor(args, http=True)._plan()
+    assert [place.service for place in places] == ["gpu_worker", "gpu_worker"]
+    assert all("--scheduler=tcp://127.0.0.1:5600" in place.command for place in places)
+    assert not any("secret" in word for place in places for word in place.command)  # who lists processes sees them
+    assert all(place.environment["HF_TOKEN"] == "secret" for place in places)
+
+
+def test_a_frontend_finds_the_middlewares_of_the_folder_it_is_started_in(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    places = Supervisor(EngineArgs(middleware=["a.b"]), http=True)._plan()
+    found = {place.service: str(tmp_path) in place.environment.get("PYTHONPATH", "") for place in places}
+    assert found == {"gpu_worker": False, "scheduler": False, "frontend": True, "detokenizer": False}
+
+
+def test_a_servers_unix_socket_is_asked(tmp_path):
+    path = str(tmp_path / "s")
+    with pytest.raises(OSError):
+        commands.connect(EngineArgs(uds=path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        commands.connect(EngineArgs(uds=path)).close()

@@ -13,7 +13,8 @@ from quire.client.best import choose, from_wire, to_wire
 from quire.client.generation import OpenGeneration
 from quire.client.logprobs import by_row, unpack
 from quire.client.offline.outputs import Logprob, to_dict
-from quire.client.results import RequestError, RequestMetrics, TokenLogprobs
+from quire.client.request import OpenRequest
+from quire.client.results import Prompt, RequestError, RequestMetrics, TokenLogprobs
 from quire.client.stream import RequestStream, Turn
 from quire.proto import messages as m
 from quire.proto.codec import BadFrame, f32, from_i32, i32
@@ -343,3 +344,20 @@ def test_dicts_of_logprobs_have_strict_ranks():
     assert to_dict(found, -1)[3].rank == 4
     found.texts = []
     assert repr(to_dict(found, 0)) == "{5: Logprob(logprob=-1.0, rank=2, decoded_token=None)}"
+
+
+def test_what_a_request_has_spent_is_its_prompt_and_its_output_and_when_it_ended_is_known_once_it_has():
+    request = OpenRequest(m.Tokenize(uid=1, attempt=0, arrival=5.0, work=Generate(SamplingParams(), seed=1)), 5.0)
+    assert (request.spent, request.ended_at) == (0, 0.0)  # nothing is known of its prompt yet
+    request.accepted = Prompt(PROMPT, None)
+    assert (request.reached, request.spent) == (0, len(PROMPT))
+    request.metrics.finished_time = 7.5
+    assert request.ended_at == 7.5
+
+    class Reached(OpenRequest):
+        reached = 4
+
+    further = Reached(m.Tokenize(uid=1, attempt=0, arrival=5.0, work=Generate(SamplingParams(), seed=1)), 5.0)
+    assert further.spent == 4
+    further.accepted = Prompt(PROMPT, None)
+    assert further.spent == len(PROMPT) + 4

@@ -5,7 +5,7 @@ import gc
 import math
 
 import pytest
-from open_requests import NONE, PROMPT, STOP, accept, events, in_turns, lp, opened, pooling, take
+from open_requests import ABORT, NONE, PROMPT, STOP, accept, events, in_turns, lp, opened, pooling, take
 
 from quire.client.best import choose, from_wire, is_held, to_wire
 from quire.client.results import ChildOutput, RequestError, RequestMetrics, StreamEvent
@@ -55,6 +55,33 @@ def test_an_event_shares_no_list_with_the_request():
     (event,) = events(request)
     event.tokens.append(99)
     assert request.children[0].tokens == [1, 2]
+
+
+def test_who_is_cut_ends_as_aborted_where_it_goes_on():
+    request = opened(SamplingParams(n=2))
+    take(request, 0, [1], "a", STOP, length=1)
+    take(request, 0, [2], "b", index=1)
+    request.cut()
+    assert [(each.index, each.text, each.finish) for each in events(request)] == [(0, "a", STOP), (1, "b", ABORT)]
+    assert request.live == 0 and [child.finish for child in request.children] == [STOP, ABORT]
+
+
+@pytest.mark.parametrize("silent", ["quiet", "held"])
+def test_who_is_cut_says_nothing_where_the_end_alone_is_wanted(silent):
+    request = opened(SamplingParams(n=1, best_of=2) if silent == "held" else None)
+    request.quiet = silent == "quiet"
+    request.cut()
+    assert not events(request) and request.live == 0 and request.children[0].finish == ABORT
+
+
+def test_a_cancelled_stream_ends_its_request_once_and_with_what_there_is():
+    request = opened()
+    stream, done = stream_of(request)
+    stream.cancel()
+    assert done["aborted"] == [request.uid] and request.children[0].finish == ABORT
+    request.done = True
+    stream.cancel()
+    assert done["aborted"] == [request.uid]
 
 
 def test_a_held_one_shows_its_best_children_at_the_end():
@@ -368,7 +395,7 @@ def test_an_act_is_called_once_a_turn_in_the_order_of_adding():
 def test_an_answer_is_what_was_pooled():
     async def main():
         request, aborted = pooling(), []
-        answer = answer_of(request, aborted.append)
+        answer = answer_of(request, lambda: request.pooled, aborted.append)
         request.on_change()
         assert not answer.done()
         request.take(0, f32([1]))
@@ -381,7 +408,7 @@ def test_an_answer_is_what_was_pooled():
 def test_an_answer_that_fails_raises():
     async def main():
         request = pooling()
-        answer = answer_of(request, lambda uid: None)
+        answer = answer_of(request, lambda: request.pooled, lambda uid: None)
         request.end(300.0, RequestError(500, "no"))
         with pytest.raises(RequestError, match="no"):
             await answer
@@ -392,7 +419,7 @@ def test_an_answer_that_fails_raises():
 def test_an_answer_of_one_that_is_aborted_is_cancelled():
     async def main():
         request, aborted = pooling(), []
-        answer = answer_of(request, aborted.append)
+        answer = answer_of(request, lambda: request.pooled, aborted.append)
         request.end(300.0)
         await asyncio.sleep(0)
         assert answer.cancelled() and not aborted
@@ -403,7 +430,7 @@ def test_an_answer_of_one_that_is_aborted_is_cancelled():
 def test_an_answer_that_is_given_up_aborts_its_request():
     async def main():
         request, aborted = pooling(), []
-        answer = answer_of(request, aborted.append)
+        answer = answer_of(request, lambda: request.pooled, aborted.append)
         answer.cancel()
         await asyncio.sleep(0)
         assert aborted == [1]

@@ -15,10 +15,10 @@ from quire.client.core import (
 )
 from quire.client.results import RequestError
 from quire.proto import messages as m
-from quire.proto.codec import f32, from_i64, i64
+from quire.proto.codec import f32, from_i64, i32, i64
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
-from quire.proto.work import Adapter, Generate, Pool
+from quire.proto.work import Adapter, Generate, Pool, Text
 
 ROWS = ("uids", "attempts", "indexes", "offsets", "counts", "finishes", "lengths")
 
@@ -91,6 +91,19 @@ def test_what_is_pooled_counts_as_tokens_that_came(rig):
     rig.now += 1
     one(rig).send(m.Pooled(sent.uid, 0, 0, f32([1.0])))
     assert rig.core.tokens_at == rig.now
+
+
+def test_text_alone_is_answered_by_its_acceptance_and_waits_for_nothing_else(rig, monkeypatch):
+    request = rig.core.text(m.Tokenize(0, 0, Text(), 0.0, prompt="hi"))
+    rig.carry()
+    sent = one(rig).next(m.Tokenize)
+    one(rig).send(m.Accepted(sent.uid, 0, i32([1, 2]), "hi", Text()))
+    assert request.done and request.error is None and request.told.ids == [1, 2]
+    assert request.uid not in rig.core.open
+    monkeypatch.setattr(core_module, "MAX_UNACCEPTED_BYTES", 10)
+    rig.submit()
+    with pytest.raises(RequestError, match="1 requests"):
+        rig.core.text(m.Tokenize(0, 0, Text(), 0.0, prompt="hi"))
 
 
 # ---------------------------------------------------------------- what may wait to be tokenized

@@ -147,7 +147,7 @@ def test_what_is_killed_before_the_server_was_ready_ends_the_start_however_long_
 def test_who_was_killed_by_nobody_here_was_probably_out_of_memory(make_stack, caplog):
     stack = make_stack(("scheduler", SLEEP), ("gpu_worker", SLEEP))
     scheduler, worker = stack._places
-    stack._watch.kill(scheduler)
+    stack.watch.kill(scheduler)
     os.kill(worker.process.pid, signal.SIGKILL)
     wait_until(lambda: stack.check() or caplog.text.count("Starting another") == 2, "both are started again")
     assert "quire.scheduler was killed by signal 9; what it said" in caplog.text
@@ -170,13 +170,13 @@ def test_what_is_printed_is_passed_on_after_its_reader_stood_still(make_stack, m
     talks, *others = stack._places
     wait_until(lambda: len(calls) == 1, "a word is being passed on", 60)
     for place in others:
-        stack._watch.kill(place)
-    wait_until(lambda: all(stack._watch.dead(place) for place in others), "both have ended", 60)
+        stack.watch.kill(place)
+    wait_until(lambda: all(stack.watch.dead(place) for place in others), "both have ended", 60)
     gates[0].set()
     wait_until(lambda: len(calls) == 2, "the end of one is being passed on", 60)
     wait_until(lambda: stack.check() or all(place.state is State.LOADING for place in others), "both are replaced", 60)
     gates[1].set()
-    stack._watch.kill(talks)
+    stack.watch.kill(talks)
     wait_until(lambda: stack.check() or calls.count(b"a word") == 2, "another word is passed on", 60)
 
 
@@ -214,7 +214,7 @@ def test_what_has_served_may_fail_as_if_it_could_never_work(make_stack, tmp_path
     refused = f"import os, sys; sys.exit({EXIT_CONFIG}) if os.path.exists({str(mark)!r}) else None\n"
     stack = make_stack(("gpu_worker", code))
     (place,) = stack._places
-    wait_until(lambda: stack._watch.fallen(place), "it dies, having served")
+    wait_until(lambda: stack.watch.fallen(place), "it dies, having served")
     place.command[-1] = refused  # what comes after it
     stack.check()
     assert place.history[-1].served and place.state is State.WAITING
@@ -227,7 +227,7 @@ def turn(stack, seconds):
     """So much more passes since its children were last heard, while the supervisor looks as often as it should."""
     for place in stack._places:
         place.heard -= seconds
-    stack._watch._standstill._turn = math.inf
+    stack.watch._standstill._turn = math.inf
     stack.check()
 
 
@@ -235,9 +235,9 @@ def test_what_has_served_and_then_stands_still_is_killed_and_started_again(make_
     stack = make_stack(("detokenizer", SERVES + SLEEP), ("gpu_worker", SLEEP))
     (place, loads) = stack._places
     silent, other = place.process.pid, loads.process.pid
-    wait_until(lambda: stack._watch.silence(place) and place.served, "it serves")
+    wait_until(lambda: stack.watch.silence(place) and place.served, "it serves")
     turn(stack, watch.SILENCE_S / 2)
-    assert not stack._watch.dead(place) and "no sign of life" not in caplog.text
+    assert not stack.watch.dead(place) and "no sign of life" not in caplog.text
     turn(stack, watch.SILENCE_S)
     assert f"quire.detokenizer (pid {silent}) has shown no sign of life for 60 s; killing it." in caplog.text
     wait_until(lambda: stack.check() or (silent not in stack.pids and len(stack.pids) == 2), "another is in its place")
@@ -256,16 +256,16 @@ def test_a_heartbeat_ends_a_silence_and_so_does_a_standstill_of_the_supervisor_i
     """
     stack = make_stack(("frontend", code))
     (place,) = stack._places
-    wait_until(lambda: stack._watch.silence(place) and place.served, "it serves")
+    wait_until(lambda: stack.watch.silence(place) and place.served, "it serves")
     place.heard -= 1000
-    stack._watch._standstill._turn -= 1000
+    stack.watch._standstill._turn -= 1000
     stack.check()
-    assert stack._watch.silence(place) < 1000
+    assert stack.watch.silence(place) < 1000
     place.heard = before = time.monotonic() - 1000
     (tmp_path / "mark").touch()
-    wait_until(lambda: stack._watch.silence(place) is not None and place.heard > before, "it is heard again")
+    wait_until(lambda: stack.watch.silence(place) is not None and place.heard > before, "it is heard again")
     stack.check()
-    assert not stack._watch.dead(place) and "no sign of life" not in caplog.text
+    assert not stack.watch.dead(place) and "no sign of life" not in caplog.text
     assert [record.name for record in caplog.records] == ["quire.proto.standstill"]
 
 

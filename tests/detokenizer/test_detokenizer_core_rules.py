@@ -10,6 +10,8 @@ from detokenizer_rig import HELLO, PREPARER, Rig, said
 
 from quire.detokenizer import core
 from quire.detokenizer.core import HEALTH_CHECK, SCHEDULER, SILENCE_S, STOOD_STILL_S, DetokenizerCore
+from quire.detokenizer.sequence import TextSequence
+from quire.detokenizer.tokenize import Prepared
 from quire.proto import messages as m
 from quire.proto.codec import f32, from_i32, from_i64, i8, i32, i64
 from quire.proto.errors import Refused
@@ -17,7 +19,7 @@ from quire.proto.losses import MAX_LOSSES
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
 from quire.proto.structured import StructuredOutputsParams
-from quire.proto.work import Generate, Pool
+from quire.proto.work import Embeds, Generate, Pool, with_embeds
 
 ENGINE = "frontend-0"
 
@@ -775,3 +777,26 @@ def test_what_was_with_a_scheduler_before_is_dropped_without_a_word(epoch: int, 
     assert bool(rig.told(ENGINE, m.Unknown)) == told and not rig.core.requests
     rig.engine(ENGINE, m.Reconcile(i64([1]), i32([0])))  # of an Engine that has not
     assert from_i64(rig.told(ENGINE, m.Unknown)[0].uids) == [1]
+
+
+# ---------------------------------------------------------------- what was prepared
+
+
+PLAIN = Generate(SamplingParams(max_tokens=4), 1)
+VECTORS = Embeds("float32", 2, 1, bytes(16), bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("work", "told"), [(with_embeds(PLAIN, VECTORS), with_embeds(with_embeds(PLAIN, VECTORS), None)),
+                       (Pool(PoolingParams()), Pool(PoolingParams()))],
+)  # fmt: skip
+def test_the_scheduler_gets_what_is_to_run_and_engine_no_embeddings_back(work: Any, told: Any) -> None:
+    rig = Rig()
+    rig.engine(ENGINE, tokenize(work=work, ids=i32([1])))
+    rig.told(SCHEDULER)
+    ((_, done),) = rig.jobs
+    sequences = {} if isinstance(work, Pool) else {0: TextSequence(None, None, 0, 0)}
+    done(Prepared(i32([1]), None, bytes(16), b"", 16, work, sequences, [], [], None))
+    rig.flush()
+    assert [message.work for message in rig.told(ENGINE) if isinstance(message, m.Accepted)] == [told]
+    assert [message.work for message in rig.told(SCHEDULER) if isinstance(message, m.Submit)] == [work]

@@ -86,6 +86,7 @@ def test_truncation_keeps_the_last_tokens() -> None:
         SHARED.prepare(ask({"truncate_prompt_tokens": keep, **more}, ids=i32(ids)), 16, 64).ids
     )
     assert run(1) == ids[-1:] and run(63) == ids[-63:]
+    assert run(5, truncation_side="right") == ids[:5] and run(5, truncation_side="left") == ids[-5:]
     assert run(-1) == ids[-63:]  # one token of output at least
     assert run(-1, min_tokens=10, max_tokens=10) == ids[-54:]
     assert refusal({"truncate_prompt_tokens": 64}, ids=i32(ids)).param == "input_tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from array import array
 from pathlib import Path
@@ -140,6 +141,16 @@ def test_the_slow_way_gives_the_same(tmp_path: Path) -> None:
     assert slow.special == {**fast.special, "pad_token": "<pad>"}
 
 
+def test_class_4_a_tokenizer_runs_no_code_of_its_folder(tmp_path: Path) -> None:
+    trap = {"tokenizer_class": "Trap", "auto_map": {"AutoTokenizer": ["trap.Trap", "trap.Trap"]}}
+    folder = make(tmp_path, {**CONFIGS["post_processor"][0], **trap})
+    (folder / "trap.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Trap: pass\n")
+    assert load_tokenizer(str(folder)).encode("Hello", False)
+    with contextlib.suppress(ConfigError):
+        load_tokenizer(str(folder), mode="slow")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_faults_of_the_folder_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no tokenizer.*--tokenizer"):
         load_tokenizer(str(tmp_path))
@@ -190,6 +201,19 @@ def test_templates_come_from_files_too(tmp_path: Path) -> None:
     assert load_tokenizer(str(folder), chat_template="{{ x }}").templates == {"default": "{{ x }}"}
     with pytest.raises(ConfigError, match="neither a readable file nor a template"):
         load_tokenizer(str(folder), chat_template="missing.jinja")
+
+
+def test_contents_may_be_given_to_templates_in_one_form() -> None:
+    shows = "{% for m in messages %}{{ m.content is string }}{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    for form, shown in (("string", "TrueTrue"), ("openai", "FalseFalse")):
+        chat = ChatTemplate({"default": shows}, {})
+        chat.form = form
+        assert chat.render(messages, None) == shown
+    chat = ChatTemplate({"default": CHATML}, {})
+    chat.form = "openai"  # the operator's word, though this template reads texts
+    with pytest.raises(Refused, match="cannot render these messages"):
+        chat.render(messages[:1], None)
 
 
 def test_content_parts_are_joined_and_others_refused() -> None:
@@ -430,6 +454,9 @@ def test_max_tokens_and_truncation_are_resolved(preparer: Preparer) -> None:
     long = "Hello world " * 100_000
     cut = preparer.prepare(ask(prompt=long, sampling={"truncate_prompt_tokens": 8}), 16, 64)
     assert array("i", cut.ids).tolist() == [0, *preparer.tokenizer.encode("Hello world " * 20, False)[-7:]]
+    right = {"truncate_prompt_tokens": 8, "truncation_side": "right"}
+    begin = array("i", preparer.prepare(ask(prompt=long, sampling=right), 16, 64).ids).tolist()
+    assert begin == [0, *preparer.tokenizer.encode("Hello world " * 20, False)[:7]]
     plain = ask(prompt=long, add_special_tokens=False, sampling={"truncate_prompt_tokens": 8})
     end = preparer.tokenizer.encode("Hello world " * 20, False)[-8:]
     assert array("i", preparer.prepare(plain, 16, 64).ids).tolist() == end

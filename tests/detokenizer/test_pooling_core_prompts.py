@@ -190,6 +190,7 @@ def test_classifiers_say_their_activation(tmp_path, config, activation, tasks):
         ({"pooler_config": '{"pool": 1}'}, "has no 'pool'; its keys are"),
         ({"pooler_config": '{"pooling_type": "max"}'}, "pooling_type must be one of"),
         ({"pooler_config": '{"normalize": 1}'}, "normalize must be of type bool, got 1."),
+        ({"pooler_config": '{"max_embed_len": 0}'}, "max_embed_len must be at least 1, got 0."),
         ({"pooler_config": '{"dimensions": 9}'}, "dimensions must be in 1 to 8, got 9."),
     ],
 )
@@ -240,6 +241,18 @@ def test_pairs_are_encoded_and_cut_as_the_tokenizer_does_it(keep, lengths):
 def prepare(preparer, limit=16, params=None, pair=None, **message):
     given = Tokenize(1, 0, Pool(PoolingParams(**(params or {})), pair), 0.0, **message)
     return preparer.prepare(given, 4, limit)
+
+
+def test_the_side_that_is_cut_and_the_limit_of_documents():
+    backend, tokenizer = bert_backend(), bert_tokenizer()
+    text = "w1 w2 w3 w4 w5"
+    words = backend.encode(text, add_special_tokens=False).ids
+    assert encode(tokenizer, [text], True, 5, "left").ids == [2, *words[-3:], 3]
+    assert encode(tokenizer, [text], True, 5).ids == [2, *words[:3], 3]
+    assert encode(tokenizer, [text], False, None, "right", 2).ids == words[:2]
+    first = backend.encode("w9 w8", add_special_tokens=False).ids
+    assert encode(tokenizer, ["w9 w8", text], True, None, "right", 2).ids == [2, *first, 3, *words[:2], 3]
+    assert encode(tokenizer, ["w9 w8", text], True, 7, "left", 3).ids == [2, *first, 3, *words[1:3], 3]
 
 
 def test_prompts_are_prepared(tmp_path):

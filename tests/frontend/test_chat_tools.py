@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -15,6 +16,7 @@ from quire.client.generation import OpenGeneration
 from quire.frontend.fake import FakeServer
 from quire.frontend.schema import ChatRequest
 from quire.frontend.tool_choice import reading_of, tools_of
+from quire.proto.grammars.structural_tags import placed
 from quire.proto.messages import Finish
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
@@ -105,6 +107,23 @@ def test_thought_text_and_two_calls(server: FakeServer) -> None:
     assert len([delta for delta in deltas if delta.get("tool_calls")]) > 3  # in pieces
 
 
+@pytest.mark.parametrize("at", [9, 18, 22, -30], ids=["thought", "its end", "text", "call"])
+def test_what_is_echoed_and_goes_on_is_read_with_the_rest(server: FakeServer, at: int) -> None:
+    answer = f"<think>Hm.</think>Let me. {CALL}"
+    server.engine.script = says(answer[at:])
+    messages = [*CHAT["messages"], {"role": "assistant", "content": answer[:at]}]
+    more = {"echo": True, "continue_final_message": True}
+    got, reason, _ = streamed(server, more, messages=messages)
+    assert (got["reasoning"], got["content"], got["tool_calls"]) == ("Hm.", "Let me.", [["get_weather", PARIS]])
+    message = whole(server, messages=messages, **more)["message"]
+    assert (message["reasoning"], message["content"], reason) == ("Hm.", "Let me.", "tool_calls")
+    assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": PARIS}
+    reading = reading_of(tools_of(TOOLS), "auto", False, True, None, "hermes", "qwen3")
+    assert reading is not None  # where the prompt, which ends with what was said, is known
+    found = replace(reading, said=answer[:at]).reader(f"assistant\n{answer[:at]}").message(answer[at:])
+    assert (found["reasoning"], found["content"], len(found["tool_calls"])) == ("Hm.", "Let me.", 1)
+
+
 def test_what_is_not_wanted_is_left_out(server: FakeServer) -> None:
     server.engine.script = says(f"<think>Hm.</think>{CALL}{LATE}")
     choice = whole(server, include_reasoning=False, parallel_tool_calls=False, n=2, logprobs=True)
@@ -140,11 +159,11 @@ def test_required_and_named_are_demanded(server: FakeServer) -> None:
     server.engine.script = says(CALL)
     choice = whole(server, tool_choice="required")
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
-    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]["elements"][1]
+    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]["content"]
     assert (form["type"], form["at_least_one"], len(form["tags"])) == ("tags_with_separator", True, 2)
     server.engine.requests.clear()
     whole(server, tool_choice={"type": "function", "function": {"name": "get_time"}})
-    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]["elements"][1]
+    form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]["content"]
     assert [tag["begin"] for tag in form["tags"]] == ['<tool_call>\n{"name": "get_time", "arguments": ']
     assert form["stop_after_first"] is True
 
@@ -169,12 +188,20 @@ def test_effort_goes_to_the_template(server: FakeServer) -> None:
     }  # fmt: skip
 
 
+def test_an_earlier_thought_is_shown_under_both_names(server: FakeServer) -> None:
+    server.engine.script = says("Yes.")
+    for name in ("reasoning", "reasoning_content"):
+        whole(server, messages=[{"role": "assistant", "content": "a", name: "Hm."}, {"role": "user", "content": "b"}])
+        told = server.engine.requests[-1].message.messages[0]
+        assert (told["reasoning"], told["reasoning_content"]) == ("Hm.", "Hm.")
+
+
 def test_a_form_of_the_requests_own_comes_after_the_thought(server: FakeServer) -> None:
     server.engine.script = says('<think>Hm.</think>{"a": 1}')
     message = whole(server, response_format={"type": "json_object"})["message"]
     assert (message["content"], message["reasoning"]) == ('{"a": 1}', "Hm.")
     form = json.loads(asked(server).work.params.structured_outputs.structural_tag)["format"]
-    assert form["elements"][1] == {"type": "json_schema", "json_schema": {"type": "object"}}
+    assert form["content"] == {"type": "json_schema", "json_schema": {"type": "object"}}
     server.engine.requests.clear()
     server.engine.script = says("<think>Hm.</think>")
     assert whole(server, tools=None, guided_grammar='start: "x"')["message"]["content"] == "<think>Hm.</think>"
@@ -198,6 +225,8 @@ def test_schemas_of_any_depth_are_answered_or_refused(server: FakeServer) -> Non
         ({"tools": None, "tool_choice": "auto"}, "tool_choice", "`tools` must be set"),
         ({"tools": None, "tool_choice": {"function": {"name": "f"}}}, "tool_choice", "`tools` must be set"),
         ({"tool_choice": "any"}, "tool_choice", "Invalid value"),
+        ({"reasoning_effort": "some"}, "reasoning_effort", "minimal"),
+        ({"stream_interval": 0}, "stream_interval", "at least 1"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "must name a function"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "does not match"),
         ({"tools": [5]}, "tools", "tools[0] must be an object"),
@@ -218,16 +247,39 @@ def test_what_makes_no_sense_is_refused(server: FakeServer, more: dict[str, Any]
     assert error["param"] == param and words in error["message"]
 
 
-def test_a_demanded_answer_is_read_by_its_form_and_not_by_the_prompts_end() -> None:
-    """Whatever the prompt has opened, the grammar lets the answer begin with the call, or with a thought of its own."""
-    reading = reading_of(tools_of(TOOLS), "required", False, True, None, "hermes", "qwen3")
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(("tail", "before"), [("<think>", "<tool_call>?\n</think>\n"), ("<think>\n\n</think>", "")])
+def test_a_demanded_answer_begins_where_the_prompt_ends(parser: str, tail: str, before: str) -> None:
+    """A thought that the prompt has opened is closed first, and after one that it has closed there is none."""
+    reading = reading_of(tools_of(TOOLS), "required", False, True, None, "hermes", parser)
     assert reading is not None and reading.form is not None
-    for text in (CALL, f"<think>Hm.</think>{CALL}"):
-        message = reading.reader("<think>\n").message(text)
-        assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
-    own = StructuredOutputsParams(json_object=True)
-    told = reading_of({}, "none", False, True, own, None, "qwen3")
-    assert told is not None and told.reader("<think>\n").message("{}")["content"] == "{}"
+    message = reading.reader(f"{tail}\n").message(before + CALL)
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
+    assert message.get("reasoning", "") == before.removesuffix("\n</think>\n")
+    given = json.loads(placed(reading.form.structural_tag or "", tail))
+    assert given["begun"] == ("thought" if before else "answer")
+    assert placed(reading.form.structural_tag or "", "assistant") == reading.form.structural_tag
+
+
+@pytest.mark.parametrize("parser", ["openai", None])
+def test_what_gpt_oss_is_demanded_is_read_in_its_channels(parser: str | None) -> None:
+    """A call in its own words, or where a name cannot be told in them as a list in the last channel."""
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    said = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"
+    if parser is None:
+        said = f'<|channel|>final<|message|>[{{"name": "get_weather", "parameters": {PARIS}}}]<|return|>'
+    reading = reading_of(tools_of(TOOLS), "required", False, True, None, parser, "gpt-oss")
+    assert reading is not None and reading.form is not None
+    assert ("to=functions.get_weather" if parser else "final") in str(reading.form.structural_tag)
+    message = reading.reader("<|start|>assistant").message(thought + said)
+    assert (message["reasoning"], message["content"]) == ("Hm.", None)
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [PARIS]
+    own = reading_of({}, "none", False, True, StructuredOutputsParams(json_object=True), parser, "gpt-oss")
+    assert own is not None and "<|channel|>final<|message|>" in str(own.form)
+    assert own.reader(None).message(thought + "<|channel|>final<|message|>{}<|return|>")["content"] == "{}"
+    odd = tools_of([{"type": "function", "function": {"name": "a b"}}])
+    listed = reading_of(odd, "required", False, True, None, parser, "gpt-oss")
+    assert listed is not None and listed.parser == "json_list"
 
 
 @pytest.mark.parametrize("more", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"thinking": False}}])
@@ -236,3 +288,15 @@ def test_a_model_that_is_told_not_to_think_is_demanded_no_thought(more: Any) -> 
     reading = body.reading(SamplingParams(), "hermes", "deepseek_r1")
     assert reading is not None and reading.form is not None and "</think>" not in str(reading.form.structural_tag)
     assert reading.reader("<think></think>").message(CALL)["tool_calls"]
+
+
+def test_a_server_may_tell_its_model_not_to_think() -> None:
+    """Unless a request says otherwise."""
+    usual = {"enable_thinking": False}
+    for more, thinks in (
+        ({}, False), ({"reasoning_effort": "low"}, True), ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+    ):  # fmt: skip
+        body = ChatRequest(messages=[{"role": "user", "content": "hi"}], tools=TOOLS, tool_choice="required", **more)
+        reading = body.reading(SamplingParams(), "hermes", "qwen3", usual)
+        assert reading is not None and reading.form is not None
+        assert ("</think>" in str(reading.form.structural_tag)) is thinks

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from stack import free_port, wait_until
 
-from quire.frontend.port import claim, listen
+from quire.frontend.port import claim
 from quire.proto.config import ConfigError
+from quire.proto.listening import listen
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="abstract sockets are Linux's")
 ONE, OTHER = "tcp://127.0.0.1:5600", "tcp://127.0.0.1:5700"
@@ -93,9 +94,9 @@ def test_one_that_is_ending_gives_its_port_up_when_it_closes_it(start: Start) ->
     port = free_port()
     owner = start(ONE, port)
     assert owner.listens()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 10\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port), 60) as connection:
-        connection.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        connection.sendall(f"{head}Content-Length: 10\r\nExpect: 100-continue\r\n\r\n".encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # it waits for the body, and its end for that
         owner.process.send_signal(signal.SIGTERM)
 

@@ -17,8 +17,9 @@ import pytest
 
 from quire.frontend.front import Settings
 from quire.frontend.main import settings_of
-from quire.frontend.port import listen, url_of
+from quire.frontend.port import url_of
 from quire.proto.config import ConfigError, EngineArgs
+from quire.proto.listening import listen
 
 COMMAND = [sys.executable, "-P", "-m", "quire.frontend"]
 
@@ -129,6 +130,15 @@ def test_listen_ipv6_and_errors() -> None:
         listen("no.such.host.invalid", 0)
 
 
+def test_gpt_oss_shows_how_it_thinks() -> None:
+    """Without a flag, as its answers cannot be told from its thoughts otherwise; a flag goes before."""
+    template = "{{ tools }}<|start|>assistant<|channel|>final<|message|>"
+    found = settings_of(EngineArgs(chat_template=template))
+    assert (found.tool_parser, found.reasoning_parser) == ("openai", "openai_gptoss")
+    assert settings_of(EngineArgs(chat_template=template, reasoning_parser="qwen3")).reasoning_parser == "qwen3"
+    assert settings_of(EngineArgs()).reasoning_parser is None
+
+
 def test_settings_take_the_models_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
     (tmp_path / "config.json").write_text('{"vocab_size": 10, "max_position_embeddings": 64}')
@@ -141,7 +151,7 @@ def test_settings_take_the_models_defaults(tmp_path: Path, monkeypatch: pytest.M
     assert settings_of(EngineArgs(model=str(tmp_path), served_model_name=["x", "y"], api_key="k")).names == ["x", "y"]
     (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "do_sample": False}))
     assert settings_of(EngineArgs(model=str(tmp_path))).defaults == {}
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 9.0}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": -9.0}))
     assert settings_of(EngineArgs(model=str(tmp_path))).defaults == {}
 
 

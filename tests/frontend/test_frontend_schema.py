@@ -38,7 +38,7 @@ def refused(body: bytes | dict[str, Any], kind: type[Any] = CompletionRequest) -
     [
         ("max_tokens", "5"), ("max_tokens", 5.5), ("max_tokens", True), ("max_tokens", -1), ("max_tokens", 0),
         ("max_tokens", 10**30), ("max_tokens", []), ("n", 0), ("n", 10**6), ("n", True), ("n", "1"),
-        ("temperature", -1), ("temperature", "hot"), ("temperature", 2.5), ("temperature", True),
+        ("temperature", -1), ("temperature", "hot"), ("temperature", True),
         ("top_p", 0), ("top_p", 1.5), ("top_k", -5), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1),
         ("seed", 1.5), ("seed", 2**70), ("seed", "x"), ("stop", [1]), ("stop", ""), ("stop", {"a": 1}),
         ("stop", ["a"] * 65), ("stop_token_ids", ["a"]), ("stop_token_ids", [True]), ("stop_token_ids", [-1]),
@@ -50,7 +50,7 @@ def refused(body: bytes | dict[str, Any], kind: type[Any] = CompletionRequest) -
         ("guided_decoding_backend", 5), ("guided_whitespace_pattern", 5), ("detokenize", 0),
         ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", ["x"]),
         # known, not honoured yet
-        ("suffix", "x"), ("prompt_embeds", "x"), ("repetition_detection", {}),
+        ("suffix", 5), ("repetition_detection", {}),
     ],
 )  # fmt: skip
 def test_bad_value_names_its_field(field: str, value: Any) -> None:
@@ -61,8 +61,8 @@ def test_bad_value_names_its_field(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("field", [
-    "functions", "chat_template", "documents", "audio", "truncation_side",
-    "logprob_token_ids", "prompt_token_ids", "return_prompt_text", "watermarking", "packed_top_logprobs",
+    "functions", "chat_template", "documents", "audio",
+    "prompt_token_ids", "return_prompt_text", "watermarking", "packed_top_logprobs",
 ])  # fmt: skip
 def test_chat_features_to_come_are_refused_by_name(field: str) -> None:
     error = refused({"messages": [{"role": "user", "content": "x"}], field: [{"type": "function"}]}, ChatRequest)
@@ -398,10 +398,13 @@ def test_beam_search() -> None:
     params = completion(use_beam_search=True, n=4, length_penalty=0.5, early_stopping="never").sampling(defaults)
     assert (params.n, params.width, params.temperature, params.top_p, params.top_k, params.min_p) == (4, 4, 0, 1, 0, 0)
     assert (params.length_penalty, params.early_stopping, params.repetition_penalty) == (0.5, "never", 1.1)
+    for width in ({}, {"n": 1}, {"best_of": 1}):  # one beam takes the likeliest token each time
+        greedy = completion(use_beam_search=True, length_penalty=0.5, **width).sampling(defaults)
+        assert greedy == completion(temperature=0, repetition_penalty=1.1, **width).sampling({})
     params = chat(use_beam_search=True, n=2, best_of=6, temperature=0).sampling({})
     assert (params.n, params.width) == (2, 6)
     for fields, param in [
-        ({}, "use_beam_search"), ({"n": 1}, "n"), ({"n": 65}, "n"), ({"best_of": 1}, "best_of"),
+        ({"n": 65}, "n"), ({"best_of": 65}, "best_of"),
         ({"n": 2, "temperature": 0.5}, "temperature"), ({"n": 2, "top_p": 0.5}, "top_p"), ({"n": 0}, "n"),
     ]:  # fmt: skip
         error = refused({"prompt": "x", "use_beam_search": True, **fields})
@@ -460,3 +463,14 @@ def test_long_messages_are_cut() -> None:
     body = json.loads(error_body(ApiError(400, "x" * 10**6, "prompt")))
     assert len(body["error"]["message"]) <= MAX_MESSAGE + 3
     assert body["error"]["code"] == 400
+
+
+def test_vllm_xargs_are_extra_args() -> None:
+    assert completion(vllm_xargs={"a": 1, "b": ["x"]}).sampling({}).extra_args == {"a": 1, "b": ["x"]}
+    assert completion(vllm_xargs={}).sampling({}).extra_args is None
+    assert refused({"prompt": "x", "vllm_xargs": [1]}).param == "vllm_xargs"
+
+
+def test_named_ids_need_logprobs() -> None:
+    error = refused({"messages": [{"role": "user", "content": "x"}], "logprob_token_ids": [4]}, ChatRequest)
+    assert error.param == "logprob_token_ids" and "logprobs" in error.message

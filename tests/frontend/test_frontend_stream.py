@@ -63,6 +63,21 @@ def texts_of(events: list[Any]) -> dict[int, str]:
     return texts
 
 
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1, "return_token_ids": True}])
+def test_an_interval_gathers_tokens(server: FakeServer, more: dict[str, Any]) -> None:
+    """The first and the last come at once; nothing is lost between, of none of the choices."""
+    body = {**HI, "max_tokens": 12, "n": 2, **more}
+    plain, gathered = events_of(server, body), events_of(server, {**body, "stream_interval": 5})
+    assert texts_of(gathered) == texts_of(plain)
+    for index in range(2):
+        mine = [event["choices"][0] for event in gathered if event["choices"][0]["index"] == index]
+        assert [len(choice["text"].split()) for choice in mine if choice["text"]] == [1, 5, 5, 1]
+        assert mine[-1]["finish_reason"] == "length"
+        if more:
+            assert sum(len(choice["logprobs"]["tokens"]) for choice in mine if choice["logprobs"]) == 12
+            assert sum(len(choice["token_ids"]) for choice in mine if choice.get("token_ids")) == 12
+
+
 def send_raw(server: FakeServer, body: Any, path: str = "/v1/completions") -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)), timeout=20)

@@ -160,6 +160,31 @@ def test_a_killed_frontend_takes_only_its_own_connections_along(server: Server) 
 
 
 @pytest.mark.slow
+def test_any_frontend_tells_what_all_have_measured(server: Server) -> None:
+    """Also what one had measured that was killed, and the one in its place."""
+    name = "quire:request_success"
+
+    def spent() -> float:
+        return server.metric(name)
+
+    before = spent()
+    for one, other in zip(*(mine for _, mine in spread(server, 3)), strict=True):
+        for connection in (one, other):
+            body = json.dumps({"prompt": "Hi", "max_tokens": 1})
+            assert said(connection, "POST", "/v1/completions", body, HEADERS).status == 200
+    seen = [spent() for _ in range(20)]  # each on a connection of its own
+    wait_until(lambda: spent() == before + 6, "what each has measured is told", 60)
+    assert seen == sorted(seen)
+    victim = processes(server, "frontend")[0]
+    victim.kill()
+    for _ in range(2):
+        wait_until(lambda: len(processes(server, "frontend")) == 2, "there are two again", 60)
+        seen = [spent() for _ in range(20)]
+        assert set(seen) == {before + 6}
+        spread(server, 1)  # both answer
+
+
+@pytest.mark.slow
 def test_a_hung_detokenizer_loses_nothing(server: Server) -> None:
     """Half of the streams are with the one that is stopped for good; they go on with the other."""
     for count in (60, 240, 960):  # more where all were over before it was stopped

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,12 +19,15 @@ from typing import Any
 import numpy
 import openai
 import pytest
+import torch
 
 from quire.client.pooled import OpenPooling
 from quire.client.results import RequestError
 from quire.frontend import pooling
 from quire.frontend.fake import FakeServer
+from quire.frontend.vectors import TYPES, packed
 from quire.proto.checkpoint.pooler_config import PoolerConfig
+from quire.proto.codec import from_i32
 from quire.proto.params import ParamError
 from quire.proto.pooling import PoolingParams
 
@@ -33,6 +37,7 @@ CROSS = replace(CLASSES, labels=("LABEL_0",), activation="sigmoid")
 MODELS = {"embed": EMBED, "classes": CLASSES, "cross": CROSS}
 
 WIDE = 2**31
+STRICT: dict[str, Any] = {"max_request_bytes": 50_000, "lenient_types": False}
 PATHS = {
     "/v1/embeddings": "embed", "/pooling": "embed", "/classify": "classes",
     "/score": "cross", "/v1/score": "cross", "/rerank": "cross", "/v1/rerank": "cross", "/v2/rerank": "cross",
@@ -47,9 +52,9 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, FakeServer]]:
     with (
-        FakeServer(names=["fake", "alias"], pooler=EMBED, max_queued=64, max_request_bytes=50_000) as embed,
-        FakeServer(names=["fake"], pooler=CLASSES, max_request_bytes=50_000) as classes,
-        FakeServer(names=["fake"], pooler=CROSS, max_request_bytes=50_000) as cross,
+        FakeServer(names=["fake", "alias"], pooler=EMBED, max_queued=64, **STRICT) as embed,
+        FakeServer(names=["fake"], pooler=CLASSES, **STRICT) as classes,
+        FakeServer(names=["fake"], pooler=CROSS, **STRICT) as cross,
     ):
         yield {"embed": embed, "classes": classes, "cross": cross}
 
@@ -69,6 +74,14 @@ def post(server: FakeServer, path: str, body: Any, **headers: str) -> tuple[int,
         return answer.status, json.loads(answer.read())
     finally:
         connection.close()
+
+
+def raw_of(server: FakeServer, path: str, body: Any) -> tuple[str | None, bytes]:
+    """The header with what is told beside the bytes, and the bytes."""
+    asked = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=30) as answer:
+        assert answer.headers["Content-Type"] == "application/octet-stream"
+        return answer.headers["metadata"], answer.read()
 
 
 def error_of(answer: tuple[int, Any], status: int = 400) -> dict[str, Any]:
@@ -116,6 +129,81 @@ def test_base64_is_the_same_numbers_as_little_endian_float32(servers: dict[str, 
     assert list(struct.unpack("<6f", raw)) == vector("a") + vector("bc")
 
 
+def test_a_template_puts_the_texts_of_a_score_together() -> None:
+    with FakeServer(names=["fake"], pooler=CROSS, score_template=True) as server:
+        post(server, "/rerank", {"query": "q", "documents": ["a b", "c"]})
+        told = [each.message for each in server.engine.requests]
+        assert [each.messages for each in told] == [
+            [{"role": "query", "content": "q"}, {"role": "document", "content": text}] for text in ("a b", "c")
+        ]
+        assert told[0].template == {"add_generation_prompt": False, "continue_final_message": False}
+        error = error_of(post(server, "/score", {"text_1": "q", "text_2": "a", "max_tokens_per_doc": 3}))
+        assert error["param"] == "max_tokens_per_doc"
+
+
+def test_a_text_that_is_too_long_is_embedded_in_chunks() -> None:
+    def by_ids(request: OpenPooling) -> Iterator[Any]:
+        ids = from_i32(request.message.ids) if request.message.ids is not None else [7, 7]
+        yield numpy.array([ids[0], len(ids), 1], numpy.float32)
+
+    chunked = replace(EMBED, enable_chunked_processing=True, max_embed_len=5000)
+    with FakeServer(names=["fake"], pooler=chunked) as server:
+        server.engine.pooling = by_ids
+        words = " ".join(f"w{n}" for n in range(4500))
+        status, body = post(server, "/v1/embeddings", {"input": [words, "a b"]})
+        weights = [2048, 2048, 404]  # the context of the model holds 2048
+        means = [numpy.average(values, weights=weights) for values in ([0, 2048, 4096], weights, [1, 1, 1])]
+        assert status == 200 and body["data"][0]["embedding"] == pytest.approx(means)
+        assert body["data"][1]["embedding"] == [7, 2, 1] and len(body["data"]) == 2
+        assert body["usage"]["prompt_tokens"] == 4502
+        _, body = post(server, "/v1/embeddings", {"input": list(range(3000))})
+        assert body["data"][0]["embedding"] == pytest.approx([952 * 2048 / 3000, (2048**2 + 952**2) / 3000, 1])
+        error = error_of(post(server, "/v1/embeddings", {"input": ["a", list(range(5001))][1]}))
+        assert "input has 5001 tokens, over the limit of 5000 (max_embed_len)" in error["message"]
+        seen = len(server.engine.requests)
+        post(server, "/v1/embeddings", {"input": words, "truncate_prompt_tokens": -1})
+        assert len(server.engine.requests) == seen + 1
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_types_of_numbers_are_torchs(kind: str) -> None:
+    dtype = getattr(torch, {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(kind, kind))
+    draw = numpy.random.default_rng(1)
+    given = numpy.concatenate(
+        [draw.normal(size=4096).astype("f4") * scale for scale in (1.0, 1e-2, 1e-3, 30.0)]
+        + [numpy.array([0.0, -0.0, 448.0, 1.0625, 1.1875, 2**-9, 2**-10, 3 * 2**-10, 57344.0, 1.125, 1.375], "f4")]
+    )
+    given = numpy.clip(given, -400, 400) if kind == "fp8_e4m3" else given
+    want = torch.from_numpy(given).to(dtype).view(torch.uint8).numpy().tobytes()
+    assert packed(given, kind, "native") == packed(given, kind, "little") == want
+    width = len(want) // len(given)
+    swapped = numpy.frombuffer(want, "u1").reshape(-1, width)[:, ::-1].tobytes()
+    assert packed(given, kind, "big") == swapped
+
+
+def test_vectors_as_bytes(servers: dict[str, FakeServer]) -> None:
+    server, body = servers["embed"], {"input": ["a bc", "d"], "encoding_format": "bytes", "embed_dtype": "float16"}
+    want = [numpy.array(vector(text), "<f2").tobytes() for text in body["input"]]
+    told, raw = raw_of(server, "/v1/embeddings", body)
+    assert raw == b"".join(want) and told is not None
+    said = json.loads(told)
+    place = {"embed_dtype": "float16", "endianness": "native", "shape": [3]}
+    assert said["data"] == [{"index": 0, "start": 0, "end": 6, **place}, {"index": 1, "start": 6, "end": 12, **place}]
+    assert said["usage"]["prompt_tokens"] == 3 and said["model"] == "fake" and said["id"].startswith("embd-")
+    assert raw_of(server, "/pooling", {**body, "encoding_format": "bytes_only"}) == (None, b"".join(want))
+    _, answer = post(server, "/v1/embeddings", {**body, "encoding_format": "base64", "endianness": "big"})
+    assert base64.b64decode(answer["data"][1]["embedding"]) == numpy.array(vector("d"), ">f2").tobytes()
+
+
+def test_the_limit_of_documents_is_none_of_queries(servers: dict[str, FakeServer]) -> None:
+    server = servers["embed"]
+    seen = len(server.engine.requests)
+    body = {"query": "a b c", "documents": ["d e", "f"], "max_tokens_per_doc": 2}
+    assert post(server, "/rerank", body)[0] == 200
+    asked = [each.work.params.max_tokens_per_doc for each in server.engine.requests[seen:]]
+    assert asked == [None, 2, 2]
+
+
 def test_every_form_of_input(servers: dict[str, FakeServer]) -> None:
     server = servers["embed"]
     for given, count, tokens in (
@@ -146,6 +234,9 @@ def test_parameters_reach_the_engine(servers: dict[str, FakeServer]) -> None:
         ("/pooling", {}, {}),
         ("/pooling", {"task": "token_embed", "dimensions": 1}, {"task": "token_embed", "dimensions": 1}),
         ("/classify", {"use_activation": False}, {"task": "classify", "use_activation": False}),
+        ("/score", {"max_tokens_per_doc": 4}, {"task": "score", "max_tokens_per_doc": 4}),
+        ("/rerank", {"max_tokens_per_doc": 0}, {"task": "score"}),
+        ("/classify", {"truncation_side": "left"}, {"task": "classify", "truncation_side": "left"}),
         ("/score", {"truncate_prompt_tokens": 9}, {"task": "score", "truncate_prompt_tokens": 9}),
         ("/rerank", {"use_activation": True}, {"task": "score", "use_activation": True}),
     ):
@@ -199,6 +290,25 @@ def test_scores_of_embeddings_are_cosines_and_a_text_is_run_once(servers: dict[s
     expected = [a @ b / numpy.sqrt((a @ a) * (b @ b)) for b in others]
     assert [each["score"] for each in body["data"]] == pytest.approx(expected, abs=1e-12)
     assert len(server.engine.requests) == seen + 4 and body["usage"]["prompt_tokens"] == 7
+
+
+def test_scores_of_late_interaction_are_sums_of_the_best() -> None:
+    """Each token of the query with the document's token that is most like it; a text is run once."""
+
+    def rows(text: str) -> numpy.ndarray:
+        return numpy.array([[len(word), ord(word[0]) / 100, 1] for word in text.split()], numpy.float32)
+
+    texts = ["b", "a bb ccc", "dddd d"]
+    expected = [sum(max(float(a @ b) for b in rows(text)) for a in rows("a bbb")) for text in texts]
+    with FakeServer(names=["fake"], pooler=replace(EMBED, late_interaction=True)) as server:
+        body = post(server, "/score", {"text_1": "a bbb", "text_2": texts})[1]
+        assert [each["score"] for each in body["data"]] == pytest.approx(expected, rel=1e-6)
+        assert [request.work.params.task for request in server.engine.requests] == ["token_embed"] * 4
+        best = post(server, "/rerank", {"query": "a bbb", "documents": texts, "top_n": 1})[1]["results"]
+        assert [each["index"] for each in best] == [expected.index(max(expected))]
+        data = post(server, "/pooling", {"input": "a bbb"})[1]["data"][0]["data"]
+        assert numpy.array(data) == pytest.approx(rows("a bbb"))
+        assert "it can do token_embed" in error_of(post(server, "/v1/embeddings", {"input": "a"}))["message"]
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -271,11 +381,12 @@ VECTORS: list[tuple[str, Any, str]] = [
     ("dimensions", 4, "dimensions must be at most 3, the model's own, got 4"),
     ("dimensions", 2.5, "dimensions must be an integer, got a number"),
     ("dimensions", "2", "dimensions must be an integer, got a string"),
-    ("encoding_format", "hex", "encoding_format must be float or base64, got 'hex'"),
+    ("encoding_format", "hex", "encoding_format must be one of float, base64, bytes, bytes_only, got 'hex'"),
     ("encoding_format", 1, "encoding_format must be a string, got an integer"),
     ("normalize", "no", "normalize must be true or false, got a string"),
-    ("embed_dtype", "float16", "embed_dtype='float16' is not supported yet"),
-    ("endianness", "big", "endianness='big' is not supported yet"),
+    ("embed_dtype", "int8", "embed_dtype must be one of float32, float16, bfloat16, fp8_e4m3, fp8_e5m2, got 'int8'"),
+    ("endianness", "middle", "endianness must be one of native, little, big, got 'middle'"),
+    ("truncation_side", "both", "truncation_side must be one of ['left', 'right'], got 'both'"),
 ]
 BAD: dict[str, list[tuple[str, Any, str]]] = {
     "/v1/embeddings": ANY + INPUTS + VECTORS,
@@ -309,7 +420,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("top_n", -1, "top_n must be at least 0 (0: all documents), got -1"),
         ("top_n", 1.5, "top_n must be an integer, got a number"),
         ("return_documents", "yes", "return_documents must be true or false"),
-        ("max_tokens_per_doc", 5, "max_tokens_per_doc=5 is not supported yet"),
+        ("max_tokens_per_doc", -1, "max_tokens_per_doc must be at least 1, got -1"),
     ],
 }  # fmt: skip
 
@@ -515,7 +626,7 @@ def test_a_long_answer_lets_others_through(server: FakeServer, monkeypatch: pyte
     monkeypatch.setattr(pooling, "_AT_ONCE", 1)
     turns = []
     gate = threading.Event()
-    before = pooling._numbers
+    before = pooling.writer("float", "float32", "native")
 
     def slow(data: numpy.ndarray) -> Any:
         turns.append(len(data))
@@ -525,7 +636,7 @@ def test_a_long_answer_lets_others_through(server: FakeServer, monkeypatch: pyte
             assert gate.is_set()  # the loop has turned since
         return before(data)
 
-    monkeypatch.setattr(pooling, "_numbers", slow)
+    monkeypatch.setattr(pooling, "writer", lambda *form: slow)
     assert post(server, "/v1/embeddings", {"input": ["a", "b", "c"]})[0] == 200 and turns == [3, 3, 3]
 
 

@@ -22,6 +22,7 @@ from quire.frontend.tools import (
     Reasoning,
     detect,
 )
+from quire.proto.thinking import MARKS as MARKS_OF
 
 Found = tuple[str, str, list[tuple[str, str]]]
 """Thought, content, and calls as (name, arguments)."""
@@ -96,6 +97,44 @@ CALLS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("deepseek_v31", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ONE}<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [PARIS, TIME]),
     ("openai", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ONE}<|call|>", "", [PARIS]),
     ("openai", f"<|channel|>commentary<|message|>First.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{ONE}<|end|><|start|>assistant<|channel|>commentary to=functions.get_time<|message|><|end|><|start|>assistant<|channel|>final<|message|>There.", "First.\nThere.", [PARIS, TIME]),
+    ("granite4", f"<tool_call>\n{HEART}\n</tool_call>", "", [PARIS]),
+    ("granite-20b-fc", f"<function_call> {HEART}\n<function_call> {EMPTY}", "", [PARIS, TIME]),
+    ("granite-20b-fc", "a <function_call> b", "a <function_call> b", []),
+    ("ernie45", f"<tool_call>\n{HEART}\n</tool_call>\n<tool_call>\n{EMPTY}\n</tool_call>\n", "", [PARIS, TIME]),
+    ("longcat", f"Sure.<longcat_tool_call>{HEART}</longcat_tool_call>", "Sure.", [PARIS]),
+    ("jamba", f"I'll look. <tool_calls>[\n    {HEART},\n    {EMPTY}\n]</tool_calls>", "I'll look.", [PARIS, TIME]),
+    ("hunyuan_a13b", f"<tool_calls>[{HEART}, {EMPTY}]</tool_calls> Done.", " Done.", [PARIS, TIME]),
+    ("hunyuan_a13b", "<tool_calls>[]</tool_calls>", "<tool_calls>[]</tool_calls>", []),
+    ("minimax", f"<tool_calls>\n{HEART}\n{EMPTY}\n</tool_calls>", "", [PARIS, TIME]),
+    ("cohere_command3", '<|START_ACTION|>\n[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": ' + ONE + '},\n    {"tool_call_id": "1", "tool_name": "get_time", "parameters": {}}\n]\n<|END_ACTION|>', "", [PARIS, TIME]),
+    ("kimi_k2", f"I'll check. <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0 <|tool_call_argument_begin|>{ONE}<|tool_call_end|><|tool_call_begin|>get_time:1<|tool_call_argument_begin|> {{}} <|tool_call_end|><|tool_calls_section_end|>", "I'll check.", [PARIS, TIME]),
+    ("kimi_k2", f"<|tool_calls_section_begin|><|tool_call_begin|>functions.invalid.0<|tool_call_argument_begin|>{ONE}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{ONE}<|tool_call_end|><|tool_calls_section_end|>", "", [PARIS]),
+    ("kimi_k2", "<|tool_calls_section_begin|> none <|tool_calls_section_end|>", "<|tool_calls_section_begin|> none <|tool_calls_section_end|>", []),
+    ("glm45", "I will help.<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n    <arg_key>days</arg_key>\n    <arg_value>2</arg_value>\n</tool_call>\n\n<tool_call>get_time\n</tool_call>", "I will help.", [PARIS, TIME]),
+    ("glm47", "<tool_call>get_weather<arg_key>city</arg_key><arg_value> a\n</arg_value><arg_key>where</arg_key><arg_value>{\"a\": [1]}</arg_value></tool_call><tool_call>get_time</tool_call>", "", [("get_weather", '{"city": " a\\n", "where": {"a": [1]}}'), TIME]),
+    ("glm45", "a <tool_call> in\na text", "a <tool_call> in\na text", []),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>', "", [PARIS, TIME]),
+    ("minimax_m2", 'Let me check. <minimax:tool_call><invoke name="get_weather"><parameter name="city">\n  x\n</parameter><parameter name="code">5</parameter></invoke></minimax:tool_call>', "Let me check.", [("get_weather", '{"city": "\\n  x\\n", "code": "5"}')]),
+    ("deepseek_v32", 'Sure! <｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n<｜DSML｜parameter name="code" string="false">[1, true]</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', "Sure!", [("get_weather", '{"city": "Paris", "code": [1, true]}'), TIME]),
+    ("seed_oss", "Yes.<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>2</parameter>\n</function>\n</seed:tool_call>", "Yes.", [PARIS]),
+    ("step3", 'Ok.\n<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>get_weather\n<steptml:invoke name="get_weather"><steptml:parameter name="city">Paris</steptml:parameter><steptml:parameter name="days"> 2 </steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_sep｜><｜tool_call_begin｜><steptml:invoke name="get_time"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>\nThere.', "Ok.\nThere.", [PARIS, TIME]),
+    ("step3p5", "<tool_call>\n<function=get_time>\n</function>\n</tool_call>", "", [TIME]),
+    ("lfm2", 'Hm.<|tool_call_start|>[get_weather(city="Paris", days=2), get_time()]<|tool_call_end|>', "Hm.", [PARIS, TIME]),
+    ("lfm2", "[get_time()]", "[get_time()]", []),
+    ("lfm2", "<|tool_call_start|> [get_weather(city='a\nb', days=07, code={'x'})]<|tool_call_end|>\nThere.", "\nThere.",
+     [("get_weather", '{"city": "a\\nb", "days": 7, "code": ["x"]}')]),
+    ("gigachat3", f"I'll check.<|message_sep|>\n\nfunction call<|role_sep|>\n{HEART}", "I'll check.", [PARIS]),
+    ("gigachat3", f"<|function_call|>{EMPTY}", "", [TIME]),
+    ("apertus", 'Sure! <|tools_prefix|>[{"get_weather": ' + ONE + '}, {"get_time": {}}]<|tools_suffix|>', "Sure!", [PARIS, TIME]),
+    ("apertus", "<|tools_prefix|>[1]<|tools_suffix|>", "<|tools_prefix|>[1]<|tools_suffix|>", []),
+    ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', "", [TIME]),
+    ("olmo3", "<function_calls>get_weather(city='Paris', days=2)\nget_time()</function_calls>", "", [PARIS, TIME]),
+    ("olmo3", "a <function_calls> b", "a <function_calls> b", []),
+    ("functiongemma", "Sure. <start_function_call>call:get_weather{city:<escape>Paris<escape>,days:<escape>2<escape>}<end_function_call><start_function_call>call:get_time{}<end_function_call>", "Sure.", [PARIS, TIME]),
+    ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Pa, {r}is<|"|>,days:2,where:{<|"|>a<|"|>:[<|"|>x]<|"|>,null,[1.5]]},now:true}<tool_call|><|tool_call>call:get_time{}<tool_call|>', "",
+     [("get_weather", '{"city": "Pa, {r}is", "days": 2, "where": {"a": ["x]", null, [1.5]]}, "now": true}'), TIME]),
+    ("gemma4", '<|tool_call>call:f{x:[},5],y:}<tool_call|>', "", [("f", '{"x": ["", "", 5], "y": ""}')]),
+    ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Lon', '<|tool_call>call:get_weather{city:<|"|>Lon', []),
     ("openai", "No marks here.", "No marks here.", []),
 ]  # fmt: skip
 
@@ -113,6 +152,14 @@ THOUGHTS: list[tuple[str, str | None, str, str, str]] = [
     ("granite", None, "Here's my thought process:a Here was Here's my response:", "a Here was", ""),
     ("granite", None, "Here is my thought failure", "", "Here is my thought failure"),
     ("mistral", None, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+    ("ernie45", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", "Hm.", "Yes.\n"),
+    ("hunyuan_a13b", None, "<think>\nHm.\n</think>\n<answer>\nYes. </b>\n</answer>", "Hm.", "Yes. </b>"),
+    ("hunyuan_a13b", None, "Yes. \n", "", "Yes. \n"),
+    ("cohere_command3", None, "<|START_THINKING|> Hm.<|END_THINKING|>\n<|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Hm.", "Yes."),
+    ("seed_oss", None, "<seed:think>Hm.</seed:think>Yes.", "Hm.", "Yes."),
+    ("gemma4", None, "<|channel>thought\nHm.<channel|>Yes.", "Hm.", "Yes."),
+    ("kimi_k2", None, "<think>Hm.</think>Yes.", "Hm.", "Yes."),
+    ("minimax_m2", "<think>\n", "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
     ("gpt-oss", None, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "Hm.", "Yes."),
 ]  # fmt: skip
 
@@ -155,9 +202,19 @@ def test_a_call_after_a_thought() -> None:
     assert run([text], "hermes", "qwen3") == ("Should I call <tool_call>?", "", [PARIS])
 
 
+def test_a_call_that_the_model_names_keeps_its_name() -> None:
+    reader = Reader("kimi_k2", None, {"f": {}})
+    text = "<|tool_calls_section_begin|>" + "".join(
+        f"<|tool_call_begin|>{id}<|tool_call_argument_begin|>{{}}<|tool_call_end|>" for id in ("functions.f:3", "4")
+    )
+    found = [delta for delta in reader.feed(text) + reader.end() if isinstance(delta, Begin)]
+    assert found == [Begin("f", "functions.f:3"), Begin("f", "4")]
+
+
 def test_every_parser_has_an_example() -> None:
-    assert {tool for tool, *_ in CALLS} | {"llama4_json"} == set(TOOL_PARSERS)
-    assert {name for name, *_ in THOUGHTS} | {"openai_gptoss", "deepseek_v3"} == set(REASONING_PARSERS)
+    assert {tool for tool, *_ in CALLS} | {"llama4_json", "cohere_command4", "mimo"} == set(TOOL_PARSERS)
+    shown = [MARKS_OF[name] for name, *_ in THOUGHTS]
+    assert {name for name, marks in MARKS_OF.items() if marks in shown} == set(REASONING_PARSERS)
 
 
 MARKS = sorted(
@@ -237,6 +294,9 @@ def test_long_and_deep_text_is_read_in_time() -> None:
         ("{{ tools }}<|start_of_role|> <|tool_call|>", "granite"),
         ("{{ tools }}Environment: ipython \"parameters\"", "llama3_json"),
         ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("{% if tools %}<tool_call>{name}<arg_key>{\"arguments\"", "glm45"),
+        ("{{ tools }}<|tool_calls_section_begin|>", "kimi_k2"),
+        ("{{ tools }}<minimax:tool_call>", "minimax_m2"),
         ("<tool_call> \"arguments\"", None),
         ("{{ tools }}", None),
     ],

@@ -26,7 +26,7 @@ from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
 from quire.proto.process import new_incarnation
 from quire.proto.wire.sockets import Router, front_endpoint
-from quire.proto.work import Adapter, Generate, Pool
+from quire.proto.work import Adapter, Generate, Pool, Text
 
 VOCAB = 2048
 ADAPTER = Adapter("a", "/nowhere/a", bytes(16))
@@ -131,7 +131,7 @@ def to_scheduler(rng: random.Random) -> list[Any]:
     messages = [
         m.Submit(uid, rng.choice((0, 1, 2)), ids, hashes, work, time.time(), children),
         m.Abort(uid, 0), m.Stopped(uid, 0, 0, 3), m.BeamStopped(uid, 0, 1, i32([0])), m.Reconcile(i64([uid]), i32([0])),
-        m.GetStats(3), m.Heartbeat(), m.Manage(1, "list"),
+        m.GetStats(3), m.GetView(4, 1), m.Heartbeat(), m.Manage(1, "list"),
         m.Adapters([m.AdapterEntry("a", uid, ADAPTER)]),
         m.Register(1, ADAPTER), m.Unregister(2, "a"),
     ]  # fmt: skip
@@ -158,6 +158,7 @@ def to_detokenizer(rng: random.Random) -> list[Any]:
         m.Tokenize(uid, 1, work, time.time(), ids=i32([5, 6, 7]), resume=[m.Resume(0, i32([9, 10]), 2)]),
         m.Tokenize(uid, 0, work, time.time(), messages=chat, template={"add_generation_prompt": True}),
         m.Tokenize(uid, 0, Pool(PoolingParams(), "upon a time"), time.time(), prompt="once"),
+        m.Tokenize(uid, 0, Text(["once", 5], pieces=True), time.time(), prompt=""),
     ]
     return [
         plain(message)

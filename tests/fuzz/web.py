@@ -22,13 +22,19 @@ from fuzz.targets import Valid
 from quire.proto import messages as m
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",
-          "/v1/responses", "/v1/responses/resp_1",
-          "/v1/models", "/v1/models/quire-demo", "/health", "/health/live",
-          "/health/ready", "/health/generate", "/ping", "/version", "/metrics", "/sleep", "/wake_up",
-          "/is_sleeping", "/", "/nothing", "/v1/models/%ff",
+          "/v1/responses", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/v1/responses/resp_1/input_items",
+          "/v1/responses/input_tokens", "/tokenize", "/detokenize", "/apply-template", "/tokenizer_info",
+          "/completion", "/infill", "/props", "/slots", "/inference/v1/generate", "/v1/requests/x/cancel",
+          "/api/generate", "/api/chat", "/api/embed", "/api/tags", "/api/show", "/api/ps", "/api/pull",
+          "/generate", "/generate_stream", "/info", "/invocations",
+          "/v1/models", "/v1/models/quire-demo",
+          "/v1/files", "/v1/files/file-00000000", "/v1/files/file-00000000/content",
+          "/v1/batches", "/v1/batches/batch_00000000", "/v1/batches/b/cancel", "/health", "/health/live",
+          "/health/ready", "/health/generate", "/ping", "/version", "/load", "/metrics", "/sleep", "/wake_up",
+          "/is_sleeping", "/reset_prefix_cache", "/", "/nothing", "/v1/models/%ff",
           "/v1/models/a%2f..%2fb", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # fmt: skip
 METHODS = ("POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "NONSENSE")
-KNOWN = {200, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 417, 429, 431, 501, 503, 505}
+KNOWN = {200, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505}
 AT_ONCE = 16
 PATIENCE_S = {True: 3.0, False: 0.3}
 """The client's, by whether it sent sound HTTP: some of that takes long, and of the rest some is waited for."""
@@ -51,6 +57,16 @@ SOUND: list[tuple[str, dict[str, Any]]] = [
                        "tools": [{"type": "function", "name": "f", "parameters": {}}], "tool_choice": "required"}),
     ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 3,
                       "system": "x", "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}),
+    ("/api/generate", {"model": "quire-demo:latest", "prompt": "Hi", "system": "x", "format": "json", "raw": False,
+                       "options": {"num_predict": 3, "seed": 1, "stop": ["x"], "repeat_last_n": 5}, "think": False}),
+    ("/generate", {"inputs": "Hi", "parameters": {"max_new_tokens": 3, "details": True, "do_sample": True, "best_of": 2,
+                                                  "grammar": {"type": "regex", "value": "a+"}, "top_n_tokens": 2}}),
+    ("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 3, "stop": ["x"], "seed": 1}}),
+    ("/", {"inputs": "Hi", "parameters": {"max_new_tokens": 3, "decoder_input_details": True}, "stream": False}),
+    ("/invocations", {"prompt": "Hi", "max_tokens": 3}),
+    ("/api/chat", {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "f", "arguments": {}}}]}, {"role": "tool", "tool_name": "f", "content": "x"}],
+        "options": {"num_predict": 3}, "stream": False, "tools": [{"type": "function", "function": {"name": "f"}}]}),
 ]  # fmt: skip
 
 
@@ -107,7 +123,7 @@ class Requests:
 
     def _http(self, method: str, path: str, body: bytes) -> bytes:
         rng = self.rng
-        lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
+        lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close"]
         lines.append(
             "Content-Type: " + ("application/json" if rng.random() < 0.95 else rng.choice(("text/html", "", "a/b;;")))
         )
@@ -145,7 +161,8 @@ async def routes(cluster: Cluster, valid: Valid, count: int, rng: random.Random)
         if status >= 400 and sound and b" HTTP/1.1" in data and not data.startswith(b"HEAD"):
             body = answer.partition(b"\r\n\r\n")[2]
             error = json.loads(body)["error"]
-            if error.get("code", status) != status or not error["message"]:
+            told = {"message": error} if isinstance(error, str) else error  # Ollama's shape, and TGI's
+            if told.get("code", status) != status or not told["message"]:
                 raise AssertionError(f"{status} with {error}")
 
     while result.sent < count:

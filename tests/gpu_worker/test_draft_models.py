@@ -403,7 +403,7 @@ def test_ranks_that_share_a_model_keep_the_same_drafts(folder: Path, tmp_path: P
     assert ranks[0].core.stats().draft_tokens > 20
 
 
-def refuse_a_token(prompt: Any, ids: Any, logits: torch.Tensor) -> torch.Tensor:
+def refuse_a_token(prompt: Any, ids: Any, logits: torch.Tensor, extra: Any) -> torch.Tensor:
     """A user's function that fails once there are twelve outputs."""
     if len(ids) >= 12:
         raise ValueError("enough")

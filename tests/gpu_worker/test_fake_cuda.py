@@ -277,7 +277,7 @@ def test_structures(device, rewrite, tmp_path):
 
 
 def test_users_functions(device, rewrite, tmp_path):
-    def function(prompt_ids, output_ids, logits):
+    def function(prompt_ids, output_ids, logits, extra):
         logits[3] = -torch.inf
         return logits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,19 @@ from json_schemas import schemas
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.detokenizer.grammar_helper import compiled
-from quire.frontend.tools.forms import after_thought, free_after_thought, structural
+from quire.frontend.tools.forms import FORMS as CALL_FORMS
+from quire.frontend.tools.forms import after_thought, demanded, free_after_thought, headed, structural
 from quire.gpu_worker.sampling.grammar import Grammars
 from quire.proto.checkpoint.model_config import ModelConfig, demo_model_path, load_model_config
 from quire.proto.codec import i32
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.grammars import grammar as proto_grammar
 from quire.proto.grammars.grammar import GrammarError, grammar_of, start_matcher, token_table
+from quire.proto.grammars.structural_tags import placed
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
-from quire.proto.work import Generate
+from quire.proto.thinking import Thinking
+from quire.proto.work import Generate, ThinkingGenerate
 
 END = 256
 """EOS of the byte-level tokenizer, whose ids below are bytes. 257 is a second EOS, 258 another special token."""
@@ -131,6 +135,11 @@ def after(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
     return {"structural_tag": structural(after_thought(format, reasoning))}
 
 
+def begun(form: dict[str, Any], tail: str) -> dict[str, Any]:
+    """``form`` behind a prompt that ends with ``tail``."""
+    return {"structural_tag": placed(form["structural_tag"], tail)}
+
+
 FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"json_object": True}, ["{}", '{"a": [1, null]}', '{ "a" : 1 }'], ["[]", "1", '{"a"}', ""]),
     ({"json_object": True}, ['{\n    "a": 1,\n\t"b": 2\n}', '{\r\n}'], ['{"a":  1}', '{\n\n}', '{"a" \n: 1}']),
@@ -177,6 +186,11 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (free("qwen3"),
      ["", "x", ONE, f"x {ONE} y{ONE}", "<think>no <f> end", f"\n<think><f>x</think>{ONE}{ONE}", "a<think>"],
      ["<f>x", f"{ONE}<f>x", "<think></think><f>x", "a <think><f>x</think>", "<think><f>x</think><f>x"]),
+    (begun(free("qwen3"), "<think>"), [f"<f>x</think>{ONE}", "<f>x", f"<think><f>x</think>{ONE}"],
+     ["</think><f>x", f"x</think>{ONE}<f>x"]),
+    (begun(free("deepseek_r1"), "</think>"), ["x", ONE], ["<f>x", "x</think><f>x"]),
+    (begun(after({"type": "regex", "pattern": "a"}, "qwen3"), "<think>"), ["x</think>a", "</think>\na"], ["a", "x"]),
+    (begun(after({"type": "regex", "pattern": "a"}, "deepseek_r1"), "</think>"), ["a"], ["x</think>a"]),
     (free("qwen3", True), [ONE, "x", f"<think><f>x</think>{ONE}"], [ONE + ONE, f"<think></think>{ONE}{ONE}"]),
     (free("deepseek_r1"), ["no thought", f"<f>x</think>{ONE}", "<f>x"], ["x</think><f>x", f"x</think>{ONE}<f>x"]),
     ({"structural_tag": json.dumps({"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
@@ -286,6 +300,109 @@ def test_a_mark_that_is_a_special_token_is_written_as_it_or_spelled_out(tmp_path
         matcher = start_matcher(table, grammar_of(spec(**form), table))
         assert (matcher.consume_tokens(tokens) and matcher.is_accepting()) is sound, tokens
     assert compiled(table, spec(**form)) == ""
+
+
+# ---------------------------------------------------------------- budgets of thoughts
+
+
+def think(grammars: Grammars, budget: int, outputs: bytes = b"", open: bool = True, **more: Any) -> None:
+    """Row 0 thinks between < and />, where the prompt has spent one token of its budget if it is ``open``."""
+    thinking = Thinking(budget, list(b"/>"), ["<"], ["/>", "!"], open, int(open))
+    params = SamplingParams(max_tokens=400, thinking_token_budget=budget, **more)
+    work = ThinkingGenerate(params, 0, [], b"", [], None, -1, thinking)
+    grammars.admit(0, work, 3, np.array([1, 2, 3, *outputs], np.int32))
+
+
+def forced(grammars: Grammars) -> str:
+    """What a row draws that would go on with x wherever it may."""
+    text = ""
+    while len(text) < 12:
+        mask, failed = grammars.fill([0])
+        assert not failed
+        ids = _ids(mask[0])
+        text += chr(ord("x") if ord("x") in ids else ids[0])
+        grammars.advance([0], [ord(text[-1])])
+    return text
+
+
+@pytest.mark.parametrize(
+    ("budget", "open", "before", "text"),
+    [
+        (0, True, "", "/>xxxxxxxxxx"),
+        (4, True, "", "xxx/>xxxxxxx"),
+        (4, False, "", "xxxxxxxxxxxx"),
+        (4, False, "ab<a", "xxx/>xxxxxxx"),
+        (4, True, "abc/", ">xxxxxxxxxxx"),
+        (4, True, "ab!", "xxxxxxxxxxxx"),
+        (4, True, "a!<", "xx/>xxxxxxxx"),  # all thoughts of an answer together
+        (4, True, "abc/>a<", "/>xxxxxxxxxx"),
+        (100, True, "", "xxxxxxxxxxxx"),
+    ],
+)
+def test_a_thought_ends_where_its_budget_does(
+    grammars: Grammars, budget: int, open: bool, before: str, text: str
+) -> None:
+    """Also in a row that goes on elsewhere with the output so far, and in one that is a copy."""
+    think(grammars, budget, before.encode(), open)
+    assert forced(grammars) == text
+    think(grammars, budget, b"", open)
+    for byte in before.encode():
+        grammars.advance([0], [byte])
+    grammars.copy([0], [1])
+    assert forced(grammars) == text
+    grammars.copy([1], [0])
+    assert forced(grammars) == text
+
+
+def test_a_thoughts_end_is_what_the_grammar_permits(grammars: Grammars) -> None:
+    """The grammar goes on behind it, and no character is cut in two."""
+    form = spec(regex="<(x|é)*(/>|!)[ab]{3}!?")
+    think(grammars, 3, b"<x\xc3", False, structured_outputs=form)
+    assert allowed(grammars, 0) == [0xA9]
+    grammars.advance([0], [0xA9])
+    for byte in b"/>":
+        assert allowed(grammars, 0) == [byte]
+        grammars.advance([0], [byte])
+    assert allowed(grammars, 0) == [*b"ab"]
+
+
+def test_a_budget_without_a_token_that_ends_the_thought_fails_its_row_alone(grammars: Grammars) -> None:
+    think(grammars, 1, allowed_token_ids=[*b"xy"])
+    _, ((slot, status, message),) = grammars.fill([7, 0])
+    assert (slot, status) == (1, 400) and "thinking_token_budget" in message
+
+
+def test_gpt_oss_writes_what_is_demanded_in_its_channels(tmp_path: Path) -> None:
+    """A form of the request's own in the last channel, calls in that of comments; with a thought before or without."""
+    folder = byte_folder(tmp_path)
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"]
+    tokenizer.add_special_tokens(marks)
+    tokenizer.save(f"{folder}/tokenizer.json")
+    model = ModelConfig(folder, {}, 512, vocab_size=270, eos_token_ids=[END])
+    table = token_table(folder, model)
+    ids = {mark: tokenizer.token_to_id(mark) for mark in (*marks, "<|end|>")}
+
+    def tokens(text: str) -> list[int]:
+        parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text)
+        return [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
+
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    tools = {"f": ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, True), "g": (True, False)}
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+    answer = "<|channel|>final<|message|>12"
+    number = headed({"type": "json_schema", "json_schema": {"type": "integer"}}, "gpt-oss")
+    forms = {answer: number, call: demanded(CALL_FORMS["openai"], tools, False)}
+    for good, format in forms.items():
+        form = after(format, "gpt-oss")
+        other = next(each for each in forms if each != good)
+        for text, sound in (
+            (good, True), (thought + good, True), (good + good, False), (thought, False), (thought + other, False),
+            (good.replace("1", "x"), False), ("12", False),
+        ):  # fmt: skip
+            matcher = start_matcher(table, grammar_of(spec(**form), table))
+            assert (matcher.consume_tokens(tokens(text)) and matcher.is_accepting()) is sound, text
+        assert compiled(table, spec(**form)) == ""
 
 
 SPELLED = [

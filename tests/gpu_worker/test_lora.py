@@ -179,19 +179,36 @@ def test_tensor_parallel(kind: str, tmp_path: Path) -> None:
     assert sizes[True] < sizes[False]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_int4_base(kind: str, tmp_path: Path) -> None:
     """What adapters add stands beside the product with codes."""
     writer = next(row for row in quantized.rows_of("quantized_gptq") if "4" in row.name)
-    plain, folder = quantized.plain(kind, tmp_path / "plain"), tmp_path / "int4"
-    writer.write(plain, folder)
+    plain, folder = tmp_path / "plain", tmp_path / "int4"
+    if kind == "gpt2":
+        tiny_models.save("GPT2", plain, quantized.SEED, **WIDE_GPT2)
+        turned = quantized.copied(plain, tmp_path / "turned")  # codes are [out, in], and GPT-2's weights [in, out]
+        save_file(turn(load_file(plain / "model.safetensors")), turned / "model.safetensors")
+        writer.write(turned, folder)
+        values = turn(dict(writer.dequantized(folder)))
+    else:
+        quantized.plain(kind, plain)
+        writer.write(plain, folder)
+        values = dict(writer.dequantized(folder))
     twin = quantized.copied(plain, tmp_path / "twin")
-    save_file({**load_file(plain / "model.safetensors"), **writer.dequantized(folder)}, twin / "model.safetensors")
+    save_file({**load_file(plain / "model.safetensors"), **values}, twin / "model.safetensors")
     oracle = Oracle(twin, KINDS[kind], tmp_path / "adapters")
     prompts = tiny_models.random_prompts(13, seed=5, longest=50)
     slots = [row - 1 for row in range(13)]
     found = run(hand_of(adapted(folder, oracle)), prompts, slots, 16, 3)
     check(oracle, prompts, slots, found, 1e-3)
+
+
+WIDE_GPT2 = {"vocab_size": 320, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512}
+
+
+def turn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each weight of a layer's linears the other way round."""
+    return {name: each.T.contiguous() if "c_" in name and each.dim() == 2 else each for name, each in tensors.items()}
 
 
 LAYERS = "base_model.model.model.layers"

@@ -15,6 +15,7 @@ from quire.gpu_worker.kernels import marks, sampling
 from quire.gpu_worker.outcome import FORBIDDEN, NAN
 from quire.gpu_worker.parallel.parallel import Group
 from quire.gpu_worker.spec import Shard
+from quire.proto.messages import SlotFailed
 from quire.proto.params import SamplingParams
 
 INF = math.inf
@@ -105,8 +106,8 @@ def test_one_row_fails_alone(filled, why, params):
     model.slots, model.filled = (1,), filled
     for row, token in hand.run((0, 1), (1, 1), (2, 1)).items():
         got[row].append(token)
-    ((slot, *told),) = [(each.slot, each.status, each.message, each.param) for each in hand.result.failed]
-    assert (slot, tuple(told)) == (1, tuple(why)) and 0 <= got[1][-1] < 97
+    (failed,) = hand.result.failed
+    assert failed == SlotFailed(1, *why) and 0 <= got[1][-1] < 97
     assert hand.state.tokens.min() >= 0  # a step that was launched ahead embeds what is there
     hand.drop(1)
     for row, token in hand.run((0, 1), (2, 1)).items():

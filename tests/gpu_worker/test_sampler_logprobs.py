@@ -179,3 +179,28 @@ def test_beams(mode):
         assert slot == 3 or token == edited[slot].argmax()
         check(ids, values, rank, edited[slot], token, k, slot != 3 or mode == "raw_logprobs")
     assert collect(step(state_of(requests[:1], 4), some_logits(1, vocab=4).to(DEVICE), requests[:1]))[0][0] == 4
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_named_ids_beside_rows_of_other_kinds(mode):
+    """The named ids alone, best first, with the values they have anyway; a fork copies them, a dropped row forgets."""
+    named = [90, 3, 41]
+    asked = [{"logprobs": 4}, {"logprob_token_ids": named}, {}, {"logprob_token_ids": [7]}]
+    logits = some_logits(4)
+
+    def told(fields):
+        requests = [Request(SamplingParams(temperature=1.5, **each), seed=s) for s, each in enumerate(fields)]
+        state = state_of(requests, VOCAB, mode=mode)
+        return state, collect(step(state, logits.clone().to(DEVICE), requests))
+
+    whole, (state, found) = told([{"logprobs": -1}] * 4)[1], told(asked)
+    assert sorted(found) == [0, 1, 3]
+    for slot, ids in ((1, named), (3, [7])):
+        values = dict(zip(whole[slot][1].tolist(), whole[slot][2].tolist(), strict=True))
+        mine = dict(zip(found[slot][1][1:].tolist(), found[slot][2][1:].tolist(), strict=True))
+        assert list(mine) == sorted(ids, key=values.__getitem__, reverse=True)
+        assert mine == pytest.approx({each: values[each] for each in ids}, abs=1e-5)
+        assert found[slot][3] == whole[slot][3] and found[slot][1][0] == whole[slot][1][0]
+    state.copy([1], [0], [5])
+    state.drop([1])
+    assert state.listed(np.array([0, 1]))[0].tolist() == named and 1 not in state.listed(np.array([0, 1]))

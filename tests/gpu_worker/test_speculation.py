@@ -120,7 +120,7 @@ def test_what_is_on_the_host(demo: Any, name: str) -> None:
     seen: dict[bool, list[list[int]]] = {False: [], True: []}
 
     def driven(drafts: bool, make: Any = None) -> Driven:
-        def watch(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        def watch(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor, extra: Any) -> torch.Tensor:
             seen[drafts].append(list(output_ids))
             logits[len(output_ids) % 7] += 3
             return logits
@@ -143,7 +143,7 @@ def test_what_is_on_the_host(demo: Any, name: str) -> None:
 
 
 def test_a_position_that_cannot_be_drawn_fails_as_it_would_alone(toy: ToyModel) -> None:
-    def broken(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def broken(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor, extra: Any) -> torch.Tensor:
         if len(output_ids) == 13:
             raise RuntimeError("out of luck")
         return logits

@@ -62,7 +62,7 @@ def test_every_feature_in_one_batch(models, graphs):
     prompts = tiny_models.random_prompts(14, seed=6, longest=20)
     hands = []
     for model in models:
-        functions = {"shy": lambda prompt_ids, output_ids, logits: shy(output_ids, logits)}
+        functions = {"shy": lambda prompt_ids, output_ids, logits, extra: shy(output_ids, logits)}
         grammars = Ladder(tiny_models.VOCAB)
         hands.append(Hand(model, device=model.device, grammars=grammars, functions=functions, **LIMITS))
     if graphs:

@@ -230,6 +230,9 @@ def test_capture_sizes():
     assert capture_sizes(3) == [1, 2, 4]
     assert capture_sizes(20) == [1, 2, 4, 8, 16, 24]
     assert capture_sizes(256)[-2:] == capture_sizes(1000)[-2:] == [248, 256]
+    assert capture_sizes(20, [64, 3, 16, 3]) == [3, 16, 64]
+    assert capture_sizes(20, None, 8) == [1, 2, 4, 8]
+    assert capture_sizes(20, [3, 16, 64], 16) == [3, 16]
 
 
 class FakeRecorder:

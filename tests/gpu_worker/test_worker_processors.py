@@ -51,6 +51,10 @@ class Recorder:
         logits[logits.argmax()] = -torch.inf
         return logits
 
+    def wished(self, output_ids, logits, *, extra_args=None):
+        self.calls.append(extra_args)
+        return only((extra_args or {}).get("token", 0), logits)
+
     def bad_luck(self, output_ids, logits):
         if output_ids:
             raise RuntimeError("out of luck")
@@ -95,6 +99,7 @@ def user(monkeypatch):
 @pytest.fixture
 def hand(user):
     names = ("count_up", "ban_best", "bad_luck", "leave", "mumble", "long_story", "narrow", "nothing", "nan", "forbid")
+    names = (*names, "wished")
     return Hand(MODEL, functions=load_functions([f"users_own:{name}" for name in names]))
 
 
@@ -105,6 +110,14 @@ def test_both_forms_are_called_with_what_they_name(user, hand):
     assert user.calls == [(ids, wanted[:i]) for i in range(4)]
     got = hand.generate(1, ids, 1, params=asks("users_own:ban_best"))
     assert got == [int(toy_logits(MODEL, ids)[-1].topk(2).indices[1])]
+
+
+def test_extra_args_reach_a_function_that_takes_them(user, hand):
+    ids = prompts(1)[0]
+    params = SamplingParams(temperature=0, logits_processors=["users_own:wished"], extra_args={"token": 7})
+    assert hand.generate(0, ids, 2, params=params) == [7, 7]
+    assert user.calls == [{"token": 7}] * 2
+    assert hand.generate(1, ids, 1, params=asks("users_own:wished")) == [0] and user.calls[-1] is None
 
 
 def test_several_are_called_in_the_order_given(hand):
@@ -175,6 +188,7 @@ def test_one_that_fails_fails_its_slot_alone(name, hand):
     assert [len(each) for each in failed] == ([0, 1, 1] if name == "bad_luck" else [1, 1, 1])
     assert {each.status for each in failed[-1]} == {status} and message in failed[-1][0].message
     assert "\n" not in failed[-1][0].message and len(failed[-1][0].message) < 400
+    assert failed[-1][0].corrupted == (name == "nan")
     assert failed[-1][0].param == (None if name in ("nan", "forbid") else "logits_processors")
     hand.drop(1)
     assert hand.generate(1, asked[1], 3) == oracle(MODEL, asked[1], 3) and not hand.result.failed

@@ -145,9 +145,9 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
         lambda f: edit(f, hidden_size=None), {},
         "/config.json: hidden_size must be a positive integer", "correct it",
     ),
-    "no architecture": (lambda f: edit(f, architectures=None), {}, ": architectures", "supported are"),
+    "no architecture": (lambda f: edit(f, architectures=None), {}, ": architectures", "docs/models.md"),
     "nobody's architecture": (
-        lambda f: edit(f, architectures=["NobodyForCausalLM"]), {}, r": architectures \['Nobody", "supported are",
+        lambda f: edit(f, architectures=["NobodyForCausalLM"]), {}, r": architectures \['Nobody", "docs/models.md",
     ),
     "code of its own": (
         lambda f: edit(f, architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Own"}), {}, "",

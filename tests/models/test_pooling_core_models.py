@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from quire.gpu_worker.warmup import worst_case
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import Pooled
+from quire.proto.params import ParamError
 from quire.proto.pooling import PoolingParams
 from quire.proto.work import Pool
 
@@ -230,3 +231,100 @@ def test_dummy_weights(tmp_path):
     (folder / "model.safetensors").unlink()
     (found,) = ModelRig(folder, load_format="dummy").vectors(prompts((4,)))
     assert abs(found.sum() - 1) < 1e-6
+
+
+YES, NO, MAYBE = 17, 90, 44
+QWEN3_RERANKER = {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}
+
+
+def make_generator(path, family, words, **config):
+    """A generator's folder with a vocabulary, whose config.json says to classify by ``words``; and the model."""
+    folder, model = make(path, family, "ForCausalLM", **config)
+    tokens = {"yes": YES, "no": NO, "maybe": MAYBE}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
+    changed = {"architectures": [f"{family}ForSequenceClassification"], **words}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changed))
+    return folder, model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reranker_answers_by_yes_and_no(tmp_path, tied):
+    """Its head is made of the generator's rows of both, as vLLM makes it of Qwen3-Reranker's checkpoint."""
+    folder, model = make_generator(tmp_path, "Qwen3", QWEN3_RERANKER, tie_word_embeddings=tied)
+    rig, asked = ModelRig(folder), prompts((1, 5, 60, 33))
+    assert (rig.pooler.labels, rig.pooler.tasks) == (("LABEL_0",), ("classify", "token_classify", "score"))
+    with torch.no_grad():
+        logits = [model(torch.tensor([prompt])).logits[0, -1, [NO, YES]] for prompt in asked]
+    close(rig.vectors(asked, task="score"), [each.softmax(-1)[1:].numpy() for each in logits])
+    close(rig.vectors(asked, use_activation=False), [(each[1:] - each[:1]).numpy() for each in logits], 1e-4)
+
+
+def test_classes_of_several_tokens(tmp_path):
+    words = {"classifier_from_token": ["maybe", "yes", "no"], "method": "no_post_processing"}
+    folder, model = make_generator(tmp_path, "Llama", words)
+    (prompt,) = prompts((9,))
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1, [MAYBE, YES, NO]].softmax(-1)
+    close(ModelRig(folder).vectors([prompt]), [expected.numpy()])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"is_original_qwen3_reranker": True}, "must be a list of tokens"),
+        ({**QWEN3_RERANKER, "classifier_from_token": ["yes"]}, "takes two tokens"),
+        ({**QWEN3_RERANKER, "classifier_from_token": ["no", "never"]}, "names 'never', which is no token of"),
+        ({"classifier_from_token": ["yes"], "method": "mean"}, "method 'mean' of classifier_from_token is not known"),
+        ({"tie_word_embeddings": False, **QWEN3_RERANKER}, "the weights lack lm_head.weight"),
+        ({"architectures": ["BertForSequenceClassification"], **QWEN3_RERANKER}, "has no lm_head"),
+    ],
+)
+def test_tokens_that_make_no_head_are_refused(tmp_path, words, message):
+    folder, _ = make_generator(tmp_path, "Qwen3", words, tie_word_embeddings=True)
+    with pytest.raises(ConfigError) as error:
+        ModelRig(folder)
+    assert message in str(error.value)
+
+
+def make_colbert(path, **config):
+    """A folder as ColBERT's library and its successors write it, the encoder, and the head [12, hidden]."""
+    folder, model = make(path, "Bert", "Model")
+    weights = {f"bert.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    head = weights["linear.weight"] = torch.randn(12, SIZES["hidden_size"])
+    save_file(weights, folder / "model.safetensors")
+    changed = {"architectures": ["HF_ColBERT"], **config}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changed))
+    return folder, model, head
+
+
+@pytest.mark.parametrize("where", ["dim", "artifact.metadata"])
+def test_late_interaction(tmp_path, where):
+    folder, model, head = make_colbert(tmp_path, **({"dim": 12} if where == "dim" else {}))
+    if where != "dim":
+        (folder / where).write_text('{"dim": 12, "similarity": "cosine"}')
+    rig, asked = ModelRig(folder), prompts()
+    assert (rig.pooler.tasks, rig.pooler.size) == (("token_embed",), 12)
+    rows = [states(model, prompt) @ head.T.numpy() for prompt in asked]
+    close(rig.vectors(asked), [unit(each) for each in rows])
+    close(rig.vectors(asked, normalize=False, dimensions=5), [each[:, :5] for each in rows], 1e-4)
+    with pytest.raises(ParamError, match=r"ask for one of \['token_embed'\]"):
+        rig.vectors(asked, task="embed")
+
+
+def test_a_head_in_a_module_of_its_own_is_refused(tmp_path):
+    folder, _ = make(tmp_path, "Bert", "Model")
+    (folder / "modules.json").write_text('[{"type": "pylate.models.Dense.Dense", "path": "1_Dense"}]')
+    with pytest.raises(ConfigError, match="has a Dense module for each token"):
+        ModelRig(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({}, "has no usable colbert_dim"), ({"colbert_dim": 13}, "linear.weight has shape"), ({"dim": "a"}, "got 'a'"),
+     ({"model_type": "modernbert", "dim": 12}, "supported over BERT")],
+)  # fmt: skip
+def test_late_interaction_of_another_kind_is_refused(tmp_path, config, message):
+    folder, _, _ = make_colbert(tmp_path, **config)
+    with pytest.raises(ConfigError) as error:
+        ModelRig(folder)
+    assert message in str(error.value)

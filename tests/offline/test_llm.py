@@ -18,7 +18,7 @@ import psutil
 import pytest
 import stack
 
-from quire import LLM, BeamSearchParams, EngineArgs, SamplingParams, StructuredOutputsParams
+from quire import LLM, BeamSearchParams, EngineArgs, FlatLogprobs, SamplingParams, StructuredOutputsParams
 from quire.client.offline.prompts import parse_conversations, parse_params, parse_priority, parse_prompts
 from quire.proto.checkpoint.model_config import demo_model_path
 
@@ -175,7 +175,7 @@ def test_chat(llm):
         chat_template_kwargs={"tail": " is"},
     )  # fmt: skip
     assert plain.prompt == PROMPTS[0] and plain.outputs[0].text.startswith(" Paris")
-    with pytest.raises(ValueError, match="chat template cannot render"):
+    with pytest.raises(ValueError, match="chat template cannot be compiled"):
         llm.chat(joke, params, chat_template="{% if %}")
     with pytest.raises(ValueError, match="chat_template_content_format"):
         llm.chat(joke, params, chat_template_content_format="openai")
@@ -564,11 +564,12 @@ def run_script(end):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3)])
-def test_a_script_that_ends_leaves_nothing(end, code):
+def test_a_script_that_ends_leaves_nothing(end, code, capfd):
     process, pids, folder = run_script(end)
     assert process.wait(120) == code
     process.stdout.close()
     assert not any(map(psutil.pid_exists, pids)) and not folder.exists()
+    assert capfd.readouterr().err == ""  # its results are not lost among lines of the log
 
 
 @pytest.mark.slow
@@ -639,3 +640,72 @@ def test_a_killed_process_is_not_noticed(llm, stories, service):
             assert child.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-2)
             same_dicts(child.logprobs, other.logprobs)
     idle(llm)
+
+
+def test_the_prefix_cache_is_forgotten_on_demand(llm):
+    def cached():
+        prompt = {"prompt_token_ids": [11 + n for n in range(40)]}
+        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    cached()
+    assert cached() == 32
+    assert llm.reset_prefix_cache() is True
+    assert cached() == 0 and cached() == 32
+    assert llm.collective_rpc("reset_prefix_cache") == [True] and cached() == 0
+    with pytest.raises(ValueError, match="collective_rpc knows sleep, wake_up, reset_prefix_cache, got 'report'"):
+        llm.collective_rpc("report")
+    with pytest.raises(TypeError, match="no code is sent to workers"):
+        llm.collective_rpc(len)
+
+
+def test_what_programs_for_vllm_read_of_its_engine(llm):
+    engine = llm.llm_engine
+    config = engine.model_config
+    assert config.max_model_len == engine.scheduler_config.max_model_len
+    assert config == engine.vllm_config.model_config
+    assert config.get_vocab_size() == config.hf_config.vocab_size == llm.get_tokenizer().vocab_size
+    assert config.get_hidden_size() == config.hf_text_config.hidden_size
+    assert engine.cache_config.block_size == 16 and engine.parallel_config.world_size == 1
+    assert engine.get_tokenizer() is llm.get_tokenizer() is engine.tokenizer
+    with pytest.raises(AttributeError):
+        config.max_model_len = 5
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 1.5, "seed": 3, "logit_bias": {5: 9.0}}])
+def test_named_ids_have_the_logprobs_that_they_have_among_the_best(llm, fields):
+    best = SamplingParams(max_tokens=4, logprobs=20, **fields)
+    (found,) = llm.generate(PROMPTS[0], best, use_tqdm=False)
+    first = list(found.outputs[0].logprobs[0])[1:]
+    named = [first[9], first[2], first[5]]
+    asked = SamplingParams(max_tokens=4, logprob_token_ids=named, **fields)
+    told, plain = llm.generate([PROMPTS[0]] * 2, [asked, best], use_tqdm=False)
+    assert told.outputs[0].token_ids == plain.outputs[0].token_ids == found.outputs[0].token_ids
+    assert plain.outputs[0].logprobs == found.outputs[0].logprobs
+    for token, mine, whole in zip(
+        told.outputs[0].token_ids, told.outputs[0].logprobs, plain.outputs[0].logprobs, strict=False
+    ):
+        assert set(mine) == {token, *named}
+        assert mine[token].rank == whole[token].rank
+        shared = [each for each in mine if each in whole]
+        assert [mine[each].logprob for each in shared] == pytest.approx(
+            [whole[each].logprob for each in shared], abs=1e-5
+        )
+    assert set(told.outputs[0].logprobs[0]) <= set(found.outputs[0].logprobs[0])
+
+
+def test_flat_logprobs_are_the_same_in_lists(llm):
+    asked = {"temperature": 0, "max_tokens": 4, "logprobs": 2, "prompt_logprobs": 1}
+    (nested,) = llm.generate(PROMPTS[0], SamplingParams(**asked), use_tqdm=False)
+    (found,) = llm.generate(PROMPTS[0], SamplingParams(**asked, flat_logprobs=True), use_tqdm=False)
+    flat, want = found.outputs[0].logprobs, nested.outputs[0].logprobs
+    assert isinstance(flat, FlatLogprobs) and list(flat) == want and flat[-1] == want[-1] and len(flat) == 4
+    assert flat[1:3] == FlatLogprobs.of(want[1:3])
+    assert [flat.token_ids[at] for at in flat.start_indices] == found.outputs[0].token_ids
+    assert flat.logprobs[flat.start_indices[2]] == want[2][found.outputs[0].token_ids[2]].logprob
+    assert nested.prompt_logprobs[0] is None and found.prompt_logprobs[0] == {}
+    assert list(found.prompt_logprobs)[1:] == nested.prompt_logprobs[1:]
+    for change in (lambda: flat.insert(0, {}), lambda: flat.pop(), lambda: flat.__setitem__(0, {})):
+        with pytest.raises(TypeError, match="FlatLogprobs"):
+            change()
+    with pytest.raises(TypeError, match="integer or a slice"):
+        flat["a"]

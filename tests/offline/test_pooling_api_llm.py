@@ -34,7 +34,10 @@ class Pooler(PoolingMethods):
         config = ModelConfig(path="", hf={}, max_model_len=32, vocab_size=100)
         self.jobs, self.taken = [], 0
         limits = Limits(config, 20, [], has_tokenizer)
-        self._running = SimpleNamespace(pooler=pooler, limits=limits, pool=self._run, adapters=None)
+        supervisor = SimpleNamespace(args=SimpleNamespace(chat_template=None))
+        self._running = SimpleNamespace(
+            pooler=pooler, limits=limits, pool=self._run, adapters=None, supervisor=supervisor
+        )
 
     def _take_numbers(self, count):
         self.taken += count
@@ -46,9 +49,9 @@ class Pooler(PoolingMethods):
 
     def _one(self, job):
         given, task = job.given, job.params.task
-        ids = given.ids or [len(given.text)]
+        ids = given.ids or [len(given.text or "")]
         data = [float(ids[0]), 1.0, 2.0, 0.0]
-        if task == "score":
+        if task == "score" and given.messages is None:
             data = [len(given.text) / len(given.pair)]
         elif task == "classify":
             data = [0.25, 0.5, 0.25]
@@ -87,6 +90,11 @@ def test_what_vllm_now_calls_the_activation_of_an_embedding_is_its_length():
     assert bare == PoolingParams(use_activation=False)
 
 
+def test_scores_of_late_interaction_ask_for_every_tokens_embedding():
+    outputs, jobs = run(replace(EMBED, late_interaction=True), "score", "ab", ["a", "b"])
+    assert len(outputs) == 2 and [job.params.task for job in jobs] == ["token_embed"] * 3
+
+
 def test_texts_without_special_tokens():
     for pooler, method in ((EMBED, "encode"), (EMBED, "embed"), (CLASSES, "classify")):
         for special in (True, False):
@@ -109,6 +117,9 @@ def test_encode_by_task():
         (CLASSES, None, "classify"), (CLASSES, "reward", "token_classify"), (CROSS, "encode", "classify"),
     ):  # fmt: skip
         assert run(pooler, "encode", "ab", pooling_task=task)[1][0].params.task == expected
+    rewards, jobs = run(CLASSES, "reward", "ab", truncate_prompt_tokens=1)
+    assert jobs[0].params == PoolingParams(task="token_classify", truncate_prompt_tokens=1)
+    assert type(rewards[0]) is PoolingRequestOutput
     assert run(EMBED, "encode", None, None, [[3], [4]])[0][1].prompt_token_ids == [4]
     assert run(EMBED, "encode", prompt_token_ids=[3, 4])[0][0].prompt_token_ids == [3, 4]
     assert run(EMBED, "encode", inputs=["a"])[0][0].prompt_token_ids == [1]
@@ -120,6 +131,19 @@ def test_classify():
     assert output.outputs.probs == [0.25, 0.5, 0.25] and output.outputs.num_classes == 3
     assert "ClassificationOutput(num_classes=3)" in repr(output)
     assert jobs[0].params == PoolingParams(task="classify", use_activation=False)
+
+
+def test_a_template_puts_the_texts_of_a_score_together():
+    made = Pooler(CROSS)
+    made._one = lambda job: PoolingRequestOutput(job.request_id, PoolingOutput(numpy.ones(1, numpy.float32)), [1], 0)
+    made.score("q", ["a", "b"], use_tqdm=False, chat_template="T")
+    pairs = [[{"role": "query", "content": "q"}, {"role": "document", "content": text}] for text in ("a", "b")]
+    options = {"add_generation_prompt": False, "continue_final_message": False}
+    assert [job.given.messages for job in made.jobs] == pairs and made.jobs[0].given.pair is None
+    assert made.jobs[0].given.template == {**options, "chat_template": "T"}
+    made._running.supervisor.args.chat_template = "usual"
+    made.score("q", "a", use_tqdm=False)
+    assert made.jobs[2].given.messages == pairs[0] and made.jobs[2].given.template == options
 
 
 def test_score_with_a_cross_encoder():

@@ -11,8 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from quire.proto.checkpoint import model_config
-from quire.proto.checkpoint.model_config import demo_model_path, load_model_config, resolve_model, rope_parameters
-from quire.proto.config import ConfigError
+from quire.proto.checkpoint.model_config import (
+    config_of,
+    demo_model_path,
+    load_model_config,
+    model_folder,
+    resolve_model,
+    rope_parameters,
+)
+from quire.proto.config import ConfigError, EngineArgs
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -195,6 +202,27 @@ def test_the_longest_request_follows_from_the_config(tmp_path, extra, length, mo
         load_model_config(folder, length + 1)
     monkeypatch.setenv("QUIRE_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert load_model_config(folder, length + 1).max_model_len == length + 1
+
+
+def test_a_sliding_window_may_be_the_limit(tmp_path):
+    sizes = {"vocab_size": 8, "max_position_embeddings": 100}
+    folder = write(tmp_path, {**sizes, "sliding_window": 40})
+    assert config_of(EngineArgs(disable_sliding_window=True), folder).max_model_len == 40
+    assert config_of(EngineArgs(disable_sliding_window=True, max_model_len=30), folder).max_model_len == 30
+    assert config_of(EngineArgs(), folder).max_model_len == 100
+    with pytest.raises(ConfigError, match=r"max_model_len \(41\) is over the model's sliding window \(40\)"):
+        config_of(EngineArgs(disable_sliding_window=True, max_model_len=41), folder)
+    for windowless in ({}, {"sliding_window": None}, {"sliding_window": 40, "use_sliding_window": False}):
+        folder = write(tmp_path, {**sizes, **windowless})
+        assert config_of(EngineArgs(disable_sliding_window=True), folder).max_model_len == 100
+
+
+def test_a_token_of_the_hub_is_put_where_its_client_looks(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "before")
+    assert model_folder(EngineArgs(model=str(tmp_path), hf_token="")) == str(tmp_path)
+    assert os.environ["HF_TOKEN"] == "before"
+    model_folder(EngineArgs(model=str(tmp_path), hf_token="secret"))
+    assert os.environ["HF_TOKEN"] == "secret"
 
 
 def test_one_token_is_too_short_for_any_request(tmp_path):

@@ -246,3 +246,15 @@ def test_the_lowest_temperature_that_is_not_greedy():
 def test_every_name_of_a_logits_processor_is_looked_at(names, said):
     with pytest.raises(ParamError, match=said):
         SamplingParams(logits_processors=names)
+
+
+def test_a_temperature_may_be_as_high_as_you_like_and_is_never_greedy():
+    assert SamplingParams(temperature=1e300).temperature == params_module.MAX_TEMPERATURE == 1e6
+    assert SamplingParams(temperature=999999.0).temperature == 999999.0
+
+
+def test_a_search_with_one_beam_is_greedy_sampling():
+    given = {"use_beam_search": True, "early_stopping": True, "length_penalty": 2.0, "temperature": 0}
+    one, two = (SamplingParams(n=n, **given) for n in (1, 2))
+    assert (one.use_beam_search, one.early_stopping, one.length_penalty) == (False, False, 1.0)
+    assert (two.use_beam_search, two.early_stopping, two.length_penalty) == (True, True, 2.0)

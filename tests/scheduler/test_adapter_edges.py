@@ -217,6 +217,25 @@ def test_the_name_that_was_removed_first_is_forgotten_first(monkeypatch: pytest.
     assert list(names.entries) == ["a"]
 
 
+def test_what_names_meant_once_is_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_names, "MAX_REMOVED", 2)
+    names = AdapterNames()
+    for each in (A, B, C):
+        names.set("a", each)
+        assert not names.is_unused(each)
+    names.set("a", None)
+    assert [names.is_unused(each) for each in (A, B, C, D)] == [False, True, True, False]
+
+
+def test_an_adapter_that_no_name_ever_meant_stays_where_it_was_loaded() -> None:
+    rig = AdapterRig()
+    uid = rig.ask(A)
+    rig.plan()
+    rig.core.abort(uid, 0)
+    rig.load()
+    assert rig.replica.adapters is not None and rig.replica.adapters.has(A)
+
+
 def test_a_name_that_somebody_waits_for_is_taken() -> None:
     names = AdapterNames()
     names.wish("f1", Register(1, A), 5.0)
@@ -318,3 +337,16 @@ def test_one_worker_with_slots_is_enough_to_register(house: House) -> None:
     house.worker("w2")
     assert register(house, Register(2, B)) == [("f1", Adapters), ("f2", Adapters), ("f1", Registered)]
     assert house.core.names.get("B") == B
+
+
+def test_a_frontend_is_told_where_it_means_something_else_by_the_same_entry(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (known,) = house.core.names.entries.values()
+    monkeypatch.setattr(adapter_names, "MAX_NAMES", 0)
+    monkeypatch.setattr(adapter_names, "MAX_REMOVED", 1)
+    other = adapter("A", "/2")
+    house.members.on_front("f2", Adapters([AdapterEntry("B", 9, B), AdapterEntry("A", known.generation - 1, other)]))
+    assert house.core.outbox.take() == []  # one too many, and one of before
+    house.members.on_front("f2", Adapters([AdapterEntry("A", known.generation, other)]))
+    assert house.told("f2", Adapters) == [Adapters([known])] and house.core.names.get("A") == A

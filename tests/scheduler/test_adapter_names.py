@@ -178,7 +178,17 @@ def test_a_client_forgets_removed_names_as_the_scheduler_does() -> None:
     (told,) = book.introduction()
     names = [entry.name for entry in told.entries]
     assert len(names) == adapters.MAX_REMOVED + 1 and "kept" in names and "n2" not in names
+    book.merge([AdapterEntry("kept", 5000, None)])
+    (told,) = book.introduction()  # of what was removed that is the last
+    assert [entry.name for entry in told.entries[-2:]] == [f"n{adapters.MAX_REMOVED + 2}", "kept"]
     assert adapters.MAX_REMOVED == adapter_names.MAX_REMOVED
+
+
+def test_a_client_remembers_that_a_name_was_removed() -> None:
+    book = AdapterBook()
+    book.merge([AdapterEntry("n", 3, None)])
+    book.merge([AdapterEntry("n", 2, A)])
+    assert book.get("n") is None and not list(book)
 
 
 class Exchange:

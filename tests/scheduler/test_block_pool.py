@@ -60,6 +60,19 @@ def test_a_freed_block_is_found_until_it_is_reused() -> None:
     pool.check_integrity([[table[1]], [table[0]]])
 
 
+def test_nothing_is_found_once_all_is_forgotten() -> None:
+    pool = BlockPool(4)
+    (block,) = pool.allocate_many(1)
+    pool.register(block, b"a")
+    pool.forget_cached()
+    assert not pool.find([b"a"], 1) and pool.used == 1
+    pool.check_integrity([[block]])
+    pool.register(block, b"b")
+    pool.release(block)
+    assert pool.find([b"b"], 1) == [block]
+    pool.check_integrity([])
+
+
 def test_blocks_without_a_hash_are_reused_before_cached_ones() -> None:
     pool, (block_hash,) = BlockPool(3), hashes(1)
     cached, plain = pool.allocate(), pool.allocate()

@@ -8,9 +8,10 @@ import pytest
 from scheduler_rig import Rig
 
 from quire.proto.codec import i32
-from quire.proto.messages import Child, Failed, Finish, SlotFailed, StepResult, Stopped, TokenBatch
+from quire.proto.messages import Child, Failed, Finish, Lease, SlotFailed, StepResult, Stopped, TokenBatch
 from quire.scheduler.books import UNPLACED_S
 from quire.scheduler.fake.fake_model import expected_tokens
+from quire.scheduler.replica import Replica
 
 
 def failures(rig: Rig) -> list[Failed]:
@@ -99,6 +100,27 @@ def test_what_is_counted_when_a_request_begins() -> None:
     assert (stats.prefix_queries, stats.prefix_hits, stats.prompt_tokens, stats.preemptions) == (40, 16, 40, 2)
     rig.run()
     assert rig.core.stats().generation_tokens == 16
+
+
+def test_work_that_is_counted() -> None:
+    rig = Rig(enable_prefix_caching=False)
+    rig.submit(20, max_tokens=3)
+    rig.submit(20, n=2, max_tokens=3)
+    work = rig.core.stats().work
+    assert work is not None and (work.block_size, work.prefix_caching, work.deferred) == (8, False, 1)  # one sibling
+    assert not any(work.steps) and not any(work.requests)
+    rig.step()  # 32 tokens, the budget
+    rig.core.preempt(rig.replica.decoding[0])
+    rig.core.pause(True)
+    stats = rig.core.stats()
+    assert stats.work is not None and stats.work.deferred == stats.waiting > 0
+    rig.core.pause(False)
+    assert stats.work.step_tokens == 32 and stats.work.steps[3] == 1 == sum(stats.work.steps)
+    rig.run()
+    work = rig.core.stats().work
+    assert work is not None and work.requests[:3] == [1, 1, 0] and sum(work.requests) == 2
+    assert work.request_preemptions == 1 and not rig.core.tally._open
+    assert sum(work.steps) == rig.core.steps and work.step_tokens > 32
 
 
 def test_stats_of_several_replicas() -> None:
@@ -307,3 +329,27 @@ def test_one_that_had_grown_to_the_models_length_ends_with_no_stop_id() -> None:
     uid = rig.submit(8, attempt=1, max_tokens=5, min_tokens=5, children=[Child(0, i32([5, 6]))])
     rig.receive()
     assert rig.ends == {(uid, 0): (Finish.LENGTH, -1)}
+
+
+# ---------------------------------------------------------------- replicas
+
+
+def test_of_the_worker_that_drafts_most_each_place_is_counted() -> None:
+    rig = Rig()
+    for number, drafts in ((1, 3), (2, 2)):
+        lease = Lease(1, number, 9)
+        rig.core.add_replica(Replica(number, lease, f"w{number}", 8, 64, 8, 256, 1000, drafts=drafts))
+    assert rig.core.stats().accepted == [0, 0, 0]
+
+
+def test_a_prefix_cache_is_forgotten_once_no_block_is_held() -> None:
+    rig = Rig()
+    prompt = rig.prompt(33, 1)
+    rig.submit(prompt, max_tokens=2)
+    rig.plan()
+    assert "while 5 blocks are in use" in rig.core.reset_prefix_cache()
+    rig.run()
+    assert rig.core.reset_prefix_cache() == ""
+    again = rig.submit(prompt, max_tokens=2)
+    rig.run()
+    assert rig.started[again] == 0

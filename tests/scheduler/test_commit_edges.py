@@ -100,6 +100,18 @@ def test_the_status_of_a_failed_slot(status: int, kept: int) -> None:
     assert (failed.status, failed.message, failed.param) == (kept, "why", "param")
 
 
+def test_a_request_that_is_corrupted_is_counted_once() -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.submit(8)
+    rig.submit(4, n=2)
+    plan = planned(rig)
+    slots = [SlotFailed(slot, 500, "NaN", corrupted=slot != 1) for slot in range(5)]
+    commit(rig, plan, [0] * 5, failed=slots)
+    work = rig.core.stats().work
+    assert len(told(rig, Failed)) == 4 and work is not None and work.corrupted == 3
+
+
 # ---------------------------------------------------------------- logprobs
 
 

@@ -15,7 +15,9 @@ from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import Child, Failed, Lease, Reconcile, Submit, Unknown
 from quire.proto.params import SamplingParams
 from quire.proto.pooling import PoolingParams
-from quire.proto.work import Generate, Pool
+from quire.proto.thinking import Thinking
+from quire.proto.work import Generate, Pool, ThinkingGenerate
+from quire.scheduler.redact import is_sound
 from quire.scheduler.replica import Replica
 
 PROMPT = i32(range(20))
@@ -96,6 +98,23 @@ def test_a_token_that_the_model_has_not_is_named(fields: dict[str, Any], param: 
     failed = answer(Rig(), submission(**fields))
     assert failed is not None and (failed.status, failed.param) == (400, param)
     assert failed.message == f"Token id {token} is out of vocabulary, which has {VOCAB} tokens."
+
+
+def budgeted(end: list[int], starts: list[str], ends: list[str]) -> Submit:
+    thinking = Thinking(5, end, starts, ends, False)
+    return submission(work=ThinkingGenerate(SamplingParams(max_tokens=4), 7, thinking=thinking))
+
+
+def test_a_budget_of_thoughts_has_marks_that_the_model_can_write() -> None:
+    """What a worker would stumble over is refused here, and not kept by the flight recorder as sound."""
+    sound = budgeted([VOCAB - 1], ["<"], [">"])
+    assert answer(Rig(), sound) is None and is_sound(sound, VOCAB)
+    for bad in (budgeted([], ["<"], [">"]), budgeted([1], [], [">"]), budgeted([1], ["<"], [""])):
+        failed = answer(Rig(), bad)
+        assert failed is not None and "without marks" in failed.message and not is_sound(bad, VOCAB)
+    unknown = budgeted([VOCAB], ["<"], [">"])
+    failed = answer(Rig(), unknown)
+    assert failed is not None and failed.param == "thinking_token_budget" and not is_sound(unknown, VOCAB)
 
 
 def test_before_any_worker_has_told_every_token_may_be_one() -> None:

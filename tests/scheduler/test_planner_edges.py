@@ -13,7 +13,7 @@ from quire.proto.messages import StepPlan, Stopped
 from quire.scheduler import planner
 from quire.scheduler.fake.fake_model import expected_tokens
 from quire.scheduler.planner import LOOKAHEAD, MOST_PASSED, TOGETHER
-from quire.scheduler.replica import Replica
+from quire.scheduler.replica import Landing, Replica
 from quire.scheduler.request import Sequence
 
 
@@ -117,6 +117,26 @@ def test_somebody_behind_a_suspect_waits_for_it() -> None:
     rig.run()
 
 
+def test_somebody_before_a_suspect_does_not_begin_beside_it() -> None:
+    rig = Rig()
+    first, uid, later = rig.submit(8, max_tokens=3), suspect(rig, 8, max_tokens=3), rig.submit(8, max_tokens=3)
+    rig.plan()
+    assert uids(rig) == [first]
+    rig.run()
+    for each in (first, uid, later):
+        assert rig.tokens[each, 0] == expected_tokens(rig.prompt(8, each), each, 3, VOCAB)
+
+
+def test_children_of_a_suspect_wait_for_the_step_that_all_of_them_are_in() -> None:
+    rig = Rig()
+    uid = suspect(rig, 12, n=2, max_tokens=3)
+    assert rows(rig.plan()) == [(0, 0, 12)] and uids(rig) == [uid, uid]
+    assert len(rig.replica.quarantined) == 2 and rig.plan() is None
+    rig.run()
+    for index in range(2):
+        assert rig.tokens[uid, index] == expected_tokens(rig.prompt(12, uid), uid + index, 3, VOCAB)
+
+
 def test_beams_take_their_share_of_a_step() -> None:
     rig = Rig(blocks=200, max_num_batched_tokens=10)
     rig.submit(8, n=3, use_beam_search=True, temperature=0.0, max_tokens=9)
@@ -137,6 +157,17 @@ def test_a_worker_that_drains_goes_on_with_what_it_has() -> None:
     assert rows(rig.step()) == [(0, 8, 1), (1, 24, 31)]
     assert rows(rig.step()) == [(0, 9, 1), (1, 55, 5)]
     assert uids(rig) == [decodes, prompt]
+
+
+def test_nobody_begins_while_the_workers_are_to_sleep() -> None:
+    rig = Rig()
+    rig.submit(8, max_tokens=9)
+    rig.step()
+    rig.submit(8)
+    rig.core.pause(True)
+    assert rows(rig.step()) == [(0, 8, 1)]
+    rig.core.pause(False)
+    assert rows(rig.step()) == [(0, 9, 1), (1, 0, 8)]
 
 
 # ---------------------------------------------------------------- whole prompts
@@ -162,6 +193,18 @@ def test_of_steps_with_whole_prompts_every_second_is_for_decodes() -> None:
     assert [rows(rig.step()) for _ in range(4)] == [
         [(1, 0, 32)], [(0, 5, 1), (1, 32, 1)], [(2, 0, 32)], [(0, 6, 1), (1, 33, 1), (2, 32, 1)]
     ]  # fmt: skip
+
+
+def test_a_step_in_which_nobody_decoded_is_none_that_decodes_waited_for() -> None:
+    rig = Rig(enable_chunked_prefill=False)
+    rig.submit(30, max_tokens=40)
+    for _ in range(12):
+        rig.step()
+    rig.core.preempt(rig.replica.decoding[0])  # it has outgrown a step, and most of it is cached
+    rig.submit(32, max_tokens=2)
+    assert rows(rig.step()) == [(0, 40, 2)]
+    assert rows(rig.step()) == [(1, 0, 32)]
+    rig.run()
 
 
 def test_decodes_do_not_wait_for_a_prompt_that_finds_no_room() -> None:
@@ -213,6 +256,35 @@ def test_a_prompt_begins_only_with_a_block_to_spare_for_each_row() -> None:
     begins = rig.submit(32, max_tokens=2)
     rig.plan()
     assert begins in uids(rig)
+
+
+def test_nobody_begins_in_a_step_that_is_full() -> None:
+    rig = Rig()
+    rig.submit(100)
+    rig.step()
+    rig.submit(8)
+    plan = rig.step()
+    assert rows(plan) == [(0, 32, 32)] and plan is not None and not plan.admits
+
+
+def test_nobody_is_looked_at_where_no_row_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(max_num_seqs=2)
+    for _ in range(2):
+        rig.submit(8, max_tokens=9)
+    rig.step()
+    rig.submit(8)
+    looked: list[int] = []
+    monkeypatch.setattr(planner, "cached_prefix", lambda replica, seq: looked.append(seq.uid) or [])
+    assert rows(rig.step()) == [(0, 8, 1), (1, 8, 1)] and not looked
+
+
+def test_time_in_which_nobody_waited_says_nothing_of_how_soon_a_place_is_free() -> None:
+    rig = Rig(max_num_queued_reqs=1)
+    rig.submit(8, max_tokens=1)
+    rig.plan()
+    rig.now = 50.0
+    rig.work()
+    assert rig.core.queue.retry_after(8, rig.now) == 1.0
 
 
 @pytest.mark.parametrize(("blocks", "forked"), [(3, 2), (4, 3), (5, 4)])
@@ -268,6 +340,14 @@ def test_children_that_begin_together_are_as_many_as_the_constant_says() -> None
     uid, other = rig.submit(60, n=TOGETHER + 3, max_tokens=3), rig.submit(60, max_tokens=3)
     rig.step()
     assert uids(rig) == [uid] * TOGETHER + [other]
+    rig.run()
+
+
+def test_where_nobody_else_waits_all_children_begin_together() -> None:
+    rig = Rig(blocks=256, max_num_seqs=32, max_num_batched_tokens=64)
+    uid = rig.submit(60, n=TOGETHER + 3, max_tokens=3)
+    rig.plan()
+    assert uids(rig) == [uid] * (TOGETHER + 3)
     rig.run()
 
 
@@ -330,3 +410,46 @@ def test_a_plan_looks_at_few_of_many_adapters(workers: int, monkeypatch: pytest.
     monkeypatch.setattr(planner, "can_ever_hold", counted)
     assert rig.plan(workers - 1) is None
     assert seen <= (8 if workers == 1 else MOST_PASSED)
+
+
+def test_one_that_decodes_takes_the_prompts_that_no_other_could_hold() -> None:
+    rig = Rig(blocks=[4, 8, 64])
+    for number, role in enumerate(("prefill", "prefill", "decode")):
+        rig.core.replicas[number].set_place(role, f"ipc://{number}", "kv", 1)
+    for number in range(2):  # so that it is the better place for all who come
+        rig.submit(8, max_tokens=9)
+        rig.step(number)
+    rig.submit(20), rig.submit(40)
+    large = rig.submit(100)
+    rig.plan(2)
+    assert uids(rig, 2) == [large]
+
+
+def moved(beside: int = 0) -> tuple[Rig, Sequence, Replica]:
+    """A sequence that decodes at one worker, and another, to which its blocks have moved, and where a prompt is under
+    way that is so long."""
+    rig = Rig(blocks=[64, 64])
+    rig.submit(10, max_tokens=20)
+    rig.step()
+    (seq,) = rig.replica.decoding
+    if beside:
+        rig.submit(beside, arrival=0.0)
+        rig.step(1)
+    taker = rig.core.replicas[1]
+    taker.reserve(1, [], 2)
+    taker.land(Landing(1, seq, seq.generation, 0.0))
+    return rig, seq, taker
+
+
+def test_who_comes_from_another_worker_waits_for_a_prompt_that_takes_the_whole_step() -> None:
+    rig, seq, taker = moved(beside=100)
+    assert rows(rig.plan(1)) == [(0, 32, 32)]
+    assert seq in taker.prefilling and (seq.computed, seq.scheduled) == (10, 10)
+    assert seq not in taker.in_flight[-1].sequences()  # were the worker lost, it would not be why
+
+
+def test_nothing_is_held_for_one_that_was_gone_before_its_move_was_done() -> None:
+    rig, seq, taker = moved()
+    rig.core.abort(seq.uid, 0)
+    assert rig.plan(1) is None
+    assert not taker.reserved and not taker.pool.used and not taker.running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ from scheduler_rig import Rig
 
 from quire.proto.codec import from_i8, from_i32, from_i64, i32, i64
 from quire.proto.messages import Child, Finish, Logprobs, StepResult, TokenBatch
+from quire.scheduler import queue
 from quire.scheduler.accounts import Accounts
 from quire.scheduler.queue import MAX_RETRY_S, MIN_RETRY_S, SPANS, DrainRate, WaitingQueue
 from quire.scheduler.request import Sequence
@@ -190,6 +192,47 @@ def test_a_lane_whose_adapter_turns_out_to_be_absent_is_left_at_once() -> None:
     absent.add(chosen.digest)  # its next stands at the head already
     assert [seq.uid for seq in turns] == [4]
     assert [seq.uid for seq in rig.core.queue.in_turn(rig.core.running_by_account, absent=absent)] == [2, 4]
+
+
+def test_lanes_that_are_absent_change_nothing_in_the_order_of_the_others() -> None:
+    for seed in range(20):
+        rig, rng = AdapterRig(), random.Random(seed)
+        arrivals = {rig.ask(adapter(f"n{number}"), arrival=rng.random()): number for number in range(40)}
+        order = [seq.uid for seq in rig.core.queue.in_turn(rig.core.running_by_account)]
+        gone = {number for number in range(40) if rng.random() < 0.7}
+        absent = {adapter(f"n{number}").digest for number in gone}
+        left = [seq.uid for seq in rig.core.queue.in_turn(rig.core.running_by_account, absent=absent)]
+        assert left == [uid for uid in order if arrivals[uid] not in gone]
+
+
+class Asked(set[bytes]):
+    """Counts how often it was asked."""
+
+    count = 0
+
+    def __contains__(self, digest: object) -> bool:
+        self.count += 1
+        return super().__contains__(digest)
+
+
+def test_many_lanes_that_are_absent_leave_the_line_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, taken, pop = AdapterRig(max_num_queued_reqs=500), [], queue.heappop
+    names = [adapter(f"n{number}") for number in range(300)]
+    for each in names:
+        rig.ask(each)
+    monkeypatch.setattr(queue, "heappop", lambda heap: taken.append(1) or pop(heap))
+    absent = Asked(each.digest for each in names[:150])
+    turns = rig.core.queue.in_turn(rig.core.running_by_account, absent=absent)
+    assert next(turns).uid == 151
+    absent.update(each.digest for each in names[151:-1])
+    assert [seq.uid for seq in turns] == [300]
+    assert len(taken) < 40 and absent.count < 900
+    absent = Asked()
+    turns = rig.core.queue.in_turn(rig.core.running_by_account, absent=absent)
+    for at, seq in enumerate(turns):
+        assert seq.uid == 2 * at + 1
+        absent.add(names[2 * at + 1].digest)
+    assert absent.count < 2000  # nor is the line gone through for each of them
 
 
 # ---------------------------------------------------------------- bounds

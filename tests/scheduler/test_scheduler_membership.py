@@ -23,6 +23,7 @@ from quire.proto.messages import (
     Drain,
     Failed,
     GetStats,
+    GetView,
     Heartbeat,
     Hello,
     Lease,
@@ -578,6 +579,7 @@ def test_sound_messages_with_mad_values_break_nothing(house: House) -> None:
         lambda: Stopped(number(), number(), number(), number()),
         lambda: Reconcile(column(), column()),
         lambda: GetStats(number()),
+        lambda: GetView(number(), number()),
         lambda: Hello(
             rng.choice(["detokenizer", "operator", "gpu_worker", ""]), "w1", rng.choice([1, number()]), number()
         ),

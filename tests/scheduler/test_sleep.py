@@ -14,6 +14,7 @@ from quire.proto.messages import (
     Configure,
     Drain,
     Failed,
+    GetStats,
     Hello,
     Loaded,
     Peers,
@@ -22,6 +23,7 @@ from quire.proto.messages import (
     Rested,
     Sleep,
     Sleeping,
+    Stats,
     StepResult,
     TokenBatch,
 )
@@ -60,6 +62,13 @@ class Bedroom(House):
         answers = self.told("f", Sleeping)
         assert not any(answer.error for answer in answers)
         return answers[-1].tags if answers else None
+
+    def state(self) -> str:
+        """As /metrics is told it."""
+        self.members.on_front("f", GetStats(1))
+        (stats,) = self.told("f", Stats)
+        assert stats.work is not None
+        return stats.work.sleep_state
 
 
 @pytest.fixture
@@ -109,9 +118,9 @@ def test_a_worker_that_comes_while_all_sleep_sleeps_too(house: Bedroom) -> None:
 def test_a_level_goes_deeper_and_never_back(house: Bedroom) -> None:
     house.worker("w")
     house.tell("sleep")
-    assert house.rested("w") == [1]
+    assert house.rested("w") == [1] and house.state() == "weights_offloaded"
     house.tell("sleep", level=2)
-    assert house.rested("w") == [2]
+    assert house.rested("w") == [2] and house.state() == "discard_all"
     house.tell("sleep", level=1)
     assert house.rested("w") == []
     assert house.away() == BOTH
@@ -123,10 +132,10 @@ def test_weights_may_be_woken_before_the_cache(house: Bedroom) -> None:
     house.rested("w")
     house.tell("wake_up", tags=["weights"])
     assert house.rested("w") == [0]
-    assert house.away() == ["kv_cache"]
+    assert house.away() == ["kv_cache"] and house.state() == ""
     house.tell("wake_up", tags=["kv_cache"])
     house.woken("w")
-    assert house.away() == []
+    assert house.away() == [] and house.state() == "awake"
     house.tell("wake_up")
     assert house.away() == []  # nothing is away: it is answered at once
 
@@ -227,3 +236,16 @@ def test_who_waits_and_asks_again_changes_nothing(house: Bedroom) -> None:
     assert house.registry.workers["w"].lease == before and house.away() is None
     house.woken("w")
     assert [answer.token for answer in house.told("f", Sleeping)] == [1, 2]
+
+
+def test_the_prefix_cache_is_reset_when_nobody_holds_blocks(house: Bedroom) -> None:
+    lease = house.worker("w")
+    house.submit("d", 1, max_tokens=1)
+    house.plans("w")
+    house.tell("reset_prefix_cache")
+    (refused,) = house.told("f", Sleeping)
+    assert "while 1 blocks are in use" in refused.error
+    house.registry.on_worker("w", StepResult(lease, 1, i32([5])))
+    house.tell("reset_prefix_cache")
+    (done,) = house.told("f", Sleeping)
+    assert (done.error, done.tags, house.core.stats().blocks_used) == ("", [], 0)

@@ -12,9 +12,9 @@ from drafting_rig import Drafting, K
 from quire.proto.codec import BadFrame, from_i32, i32
 from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import Failed, SlotFailed, SpeculativePlan, SpeculativeResult, StepResult
-from quire.scheduler.books import Speculation
 from quire.scheduler.draft_room import DraftRoom
 from quire.scheduler.fake.fake_model import expected_tokens
+from quire.scheduler.tally import Speculation
 
 
 def test_what_came_of_drafts_is_counted_by_place() -> None:

@@ -234,6 +234,18 @@ def test_what_is_kept_and_not_in_the_pool_one_after_another() -> None:
     assert kept.tier.find(kept.pool, NAMES, 0, 8) == 2
 
 
+def test_nothing_kept_is_found_once_all_is_forgotten() -> None:
+    kept = Kept(disk=True)
+    kept.store(*NAMES[:2])
+    kept.moved(written=NAMES[2])
+    assert kept.tier.find(kept.pool, NAMES, 0, 8) == 3
+    kept.pool.forget_cached()
+    assert kept.tier.find(kept.pool, NAMES, 0, 8) == 0 and len(kept.tier.free_slots) == 4
+    assert not kept.tier.check_integrity()
+    kept.store(NAMES[0])
+    assert kept.tier.find(kept.pool, NAMES, 0, 8) == 1
+
+
 def test_what_was_measured_holds_until_it_is_measured_again() -> None:
     kept = Kept()
     kept.moved(load_s=0.5, disk_s=0.25, token_s=0.125)

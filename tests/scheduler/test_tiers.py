@@ -3,109 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from typing import Any
 
 import pytest
 from scheduler_rig import VOCAB, Rig
+from tiered_rig import TieredRig, loads, small
 
 from quire.proto.codec import BadFrame, from_i8, from_i32, i32
 from quire.proto.hashing import hash_blocks
-from quire.proto.messages import Lease, Move, Moved, TierStats
+from quire.proto.messages import Lease, Moved, TierStats
 from quire.scheduler import planner
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.fake.fake_model import expected_tokens
-from quire.scheduler.fake.page_store import PageStore
 from quire.scheduler.placement import cached_prefix
 from quire.scheduler.replica import Replica
 from quire.scheduler.request import Sequence
 from quire.scheduler.tiers import MAX_LOADS, MEASURED_AGAIN, SURE, Sizes, Tier
-
-
-class TieredRig(Rig):
-    """A rig whose workers keep blocks: ``hold`` keeps back the answers to loads."""
-
-    def __init__(self, *, slots: int = 100, disk: bool = False, **flags: Any):
-        self.slots, self.disk = slots, {} if disk else None
-        self.hold = False
-        self.answers: deque[Moved] = deque()
-        self.moves: list[Move] = []
-        super().__init__(**flags)
-
-    def add(self, number: int, blocks: int) -> Replica:
-        config = self.core.config
-        self.leases += 1
-        lease, size = Lease(1, number, self.leases), config.block_size
-        self.stores[number] = PageStore(
-            config.max_num_seqs, blocks, size, self.vocab, slots=self.slots, disk=self.disk
-        )  # fmt: skip
-        self.plans[number], self.loads[number] = deque(), []
-        tier = Tier(Sizes(self.slots, self.disk is not None, 8 * size, size), self.core.count_tiers(), self.core.clock)
-        replica = Replica(
-            number, lease, f"w{number}", config.max_num_seqs, blocks, size, self.max_model_len, self.vocab,
-            config.enable_prefix_caching, tier=tier,
-        )  # fmt: skip
-        self.core.add_replica(replica)
-        tier.moved(replica.pool, Moved(lease, written=b"".join(self.disk or ())))
-        return replica
-
-    @property
-    def tier(self) -> Tier:
-        tier = self.replica.tier
-        assert tier is not None
-        return tier
-
-    def plan(self, number: int = 0) -> Any:
-        plan = super().plan(number)
-        replica, store = self.core.replicas[number], self.stores[number]
-        assert replica.tier is not None
-        for move in replica.tier.take(replica.lease):
-            self.moves.append(move)
-            queue = self.plans[number]
-            queue.insert(len(queue) - (plan is not None), move)  # before the plan, behind those in flight
-        while self.plans[number] and isinstance(move := self.plans[number][0], Move):
-            self.plans[number].popleft()
-            self.answers += store.move(move)
-        self.arrive()
-        return plan
-
-    def work(self, number: int = 0) -> None:
-        super().work(number)
-        while self.plans[number] and isinstance(move := self.plans[number][0], Move):
-            self.plans[number].popleft()
-            self.answers += self.stores[number].move(move)
-        self.arrive()
-
-    def arrive(self, release: bool = False) -> None:
-        """Hand over the answers, those to loads only where they are not held back."""
-        for _ in range(len(self.answers)):
-            answer = self.answers.popleft()
-            if self.hold and not release and answer.number in self.tier.loads:
-                self.answers.append(answer)
-            else:
-                self.tier.moved(self.replica.pool, answer)
-        self.core.check_integrity()
-
-    def whole(self, prompt: list[int], tokens: int = 4, **params: Any) -> list[int]:
-        """Run one request to its end; its tokens."""
-        uid = self.submit(prompt, max_tokens=tokens, ignore_eos=True, **params)
-        self.run()
-        return self.tokens[uid, 0]
-
-    def crowd(self, count: int = 3, length: int = 40) -> None:
-        """Others take all blocks of the cache."""
-        for _ in range(count):
-            self.submit(length)
-        self.run()
-
-
-def small(**changes: Any) -> TieredRig:
-    """Ten blocks: two prompts of five do not fit beside each other."""
-    return TieredRig(**{"blocks": 10, "max_model_len": 72, "max_num_seqs": 2, **changes})
-
-
-def loads(rig: TieredRig) -> list[Move]:
-    return [move for move in rig.moves if move.load_blocks]
 
 
 def test_what_left_the_cache_is_loaded_and_tokens_are_the_same():
@@ -265,11 +177,9 @@ def test_a_preempted_sequence_is_computed_where_that_is_sooner():
 
 
 def test_what_many_begin_with_is_loaded_once_and_a_plan_does_not_look_through_their_line(monkeypatch):
-    rig = TieredRig(slots=2000, blocks=200, max_num_seqs=8)
+    rig = TieredRig(slots=0, disk=True, blocks=200, max_num_seqs=8)
     prompt = rig.prompt(120, 500)
-    rig.whole(prompt, 1)
-    for _ in range(10):
-        rig.crowd(5, 200)
+    rig.keep(prompt)
     looked: list[int] = []
 
     def look(replica: Replica, seq: Sequence) -> list[int]:
@@ -281,7 +191,7 @@ def test_what_many_begin_with_is_loaded_once_and_a_plan_does_not_look_through_th
     for _ in range(4 * planner.LOADING_LOOKAHEAD):
         rig.submit(prompt, max_tokens=1)
     rig.plan()
-    assert len(rig.tier.loads) == 1 and len(looked) <= planner.LOADING_LOOKAHEAD
+    assert len(rig.tier.loads) == 1 and len(looked) == planner.LOADING_LOOKAHEAD and not rig.replica.sequences()
     rig.hold = False
     rig.arrive()
     rig.run()
@@ -289,12 +199,9 @@ def test_what_many_begin_with_is_loaded_once_and_a_plan_does_not_look_through_th
 
 
 def test_only_so_many_loads_are_under_way():
-    rig = TieredRig(slots=2000, blocks=200, max_num_seqs=MAX_LOADS + 4)
+    rig = TieredRig(slots=0, disk=True, blocks=200, max_num_seqs=MAX_LOADS + 4)
     prompts = [rig.prompt(12, salt) for salt in range(500, 500 + MAX_LOADS + 2)]
-    for prompt in prompts:
-        rig.whole(prompt, 1)
-    for _ in range(10):
-        rig.crowd(5, 200)
+    rig.keep(*prompts)
     rig.hold = True
     for prompt in prompts:
         rig.submit(prompt, max_tokens=1)
@@ -409,3 +316,15 @@ def test_what_was_slow_is_measured_again():
     rig.crowd()
     rig.whole(prompt)
     assert len(loads(rig)) == 1 and rig.started[rig.last_uid] == 32
+
+
+def test_what_is_forgotten_in_the_cache_is_forgotten_outside_of_it():
+    rig = small(slots=20, disk=True)
+    prompt = rig.prompt(36, 77)
+    rig.whole(prompt)
+    rig.plan()
+    assert rig.tier.host and rig.tier.disk
+    assert rig.core.reset_prefix_cache() == ""
+    assert not rig.tier.host and not rig.tier.disk and len(rig.tier.free_slots) == 20
+    rig.whole(prompt)
+    assert rig.started[rig.last_uid] == 0 and not loads(rig)

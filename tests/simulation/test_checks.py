@@ -78,7 +78,8 @@ class Play:
     def end(self, **others: Any) -> list[str]:
         """What the checks at the end of a history say."""
         world: dict[str, Any] = {
-            "plan": SimpleNamespace(shape=self.shape), "consumers": [self.consumer], "blows": [], "poisoned": {},
+            "plan": SimpleNamespace(shape=self.shape, faults=[]), "consumers": [self.consumer], "blows": [],
+            "poisoned": {},
             "sizes": {20}, "scheduler": None, "detokenizers": [], "frontends": [],
         }  # fmt: skip
         return [line.split(" | ")[0] for line in check_end(SimpleNamespace(**{**world, **others}))]

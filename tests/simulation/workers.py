@@ -60,6 +60,11 @@ class Worker(Process):
         self._flush()
         self.host.every(fake_worker.HEARTBEAT_S, self._heartbeat)
 
+    @property
+    def may_hang(self) -> bool:
+        """A fault waits for its next step or load: one that was stopped may come to it long after the faults stop."""
+        return self.load_hangs or any(kind == "step_hangs" for kind, _ in self.trouble)
+
     def _heartbeat(self) -> None:
         self.core.heartbeat()
         self._flush()

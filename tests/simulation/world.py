@@ -341,7 +341,7 @@ class World:
         """The faults stop."""
         self.quiet = True
         self.say("! the faults stop")
-        self._hung = any(worker.hung or worker.load_hangs for worker in self.workers if worker.host.alive)
+        self._hung = any(worker.hung or worker.may_hang for worker in self.workers if worker.host.alive)
         for a, b in sorted(self.links):
             self.network.heal(a, b)
         for stands in [*self.supervisors, *self.processes.values()]:

@@ -149,7 +149,7 @@ async def stand_still_for_good(stack: Supervisor, service: str) -> None:
     old.suspend()
 
     def is_replaced() -> bool:
-        with stack._lock:
+        with stack.lock:
             if place.process is None or place.process.pid != old.pid:
                 return True
             place.heard = -math.inf  # again and again: what it had said before it was stopped may be read only now
@@ -181,10 +181,10 @@ def test_a_frontend_that_stands_still_for_good_is_replaced(stack: Supervisor) ->
 
 def test_what_serves_shows_again_and_again_that_it_lives(stack: Supervisor) -> None:
     for place in stack._places:
-        asyncio.run(until(lambda place=place: stack._watch.silence(place) and place.served))
+        asyncio.run(until(lambda place=place: stack.watch.silence(place) and place.served))
     before = {place: place.heard for place in stack._places}
 
     def all_heard() -> bool:
-        return all(stack._watch.silence(place) < math.inf and place.heard > heard for place, heard in before.items())
+        return all(stack.watch.silence(place) < math.inf and place.heard > heard for place, heard in before.items())
 
     asyncio.run(until(all_heard))

@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,14 +23,17 @@ import yaml
 from stack import BIN, free_port, wait_until
 
 from quire.proto.config import SERVICES, ConfigError, parse_service_args
+from quire.proto.process import FIGURES
 from quire.proto.wire.keys import Keys
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 DISTRIBUTIONS = {"zmq": "pyzmq"}
 """Where a distribution is not named as the module it holds."""
-OPTIONAL = {"modelscope"}
+OPTIONAL = {"modelscope", "opentelemetry"}
 """Imported where a user asks for it; pyproject.toml has an extra for it."""
+OF_AIOHTTP = {"multidict", "yarl"}
+"""Of its interface: it comes with them."""
 
 
 def script(name: str) -> Any:
@@ -94,7 +98,7 @@ def third_party(module: str) -> set[str]:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_has_what_its_service_imports_and_nothing_else(service):
-    assert set(script("requirements").NEEDS[service]) == third_party(f"quire.{service}.main") - OPTIONAL
+    assert set(script("requirements").NEEDS[service]) == third_party(f"quire.{service}.main") - OPTIONAL - OF_AIOHTTP
 
 
 @pytest.mark.parametrize("command", ["keygen", "workers"])
@@ -107,6 +111,19 @@ def test_versions_are_those_of_pyproject():
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     for service in SERVICES:
         assert set(requirements.requirements(service, ROOT / "pyproject.toml")) <= set(lines)
+
+
+def test_an_image_has_the_extras_that_are_asked_for():
+    pyproject = ROOT / "pyproject.toml"
+    tracing = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]["tracing"]
+    for service in SERVICES:
+        requirements = script("requirements").requirements
+        assert requirements(service, pyproject, " tracing,") == requirements(service, pyproject) + tracing
+        assert f'requirements.py {service} "$QUIRE_EXTRAS"' in (ROOT / "Dockerfile").read_text()
+    with pytest.raises(SystemExit, match=r"^QUIRE_EXTRAS names 'trace', which is no extra .*tracing"):
+        script("requirements").requirements("scheduler", pyproject, "trace")
+    for name, service in compose(QUIRE_EXTRAS="tracing")["services"].items():
+        assert service["build"]["args"]["QUIRE_EXTRAS"] == "tracing", name
 
 
 def test_the_context_holds_what_the_wheel_is_made_of():
@@ -152,6 +169,29 @@ def test_a_gpu_is_claimed_until_its_process_ends(tmp_path):
         for child in children:
             child.kill()
             child.communicate()
+
+
+@pytest.mark.parametrize(
+    ("there", "says"), [([], "sees no NVIDIA GPU"), (["nvidia0"], "all 1 GPUs here are taken")], ids=["none", "taken"]
+)
+def test_a_worker_without_a_gpu_says_why_in_one_line(there, says, tmp_path, monkeypatch, capsys):
+    claims = script("claim_gpu")
+    monkeypatch.setattr(claims, "DEVICES", tmp_path)
+    monkeypatch.setattr(claims, "CLAIMS", tmp_path)
+    for name in ("nvidiactl", "nvidia-uvm", *there):  # the first two come with the driver
+        (tmp_path / name).touch()
+    monkeypatch.setattr(claims, "claim", lambda count, folder: None)
+    with pytest.raises(SystemExit) as ended:
+        claims.main(["never-run"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 78
+    if there:
+        claims.main(["--check"])  # which looks whether there is any
+    else:
+        with pytest.raises(SystemExit):
+            claims.main(["--check"])
+        assert capsys.readouterr().out == said
+    assert said.count("\n") == 1 and said.startswith("quire.gpu_worker: error: ") and says in said
 
 
 # ---------------------------------------------------------------- health
@@ -230,10 +270,14 @@ def test_a_health_check_leaves_no_line_above_debug(tmp_path):
     for log in logs.values():
         lines = [line for line in log.read_text().splitlines() if "health-" in line or "operator-" in line]
         assert lines or log is logs["scheduler"]
-        assert all(re.match(r"[\d:]+ D ", line) for line in lines), lines
+        assert all(re.match(r"[\d-]+ [\d:]+ D ", line) for line in lines), lines
 
 
 # ---------------------------------------------------------------- what each process is told
+
+
+ONCE = {"keys", "gpu_check"}
+"""Services of compose that end before the others start."""
 
 
 def check_flags(service: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +314,9 @@ def command_of(service: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("model", ["", "some/model"])
 def test_compose_gives_flags_that_services_take(model, monkeypatch):
     services = compose(QUIRE_MODEL=model)["services"]
-    assert set(services) == {"keys", *SERVICES, "gpu_worker_cuda"}
+    assert set(services) == {*ONCE, *SERVICES, "gpu_worker_cuda"}
     for name, service in services.items():
-        if name != "keys":
+        if name not in ONCE:
             check_flags(name.removesuffix("_cuda"), command_of(service), monkeypatch)
             assert ("--model=some/model" in command_of(service)) == (bool(model) and name != "scheduler")
 
@@ -283,7 +327,7 @@ def test_compose_publishes_http_alone_and_gives_each_service_time_to_drain():
         assert bool(service.get("ports")) == (name == "frontend")
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
-        if name != "keys":
+        if name not in ONCE:
             assert service["init"]
             assert service["restart"] == "unless-stopped"
             assert service["healthcheck"]["test"][:2] == ["CMD", "python"]
@@ -293,6 +337,42 @@ def test_compose_publishes_http_alone_and_gives_each_service_time_to_drain():
     assert found["services"]["gpu_worker"]["profiles"] == ["cpu"]
     assert found["services"]["gpu_worker_cuda"]["profiles"] == ["gpu"]
     assert (ROOT / ".env").read_text().split() == ["COMPOSE_PROFILES=cpu"]
+
+
+def test_without_a_gpu_the_profile_of_gpus_starts_nothing():
+    services = compose()["services"]
+    check, workers = services["gpu_check"], services["gpu_worker_cuda"]
+    assert check["profiles"] == workers["profiles"] == ["gpu"] and check["deploy"] == workers["deploy"]
+    assert check["entrypoint"] == ["python", "/opt/claim_gpu.py", "--check"] and "depends_on" not in check
+    done = "service_completed_successfully"
+    assert workers["depends_on"]["gpu_check"] == {"condition": done}
+    assert services["keys"]["depends_on"] == {"gpu_check": {"condition": done, "required": False}}
+    for name in set(services) - ONCE:
+        assert services[name]["depends_on"]["keys"] == {"condition": done}
+
+
+def test_what_cannot_work_does_not_loop_where_exit_codes_mean_nothing():
+    """Compose restarts whatever ends; so what ends by its configuration says why, and waits before it ends."""
+    for name, service in compose()["services"].items():
+        assert service["restart"] == ("no" if name in ONCE else "unless-stopped")
+        assert ("QUIRE_RETRY_AFTER" in service.get("environment", {})) == (name not in ONCE)
+    minute = compose()["services"]["frontend"]["environment"]["QUIRE_RETRY_AFTER"]
+    environment = {**os.environ, "QUIRE_RETRY_AFTER": minute}
+    command = [sys.executable, "-m", "quire.frontend", "--scheduler=ipc:///nowhere", "--model=/no/such/model"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("quire.frontend: error: ")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.terminate()
+        assert process.wait(30) == -signal.SIGTERM  # at once, or else this would be the code 78 of a minute later
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()
+    ends = subprocess.run(command, env=environment | {"QUIRE_RETRY_AFTER": "1"}, capture_output=True, text=True)
+    assert (ends.returncode, ends.stderr.count("\n")) == (78, 1)
 
 
 # ---------------------------------------------------------------- Kubernetes
@@ -396,6 +476,9 @@ def test_units_start_what_services_take_and_wait_for_drains(monkeypatch):
         assert found[name]["RestartPreventExitStatus"] == ["78"]
         limit = {"frontend": args.shutdown_timeout, "gpu_worker": args.drain_timeout}.get(service, 0)
         assert int(found[name]["TimeoutStopSec"][0]) >= limit + 10
+    frontend = found["quire-frontend@.service"]
+    folder = dict(word.split("=", 1) for word in " ".join(frontend["Environment"]).split())[FIGURES]
+    assert Path(folder).parent == Path("/run", *frontend["RuntimeDirectory"])
 
 
 def test_what_a_worker_keeps_for_its_next_start_lies_on_its_volume():

@@ -14,7 +14,7 @@ PROMPT = "One, two, three,"
 
 @pytest.fixture(scope="module")
 def server():
-    made = stack.Server("--max-logprobs=25")
+    made = stack.Server("--max-logprobs=25", "--no-lenient-types")
     yield made
     made.close()
 

@@ -56,9 +56,16 @@ def fill(server: Server) -> None:
 
 
 def test_routes_of_administrators_ask_for_their_key(server: Server) -> None:
-    for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
+    posts = [("POST", path) for path in ("/sleep", "/wake_up", "/reset_prefix_cache")]
+    for method, path in (*posts, ("GET", "/is_sleeping")):
         assert server.request(method, path)[0] == 401
     assert admin(server, "GET", "/is_sleeping") == {"is_sleeping": False, "tags": []}
+    asked = {"prompt": [3] * 40, "max_tokens": 1}
+    server.post("/v1/completions", asked)
+    hits = server.metric("quire:prefix_cache_hits_total")
+    admin(server, "POST", "/reset_prefix_cache")
+    server.post("/v1/completions", asked)
+    assert server.metric("quire:prefix_cache_hits_total") == hits
     status, body, _ = server.request("POST", "/sleep?level=3", b"", KEY)
     assert (status, body["error"]["message"]) == (400, "level must be 1 or 2, got 3.")
 

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import urllib.parse
+from pathlib import Path
 
 import openai
 import psutil
@@ -163,7 +164,7 @@ def hang_up_after(server, body, seconds):
     """Send a request on a raw socket and cut the connection after a while."""
     url = urllib.parse.urlsplit(server.url)
     data = json.dumps(body).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     head = "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""])
     with socket.create_connection((url.hostname, url.port), timeout=30) as connection:
         connection.sendall(head.encode() + data)
@@ -198,7 +199,7 @@ def test_clients_that_leave_free_their_blocks(server):
 
 def test_garbage_on_every_internal_socket_is_dropped_and_counted(server):
     folder = server.run_dir()
-    sockets = [name for name in os.listdir(folder) if os.path.exists(f"{folder}/{name}") and "lock" not in name]
+    sockets = [path.name for path in Path(folder).iterdir() if path.is_socket()]
     assert len(sockets) >= 3
     rng = random.Random(3)
     before = server.metric("quire:bad_frames")

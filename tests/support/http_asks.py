@@ -16,6 +16,14 @@ def ask(
     server: FakeServer, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
 ) -> tuple[int, Any, http.client.HTTPMessage]:
     """Status, decoded body, headers. ``body`` is JSON, or bytes as they are."""
+    status, text, answered = ask_bytes(server, method, path, body, headers)
+    return status, json.loads(text) if text[:1] in b"{[" and text else text, answered
+
+
+def ask_bytes(
+    server: FakeServer, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> tuple[int, bytes, http.client.HTTPMessage]:
+    """The same with the body as it came."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
     try:
@@ -24,7 +32,7 @@ def ask(
         text = answer.read()
     finally:
         connection.close()
-    return answer.status, json.loads(text) if text[:1] in b"{[" and text else text, answer.headers
+    return answer.status, text, answer.headers
 
 
 def post(server: FakeServer, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:

@@ -18,7 +18,7 @@ from quire.proto.work import Generate, Pool
 
 T = TypeVar("T")
 PROMPT = [5, 6, 7]
-NONE, STOP, LENGTH = m.Finish.NONE, m.Finish.STOP, m.Finish.LENGTH
+NONE, STOP, LENGTH, ABORT = m.Finish.NONE, m.Finish.STOP, m.Finish.LENGTH, m.Finish.ABORT
 
 
 def opened(params: SamplingParams | None = None, accepted: bool = True, **fields: Any) -> OpenGeneration:

@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> transformers' class prefix, and config. Columns are multiples of 128, rows of 64; the vocabulary is 320."""
 MOST = ("llama", "qwen2", "mixtral", "grouped")
 """The models that any format can be of: experts of gpt-oss are one tensor, which few formats know."""
-KEPT = ("lm_head", "embed_tokens", "gate", "norm")
+KEPT = ("lm_head", "embed_tokens", "wte", "wpe", "gate", "norm")
 """Parts of modules' names that ``rewritten`` leaves as floats unless told otherwise; "gate" is a router."""
 
 

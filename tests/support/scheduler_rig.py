@@ -71,7 +71,7 @@ class Rig:
         replica = Replica(
             number, Lease(1, number, self.leases), f"w{number}", config.max_num_seqs, blocks, config.block_size,
             self.max_model_len, self.vocab, config.enable_prefix_caching, self.device,
-            adapter_slots=self.adapter_slots,
+            adapter_slots=self.adapter_slots, lives=self.core.lives,
         )  # fmt: skip
         self.core.add_replica(replica)
         return replica

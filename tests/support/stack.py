@@ -128,6 +128,14 @@ class Server:
         os.unlink(self.log.name)
 
 
+def thinking_demo(folder):
+    """Flags of a server of the demo model whose template, put into ``folder``, opens a thought where it is told to."""
+    home, template = Path(__file__).resolve().parents[2] / "demo_model", folder / "thinks.jinja"
+    opening = "{%- if enable_thinking %}{{ '<think>\\n' }}{%- endif %}"
+    template.write_text((home / "chat_template.jinja").read_text() + opening)
+    return "--reasoning-parser=qwen3", f"--chat-template={template}"
+
+
 def wait_until(condition, what, timeout=30.0):
     """Poll until ``condition()`` is true; a failure says what was waited for."""
     deadline = time.monotonic() + timeout

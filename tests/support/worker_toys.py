@@ -25,7 +25,7 @@ LEASE = Lease(0, 0, 0)
 class ToyModel:
     """Attention over every earlier token through the block table: a wrong block or position changes the logits."""
 
-    adapters = None
+    adapters = given = None
     device = CPU
 
     def __init__(self, seed=0):

@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from ....proto.config import ConfigError
-from ...kernels.moe import Blocks
+
+if TYPE_CHECKING:  # sizes of models are asked for by processes without torch
+    import torch
+
+    from ...kernels.moe import Blocks
 
 
 class TensorError(ConfigError):
@@ -173,8 +176,8 @@ class Stored:
         return self.name if self.part is None else f"{self.name}.{self.part}"
 
 
-Tensors = Mapping[str, torch.Tensor]
-Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Tensors = Mapping[str, "torch.Tensor"]
+Run = Callable[["torch.Tensor", "torch.Tensor | None"], "torch.Tensor"]
 """(x [T, in], bias [out] or None) -> x @ weight.T + bias [T, out], in x's dtype."""
 
 

@@ -6,6 +6,7 @@ adds one step by step.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 
 from ....proto.config import ConfigError
@@ -26,4 +27,6 @@ def find_family(hf: Config) -> tuple[DecoderSpec, WeightNames]:
             make, weights = FAMILIES[name]
             hf = with_aliases({**hf, "architectures": [name]})
             return make(hf), weights(hf) if callable(weights) else weights
-    raise ConfigError(f"architectures {names} in config.json are not supported; supported are {sorted(FAMILIES)}.")
+    near = difflib.get_close_matches(str(names[0]), FAMILIES, n=3, cutoff=0.5) if names else []
+    hint = f"the nearest that are: {', '.join(near)}; " if near else ""
+    raise ConfigError(f"architectures {names} in config.json are not supported; {hint}docs/models.md lists all.")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ....proto.config import ConfigError
 from ...spec import DecoderSpec, Layout, MoESpec, WeightNames
 from .common import LLAMA_LAYER, Config, Family, activation, decoder, integer, positive, windows
 from .llama import QWEN3_NAMES, qwen2, qwen3
 from .modern import pattern
+
+if TYPE_CHECKING:
+    import torch
 
 _MIXTRAL_NAMES = WeightNames(
     {
@@ -44,6 +45,12 @@ _DEEPSEEK_NAMES = WeightNames(
         "shared_down": ("mlp.shared_experts.down_proj",),
     }
 )
+
+
+def _transposed(one: torch.Tensor) -> torch.Tensor:
+    return one.t()
+
+
 _DBRX_NAMES = WeightNames(
     {
         "qkv": ("norm_attn_norm.attn.Wqkv",),
@@ -57,13 +64,15 @@ _DBRX_NAMES = WeightNames(
     layer_prefix="transformer.blocks.{}.", embed="transformer.wte", final_norm="transformer.norm_f",
     layouts={
         "experts_gate_up": Layout(per_expert=True),
-        "experts_down": Layout(per_expert=True, convert=torch.Tensor.t),
+        "experts_down": Layout(per_expert=True, convert=_transposed),
     },
 )  # fmt: skip
 
 
 def _gate_then_up(one: torch.Tensor) -> torch.Tensor:
     """gpt-oss keeps an expert's weights transposed, and the columns of gate and up alternate."""
+    import torch
+
     rows = one.t()  # a bias stays as it is
     return torch.cat((rows[0::2], rows[1::2]))
 
@@ -80,7 +89,7 @@ _GPT_OSS_NAMES = WeightNames(
     },
     layouts={
         "experts_gate_up": Layout(per_expert=True, convert=_gate_then_up),
-        "experts_down": Layout(per_expert=True, convert=torch.Tensor.t),
+        "experts_down": Layout(per_expert=True, convert=_transposed),
     },
     apart={  # as quantizers save them, each expert's weights [out, in], and gate and up apart
         "experts_gate_up": ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch.nn.functional as F
 
 from ....proto.config import ConfigError
 from ...spec import DecoderSpec, Layout, WeightNames
@@ -27,10 +27,22 @@ from .common import (
 from .gpt import GPT2_LAYER, MEGATRON_LAYER
 from .llama import llama, qwen2
 
+if TYPE_CHECKING:
+    import torch
+
 # -- Baichuan
 
 _BAICHUAN_NAMES = WeightNames({**LLAMA_LAYER, "qkv": ("self_attn.W_pack",)})
-_BAICHUAN2_NAMES = replace(_BAICHUAN_NAMES, layouts={"lm_head": Layout(convert=F.normalize)})
+
+
+def _normalised(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of length 1."""
+    import torch.nn.functional as F
+
+    return F.normalize(weight)
+
+
+_BAICHUAN2_NAMES = replace(_BAICHUAN_NAMES, layouts={"lm_head": Layout(convert=_normalised)})
 
 
 def baichuan(hf: Config) -> DecoderSpec:
