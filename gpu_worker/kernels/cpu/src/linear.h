@@ -3,6 +3,7 @@
 #define QUIRE_LINEAR_H
 
 #include "kernels.h"
+#include "team.h"
 
 /* A matrix as torch has it. */
 typedef struct {
@@ -24,16 +25,27 @@ static inline int32_t q_linear_share(const q_weight *weight, int32_t rows) {
   return weight->panels >= 64 ? 8 : weight->panels >= 16 ? 4 : 2;
 }
 
-/* The same for a team that does nothing beside: fewer where all of its threads then end sooner. Seven shares of four
- * panels keep one of two threads for 16 panels, fourteen of two both for 14. */
+/* The same for a team that does nothing beside, and few rows: fewer where all of its threads then end sooner. Seven
+ * shares of four panels keep one of two threads for 16 panels, fourteen of two both for 14. */
 static inline int32_t q_team_share(const q_weight *weight, int32_t rows, int32_t threads) {
-  int32_t panels = weight->panels, share = q_linear_share(weight, rows), step = rows < 64 ? 2 : 1, best = share;
+  int32_t panels = weight->panels, share = q_linear_share(weight, rows), best = share;
   if (threads == 1 || panels >= 256) return share;
-  for (int32_t least_time = panels; share >= 2; share -= step) {
+  for (int32_t least_time = panels; share >= 2; share -= 2) {
     int32_t shares = (panels + share - 1) / share, time = (shares + threads - 1) / threads * share;
     if (time < least_time) least_time = time, best = share;
   }
   return best;
+}
+
+/* The next panels of a weight for one of a team's threads, [first, last), from a counter; ``first`` is ``panels`` or more
+ * where none are left. With many rows a share takes long: the last are smaller, so that the threads end together. */
+static inline int32_t q_take_panels(_Atomic int32_t *counter, const q_weight *weight, int32_t rows, int32_t threads,
+                                    int32_t *last) {
+  if (rows >= 64 && threads > 1)
+    return q_take_fewer(counter, weight->panels, q_linear_share(weight, rows), threads, last);
+  int32_t share = q_team_share(weight, rows, threads), first = q_take(counter, share);
+  *last = least(first + share, weight->panels);
+  return first;
 }
 
 /* The products of one type, all as ``linear`` in q_kernels. */

@@ -21,11 +21,9 @@ typedef struct {
 
 static void run_linear(void *argument, int id, int threads) {
   linear_task *task = argument;
-  int32_t share = q_team_share(task->weight, task->rows, threads), panels = task->weight->panels;
-  for (int32_t first; (first = q_take(&task->next, share)) < panels;) {
-    int32_t last = first + share < panels ? first + share : panels;
+  int32_t panels = task->weight->panels;
+  for (int32_t first, last; (first = q_take_panels(&task->next, task->weight, task->rows, threads, &last)) < panels;)
     q_kernel->linear(task->weight, task->x, task->rows, task->to, first, last);
-  }
 }
 
 /* rows [rows, padded inputs] times ``weight``, as ``to`` says. */

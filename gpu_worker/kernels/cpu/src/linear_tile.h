@@ -29,8 +29,9 @@ enum {
   /* Columns that a call's innermost loops go through together: whole panels. */
   SPAN = WIDE_COLUMNS > Q_PANEL ? WIDE_COLUMNS : Q_PANEL,
   SPAN_PANELS = SPAN / Q_PANEL,
-  /* Words of rows and panels, rows and panels that go together where there are many: the second cache holds them. */
-  BLOCK_WORDS = 512,
+  /* Words of rows and panels, rows and panels that go together where there are many: a block of a panel and a tile's rows
+   * stay in the first cache, and the blocks of all rows in the second. */
+  BLOCK_WORDS = 128,
   MOST_ROWS = 96,
   MOST_PANELS = 8,
   /* Words between what is multiplied and what is fetched from memory. */

@@ -268,11 +268,10 @@ static void run_rows(worker *self, const q_op *ops, int32_t count, int32_t rows)
 /* A product: each item is some panels of the weight with all rows. Pairs of panels are multiplied together where rows
  * are few (linear.c). */
 static void run_linear(worker *self, const q_linear_op *op, int32_t rows) {
-  int32_t panels = op->weight->panels, size = q_team_share(op->weight, rows, self->threads);
-  for (int32_t first; (first = take(self, size)) < panels;) {
-    int32_t last = first + size < panels ? first + size : panels;
+  _Atomic int32_t *counter = &self->program->taken[self->phase & 1].value;
+  int32_t panels = op->weight->panels;
+  for (int32_t first, last; (first = q_take_panels(counter, op->weight, rows, self->threads, &last)) < panels;)
     q_kernel->linear(op->weight, &op->rows, rows, &op->to, first, last);
-  }
 }
 
 /* Rotates the queries and the key of one key head, for the tokens of one tile, and writes key and value. */

@@ -26,4 +26,19 @@ static inline int32_t q_take(_Atomic int32_t *counter, int32_t size) {
   return atomic_fetch_add_explicit(counter, size, memory_order_relaxed);
 }
 
+/* The next of ``items`` on a shared counter, as [first, last): ``most`` of them while there are enough, and fewer toward
+ * the end; ``first`` is ``items`` or more where none are left. */
+static inline int32_t q_take_fewer(_Atomic int32_t *counter, int32_t items, int32_t most, int32_t threads,
+                                   int32_t *last) {
+  int32_t first = atomic_load_explicit(counter, memory_order_relaxed), size;
+  do {
+    if (first >= items) return first;
+    size = (items - first) / (2 * threads);
+    size = size > most ? most : size < 1 ? 1 : size;
+  } while (!atomic_compare_exchange_weak_explicit(counter, &first, first + size, memory_order_relaxed,
+                                                  memory_order_relaxed));
+  *last = first + size;
+  return first;
+}
+
 #endif
