@@ -7,6 +7,7 @@ which take the books and change them by these methods alone; ``core.py`` is the 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -300,6 +301,11 @@ class Books:
         replica.finish_step(self.clock())
 
     # -- replicas
+
+    def planning_at(self, now: float) -> float:
+        """When a plan is to be made that waits for nothing else; infinity where none does."""
+        untils = [replica.pace.until for replica in self.replicas.values() if replica.in_flight]
+        return min((until for until in untils if until > now), default=math.inf)
 
     def pause(self, paused: bool) -> None:
         """Whether those in line wait although there may be room."""

@@ -314,7 +314,8 @@ class Membership:
 
     def timeout(self) -> float:
         """Seconds until ``tick`` has something to do, or a plan that waits is to be made."""
-        return max(0.0, min(self._next_heartbeat, self.registry.moves.wake_at) - self.core.clock())
+        now = self.core.clock()
+        return max(0.0, min(self._next_heartbeat, self.registry.moves.wake_at, self.core.planning_at(now)) - now)
 
 
 def _level(hello: Hello) -> int:

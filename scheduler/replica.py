@@ -24,6 +24,7 @@ from .block_lives import BlockLives, make_pool
 from .block_pool import PoolError, blocks_for
 from .columns import Columns, Ints, Rows, StopIds
 from .draft_room import DraftRoom
+from .pace import Pace
 from .request import Sequence
 from .step import Step
 from .tiers import Tier
@@ -94,6 +95,7 @@ class Replica:
         self.in_flight: deque[Step] = deque()
         self.last_step = 0
         self.progress_at = 0.0  # when the last result came
+        self.pace = Pace()
         self.decodes_waited = False  # the last plan left the decodes out to take a whole prompt
         self.draining = False
         # What is known of its worker where blocks may move between workers:
@@ -119,19 +121,27 @@ class Replica:
         """No plan is to be made for it now."""
         if self.expected:
             return bool(self.in_flight) or max(self.expected.values()) > clock()
-        return len(self.in_flight) >= MAX_IN_FLIGHT
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
+            return True
+        return bool(self.in_flight) and bool(self.free_rows) and self.pace.until > clock()
 
     def launch(self, step: Step) -> list[int]:
         """``step`` is on its way. Returns the rows given up since the one before."""
         self.last_step = step.number
+        if not self.in_flight:
+            self.pace.begins(step, step.sent_at)
         self.in_flight.append(step)
         drops, self.drops = self.drops, []
         return drops
 
     def finish_step(self, now: float) -> Step:
         """The result of the oldest step in flight has come."""
-        self.progress_at = now
-        return self.in_flight.popleft()
+        seconds, self.progress_at = self.waited(now), now
+        step = self.in_flight.popleft()
+        self.pace.ended(step, seconds)
+        if self.in_flight:
+            self.pace.begins(self.in_flight[0], now)
+        return step
 
     def withdraw(self, count: int) -> None:
         """The last ``count`` plans never left. The lease is about to end."""

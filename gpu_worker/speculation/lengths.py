@@ -52,7 +52,7 @@ class Lengths:
         """Whether ``row``, which has ``end`` tokens now, is left without drafts in this step.
 
         What drafts must first make up for the tokens that were drawn without it, in steps of many rows. That is lost
-        where the row ends soon, of which nothing is known: so the row goes on for as long as those tokens would pay for.
+        where the row ends soon, of which nothing is known: so the row goes on for as long as those tokens pay for.
         """
         gap, self._ends[row] = end - self._ends[row], end
         if gap > self._gap:

@@ -100,7 +100,7 @@ def test_a_torn_record(tmp_path: Path) -> None:
         starts.append((at, length))
         at += 8 + length
     assert len(starts) > 20
-    for start, length in starts[:: max(1, len(starts) // 15)]:
+    for start, length in [starts[0], *starts[2 :: len(starts) // 15]]:  # the second is read with the first
         for cut in (start, start + 3, start + 8, start + 8 + length // 2, start + 7 + length):
             path.write_bytes(data[:cut] + bytes(len(data) - cut))
             if start == HEAD + 8:
