@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from quire.proto.messages import Stats
 from quire.scheduler.figures import PERIOD_S, Figures
 
@@ -36,3 +38,32 @@ def test_nothing_is_said_while_nothing_runs() -> None:
     found[0] = stats(prompt_tokens=8, blocks=0)  # came and went between two looks
     assert "KV cache usage: 0.0%, Prefix cache hit rate: 0.0%" in str(figures.line())
     assert figures.line() is None
+
+
+@pytest.mark.parametrize("counts", [{"prompt_tokens": 1}, {"generation_tokens": 1}, {"running": 1}, {"waiting": 1}])
+def test_one_thing_that_happens_is_worth_a_line(counts: dict[str, int]) -> None:
+    now, found = [0.0], [stats()]
+    figures = Figures(lambda: found[0], lambda: now[0])
+    now[0] = figures.due
+    assert figures.line() is None
+    found[0] = stats(**counts)
+    assert figures.line() is not None
+
+
+def test_a_line_is_due_every_ten_seconds_and_may_come_late_or_early() -> None:
+    now, found = [100.0], [stats()]
+    figures = Figures(lambda: found[0], lambda: now[0])
+    assert figures.due == 110.0
+    now[0], found[0] = 100.5, stats(prompt_tokens=40, generation_tokens=10)
+    assert str(figures.line()).startswith("Avg prompt throughput: 80.0 tokens/s, Avg generation throughput: 20.0 ")
+    assert figures.due == 110.5
+    found[0] = stats(prompt_tokens=41, generation_tokens=10)  # the clock has not moved on
+    assert "prompt throughput: 1000.0 tokens/s" in str(figures.line())
+
+
+def test_the_hit_rate_is_of_the_time_since_the_last_line() -> None:
+    found = [stats(running=1, prefix_queries=1000, prefix_hits=900)]
+    figures = Figures(lambda: found[0], lambda: 0.0)
+    found[0] = stats(running=1, prefix_queries=1200, prefix_hits=950)
+    assert str(figures.line()).endswith("Prefix cache hit rate: 25.0%")
+    assert str(figures.line()).endswith("Prefix cache hit rate: 0.0%")
