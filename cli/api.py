@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..proto.flag_parser import nearest
+from ..proto.process import EXIT_CONFIG
 from .errors import CommandError
 
 DEFAULT_URL = "http://localhost:8000"
@@ -30,9 +31,9 @@ class Api:
         try:
             self.port = parts.port
         except ValueError:
-            raise CommandError(f"{url!r} is no URL; it should look like {DEFAULT_URL}.") from None
+            raise CommandError(f"{url!r} is no URL; it should look like {DEFAULT_URL}.", EXIT_CONFIG) from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise CommandError(f"{url!r} is no URL; it should look like {DEFAULT_URL}.")
+            raise CommandError(f"{url!r} is no URL; it should look like {DEFAULT_URL}.", EXIT_CONFIG)
         self.host, path = parts.hostname, parts.path.rstrip("/")
         self._path = path or "/v1"
         self.url = f"{parts.scheme}://{parts.netloc}{path}"

@@ -43,7 +43,9 @@ def add_serve(kinds: Any) -> None:
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """Which server, and what it is asked: all but how fast the requests come, and how many at once."""
-    parser.add_argument("--base-url", help="such as http://localhost:8000, in place of --host and --port")
+    parser.add_argument(
+        "--base-url", "--url", help="such as http://localhost:8000, in place of --host and --port"
+    )  # as vLLM has it, and as quire chat and quire top do
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--endpoint", default="/v1/completions", help="or /v1/chat/completions")

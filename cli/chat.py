@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..proto.process import EXIT_CONFIG
 from . import chat_settings
 from .api import DEFAULT_URL, Api
 from .chat_input import Typed
@@ -148,9 +149,11 @@ def _tools(path: str) -> list[Any]:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
     except (OSError, ValueError) as error:
-        raise CommandError(f"--tools {path!r} cannot be read: {error}.") from None
+        raise CommandError(f"--tools {path!r} cannot be read: {error}.", EXIT_CONFIG) from None
     if not isinstance(found, list):
-        raise CommandError(f"--tools {path!r} must hold a JSON list of tools, as /v1/chat/completions takes them.")
+        raise CommandError(
+            f"--tools {path!r} must hold a JSON list of tools, as /v1/chat/completions takes them.", EXIT_CONFIG
+        )
     return found
 
 

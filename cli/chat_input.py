@@ -40,11 +40,16 @@ class Typed:
         readline.set_completer(complete)
 
     def read(self) -> str:
-        """The next message, not empty. Raises EOFError at the end, and KeyboardInterrupt at Ctrl-C."""
+        """The next message, not empty. Raises EOFError at the end, and KeyboardInterrupt at Ctrl-C; within a message of
+        several lines that takes back the message alone."""
         while True:
             text = input("> " if self.at_terminal else "")
             if self.at_terminal and text.lstrip().startswith(QUOTES):
-                text = self._several(text.lstrip()[len(QUOTES) :])
+                try:
+                    text = self._several(text.lstrip()[len(QUOTES) :])
+                except KeyboardInterrupt:
+                    print()
+                    continue
             if text.strip():
                 return text
 

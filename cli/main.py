@@ -42,6 +42,11 @@ def run(argv: list[str]) -> int:
         parser = make_parser(argv[0] if argv and argv[0] in COMMANDS else None)
         if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
             parser.error(f"there is no command {argv[0]!r:.80}{nearest(argv[0], COMMANDS)}")
+        flags = ("-h", "--help", "--version")
+        if argv and argv[0].startswith("-") and argv[0] not in flags:
+            parser.error(
+                f"there is no flag {argv[0].partition('=')[0]!r:.80} before a command{nearest(argv[0], flags)}"
+            )
         if argv[:1] == ["serve"]:
             from .flag_file import with_config_file
 

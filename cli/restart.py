@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from ..proto.flag_parser import port_number
+from ..proto.flag_parser import nearest, port_number
 from .errors import CommandError
 from .serving import LAUNCHER, named, serving, serving_folders
 from .workers import seconds
@@ -22,8 +22,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("restart")
     parser.set_defaults(run=restart)
     parser.add_argument(
-        "services", nargs="*", metavar="SERVICE", help=f"which to replace: {', '.join(SERVICES)} (default: all)"
-    )
+        "services", nargs="*", type=_service, metavar="SERVICE",
+        help=f"which to replace: {', '.join(SERVICES)} (default: all)",
+    )  # fmt: skip
     parser.add_argument(
         "--timeout",
         type=seconds,
@@ -33,13 +34,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--scheduler", metavar="ADDRESS", help="the same, by the address of its scheduler")
 
 
+def _service(name: str) -> str:
+    """One of ``SERVICES``. Raises ArgumentTypeError."""
+    if name not in SERVICES:
+        hint = nearest(name, SERVICES) or ";"
+        raise argparse.ArgumentTypeError(
+            f"there is no service {name!r:.80}{hint} name some of {', '.join(SERVICES)}, or none for all"
+        )
+    return name
+
+
 def restart(args: argparse.Namespace) -> int:
     """Give the order and print what happens. Raises CommandError where not all was replaced."""
-    for name in args.services:
-        if name not in SERVICES:
-            raise CommandError(
-                f"there is no service {name!r:.80}; name some of {', '.join(SERVICES)}, or none for all."
-            )
     folder, order = _folder(args.port, args.scheduler), {"restart": args.services, "timeout": args.timeout}
     with socket.socket(socket.AF_UNIX) as connection:
         try:

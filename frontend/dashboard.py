@@ -23,6 +23,7 @@ from ..proto.messages import Running, View, Waiting
 from ..proto.version import __version__
 from .errors import ApiError
 from .front import Front
+from .metrics import Metrics
 from .sse import Outlet, to_json
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,10 @@ class Hub:
             view = await self._front.engine.view(self._since, self._front.settings.stats_s)
         if view is not None and view.steps:
             self._since = view.steps[-1].number
-        return b"data: %b\n\n" % to_json(event_of(self._front, view))
+        figures = self._front.metrics
+        if self._front.shared is not None:  # a listener's events are of the frontend that the kernel chose
+            figures = figures.with_others(await self._front.shared.others())
+        return b"data: %b\n\n" % to_json(event_of(self._front, figures, view))
 
 
 HUB = web.AppKey("dashboard", Hub)
@@ -106,9 +110,10 @@ async def events(request: web.Request) -> web.StreamResponse:
 ROUTES = [web.get("/dashboard/events", events, allow_head=False)]
 
 
-def event_of(front: Front, view: View | None) -> dict[str, Any]:
-    """One event. Without a view (no scheduler answers) it has this process's own figures only."""
-    figures, now = front.metrics, time.time()
+def event_of(front: Front, figures: Metrics, view: View | None) -> dict[str, Any]:
+    """One event; ``figures`` are those of all frontends on this port. Without a view (no scheduler answers) it has
+    only them."""
+    now = time.time()
     event = {
         "time": now,
         "model": front.settings.names[0],

@@ -71,7 +71,9 @@ export async function ask(path, { body, method, signal } = {}) {
   } catch {
     // A proxy's page, say: the status tells what there is to tell.
   }
-  throw refused(response.status, error.message || `The server answered with status ${response.status}.`, error.param);
+  const wrongKey = response.status === 401 && key(); // the server's words tell programs which header to send
+  const why = wrongKey ? "The server does not take this key: copy it again, or ask whoever runs it for another." : error.message;
+  throw refused(response.status, why || `The server answered with status ${response.status}.`, error.param);
 }
 
 /** What to throw; a 401 also asks the reader for a key. */

@@ -79,7 +79,7 @@ const usual = byId("key-why").textContent;
 
 function askForKey(why) {
   if (dialog.open) return;
-  // The server tells programs which header to send; who has typed no key yet is told what happens to it.
+  // Who has typed no key yet is told what happens to it.
   byId("key-why").textContent = why && key() ? why : why ? "This server needs an API key. " + usual : usual;
   byId("key-input").value = key();
   byId("key-keep").checked = isRemembered();

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import stat
 import subprocess
 import sys
@@ -196,6 +197,24 @@ def test_failures_say_the_remedy(server: FakeServer, capsys: pytest.CaptureFixtu
             assert "the API key has a character" in said and "sec" not in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--url", "foo://x"], "'foo://x' is no URL"),
+        (["--tools", "/nowhere"], "--tools '/nowhere' cannot be read"),
+        (["--tools", "{}"], "must hold a JSON list of tools"),
+    ],
+)
+def test_a_value_that_cannot_work_ends_with_78(
+    server: FakeServer, flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "object").write_text("{}")
+    flags = [str(tmp_path / "object") if each == "{}" else each for each in flags]
+    assert run(["chat", "-q", "x", "--url", server.url, *flags]) == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
 def test_talking_at_a_terminal(server: FakeServer, tmp_path: Path) -> None:
     """Several lines, a command, an answer of two lines, and a history that others cannot read."""
     server.engine.script = says("a **bold** word")
@@ -216,6 +235,10 @@ def test_talking_at_a_terminal(server: FakeServer, tmp_path: Path) -> None:
 
     try:
         until("or /help")
+        until("> ")
+        os.write(master, b'"""taken back\n')
+        until(". ")
+        process.send_signal(signal.SIGINT)  # Ctrl-C, which ends a conversation at the prompt alone
         until("> ")
         os.write(master, b'"""one\n')
         until(". ")

@@ -43,6 +43,14 @@ def one_line(text: str) -> str:
 # ---------------------------------------------------------------- the command itself
 
 
+def test_a_flag_before_the_command_has_its_nearest_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(["--versio=KEY"])
+    told = capsys.readouterr().err
+    assert caught.value.code == 2 and "'--versio' before a command; did you mean --version?" in told
+    assert "KEY" not in told  # a value may be one
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(["--version"])
@@ -156,7 +164,7 @@ def test_thoughts_and_calls_are_shown(
         monkeypatch.setattr("sys.stdin", io.StringIO("go\none\ntwo\n"))
         assert run(command) == 0 and capsys.readouterr().out.count('f {"a": 1}') == 3
         tools.write_text("{}")
-        assert run(command) == 1
+        assert run(command) == 78
         assert "JSON list" in one_line(capsys.readouterr().err)
 
 
@@ -175,13 +183,13 @@ def test_the_key_is_sent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_failures_are_one_line(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     base = server.url + "/v1"
 
-    def says(*argv: str) -> str:
-        assert run(["complete", "-q", "x", *argv]) == 1
+    def says(*argv: str, code: int = 1) -> str:
+        assert run(["complete", "-q", "x", *argv]) == code
         return one_line(capsys.readouterr().err)
 
     assert "quire serve" in says("--url", "http://127.0.0.1:1/v1")
-    assert "no URL" in says("--url", "ftp://x")
-    assert "no URL" in says("--url", "http://x:port")
+    assert "no URL" in says("--url", "ftp://x", code=78)
+    assert "no URL" in says("--url", "http://x:port", code=78)
     assert "404" in says("--url", server.url + "/v2")
     assert "`nope` does not exist" in says("--url", base, "--model-name", "nope")
     assert "max_tokens must be at least 1" in says("--url", base, "--max-tokens", "0")

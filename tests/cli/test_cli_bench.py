@@ -134,6 +134,7 @@ def test_serve_waits_for_the_server_and_reports_failures(server: Server, capsys:
         (["--goodput", "itl:5"], "must look like ttft:200"),
         (["--goodput", "ttft"], "must look like ttft:200"),
         (["--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0"], "is the server running"),
+        (["--url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0"], "http://127.0.0.1:1"),
         (["--base-url", "http://127.0.0.1:1", "--model", "x", "--ready-check-timeout-sec", "0"], "first request"),
     ],
 )

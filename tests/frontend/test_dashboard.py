@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.frontend import dashboard
 from quire.frontend.fake import FakeServer
+from quire.frontend.front import FRONT
+from quire.frontend.metrics import Metrics
+from quire.frontend.shared_figures import SharedFigures
 
 WAIT_S = 10.0
 
@@ -70,6 +75,22 @@ def test_an_event_has_the_state_and_what_is_new(server: FakeServer) -> None:
     listener.close()
 
 
+def test_times_are_those_of_all_frontends_on_the_port(server: FakeServer, tmp_path: Path) -> None:
+    def seen(event: dict[str, Any]) -> int:
+        return sum(count for _, count in event["ttft"])
+
+    other, front = Metrics("fake"), server.app[FRONT]
+    front.metrics.first_token.observe(0.5)
+    other.first_token.observe(0.5)
+    asyncio.run(SharedFigures(tmp_path, other).others())  # which writes what it has measured
+    front.shared = SharedFigures(tmp_path, front.metrics)
+    listener = Listener(server, "secret")
+    assert seen(listener.event()) == 2
+    front.metrics.first_token.observe(0.5)
+    until(lambda: seen(listener.event()) == 3)
+    listener.close()
+
+
 def test_it_asks_for_a_key_and_one_question_serves_all(server: FakeServer) -> None:
     assert Listener(server).status == 401 and Listener(server, "wrong").status == 401
     assert server.engine.viewed == 0
@@ -118,7 +139,7 @@ def test_where_an_event_cannot_be_made_nobody_waits_and_the_next_listener_is_ser
     listener = Listener(server, "secret")
     listener.event()
     with monkeypatch.context() as broken:
-        broken.setattr(dashboard, "event_of", lambda front, view: 1 / 0)
+        broken.setattr(dashboard, "event_of", lambda *told: 1 / 0)
         while listener.answer.readline():
             pass
         assert listener.answer.isclosed()

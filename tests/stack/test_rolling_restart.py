@@ -104,7 +104,7 @@ def test_every_process_is_replaced_under_load_and_no_stream_is_the_worse_for_it(
         assert "of --shutdown-timeout" not in server.stderr()
 
         done = restart(server, "worker")
-        assert (done.returncode, done.stdout) == (1, "") and "there is no service 'worker'; name some of" in done.stderr
+        assert (done.returncode, done.stdout) == (2, "") and "did you mean gpu_worker? name some of" in done.stderr
         code, left, exists = server.stop()
         assert (code, left, exists) == (0, [], False)
     finally:

@@ -18,6 +18,7 @@ import pytest
 from stack import wait_until
 
 from quire.cli.batch_remote import Remote, key_of
+from quire.cli.errors import CommandError
 from quire.cli.main import run
 from quire.client.results import RequestError
 from quire.frontend.batches.journal import Journal
@@ -128,12 +129,25 @@ def test_what_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no journal" in capsys.readouterr().err
 
 
-def test_an_answer_of_another_server_that_is_no_json_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for body, kept in ((b'{"a": 1}', b'{"a": 1}'), (b"{\n", b"null"), (b"", b"null"), (b'{"a": "\xff"}', b"null")):
-        answer = AsyncMock(status=200, read=AsyncMock(return_value=body))
-        answer.__aenter__.return_value = answer
-        remote = Remote("http://localhost", Mock(post=Mock(return_value=answer)))
-        assert asyncio.run(remote.answer(Line("a", "/v1/completions", b"{}"))) == (200, kept)
+def answered_by(body: bytes, status: int = 200, asked: bytes = b"{}") -> tuple[int, Any, int]:
+    """The status and the object that become of a line, and how often its server was asked."""
+    answer = AsyncMock(status=status, read=AsyncMock(return_value=body), content_type="text/html")
+    answer.__aenter__.return_value = answer
+    post = Mock(return_value=answer)
+    remote = Remote("http://localhost", Mock(post=post))
+    told, found = asyncio.run(remote.answer(Line("a", "/v1/completions", asked)))
+    return told, json.loads(found), post.call_count
+
+
+def test_an_answer_of_another_server_that_is_no_line_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answered_by(b'{"a": 1}') == (200, {"a": 1}, 1)
+    for body in (b"{\n", b"", b'{"a": "\xff"}', b"<html>", b"[" * 5000):
+        for status, told in ((200, 400), (413, 413)):
+            found, error, _ = answered_by(body, status)
+            assert found == told and "text/html" in error["error"]["message"]
+    for name in ("stream", "background"):  # as a server of its own refuses them: the answer would not come whole
+        found, error, asked = answered_by(b"{}", asked=b'{"%b": true}' % name.encode())
+        assert (found, error["error"]["param"], asked) == (400, name, 0)
     monkeypatch.setenv("VLLM_API_KEY", "one two")
     assert (key_of(None), key_of("three,four")) == ("one", "three")
 
@@ -155,6 +169,23 @@ def test_a_run_that_was_killed_at_its_very_end_ends(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
     journal.path.write_bytes(kept)
     assert run(["run-batch", "--model", "another", "-i", str(source), "-o", str(out)]) == 78
+
+
+def test_patience_with_another_server_begins_where_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may take longer than that, and nothing else be asked meanwhile."""
+    now, asked = [0.0], list[float]()
+
+    def post(*args: Any, **kwargs: Any) -> Any:
+        asked.append(now[0])
+        now[0] += 1000 if len(asked) == 1 else 100
+        raise TimeoutError("gone")
+
+    monkeypatch.setattr("quire.cli.batch_remote.time", Mock(monotonic=lambda: now[0]))
+    monkeypatch.setattr("quire.cli.batch_remote.AGAIN_S", 0.0)
+    remote = Remote("http://localhost", Mock(post=post))
+    with pytest.raises(CommandError, match="has answered nothing for 300 s: gone"):
+        asyncio.run(remote.answer(Line("a", "/v1/completions", b"{}")))
+    assert asked == [0.0, 1000.0, 1100.0, 1200.0, 1300.0]
 
 
 class Web(BaseHTTPRequestHandler):

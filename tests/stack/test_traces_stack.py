@@ -130,7 +130,11 @@ def test_a_request_whose_worker_is_killed_stays_one_trace(server, collector):
     assert 0 < lost["quire.output_tokens"] < 300
     order = [span.name for span in sorted(spans, key=lambda span: span.start) if span.parent == schedule.id]
     assert [name for name in order if name != "step"] == ["queue", "prefill", "decode"] * 2
-    assert named(spans, "queue")[1].attributes["quire.why"] == "worker_lost"
+    queue = named(spans, "queue")[1]
+    assert queue.attributes["quire.why"] == "worker_lost" and named(spans, "step")[-1].start > queue.end
+    below = {"quire-frontend": CALLER, "quire-detokenizer": root.id, "quire-gpu_worker": schedule.id}
+    wrong = [span.name for span in spans if span.service in below and span.parent != below[span.service]]
+    assert not wrong and {span.parent for span in spans if span.service == "quire-scheduler"} == {root.id, schedule.id}
 
 
 def test_a_request_that_outlives_the_scheduler_says_that_it_was_sent_again(server, collector):

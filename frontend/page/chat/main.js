@@ -43,9 +43,12 @@ function layout() {
   const opens = (panel, text) => {
     const button = el("button", { type: "button", class: "quiet", "aria-controls": panel.id, "aria-expanded": "false" }, text);
     button.addEventListener("click", () => {
-      const isOpen = root.classList.toggle("with-" + panel.className);
-      button.setAttribute("aria-expanded", String(isOpen));
-      if (isOpen) panel.querySelector("button, input, textarea")?.focus();
+      const isOpen = root.classList.contains("with-" + panel.className);
+      closePanels(); // one at a time: they would lie one on the other
+      if (isOpen) return;
+      root.classList.add("with-" + panel.className);
+      button.setAttribute("aria-expanded", "true");
+      panel.querySelector("button, input, textarea")?.focus();
     });
     return button;
   };
@@ -60,7 +63,10 @@ function layout() {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     if (!running) submit();
+    else if (running.chat !== chat) say(`“${running.chat.title}” is being answered: wait for it, or press Stop.`);
   });
+  // Who goes on behind an open panel is done with it; nothing that has the focus may be covered.
+  for (const behind of [thread, composer]) for (const event of ["pointerdown", "focusin"]) behind.addEventListener(event, closePanels);
   send.addEventListener("click", () => (running ? running.controller.abort() : submit()));
   root.addEventListener("keydown", event => {
     if (event.key === "Escape" && running) running.controller.abort();
@@ -294,7 +300,7 @@ async function start(bodies, answers, heard = 0, before = null) {
 function finished(of = chat) {
   const isThere = of === chat || store.all().some(each => each.id === of.id);
   if (isThere && !store.save(of)) say("This browser keeps no more: the conversation will be gone with the tab. Export or delete some.", true);
-  if (!view || of !== chat) return;
+  if (!view) return;
   list();
-  draw();
+  draw(); // another chat too: while an answer is written nowhere else can one be asked for
 }

@@ -2,7 +2,7 @@
 
 import { el } from "../dom.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
+const FENCE = /^ *(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/; // within the items of lists it is indented
 const ITEM = /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const HEADING = /^(#{1,6}) +(.*)$/;
@@ -29,10 +29,12 @@ function blocks(lines, depth) {
     if (!line.trim()) at++;
     else if ((found = FENCE.exec(line))) {
       at++;
-      const close = new RegExp(`^ {0,3}${found[1][0]}{${found[1].length},} *$`);
+      const column = line.search(/\S/);
+      const close = closing(found[1], column);
       const code = takeWhile(each => !close.test(each));
       at++;
-      nodes.push(codeBlock(code.join("\n"), found[2]));
+      const margin = new RegExp(`^ {0,${column}}`); // the list's, and none of the code's own: it will be copied
+      nodes.push(codeBlock(code.map(each => each.replace(margin, "")).join("\n"), found[2]));
     } else if ((found = HEADING.exec(line))) {
       at++;
       nodes.push(el("p", { class: "heading h" + found[1].length }, inline(found[2].trimEnd().replace(CLOSING, ""))));
@@ -43,7 +45,8 @@ function blocks(lines, depth) {
       const quoted = takeWhile(each => each.startsWith(">")).map(each => each.replace(/^> ?/, ""));
       nodes.push(el("blockquote", {}, blocks(quoted, depth + 1)));
     } else if (ITEM.test(line) && depth < MOST_DEPTH) {
-      nodes.push(list(takeWhile(each => ITEM.test(each) || /^ +\S/.test(each)), depth));
+      const isCode = codeOfList();
+      nodes.push(list(takeWhile(each => isCode(each) || ITEM.test(each) || /^ +\S/.test(each)), depth));
     } else if (ROW.test(line) && /^ *\|[ :|-]+\| *$/.test(lines[at + 1] || "")) {
       nodes.push(table(takeWhile(each => ROW.test(each))));
     } else {
@@ -55,17 +58,37 @@ function blocks(lines, depth) {
   return nodes;
 }
 
+/** What ends the code that these ticks have opened in this column. */
+const closing = (ticks, column) => new RegExp(`^ {0,${column + 3}}${ticks[0]}{${ticks.length},} *$`);
+
+/** A test of the lines of a list, one after the other: is it code that one before it has opened? Code has empty lines, and
+ * lines that begin as items do. */
+function codeOfList() {
+  let close = null;
+  return line => {
+    if (close) {
+      if (close.test(line)) close = null;
+      return true;
+    }
+    const found = FENCE.exec(ITEM.exec(line)?.[3] ?? line);
+    if (found) close = closing(found[1], line.indexOf(found[1]));
+    return false;
+  };
+}
+
 function list(lines, depth) {
   const indent = ITEM.exec(lines[0])[1].length;
   const isOrdered = /\d/.test(ITEM.exec(lines[0])[2]);
   const items = [];
+  const isCode = codeOfList();
   for (const line of lines) {
-    const found = ITEM.exec(line);
+    const found = isCode(line) ? null : ITEM.exec(line);
     if (found && found[1].length <= indent + 1) items.push([found[3]]);
-    else items.at(-1).push(line.slice(Math.min(indent + 2, line.search(/\S/))));
+    else items.at(-1).push(line.slice(Math.max(0, Math.min(indent + 2, line.search(/\S/)))));
   }
   const start = isOrdered ? parseInt(ITEM.exec(lines[0])[2], 10) : undefined;
-  const made = items.map(([first, ...rest]) => el("li", {}, inline(first), blocks(rest, depth + 1)));
+  const made = items.map(([first, ...rest]) =>
+    el("li", {}, FENCE.test(first) ? blocks([first, ...rest], depth + 1) : [...inline(first), ...blocks(rest, depth + 1)]));
   return el(isOrdered ? "ol" : "ul", { start: start === 1 ? undefined : start }, made);
 }
 
@@ -98,7 +121,16 @@ export async function copied(button, text) {
 }
 
 // What is tried at each place must be short, or have few places: an answer is drawn anew with each of its tokens.
-const SPAN = /(?<!`)(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(\S(?:[^*\n]*\S)?)\*\*|\*(\S(?:[^*\n]*\S)?)\*|~~([^~\n]+)~~|!?\[([^\]\n]*)\]\((\S{1,2000}?)\)/;
+const SPAN = new RegExp([
+  /(?<!`)(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)/, // code
+  /\*\*(\*[^*\n]+\*|(?=\S)(?:[^*\n]|(?<!\*)\*[^*\n]+\*(?!\*(?!\*)))+?(?<=\S))\*\*/, // bold, with italic in it
+  /(?<!\w)__((?=\S)(?:[^_\n]|_(?!_))+?(?<=\S))__(?!\w)/,
+  /\*(\S(?:[^*\n]*\S)?)\*/, // italic
+  /(?<!\w)_(?=[^\s_])([^_\n]+?(?<=\S))_(?!\w)/,
+  /~~([^~\n]+)~~/,
+  /!?\[([^\]\n]*)\]\((\S{1,2000}?)\)/, // a link
+  /(?<![\w\/])(https?:\/\/[^\s<>()"*`]{0,2000}[^\s<>()"*`.,:;!?'])/,
+].map(each => each.source).join("|"));
 
 /** Nodes for a line: code, bold, italic, struck out, and links to the web. */
 function inline(text) {
@@ -106,13 +138,13 @@ function inline(text) {
   let rest = text;
   let found;
   while ((found = SPAN.exec(rest))) {
-    const [whole, ticks, code, bold, italic, struck, label, target] = found;
+    const [whole, ticks, code, bold, under, italic, slanted, struck, label, target, address] = found;
     nodes.push(rest.slice(0, found.index));
     if (ticks) nodes.push(el("code", {}, code));
-    else if (bold) nodes.push(el("strong", {}, inline(bold)));
-    else if (italic) nodes.push(el("em", {}, inline(italic)));
+    else if (bold || under) nodes.push(el("strong", {}, inline(bold || under)));
+    else if (italic || slanted) nodes.push(el("em", {}, inline(italic || slanted)));
     else if (struck) nodes.push(el("s", {}, struck));
-    else nodes.push(link(label, target, whole));
+    else nodes.push(link(label, target || address, whole));
     rest = rest.slice(found.index + whole.length);
   }
   nodes.push(rest);

@@ -44,9 +44,9 @@ class Line extends Tile {
 
   add(value) {
     this.points = [...this.points, value].slice(-POINTS);
-    const most = Math.max(...this.points, 1);
+    const most = Math.max(...this.points);
     const first = POINTS - this.points.length;
-    const line = this.points.map((each, at) => `${first + at + 0.5},${(30.5 - (29 * each) / most).toFixed(1)}`);
+    const line = this.points.map((each, at) => `${first + at + 0.5},${(30.5 - (29 * each) / Math.max(most, 1)).toFixed(1)}`);
     this.path.setAttribute("d", "M" + line.join("L"));
     this.area.setAttribute("d", `M${first + 0.5},32L${line.join("L")}L${POINTS - 0.5},32Z`);
     return most;
@@ -129,7 +129,7 @@ function histogram(id, title, what) {
   return { node: panel(id, title, picture, words), update };
 }
 
-/** Time to first token, and between tokens, of this frontend since its start. */
+/** Time to first token, and between tokens, of the server's frontends since their start. */
 export function histograms() {
   const first = histogram("in-ttft", "Time to first token", "request");
   const between = histogram("in-itl", "Time between tokens", "token");
