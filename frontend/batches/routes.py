@@ -225,8 +225,11 @@ async def get_file(request: web.Request) -> web.Response:
 async def content(request: web.Request) -> web.StreamResponse:
     """A file's bytes."""
     file = await _file(request)
+    path = _service(request).store.path_of(file)
+    if not await asyncio.to_thread(path.is_file):  # aiohttp's own 404 says nothing
+        raise ApiError(404, f"No such File object: {file.id}", "id")
     headers = {"Content-Type": "application/octet-stream", "X-Content-Type-Options": "nosniff"}
-    return web.FileResponse(_service(request).store.path_of(file), headers=headers)
+    return web.FileResponse(path, headers=headers)
 
 
 async def delete_file(request: web.Request) -> web.Response:

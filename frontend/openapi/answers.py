@@ -153,14 +153,35 @@ class Response(Struct):
     error: Named | None
     incomplete_details: Named | None
     usage: Named | None
-    metadata: dict[str, str] | None = None
-    previous_response_id: str | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    temperature: float | None
+    top_p: float | None
+    top_logprobs: int
+    tool_choice: Any
+    tools: list[Named]
+    text: Named
+    reasoning: Named | None
+    truncation: str
+    store: bool
+    background: bool
+    service_tier: str
+    prompt_cache_key: str | None
+    prompt_cache_retention: str | None
+    safety_identifier: str | None
+    user: str | None
+    completed_at: int | None = None
 
 
 class InputTokens(Struct):
-    """How many tokens a prompt would have."""
+    """How many tokens a prompt would have; Anthropic's clients are told the number alone."""
 
     input_tokens: int
+    object: str | None = None
 
 
 class Page(Struct):
@@ -188,8 +209,11 @@ class File(Struct):
     object: Literal["file"]
     bytes: int
     created_at: int
+    expires_at: int
     filename: str
     purpose: str
+    status: str
+    status_details: str | None
 
 
 class Batch(Struct):
@@ -202,9 +226,21 @@ class Batch(Struct):
     completion_window: str
     status: str
     created_at: int
-    request_counts: Named | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
+    expires_at: int
+    errors: Named | None
+    output_file_id: str | None
+    error_file_id: str | None
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    metadata: dict[str, str] | None
+    request_counts: Named
+    model: str | None
+    usage: Named | None
 
 
 # ---------------------------------------------------------------- pooling
@@ -215,6 +251,7 @@ class PooledList(Struct):
 
     id: str
     object: str
+    created: int
     model: str
     data: list[Named]
     usage: Usage
@@ -258,9 +295,13 @@ class Generated(Struct):
     """Ids out."""
 
     request_id: str
+    id: str
+    created: int
+    model: str
     choices: list[Named]
-    usage: Usage | None = None
-    prompt_logprobs: list[Named | None] | None = None
+    usage: Usage
+    prompt_logprobs: list[Named | None] | None
+    kv_transfer_params: Named | None
 
 
 class Cancelled(Struct):
@@ -275,9 +316,10 @@ class Cancelled(Struct):
 
 
 class Version(Struct):
-    """quire's version; Ollama's clients are told the one whose dialect this is."""
+    """quire's version; Ollama's clients are told the one whose dialect this is, and quire's as ``quire``."""
 
     version: str
+    quire: str | None = None
 
 
 class Load(Struct):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
 from .answers import Named, Struct
 
 # ---------------------------------------------------------------- errors
@@ -67,20 +69,25 @@ class AnthropicMessage(Struct):
 
 
 class LlamaCompletion(Struct):
-    """llama.cpp's answer to one prompt."""
+    """llama.cpp's answer to one prompt; with ``response_fields`` what it names alone, ``a/b`` under that name."""
 
-    index: int
-    content: str
-    tokens: list[int]
-    stop: bool
-    model: str
-    tokens_predicted: int
-    tokens_evaluated: int
-    generation_settings: Named
-    stop_type: str
-    stopping_word: str
-    truncated: bool
-    timings: Named
+    index: int | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
+    id_slot: int | UnsetType = UNSET
+    stop: bool | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
+    generation_settings: Named | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
+    has_new_line: bool | UnsetType = UNSET
+    stop_type: str | UnsetType = UNSET
+    stopping_word: str | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    timings: Named | UnsetType = UNSET
+    completion_probabilities: list[Named] | UnsetType = UNSET
 
 
 class Props(Struct):
@@ -88,9 +95,13 @@ class Props(Struct):
 
     default_generation_settings: Named
     total_slots: int
+    model_alias: str
     model_path: str
+    modalities: dict[str, bool]
     chat_template: str
     build_info: str
+    bos_token: str | UnsetType = UNSET
+    eos_token: str | UnsetType = UNSET
 
 
 class OllamaGenerated(Struct):
@@ -100,9 +111,15 @@ class OllamaGenerated(Struct):
     created_at: str
     response: str
     done: bool
+    thinking: str | None = None
     done_reason: str | None = None
+    logprobs: list[Named] | None = None
     total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
     eval_count: int | None = None
+    eval_duration: int | None = None
 
 
 class OllamaChatted(Struct):
@@ -113,8 +130,13 @@ class OllamaChatted(Struct):
     message: Named
     done: bool
     done_reason: str | None = None
+    logprobs: list[Named] | None = None
     total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
     eval_count: int | None = None
+    eval_duration: int | None = None
 
 
 class OllamaModels(Struct):
@@ -126,9 +148,14 @@ class OllamaModels(Struct):
 class OllamaShown(Struct):
     """What is known of a model."""
 
+    license: str
+    modelfile: str
+    parameters: str
+    template: str
     details: Named
     model_info: Named
     capabilities: list[str]
+    modified_at: str
 
 
 class OllamaEmbedded(Struct):
@@ -136,6 +163,9 @@ class OllamaEmbedded(Struct):
 
     model: str
     embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
 
 
 class OllamaEmbedding(Struct):
@@ -155,6 +185,16 @@ class TgiInfo(Struct):
     """What is served, in text-generation-inference's words."""
 
     model_id: str
+    model_sha: str | None
+    model_dtype: str | None
+    model_pipeline_tag: str
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int | None
     max_total_tokens: int | None
+    max_client_batch_size: int
     router: str
     version: str
+    sha: str | None
+    docker_label: str | None

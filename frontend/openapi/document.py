@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,11 @@ def _operation(route: web.AbstractRoute, told: Told, schema_of: dict[int, Any], 
         made["requestBody"] = {"required": True, "content": body}
     refused = {"description": "why not", "content": {"application/json": {"schema": error}}}
     made["responses"] = {"4XX": refused, "5XX": refused}
+    for status, kind in told.more.items():
+        made["responses"][str(status)] = {
+            "description": HTTPStatus(status).phrase,
+            **({"content": {kind: {}}} if kind else {}),
+        }
     if told.status is not None:
         made["responses"][str(told.status)] = {"description": "all is well", **_content(told, schema_of)}
     return made
@@ -111,6 +117,6 @@ def _content(told: Told, schema_of: dict[int, Any]) -> dict[str, Any]:
         content[told.gives] = {} if told.gives == EVENTS else text
     elif told.gives is not None:
         content["application/json"] = {"schema": schema_of[id(told.gives)]}
-    if told.streams:
-        content[told.streams] = {}  # one schema for a whole stream says nothing of its events
+    for other in told.others:
+        content[other] = {}  # one schema for a whole stream says nothing of its events
     return {"content": content} if content else {}
