@@ -36,6 +36,14 @@ class Remote:
         """The status and the JSON of a request, asked again where the server is busy or away. Raises CommandError."""
         import aiohttp
 
+        from ..frontend.batches.local import no_line, refuse_pieces
+        from ..frontend.errors import ApiError, error_body
+
+        try:
+            refuse_pieces(line.body)
+        except ApiError as error:
+            return error.status, error_body(error)
+        away: float | None = None  # since when
         while True:
             wait = AGAIN_S
             try:
@@ -44,13 +52,17 @@ class Remote:
                     body = await answer.read()
                     if answer.status not in AGAIN:
                         self._heard = time.monotonic()
-                        return answer.status, body if _is_json(body) else b"null"
+                        if _is_json(body):
+                            return answer.status, body
+                        told = no_line(answer.content_type, 400 if answer.status == 200 else answer.status)
+                        return told.status, error_body(told)
                     why = f"status {answer.status}"
                     text = answer.headers.get("Retry-After", "")
                     wait = min(float(text), LONGEST_S) if text.isdecimal() else AGAIN_S
             except (aiohttp.ClientError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
-            if time.monotonic() - self._heard > PATIENCE_S:
+            away = time.monotonic() if away is None else away
+            if time.monotonic() - max(self._heard, away) > PATIENCE_S:
                 raise CommandError(f"{self._base} has answered nothing for {PATIENCE_S:g} s: {why}.")
             await asyncio.sleep(wait)
 

@@ -55,10 +55,10 @@ async def answer_once(app: web.Application, path: str, body: bytes, owner: str, 
     request[BATCHED] = batched
     try:
         app[GATE].adopt(request, owner)
-        _refuse_pieces(body)
+        refuse_pieces(body)
         response = await match.handler(request)
         if isinstance(response, web.Response) and response.content_type != "application/json":
-            raise ApiError(400, f"an answer of a batch is a line of JSON, and this is {response.content_type}.")
+            raise no_line(response.content_type)
     except RequestError as error:
         if error.status in (429, 503):
             raise
@@ -92,7 +92,12 @@ async def answer(
             await asyncio.sleep(error.retry_after or AGAIN_S)
 
 
-def _refuse_pieces(body: bytes) -> None:
+def no_line(kind: str, status: int = 400) -> ApiError:
+    """What is told in place of an answer that cannot stand in a line of the output; ``kind`` is its content type."""
+    return ApiError(status, f"an answer of a batch is a line of JSON, and this is {kind}.")
+
+
+def refuse_pieces(body: bytes) -> None:
     """Raises ApiError 400 where the answer would not come whole."""
     try:
         asked = msgspec.json.decode(body, type=_Pieces)

@@ -194,6 +194,7 @@ class Service:
             return
         head = {"batch": batch.id, "input": lines.digest}
         journal = await asyncio.to_thread(Journal, self.store.journal_of(batch.id), head)
+        _count(batch, journal)  # who was killed here had answered more than its last counts say
         try:
             if batch.status == "in_progress":
                 state = await self._answer_all(batch, lines, journal)

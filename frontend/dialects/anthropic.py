@@ -20,7 +20,7 @@ from ..parsing import Request, kind_of
 from ..schema import ChatRequest
 from ..sse import ChatChunks, to_json
 from ..tool_choice import ChoiceReader, Reading
-from ..tools import Arguments, Begin, Content, Delta
+from ..tools import Arguments, Begin, Content, Delta, object_of
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -371,9 +371,7 @@ def _tool_id() -> str:
     return "toolu_" + uuid.uuid4().hex[:24]
 
 
-def _input(arguments: str) -> Any:
-    """Arguments as an object; what was cut off is told as it stands."""
-    try:
-        return msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
-        return {"_raw": arguments}
+def _input(arguments: str) -> dict[str, Any]:
+    """Arguments as the object that clients expect; what was cut off, or is no object, is told as it stands."""
+    found = object_of(arguments)
+    return {"_raw": arguments} if found is None else found

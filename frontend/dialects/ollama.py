@@ -11,7 +11,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from ...client.results import RequestError, StreamEvent
@@ -25,7 +24,7 @@ from ..pooling import pool_all
 from ..pooling_schema import EmbeddingRequest
 from ..sse import HEADERS, ChatChunks, to_json
 from ..tool_choice import ChoiceReader, Reading, call_id
-from ..tools import Arguments, Begin, Content
+from ..tools import Arguments, Begin, Content, object_of
 from .ollama_models import MODEL_ROUTES
 from .ollama_schema import (
     EmbeddingsRequest,
@@ -100,9 +99,9 @@ async def embed(request: web.Request) -> web.Response:
         model=asked.model, input=asked.texts(), dimensions=asked.dimensions or None, truncate_prompt_tokens=keep,
         normalize=True,
     )  # fmt: skip
-    vectors, tokens = await _embedded(request, body)
+    model, vectors, tokens = await _embedded(request, body)
     spent = {"total_duration": _nanoseconds(time.monotonic() - began), "load_duration": 0}
-    return json_body({"model": asked.model, "embeddings": vectors, **spent, "prompt_eval_count": tokens})
+    return json_body({"model": asked.model or model, "embeddings": vectors, **spent, "prompt_eval_count": tokens})
 
 
 async def embeddings(request: web.Request) -> web.Response:
@@ -110,22 +109,22 @@ async def embeddings(request: web.Request) -> web.Response:
     asked = await request.app[FRONT].read(request, EmbeddingsRequest, any_type=True)
     texts = [asked.prompt] if asked.prompt else []
     body = EmbeddingRequest(model=asked.model, input=texts, truncate_prompt_tokens=-1, normalize=False)
-    vectors, _ = await _embedded(request, body)
+    _, vectors, _ = await _embedded(request, body)
     return json_body({"embedding": vectors[0] if vectors else []})
 
 
-async def _embedded(request: web.Request, body: EmbeddingRequest) -> tuple[list[list[float]], int]:
-    """The vectors, and how many tokens were run."""
+async def _embedded(request: web.Request, body: EmbeddingRequest) -> tuple[str, list[list[float]], int]:
+    """The model's name, the vectors, and how many tokens were run."""
     front = request.app[FRONT]
     body.model = front.known(body.model)
-    await front.find_model(request, body.model)
+    model = await front.find_model(request, body.model)
     pooler = front.pooler("Ollama's embeddings", "embed")
     if not body.input:
-        return [], 0
+        return model, [], 0
     count = len(body.input)
     places = [f"input[{place}]" for place in range(count)] if count > 1 else ["input"]
     pooled = await pool_all(request, body, pooler, body.params("embed"), body.inputs(), places)
-    return [each.data.tolist() for each in pooled], sum(len(each.prompt_ids) for each in pooled)
+    return model, [each.data.tolist() for each in pooled], sum(len(each.prompt_ids) for each in pooled)
 
 
 def refused(error: RequestError) -> web.Response:
@@ -260,8 +259,5 @@ def _nanoseconds(seconds: float) -> int:
 
 def _object(arguments: str) -> dict[str, Any]:
     """Arguments as the object that clients expect; what was cut off, or is no object, is told as it stands."""
-    try:
-        found = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
-        found = None
-    return found if isinstance(found, dict) else {"_raw": arguments}
+    found = object_of(arguments)
+    return {"_raw": arguments} if found is None else found

@@ -6,9 +6,7 @@ import uuid
 from collections.abc import Container
 from typing import Any
 
-import msgspec
-
-from ..tools import Arguments, Begin, Content, Delta
+from ..tools import Arguments, Begin, Content, Delta, object_of
 
 Logprobs = list[dict[str, Any]]
 
@@ -118,8 +116,5 @@ def new_id(kind: str) -> str:
 
 def input_of(arguments: str) -> str:
     """The text that a custom tool is called with; what was cut off is told as it stands."""
-    try:
-        found = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
-        return arguments
-    return found["input"] if isinstance(found, dict) and isinstance(found.get("input"), str) else arguments
+    given = (object_of(arguments) or {}).get("input")
+    return given if isinstance(given, str) else arguments

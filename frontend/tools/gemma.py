@@ -74,9 +74,9 @@ class _Values:
         """Keys and values up to the closing brace, or to the end."""
         found: dict[str, Any] = {}
         while not self._ends("}"):
-            key = self._quoted() if self._follows(self._quote) else self._upto(":")
+            key = self._quoted() if self._follows(self._quote) else self._upto(":").strip()
             self._follows(":")
-            found[key.strip()] = self._value(depth, self._properties.get(key.strip()) if depth == 0 else None)
+            found[key] = self._value(depth, self._properties.get(key) if depth == 0 else None)
             self._follows(",")
         return found
 

@@ -15,6 +15,9 @@ from .reader import Broken, Parser, Wait, drop
 _ANY: dict[str, Any] = {"type": ["integer", "number", "boolean", "object", "array", "null"]}
 """The schema of a value that is told to be no text, where its own says nothing."""
 
+_SAID = {'string="true"': True, 'string="false"': False}
+"""What a tag may tell of its value: whether it is a text."""
+
 
 class Tags(Parser):
     """Calls of Qwen3-Coder. ``CALL`` tags stand around one call or several; some answers leave them out where ``BARE``.
@@ -58,18 +61,18 @@ class Tags(Parser):
             key, text = yield from self._head()
             schema = properties.get(key) if isinstance(properties, dict) else None
             self.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-            schema = schema if isinstance(schema, dict) else {}
-            yield from self._value(schema if text or _types(schema) else _ANY)
+            yield from self._value(schema if isinstance(schema, dict) else {}, text)
             before = ", "
         self.arguments("{}" if before == "{" else "}")
 
-    def _head(self) -> Generator[None, None, tuple[str, bool]]:
-        """What a tag names, and whether its value is a text as far as the tag tells."""
+    def _head(self) -> Generator[None, None, tuple[str, bool | None]]:
+        """What a tag names, and whether its value is a text, where the tag tells."""
         head: list[str] = []
         yield from self.upto((">",), head.append)
         said = "".join(head).strip()
         name, _, more = said[1:].partition(said[0]) if said[:1] in ("'", '"') else (said, "", "")
-        return name.strip(), 'string="false"' not in more
+        text = next((told for word, told in _SAID.items() if word in more), None)
+        return name.strip(), text
 
     def _closes(self) -> Any:
         """Whether the function ends here; the end of the call ends it too, and is left for who reads that."""
@@ -80,9 +83,13 @@ class Tags(Parser):
             return True
         return False
 
-    def _value(self, schema: dict[str, Any]) -> Wait:
-        """One value. A text is given as it comes."""
-        pieces = Text(self, self.LINES) if is_text(schema) else Whole(schema)
+    def _value(self, schema: dict[str, Any], text: bool | None) -> Wait:
+        """One value, of which ``text`` is what its tag tells. A text is given as it comes."""
+        types = _types(schema)
+        schema = _ANY if text is False and not types else schema
+        # Where a text may stand, a tag that says so is believed: null is a word then, whatever else the schema allows.
+        plain = is_text(schema) or (text is True and "string" in types)
+        pieces = Text(self, self.LINES) if plain else Whole(schema, self.LINES)
         ends = (self.PARAMETER_END, self.FUNCTION_END, self.PARAMETER)
         end = yield from self.upto(ends, pieces.take)
         if end != self.PARAMETER_END:  # it was left out
@@ -169,7 +176,7 @@ class Glm(Parser):
             schema = properties.get(said) if isinstance(properties, dict) else None
             schema = schema if isinstance(schema, dict) else {}
             self.arguments(f"{before}{json.dumps(said, ensure_ascii=False)}: ")
-            pieces = Text(self, lines=False) if is_text(schema) else Whole(schema)
+            pieces = Text(self, lines=False) if is_text(schema) else Whole(schema, lines=False)
             yield from self.upto((self._VALUE_END,), pieces.take)
             self.arguments(pieces.last())
             before = ", "
@@ -205,16 +212,17 @@ class Text:
 
 
 class Whole:
-    """A value of another type, read when all of it is there."""
+    """A value of another type, read when all of it is there; ``lines`` as with a text, which it may be after all."""
 
-    def __init__(self, schema: dict[str, Any]):
-        self._schema, self._parts = schema, list[str]()
+    def __init__(self, schema: dict[str, Any], lines: bool):
+        self._schema, self._lines, self._parts = schema, lines, list[str]()
 
     def take(self, text: str) -> None:
         self._parts.append(text)
 
     def last(self) -> str:
-        return json_of("".join(self._parts).removeprefix("\n").removesuffix("\n"), self._schema)
+        said = "".join(self._parts)
+        return json_of(said.removeprefix("\n").removesuffix("\n") if self._lines else said, self._schema)
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
@@ -242,9 +250,9 @@ def json_of(said: str, schema: dict[str, Any]) -> str:
         return word.lower()
     if word.lower() in ("null", "none") and "null" in types:
         return "null"
-    for read in (json.loads, python_literal):
+    for read in (json.loads, python_literal) if len(word) <= MAX_LITERAL else (json.loads,):
         try:
-            value = read(word) if len(word) <= MAX_LITERAL else word
+            value = read(word)
             kind = _kind(value)
             if (kind in types and kind != "string") or (kind == "integer" and "number" in types):
                 return json.dumps(value, ensure_ascii=False, allow_nan=False)

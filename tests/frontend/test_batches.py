@@ -497,6 +497,21 @@ def test_another_server_goes_on_where_one_ended(tmp_path: Path) -> None:
     assert left == {".json"}
 
 
+def test_what_is_told_to_be_answered_never_becomes_less(tmp_path: Path) -> None:
+    """Counts are written once a second, and the journal has more when a server was killed meanwhile."""
+    folder = {"files_path": str(tmp_path), "files_max_bytes": 10**6}
+    with FakeServer(first_only(4), **folder) as server:
+        made = batch(server, [line(n, **({"temperature": -1} if n == 2 else {})) for n in range(9)])
+        wait_until(lambda: state(server, made.id).request_counts.completed == 3, "three are answered")
+    path = tmp_path / "batches" / f"{made.id}.json"
+    counts = {"total": 9, "completed": 1, "failed": 0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "request_counts": counts}))
+    with FakeServer(first_only(0), **folder) as server:  # which answers no more
+        wait_until(lambda: len(server.engine.requests) == 5, "the others are under way")
+        found = state(server, made.id).request_counts
+        assert (found.total, found.completed, found.failed) == (9, 3, 1)
+
+
 def test_a_batch_whose_files_were_being_made_is_completed(tmp_path: Path) -> None:
     folder = {"files_path": str(tmp_path), "files_max_bytes": 10**6}
     with FakeServer(first_only(0), **folder) as server:

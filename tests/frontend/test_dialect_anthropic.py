@@ -90,6 +90,16 @@ def test_a_stream_tells_the_same_in_blocks(server: FakeServer) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("arguments", ["[" * 5000, '{"a": ' * 5000, "[1]", "5", '{"a": '])
+def test_arguments_that_are_no_object_are_told_as_they_stand(server: FakeServer, arguments: str) -> None:
+    call = json.dumps({"name": "get_time", "arguments": arguments})
+    server.engine.script = says(f"<tool_call>{call}</tool_call>", step=900)
+    status, body = send(server, tools=TOOLS)
+    assert (status, body["content"][0]["input"]) == (200, {"_raw": arguments})
+    told = [event["delta"]["partial_json"] for event in events(server, tools=TOOLS) if "partial_json" in str(event)]
+    assert "".join(told) == arguments
+
+
 @pytest.mark.parametrize(
     "finish, stop, reason",
     [(Finish.STOP, None, "end_turn"), (Finish.STOP, "x", "stop_sequence"), (Finish.LENGTH, None, "max_tokens")],

@@ -32,6 +32,7 @@ WEATHER = {
     "properties": {
         "city": {"type": "string"}, "days": {"type": "integer"}, "high": {"type": "number"}, "now": {"type": "boolean"},
         "where": {"type": "object"}, "tags": {"type": ["array", "null"]}, "code": {},
+        "note": {"type": ["string", "null"]},
     },
 }  # fmt: skip
 SCHEMAS = {"get_weather": WEATHER, "get_time": {"type": "object", "properties": {}}}
@@ -112,6 +113,10 @@ CALLS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("kimi_k2", "<|tool_calls_section_begin|> none <|tool_calls_section_end|>", "<|tool_calls_section_begin|> none <|tool_calls_section_end|>", []),
     ("glm45", "I will help.<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n    <arg_key>days</arg_key>\n    <arg_value>2</arg_value>\n</tool_call>\n\n<tool_call>get_time\n</tool_call>", "I will help.", [PARIS, TIME]),
     ("glm47", "<tool_call>get_weather<arg_key>city</arg_key><arg_value> a\n</arg_value><arg_key>where</arg_key><arg_value>{\"a\": [1]}</arg_value></tool_call><tool_call>get_time</tool_call>", "", [("get_weather", '{"city": " a\\n", "where": {"a": [1]}}'), TIME]),
+    ("glm47", "<tool_call>get_weather<arg_key>note</arg_key><arg_value>\n x\n</arg_value></tool_call><tool_call>get_weather<arg_key>note</arg_key><arg_value>null</arg_value></tool_call>", "", [("get_weather", '{"note": "\\n x\\n"}'), ("get_weather", '{"note": null}')]),
+    ("qwen3_coder", "<function=get_weather>\n<parameter=note>\n\n x\n</parameter>\n</function>", "", [("get_weather", '{"note": "\\n x"}')]),
+    ("deepseek_v32", '<｜DSML｜function_calls>' + "".join(f'<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="note" string="{text}">{said}</｜DSML｜parameter></｜DSML｜invoke>' for text, said in (("true", "null"), ("false", "null"), ("true", "\nx\n"))) + "</｜DSML｜function_calls>", "",
+     [("get_weather", '{"note": "null"}'), ("get_weather", '{"note": null}'), ("get_weather", '{"note": "\\nx\\n"}')]),
     ("glm45", "a <tool_call> in\na text", "a <tool_call> in\na text", []),
     ("minimax_m2", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>', "", [PARIS, TIME]),
     ("minimax_m2", 'Let me check. <minimax:tool_call><invoke name="get_weather"><parameter name="city">\n  x\n</parameter><parameter name="code">5</parameter></invoke></minimax:tool_call>', "Let me check.", [("get_weather", '{"city": "\\n  x\\n", "code": "5"}')]),
@@ -133,6 +138,7 @@ CALLS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("functiongemma", "Sure. <start_function_call>call:get_weather{city:<escape>Paris<escape>,days:<escape>2<escape>}<end_function_call><start_function_call>call:get_time{}<end_function_call>", "Sure.", [PARIS, TIME]),
     ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Pa, {r}is<|"|>,days:2,where:{<|"|>a<|"|>:[<|"|>x]<|"|>,null,[1.5]]},now:true}<tool_call|><|tool_call>call:get_time{}<tool_call|>', "",
      [("get_weather", '{"city": "Pa, {r}is", "days": 2, "where": {"a": ["x]", null, [1.5]]}, "now": true}'), TIME]),
+    ("gemma4", '<|tool_call>call:f{ x : {<|"|> a<|"|>:1,<|"|>a<|"|>:2, b :3}}<tool_call|>', "", [("f", '{"x": {" a": 1, "a": 2, "b": 3}}')]),
     ("gemma4", '<|tool_call>call:f{x:[},5],y:}<tool_call|>', "", [("f", '{"x": ["", "", 5], "y": ""}')]),
     ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Lon', '<|tool_call>call:get_weather{city:<|"|>Lon', []),
     ("openai", "No marks here.", "No marks here.", []),
@@ -310,6 +316,12 @@ def test_calls_are_json_of_their_values() -> None:
         for (name, arguments), (_, said) in zip(run([text], tool)[2], calls, strict=True):
             if arguments != '{"a": ':
                 assert json.loads(arguments) == json.loads(said), name
+
+
+def test_a_long_list_is_a_list() -> None:
+    said = json.dumps(["x" * 70_000, 1])
+    text = f"<tool_call>get_weather<arg_key>tags</arg_key><arg_value>{said}</arg_value></tool_call>"
+    assert run([text], "glm47")[2] == [("get_weather", f'{{"tags": {said}}}')]
 
 
 def test_limits_are_the_same_whole_and_in_pieces(recwarn: pytest.WarningsRecorder) -> None:
