@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..proto.codec import BadFrame, from_i32, i32, i64
+from ..proto.codec import BadFrame, encode, from_i32, i32, i64
 from ..proto.errors import Refused
 from ..proto.losses import MAX_LOSSES
 from ..proto.messages import (
@@ -69,8 +69,8 @@ STOOD_STILL_S = 3.0
 MAX_QUEUED = 8192
 MAX_QUEUED_BYTES = 256 * 2**20
 
-Prepare = Callable[[Callable[[], Prepared | None], Callable[[Prepared | Exception | None], None]], None]
-"""``prepare(job, done)`` runs ``job`` elsewhere, later, and calls ``done`` with its result, or with what it raised."""
+Prepare = Callable[[Callable[[], Prepared | None], Callable[[Prepared | Exception | None], None], int], None]
+"""``prepare(job, done, size)`` runs ``job`` (on about ``size`` bytes) elsewhere; ``done`` is given what comes of it."""
 Check = Callable[[StructuredOutputsParams, Callable[[Exception | None], None], bool], None]
 """``check(spec, done, patient)`` checks a grammar as ``Gate.check`` does."""
 
@@ -289,7 +289,7 @@ class DetokenizerCore:
             return self.preparer.prepare(message, block_size, limit)
 
         self._preparing += 1
-        self._run(job, lambda result: self._prepared(request, message, result))
+        self._run(job, lambda result: self._prepared(request, message, result), request.size)
 
     def _prepared(self, request: Request, message: Tokenize, result: Prepared | Exception | None) -> None:
         self._preparing -= 1
@@ -445,6 +445,4 @@ def _size(message: Tokenize) -> int:
     """Roughly the bytes a waiting prompt holds."""
     size = 512 + len(message.prompt or "") + len(message.ids or b"") + sum(len(each.ids) for each in message.resume)
     size += bytes_of(message.work)
-    for chat in message.messages or ():
-        size += sum(len(value) if isinstance(value, (str, list)) else 64 for value in chat.values())
-    return size
+    return size + len(encode((message.messages, message.template))) if message.messages is not None else size

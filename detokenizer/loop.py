@@ -25,6 +25,8 @@ from .traced import TracedDetokenizer
 log = logging.getLogger(__name__)
 
 THREADS = 2
+LONG = 256 * 2**10
+"""Bytes of a prompt that shares a thread with its like: it may take seconds, and short ones do not wait behind it."""
 
 T = TypeVar("T")
 
@@ -58,7 +60,7 @@ class Detokenizer:
             preparer,
             Hello("detokenizer", incarnation, PROTOCOL, os.getpid(), self.endpoint),
             time.monotonic,
-            lambda job, done: pool.submit(job, self._then(done)),
+            lambda job, done, size: pool.submit(job, self._then(done), size > LONG),
             lambda spec, done, patient: self._gate.check(spec, self._then(done), patient),
         )
         self.router.attach(self._received, self._router_event)

@@ -14,23 +14,28 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+_Jobs = SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]]]
+
 
 class Pool:
-    """Runs jobs in order of submission on ``threads`` threads and gives results back in the loop's thread."""
+    """Runs jobs in order of submission on ``threads`` threads, and long ones on one of their own, so that no other job
+    waits behind them; gives results back in the loop's thread."""
 
     def __init__(self, threads: int):
         self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]]] = SimpleQueue()
+        self._jobs: _Jobs = SimpleQueue()
+        self._long: _Jobs = SimpleQueue()
         for n in range(threads):
-            threading.Thread(target=self._work, name=f"text-{n}", daemon=True).start()
+            threading.Thread(target=self._work, args=(self._jobs,), name=f"text-{n}", daemon=True).start()
+        threading.Thread(target=self._work, args=(self._long,), name="text-long", daemon=True).start()
 
-    def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    def submit(self, job: Callable[[], Any], done: Callable[[Any], None], long: bool = False) -> None:
         """Run ``job``; then ``done(result)`` in the loop. An exception of the job is its result."""
-        self._jobs.put((job, done))
+        (self._long if long else self._jobs).put((job, done))
 
-    def _work(self) -> None:
+    def _work(self, jobs: _Jobs) -> None:
         while True:
-            job, done = self._jobs.get()
+            job, done = jobs.get()
             try:
                 result = job()
             except Exception as error:  # noqa: BLE001 - it becomes that request's reply

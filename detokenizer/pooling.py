@@ -58,7 +58,7 @@ def encode(
     try:
         if backend is None:
             return Encoded(cut(tokenizer.encode(texts[0], special), keep, side), -1)
-        parts = [backend.encode(text, add_special_tokens=False) for text in texts]
+        parts = backend.encode_batch_fast(list(texts), add_special_tokens=False)  # see ids_of
         if most is not None:
             parts[-1].truncate(most)
         if keep is not None:

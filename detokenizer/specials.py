@@ -16,13 +16,14 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import Unigram
 
 from ..proto.errors import Refused
-from .tokenizer import TextTokenizer
+from .tokenizer import TextTokenizer, ids_of
 
 _OURS = secrets.token_hex(8)
 _FOREIGN = range(0xA000, 0xA48D)
@@ -129,8 +130,14 @@ class Plain(TextTokenizer):
             self._twin, self._real = _twin(backend, marks)
             self._words = {id for id in self._ids if backend.model.id_to_token(id) is not None}
 
+    @cached_property
+    def longest(self) -> int | None:
+        """As the tokenizer's own; a mark is spelled with a name before it."""
+        longest = self._tokenizer.longest
+        return None if longest is None else longest + len(_OURS)
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = [] if self._twin is None else self._twin.encode(text, add_special_tokens=False).ids
+        ids = [] if self._twin is None else ids_of(self._twin, text, False)
         if self._twin is None or not self._words.isdisjoint(ids):  # its vocabulary holds a mark's text as a word, too
             ids = self._piecewise(text)
         else:

@@ -33,6 +33,10 @@ _REMOTE_CODE = (
 )
 
 
+_MANY = 1000
+"""Ids that are decoded with the interpreter's lock let go, as ``ids_of`` does it; for fewer that costs more."""
+
+
 class TextTokenizer:
     """A loaded tokenizer. Every method may be called from any thread.
 
@@ -81,6 +85,12 @@ class TextTokenizer:
         return None if self.backend is None else _longest(self.backend)
 
 
+def ids_of(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """A text's ids. `tokenizers` holds the interpreter's lock while it encodes one text, which may take a minute and
+    would stop every stream of this process; for a list of texts it lets go of it."""
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
 def load_tokenizer(
     path: str, mode: str = "auto", chat_template: str | None = None, trust_remote_code: bool = False
 ) -> TextTokenizer:
@@ -109,9 +119,11 @@ def load_tokenizer(
     special = named_tokens(config)
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids_of(backend, text, add_special_tokens)
 
     def decode(ids: list[int], skip_special_tokens: bool, spaces: bool = True) -> str:
+        if len(ids) > _MANY:
+            return backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         return backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     return TextTokenizer(encode, decode, backend, special, backend.token_to_id, templates, backend.id_to_token, ends)

@@ -22,7 +22,7 @@ from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.messages import AdapterEntry
 from ..proto.params import SamplingParams
 from ..proto.work import BACKGROUND, Adapter
-from .auth import OWNER, check_model, salt_of, watch
+from .auth import OWNER, check_model, may_see, salt_of, watch
 from .deadline import note_begun
 from .errors import ApiError
 from .leniency import Bodies
@@ -194,11 +194,6 @@ class Front:
             raise ApiError(503, "the model is not ready; try again in a moment.", retry_after=again)
         self._was_ready = True
 
-    def check_model(self, name: str | None) -> str:
-        """The model's name as asked for, or an adapter's; none, or an empty one, is the first. Raises ApiError 404."""
-        self.adapter(name)
-        return name or self.settings.names[0]
-
     def known(self, name: str | None) -> str | None:
         """The name by which a model is known here: as it is, or without Ollama's ``:latest``."""
         if name and name not in self.settings.names and self.engine.adapters.get(name) is None:
@@ -206,21 +201,25 @@ class Front:
         return name
 
     async def find_model(self, request: web.Request, name: str | None) -> str:
-        """The same once the names of adapters are known here, which a frontend that has just begun must be told.
+        """The model's name as asked for, or an adapter's; none, or an empty one, is the first. Waits for the names of
+        adapters, which a frontend that has just begun must be told.
 
-        Raises ApiError 403 where the request's key is not good for that model, existing or not.
+        Raises ApiError 403 where the request's key is not good for that model, existing or not, and 404.
         """
         check_model(request, name or self.settings.names[0])
         if name and name not in self.settings.names and self.settings.adapters is not None and not self.engine.ready:
             await self.wait_ready()
-        return self.check_model(name)
+        self.adapter(name, request)
+        return name or self.settings.names[0]
 
-    def adapter(self, name: str | None) -> Adapter | None:
-        """The adapter of this name; None for the model itself. Raises ApiError 404 where there is neither."""
+    def adapter(self, name: str | None, request: web.Request) -> Adapter | None:
+        """The adapter of this name; None for the model itself. Raises ApiError 404 where there is neither, with
+        the names that the request's key is good for."""
         if not name or name in self.settings.names:
             return None
         if (found := self.engine.adapters.get(name)) is None:
-            known = [*self.settings.names, *(entry.name for entry in self.engine.adapters)]
+            names = [*self.settings.names, *(entry.name for entry in self.engine.adapters)]
+            known = [each for each in names if may_see(request, each)] or ["none"]
             told = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
             raise ApiError(404, f"The model `{name}` does not exist. Valid names: {told}.", "model")
         return found
@@ -330,7 +329,7 @@ class Front:
             "cache_salt": salt_of(request, body.cache_salt),
         }
         check_model(request, body.model or self.settings.names[0])
-        if (adapter := self.adapter(body.model)) is not None:
+        if (adapter := self.adapter(body.model, request)) is not None:
             options["adapter"] = adapter
         if "template" in options:
             options["template"] = self.template(options["template"])

@@ -248,7 +248,7 @@ def app_runner(app: web.Application) -> Runner:
         app, root_path=settings.root_path, handle_signals=False, access_log=None, keepalive_timeout=KEEPALIVE_S,
         shutdown_timeout=1.0, handler_cancellation=True, auto_decompress=False,
         max_field_size=settings.max_header_bytes,
-        max_connections_per_address=settings.max_connections_per_address,
+        max_connections_per_address=settings.max_connections_per_address, stall_s=settings.stall_s,
     )  # fmt: skip
 
 

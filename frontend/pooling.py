@@ -103,7 +103,7 @@ async def pool_all(
         "cache_salt": salt_of(request, body.cache_salt),
     }  # fmt: skip
     check_model(request, body.model or front.settings.names[0])
-    if (adapter := front.adapter(body.model)) is not None:
+    if (adapter := front.adapter(body.model, request)) is not None:
         options["adapter"] = adapter
     if front.settings.log.requests:
         name = id_of(request, body.request_id)

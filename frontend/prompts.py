@@ -99,10 +99,10 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise ApiError(400, f"{where}.content must be a string or a list of parts, got {kind_of(content)}.", "messages")
     parts = []
     for position, part in enumerate(content):
-        at = f"{where}.content[{position}]"
         if isinstance(part, str):
             parts.append({"type": "text", "text": part})
             continue
+        at = f"{where}.content[{position}]"
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise ApiError(400, f"{at} must be an object with a type, got {kind_of(part)}.", "messages")
         if part["type"] not in ("text", "input_text", "output_text", "refusal"):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import sys
+import termios
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -21,16 +25,17 @@ _KINDS = {"method": "the method", "content-length": "Content-Length", "chunk": "
 
 class Runner(web.AppRunner):
     """An AppRunner whose connections are ``_Connection``, so many from one address at a time. A request for a path
-    below ``root_path`` is one for the rest of that path: what a proxy has not taken off."""
+    below ``root_path`` is one for the rest of that path: what a proxy has not taken off. A client that reads nothing of
+    an answer for ``stall_s`` seconds is cut off."""
 
-    __slots__ = ("_most", "_root")
+    __slots__ = ("_most", "_root", "_stall_s")
 
     def __init__(
         self, app: web.Application, root_path: str | None = None, max_connections_per_address: int | None = None,
-        **options: Any,
+        stall_s: float = 30.0, **options: Any,
     ):  # fmt: skip
         super().__init__(app, **options)
-        self._root, self._most = root_path, max_connections_per_address
+        self._root, self._most, self._stall_s = root_path, max_connections_per_address, stall_s
 
     @property
     def requests(self) -> int:
@@ -54,7 +59,7 @@ class Runner(web.AppRunner):
 
         factory = made.request_factory if self._root is None else partial(_below, self._root, made.request_factory)
         return _Server(
-            self._most, handler, request_factory=factory, handler_cancellation=made.handler_cancellation,
+            self._most, self._stall_s, handler, request_factory=factory, handler_cancellation=made.handler_cancellation,
             loop=made._loop, **made._kwargs,
         )  # fmt: skip
 
@@ -75,9 +80,9 @@ def _below(root: str, factory: Any, message: Any, *rest: Any) -> web.Request:
 
 
 class _Server(web.Server):
-    def __init__(self, most: int | None, *args: Any, **options: Any):
+    def __init__(self, most: int | None, stall_s: float, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.most, self._open, self._emptied = most, 0, asyncio.Event()
+        self.most, self.stall_s, self._open, self._emptied = most, stall_s, 0, asyncio.Event()
         self.counts: dict[str, int] = {}  # connections that are open, by address; kept where there is a limit
 
     def entered(self) -> None:
@@ -101,11 +106,12 @@ class _Server(web.Server):
 
 
 class _Connection(RequestHandler):
-    __slots__ = ("_address", "_house")
+    __slots__ = ("_address", "_house", "_unread")
 
     def __init__(self, house: _Server, **options: Any):
         super().__init__(house, **options)
         self._house, self._address = house, ""
+        self._unread: asyncio.TimerHandle | None = None  # when to look whether the client reads
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Answer one too many of an address at once, and let it go."""
@@ -126,6 +132,7 @@ class _Connection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """The address may open another one."""
         super().connection_lost(exc)
+        self._look_no_more()
         self._house.left()
         if self._address:
             counts = self._house.counts
@@ -133,6 +140,40 @@ class _Connection(RequestHandler):
             if not counts[self._address]:
                 del counts[self._address]
             self._address = ""
+
+    def pause_writing(self) -> None:
+        """More is unread than a connection's buffer should hold: an answer of any length is kept until it is read."""
+        super().pause_writing()
+        self._look_later()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._look_no_more()
+
+    def _look_later(self) -> None:
+        if (transport := self.transport) is not None:
+            unread = _unread(transport)
+            self._unread = self._loop.call_later(self._house.stall_s, self._look, unread)
+
+    def _look_no_more(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _look(self, before: int) -> None:
+        """Cut off a client that has read nothing since there were ``before`` bytes. A slow one may take its time."""
+        if (transport := self.transport) is None:
+            return
+        if (unread := _unread(transport)) >= before:
+            log.info("cut off %s, which read nothing of %d bytes for %g s", self._peer(), unread, self._house.stall_s)
+            transport.abort()
+        else:
+            self._look_later()
+
+    def _peer(self) -> str:
+        peer = self.transport.get_extra_info("peername") if self.transport is not None else None
+        return peer[0] if isinstance(peer, tuple) else "a socket"
 
     @property
     def writing_paused(self) -> bool:
@@ -172,6 +213,16 @@ class _Connection(RequestHandler):
         answer = error_response(error)
         answer.force_close()
         return answer
+
+
+def _unread(transport: asyncio.Transport) -> int:
+    """Bytes that the other side has not taken, here and in the system's own buffer: that takes more from here only once
+    a third of it is empty, which a slow client may need minutes for."""
+    taken = 0
+    with suppress(OSError, AttributeError):  # a system that does not tell, or a connection that has no socket
+        socket = transport.get_extra_info("socket")
+        taken = int.from_bytes(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return transport.get_write_buffer_size() + taken
 
 
 def _one_too_many(address: str, most: int) -> bytes:

@@ -51,7 +51,7 @@ def test_it_says_hello_and_what_it_has_when_it_is_connected() -> None:
 
 
 def test_before_it_is_connected_it_says_nothing_to_the_scheduler() -> None:
-    fresh = DetokenizerCore(PREPARER, HELLO, lambda: 100.0, lambda job, done: None, lambda spec, done, patient: None)
+    fresh = DetokenizerCore(PREPARER, HELLO, lambda: 100.0, lambda *_: None, lambda spec, done, patient: None)
     for _ in range(2):
         fresh.heartbeat(0, 0)
     assert not fresh.take()
@@ -378,8 +378,9 @@ def test_bytes_of_ids_and_of_chats_are_counted() -> None:
     rig = Rig(epoch=0)
     rig.engine(ENGINE, tokenize(1, ids=i32([1, 2, 3])))
     assert rig.core.queued_bytes == 512 + 12
-    rig.engine(ENGINE, tokenize(2, messages=[{"role": "user"}, {"content": ["x", "y"], "other": {}}]))
-    assert rig.core.queued_bytes == 512 + 12 + 512 + 4 + 2 + 64
+    parts, tools = [{"type": "text", "text": "a" * 1000}], [{"type": "function", "function": {"name": "b" * 2000}}]
+    rig.engine(ENGINE, tokenize(2, messages=[{"role": "user", "content": parts}], template={"tools": tools}))
+    assert 3000 < rig.core.queued_bytes - (512 + 12 + 512) < 3200
 
 
 def test_the_queue_may_be_full_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:

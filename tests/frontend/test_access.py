@@ -280,6 +280,21 @@ def test_models_of_a_key(tmp_path: Path) -> None:
         )
 
 
+def test_a_model_that_is_not_there_tells_no_names_of_others(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "keys", line("a", "one", "models=alias,gone"), line("b", "two"), line("c", "x", "models=gone")
+    )
+    with FakeServer(api_key_file=path, names=["other", "alias"]) as server:
+        for key, told in (("one", "alias"), ("two", "other, alias"), ("x", "none")):
+            for route, body in (
+                ("/v1/completions", HI),
+                ("/v1/chat/completions", CHAT),
+                ("/tokenize", {"prompt": "a"}),
+            ):
+                message = error_of(ask(server, "POST", route, {**body, "model": "gone"}, bearer(key)), 404)["message"]
+                assert message == f"The model `gone` does not exist. Valid names: {told}."
+
+
 def test_requests_a_minute_are_counted_and_told(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write(path, line("a", "one", "requests_per_minute=3"), line("b", "two"))
@@ -389,6 +404,8 @@ def test_lines_of_a_batch_are_their_key_s(tmp_path: Path) -> None:
         write(path, line("b", "two"))
         status, body = answered(HI)
         assert status == 401 and b"not valid any more" in body
+        write(path, line("a", "one", "expires=2001-01-01"), line("b", "two"))
+        assert answered(HI)[0] == 401 and answered(HI, "two")[0] == 200
 
 
 def test_keygen_makes_a_key_and_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -601,6 +618,38 @@ def test_class_16_headers_that_never_end(monkeypatch: pytest.MonkeyPatch) -> Non
                 sock.sendall(sent)
                 while sock.recv(1):  # b"" where it has been closed; else this takes 20 s and fails
                     pass
+
+
+def test_class_16_an_answer_that_nobody_reads() -> None:
+    """It is kept until it is read, so who reads nothing is cut off; who reads slowly gets all of it."""
+    long = "x" * 2**24
+
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
+        yield Say(0, long, finish=Finish.STOP)
+
+    with FakeServer(script, stall_s=1.0) as server:
+        body = json.dumps(HI).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        for reads in (False, True):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+                host, port = server.url.removeprefix("http://").split(":")
+                client.connect((host, int(port)))
+                client.settimeout(20)
+                client.sendall(head + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
+                got = len(client.recv(1000))
+                if not reads:
+                    deadline = time.monotonic() + 20
+                    while server.runner.server.connections and time.monotonic() < deadline:
+                        time.sleep(0.05)
+                    assert not server.runner.server.connections
+                    continue
+                for _ in range(60):  # far longer than stall_s in all, and never silent for so long
+                    time.sleep(0.05)
+                    got += len(client.recv(30_000))
+                while data := client.recv(2**20):
+                    got += len(data)
+                assert got > len(long)
 
 
 def test_class_16_connections_of_one_address_have_a_limit() -> None:

@@ -78,6 +78,7 @@ def saved_by_torch(legacy: bool) -> str:
         (saved_by_torch(False), "which is a pickle and is not opened"),
         (saved_by_torch(True), "which is a pickle and is not opened"),
         (base64.b64encode((2**63).to_bytes(8, "little") + b"{}").decode(), "no safetensors file"),
+        (made(json.dumps({"x": ENTRY}).encode().ljust(65537), bytes(16)), "no safetensors file"),
         (made(b"[1]"), "header cannot be read"),
         (made(b"{bad"), "header cannot be read"),
         (made(b"[" * 5000), "header cannot be read"),

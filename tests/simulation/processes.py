@@ -196,7 +196,7 @@ class Detokenizer(Process):
             self._cut.update((request.uid, request.attempt) for request in self.core.requests.values())
         self._flush()
 
-    def _prepare(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    def _prepare(self, job: Callable[[], Any], done: Callable[[Any], None], size: int) -> None:
         self._jobs.append((job, done))
         self._work()
 

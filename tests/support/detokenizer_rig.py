@@ -38,7 +38,7 @@ class Rig:
             PREPARER,
             HELLO,
             lambda: self.now,
-            lambda job, done: self.jobs.append((job, done)),
+            lambda job, done, size: self.jobs.append((job, done)),
             lambda spec, done, patient: self.checks.append((spec, done, patient)),
         )
         self.core.connected()
