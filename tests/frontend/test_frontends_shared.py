@@ -167,6 +167,8 @@ def test_any_frontend_tells_what_all_have_measured(server: Server) -> None:
     def spent() -> float:
         return server.metric(name)
 
+    # What one has measured the other tells up to a second later: they agree once each knows all.
+    wait_until(lambda: len({spent() for _ in range(20)}) == 1, "they tell the same", 60)
     before = spent()
     for one, other in zip(*(mine for _, mine in spread(server, 3)), strict=True):
         for connection in (one, other):
