@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class KeysAndValues(Proposer):
     """What proposers with keys and values of their own share."""
 
-    catch_up = 16  # as many keys and values have about the time that a step with drafts saves
+    lags = True
 
     def __init__(self, state: RowState, kv: KVCache) -> None:
         self.state, self.kv = state, kv

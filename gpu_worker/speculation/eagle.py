@@ -35,7 +35,6 @@ class Eagle(KeysAndValues):
     """
 
     wants_hidden = True
-    catch_up = 1  # their hidden states are gone for good, and drafts little worth until as many are there
 
     def __init__(
         self, state: RowState, kv: KVCache, head: Head, passes: Passes, most: int, max_tokens: int = 2048

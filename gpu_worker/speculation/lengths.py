@@ -17,8 +17,8 @@ WEIGHT = 0.2
 """Of a token's outcome, against all before it."""
 RETRY = 16
 """Steps after which a row whose drafts were not worth their time is tried with one token again."""
-LEAST_GAP = 16
-"""A row that has drawn fewer tokens than this without drafts is drafted for as before."""
+CATCH_UP = 16
+"""Tokens of keys and values for which what drafts has about the time that a step with drafts saves."""
 
 
 class Lengths:
@@ -27,10 +27,10 @@ class Lengths:
     Lists and not arrays: few rows speculate in a step, and theirs are looked at one by one sooner.
     """
 
-    def __init__(self, max_rows: int, cost: float, most: int = 0, catch_up: int = 0):
-        """``cost``: what one more token adds to a step of one row, as a share of it. ``most``: the most tokens that a
-        step with drafts gives a row. ``catch_up``: as the proposer has it."""
-        self._cost, self._catch_up, self._gap = cost, catch_up, max(most, LEAST_GAP)
+    def __init__(self, max_rows: int, cost: float, lags: int = 0):
+        """``cost``: what one more token adds to a step of one row, as a share of it. ``lags``: of what drafts with keys
+        and values of its own, the most tokens that a step with drafts gives a row; else 0."""
+        self._cost, self._lags = cost, lags
         self._ends = [0] * max_rows  # tokens that each row had when it was last asked for
         self._waits = [0] * max_rows  # steps for which it does without drafts
         self._speed = 1.0  # tokens in the time of a step of one row, as of the last step
@@ -51,12 +51,12 @@ class Lengths:
     def catching_up(self, row: int, end: int) -> bool:
         """Whether ``row``, which has ``end`` tokens now, is left without drafts in this step.
 
-        What drafts must first make up for the tokens that were drawn without it, in steps of many rows. That is lost
-        where the row ends soon, of which nothing is known: so the row goes on for as long as those tokens pay for.
+        What drafts must first compute the tokens that were drawn without it, in steps of many rows. That is lost where
+        the row ends soon, of which nothing is known: so the row goes on for as long as those tokens would pay for.
         """
         gap, self._ends[row] = end - self._ends[row], end
-        if gap > self._gap:
-            self._waits[row] += gap // self._catch_up
+        if gap > max(self._lags, CATCH_UP):
+            self._waits[row] += gap // CATCH_UP
         if not self._waits[row]:
             return False
         self._waits[row] -= 1
@@ -69,7 +69,7 @@ class Lengths:
         that a step gives elsewhere in the time which it takes, for the other rows wait for it too.
         """
         bar, found, gained, drafted = self._cost * self._speed, [], 0.0, 0
-        if ends is not None and self._catch_up:
+        if ends is not None and self._lags:
             pairs = zip(rows, limits, ends, strict=True)
             limits = [0 if self.catching_up(row, end) else limit for row, limit, end in pairs]
         for row, limit in zip(rows, limits, strict=True):

@@ -25,8 +25,8 @@ class Proposer:
 
     wants_hidden = False
     """``ran`` is given the final hidden states of all tokens."""
-    catch_up = 0
-    """How many tokens that were drawn without it are made up for by a step without drafts more; 0: none need be."""
+    lags = False
+    """It computes the tokens that were drawn without it before it drafts."""
 
     beside: Sequence[tuple[Model, KVCache]] = ()
     """The models that it runs, each with its keys and values."""

@@ -63,8 +63,8 @@ class SpeculativeRunner(Runner):
             self._verifier = Verifier(self.program, native, state, draft_rows, draft_rows * (1 + drafts))
         self._lengths: Lengths | None = None
         if adapt:
-            cost = self._cost() if cost is None else cost
-            self._lengths = Lengths(state.max_rows, cost, 1 + drafts, self.proposer.catch_up)
+            lags = 1 + drafts if self.proposer.lags else 0
+            self._lengths = Lengths(state.max_rows, self._cost() if cost is None else cost, lags)
 
     @torch.inference_mode()
     def _cost(self) -> float:
