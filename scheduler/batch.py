@@ -37,16 +37,16 @@ class Batch:
     columns, so ``parts`` are those of a batch of which nobody has left.
     """
 
-    __slots__ = ("_before_output", "_columns", "_numbers", "_packed", "_parts", "rows", "seqs")
+    __slots__ = ("_before_output", "_columns", "_numbers", "_packed", "_parts", "count", "rows", "seqs")
 
     def __init__(self, columns: Columns, seqs: list[Sequence], rows: Rows):
-        self._columns, self.seqs, self.rows = columns, seqs, rows
+        self._columns, self.seqs, self.rows, self.count = columns, seqs, rows, len(seqs)
         self._packed = self._numbers = b""
         self._before_output: Ints | None = None
         self._parts: list[Part] = []
 
     def __len__(self) -> int:
-        return len(self.seqs)
+        return self.count
 
     def only(self, which: NDArray[np.bool_]) -> Batch:
         """Some of them."""
@@ -55,13 +55,15 @@ class Batch:
     @property
     def packed(self) -> bytes:
         """The rows, as in a plan."""
-        self._packed = self._packed or self.rows.astype(np.int32).tobytes()
+        if not self._packed:
+            self._packed = self.rows.astype(np.int32).tobytes()
         return self._packed
 
     @property
     def numbers(self) -> bytes:
         """0, 1, 2, …, as in a plan."""
-        self._numbers = self._numbers or np.arange(len(self.seqs), dtype=np.int32).tobytes()
+        if not self._numbers:
+            self._numbers = np.arange(self.count, dtype=np.int32).tobytes()
         return self._numbers
 
     @property
@@ -74,7 +76,8 @@ class Batch:
     @property
     def parts(self) -> list[Part]:
         """One for each detokenizer."""
-        self._parts = self._parts or self._divide()
+        if not self._parts:
+            self._parts = self._divide()
         return self._parts
 
     def _divide(self) -> list[Part]:

@@ -119,7 +119,7 @@ class BlockPool:
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of these (distinct) blocks are free now, and so cost a free block when shared."""
         refs = self.refs
-        return sum(1 for block in blocks if refs[block] == 0)
+        return [refs[block] for block in blocks].count(0)
 
     def register(self, block: int, block_hash: bytes) -> None:
         """Let others find this block, as by ``register_many``."""

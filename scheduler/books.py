@@ -63,11 +63,6 @@ class Books:
         self.tiers: TierStats | None = None  # where a worker has tiers
         self.prefix_queries = self.prefix_hits = self.prompt_tokens = self.generation_tokens = 0
 
-    def token_budget(self, replica: Replica) -> int:
-        """The most tokens of one step of ``replica``: the default for a CPU is for those that generate, because where
-        vectors are all that comes out no answer is held up between its tokens."""
-        return self.config.token_budget(cpu=replica.device.startswith("cpu") and not replica.pools)
-
     def bad(self, peer: str, why: object) -> None:
         """Count and log a message that makes no sense."""
         self.count_bad()
@@ -327,8 +322,10 @@ class Books:
         return self.tiers
 
     def add_replica(self, replica: Replica) -> None:
-        """A worker is ready."""
+        """A worker is ready. The default budget of a step for a CPU is for those that generate, because where vectors
+        are all that comes out no answer is held up between its tokens."""
         self.loading.discard(replica.number)
+        replica.may_spend(self.config.token_budget(cpu=replica.device.startswith("cpu") and not replica.pools))
         self.replicas[replica.number] = replica
         self.speculation.expect(replica.drafts)
         self._measure()

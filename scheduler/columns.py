@@ -19,8 +19,8 @@ from ..proto.codec import BadFrame
 Rows = NDArray[np.intp]
 """Numbers of rows, or places in a batch. The type is the one that numpy indexes by, which spares a conversion."""
 Ints = NDArray[np.int32]
-_ONE = np.ones(1, np.int32)
-"""Added in place of 1, which numpy would have to make an array of each time."""
+_ONE = np.array(1, np.int32)
+"""Added in place of 1, which numpy would have to make an array of each time: that takes as long as the sum."""
 _NO_ROWS: Rows = np.zeros(0, np.intp)
 HashBlock = Callable[[bytes, bytes], bytes]
 """The hash of a full block by its parent's and its tokens, as ``hash_block``."""
@@ -87,6 +87,10 @@ class Lookout:
         self.at[rows] = positions
         self._quiet = 0
 
+    def interrupt(self) -> None:
+        """The rows that were compared last do not go on by one each."""
+        self._quiet = 0
+
     def reached(self, rows: Rows, positions: Ints) -> Rows:
         """Places in ``rows``, which are at ``positions``, of those whose look is due. Whoever asks for the very array
         that was asked for last asks for the step after it: each position is one more."""
@@ -111,6 +115,7 @@ class Columns:
 
     def __init__(self, num_rows: int, block_size: int, max_blocks: int):
         self.block_size = block_size
+        self.size = np.array(block_size, np.int32)  # the same, for sums with columns
         # Whose it is, as messages name it, and the position from which its first output token is drawn.
         self.uids = np.zeros(num_rows, np.int64)
         self.attempts, self.indexes, self.sinks, self.before_output = np.zeros((4, num_rows), np.int32)
@@ -169,9 +174,9 @@ class Columns:
 
     # -- block tables
 
-    def table(self, row: int) -> list[int]:
-        """The block table of one row."""
-        return self.tables[row, : self.num_blocks[row]].tolist()
+    def table(self, row: int, first: int = 0, stop: int | None = None) -> list[int]:
+        """The block table of one row, or what it has in these slots, which it fills."""
+        return self.tables[row, first : self.num_blocks.item(row) if stop is None else stop].tolist()
 
     def cut(self, row: int, count: int) -> list[int]:
         """The row's table ends behind ``count`` blocks. Returns those that it had behind them."""
@@ -185,7 +190,7 @@ class Columns:
 
     def forget_table(self, row: int) -> None:
         """Somebody else has its blocks now."""
-        self.tables[row, : self.num_blocks[row]] = 0
+        self.tables[row, : self.num_blocks.item(row)] = 0
         self.num_blocks[row] = 0
 
     def block_at(self, row: int, slot: int) -> int | None:
@@ -200,15 +205,15 @@ class Columns:
     def grow(self, rows: Rows, starts: Ints, blocks: Ints) -> Ints:
         """The tables of all of ``rows``, which are full, get one block more each, to write ``starts`` in. Returns its
         slots."""
-        slots = starts // self.block_size
+        slots = starts // self.size
         self.tables[rows, slots] = blocks
         self.num_blocks[rows] = slots + _ONE
-        self.horizon.set(rows, np.minimum(starts + self.block_size, self.end[rows]))
+        self.horizon.set(rows, np.minimum(starts + self.size, self.end[rows]))
         return slots
 
     def need_blocks(self, rows: Rows, starts: Ints) -> NDArray[np.bool_]:
         """Which need a new block to write ``starts`` in, and nothing else."""
-        return (self.num_blocks[rows] * self.block_size == starts) & (starts < self.end[rows])
+        return (self.num_blocks[rows] * self.size == starts) & (starts < self.end[rows])
 
     # -- when to look again
 
@@ -231,7 +236,7 @@ class Columns:
     def expect_next_blocks(self, rows: Rows, computed: Ints) -> None:
         """So much is computed of ``rows``, which are at their milestones: look when the next block is full, or at the
         end."""
-        self.milestone.set(rows, np.minimum(computed + self.block_size, self.end[rows]))
+        self.milestone.set(rows, np.minimum(computed + self.size, self.end[rows]))
 
     def at_end(self, rows: Rows, computed: Ints) -> Rows:
         """Places in ``rows``, of which so much is computed, of those that are as long as they may grow."""
@@ -265,6 +270,13 @@ class Columns:
         self.kept_from[row] = position - position % self.block_size
         self.kept[row] = []
 
+    def draw_more(self, row: int, position: int, tokens: list[int]) -> None:
+        """These were drawn in ``row`` behind those of ``begin_drawn``, up to ``position``, in the same block."""
+        self._keep_drawn()
+        self.milestone.interrupt()
+        end = position % self.block_size + 1
+        self.drawn[row, end - len(tokens) : end] = tokens
+
     def fetch_drawn(self, row: int, end: int, count: int) -> bytes:
         """What was drawn for ``count`` positions before ``end``, as int32 bytes."""
         self._keep_drawn()
@@ -288,9 +300,8 @@ class Columns:
         steps = self._drawn_since
         if steps:
             rows, positions, tokens = map(np.concatenate, zip(*steps, strict=True)) if len(steps) > 1 else steps[0]
-            width = self.drawn.shape[1]
-            # One index and no division: half the time of self.drawn[rows, positions % width].
-            self.drawn.reshape(-1)[rows * width + (positions & width - 1)] = tokens
+            # One index and no division: half the time of self.drawn[rows, positions % size].
+            self.drawn.reshape(-1)[rows * self.size + (positions & self.size - _ONE)] = tokens
             steps.clear()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from ..proto.messages import Finish, Pooled, PromptLogprobs, SlotPooled, Specula
 from .beam_group import BeamGroup, Scores, read_scores
 from .beams import advance
 from .books import Books
-from .columns import Ints, Rows, as_u32
+from .columns import Ints, as_u32
 from .logprobs import count_logprobs, first_logprobs, skip_logprobs
 from .replica import Replica
 from .request import Sequence
@@ -33,7 +33,8 @@ def commit_result(books: Books, replica: Replica, result: StepResult) -> None:
     books.outbox.flush()
     books.finish_step(replica)
     if step.verifications and isinstance(result, SpeculativeResult):
-        books.speculation.count(from_i32(result.drafted), [from_i32(result.counts)[slot] for slot in step.verified])
+        counts, slots = from_i32(result.counts), step.verified
+        books.speculation.count(from_i32(result.drafted), counts[slots.start : slots.stop])
     if step.prompts or result.failed or result.logprobs:
         _pass_on(books, step, result, scores, kept)
     drew = _commit_decodes(books, replica, step, tokens)
@@ -70,7 +71,8 @@ def _check(replica: Replica, result: StepResult) -> tuple[Step, Ints, Kept]:
         raise BadFrame(f"step {step.number} draws one token for each slot")
     if result.failed:
         tokens, failed = tokens.copy(), _failed_slots(result, slots)
-        tokens[failed if places is None else places[failed]] = 0  # what stands there for a token means nothing
+        # What stands there for a token means nothing.
+        tokens[failed if places is None else [places[slot] for slot in failed]] = 0
     if len(tokens) and (highest := tokens.item(tokens.argmax())) >= replica.vocab_size:
         raise BadFrame(f"token {highest} of a vocabulary of {replica.vocab_size}")
     if result.logprobs or result.logprob_slots:
@@ -79,26 +81,34 @@ def _check(replica: Replica, result: StepResult) -> tuple[Step, Ints, Kept]:
         _check_prompts(step, result)
     if places is None:
         return step, tokens.view(np.int32), {}
-    return step, tokens[places].view(np.int32), _kept(step, tokens.tolist(), places.tolist())
+    kept = _kept(step, tokens.tolist(), places)
+    return step, (tokens if len(tokens) == slots else tokens[places[:-1]]).view(np.int32), kept
 
 
-def _check_counts(replica: Replica, step: Step, result: StepResult, tokens: int) -> Rows:
-    """Where each slot's tokens begin: one, or as many as a verification may give."""
-    counts, verified = np.array(from_i32(result.counts), np.intp), step.verified
-    if not isinstance(result, SpeculativeResult) or len(counts) != step.samples() or counts.sum() != tokens:
+def _check_counts(replica: Replica, step: Step, result: StepResult, tokens: int) -> list[int]:
+    """Where each slot's tokens begin, and where the last one's end: one, or as many as a verification may give."""
+    counts, verified = from_i32(result.counts), step.verified
+    if not isinstance(result, SpeculativeResult) or len(counts) != step.samples() or sum(counts) != tokens:
         raise BadFrame(f"{tokens} tokens and {len(counts)} counts for the {step.samples()} slots of step {step.number}")
-    most = np.ones(len(counts), np.intp)
-    for slot, (seq, generation, first, stop) in zip(verified, step.verifications, strict=True):
-        start = max(first, seq.computed) if seq.generation == generation else first
-        most[slot] = min(stop - start, 1 + replica.drafts)
-    most[[failed.slot for failed in result.failed if 0 <= failed.slot < len(most)]] = 1
-    if (counts < 1).any() or (counts > most).any():
-        slot = int(((counts < 1) | (counts > most)).argmax())
-        raise BadFrame(f"slot {slot} of step {step.number} draws {counts[slot]} tokens, not 1 to {most[slot]}")
+    if not min(counts) == max(counts) == 1:
+        _check_most(replica, step, result, counts)
     drafted = from_i32(result.drafted)
-    if len(drafted) != len(verified) or any(not 0 <= each <= replica.drafts for each in drafted):
+    if len(drafted) != len(verified) or not 0 <= min(drafted) <= max(drafted) <= replica.drafts:
         raise BadFrame(f"{drafted[:8]} tokens were drafted for {len(verified)} rows of step {step.number}")
-    return counts.cumsum() - counts
+    return [0, *accumulate(counts)]
+
+
+def _check_most(replica: Replica, step: Step, result: StepResult, counts: list[int]) -> None:
+    """No slot may have more tokens than it was asked for."""
+    failed = {each.slot for each in result.failed}
+    for slot, count in enumerate(counts):
+        most = 1
+        if slot in step.verified and slot not in failed:
+            seq, generation, first, stop = step.verifications[slot - step.verified_from]
+            start = max(first, seq.computed) if seq.generation == generation else first
+            most = min(stop - start, 1 + replica.drafts)
+        if not 1 <= count <= most:
+            raise BadFrame(f"slot {slot} of step {step.number} draws {count} tokens, not 1 to {most}")
 
 
 def _kept(step: Step, tokens: list[int], places: list[int]) -> Kept:
@@ -107,10 +117,9 @@ def _kept(step: Step, tokens: list[int], places: list[int]) -> Kept:
     for slot, (seq, generation, _, _) in zip(step.verified, step.verifications, strict=True):
         if seq.generation != generation:
             continue
-        end = places[slot + 1] if slot + 1 < len(places) else len(tokens)
-        drawn, before = tokens[places[slot] : end], seq.output_len
+        drawn = tokens[places[slot] : places[slot + 1]]
         for count, token in enumerate(drawn, 1):
-            if token in seq.stops and seq.request.finish_of(token, before + count)[0] is not Finish.NONE:
+            if token in seq.stops and seq.request.finish_of(token, seq.output_len + count)[0] is not Finish.NONE:
                 del drawn[count:]
                 break
         kept[slot] = drawn
@@ -218,7 +227,7 @@ def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) ->
     """One token more for each decode whose sequence has not left while the step was in flight. Returns those that may
     end: they are as long as they may grow, or drew what ends somebody."""
     batch, starts, ends, tokens = step.decoded(tokens)
-    if not batch:
+    if not batch.count:
         return []
     seqs = batch.seqs
     due = replica.columns.decoded(batch.rows, ends, tokens)
@@ -227,6 +236,8 @@ def _commit_decodes(books: Books, replica: Replica, step: Step, tokens: Ints) ->
     if len(due):
         longest = replica.commit_decodes(batch, due, ends)
         last = sorted({*last, *longest}) if last else longest
+    if not last:
+        return []
     return [Last(seqs[at], tokens.item(at), batch.place(at)) for at in last]
 
 
@@ -237,8 +248,8 @@ def _commit_verifications(books: Books, replica: Replica, step: Step, kept: Kept
         if seq.generation == generation:
             tokens, before = kept[slot], seq.computed
             seq.verified(tokens, replica.drafts)
-            replica.commit(seq, before, seq.computed)
-            drew.append(Last(seq, tokens[-1], books.outbox.tokens(seq, tokens)))
+            replica.commit(seq, before, before + len(tokens))
+            drew.append(Last(seq, tokens[-1], books.outbox.tokens(seq, before + 1 - seq.prompt_len, tokens)))
     return drew
 
 

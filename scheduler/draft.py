@@ -17,6 +17,7 @@ from .step import Chunk, Search, Step, Verification
 _ONE = i32([1])
 FEW = 3
 """So few new blocks are given out sooner one by one."""
+_NOTHING = b"", b"", b""
 _NOWHERE: Ints = np.zeros(0, np.int32)
 
 
@@ -25,7 +26,7 @@ class Draft:
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens that may still be scheduled
-        self.decodes: Batch | None = None
+        self.decodes = NOBODY
         self.starts = self.ends = _NOWHERE  # of ``decodes``
         self.searches: list[Search] = []
         self.verifications: list[Verification] = []
@@ -36,12 +37,12 @@ class Draft:
         # Flat tables, one line after the other:
         self.forks: list[int] = []  # source row, row
         self.copies: list[int] = []  # source block, block
-        self.grown = b"", b"", b""  # the same as ``deltas`` of those that ``grow``
+        self.grown = _NOTHING  # the same as ``deltas`` of those that ``grow``
         self.appends: list[int] = []  # row, token
         self.deltas: tuple[list[int], list[int], list[int]] = [], [], []  # rows, slots of their block tables, blocks
 
     def __bool__(self) -> bool:
-        return bool(self.decodes or self.searches or self.verifications or self.chunks)
+        return self.decodes is not NOBODY or bool(self.searches or self.verifications or self.chunks)
 
     def spend(self, tokens: int) -> None:
         """So many tokens of the budget are scheduled."""
@@ -50,9 +51,9 @@ class Draft:
     # -- what runs
 
     def decode(self, batch: Batch, starts: Ints, ends: Ints) -> None:
-        """One token of each of these, from the positions ``starts`` to ``ends``."""
+        """One token of each of these, of whom there is one at least, from the positions ``starts`` to ``ends``."""
         self.decodes, self.starts, self.ends = batch, starts, ends
-        self.spend(len(batch))
+        self.budget -= batch.count
 
     def search(self, group: BeamGroup) -> None:
         """One decode of each beam."""
@@ -132,7 +133,7 @@ class Draft:
 
     def seal(self, replica: Replica, now: float) -> StepPlan:
         """Count the step as in flight and pack the columns."""
-        number, decodes = replica.last_step + 1, self.decodes or NOBODY
+        number, decodes = replica.last_step + 1, self.decodes
         step = Step(
             number,
             replica.columns,
@@ -152,7 +153,7 @@ class Draft:
             admits=self.admits,
             rows=decodes.packed,
             starts=self.starts.tobytes(),
-            counts=_ONE * len(decodes),
+            counts=_ONE * decodes.count,
             sample_src=decodes.numbers,
             sample_rows=decodes.packed,
         )
@@ -172,7 +173,8 @@ class Draft:
 
     def _seal_changes(self, message: StepPlan) -> None:
         """Pack what few plans have."""
-        message.delta_rows, message.delta_slots, message.delta_blocks = self.grown
+        if self.grown is not _NOTHING:
+            message.delta_rows, message.delta_slots, message.delta_blocks = self.grown
         if self.deltas[0]:
             rows, slots, blocks = map(i32, self.deltas)
             message.delta_rows += rows

@@ -18,18 +18,10 @@ from .request import Request, Sequence
 _ONE, _MINUS_ONE = i32([1]), i32([-1])
 
 
-class Piece(NamedTuple):
-    """Columns of a TokenBatch, for some of its sequences."""
-
-    uids: bytes
-    attempts: bytes
-    indexes: bytes
-    offsets: bytes
-    tokens: bytes
-
-
+Piece = tuple[bytes, bytes, bytes, bytes, bytes]
+"""Columns of a TokenBatch, for some of its sequences: uids, attempts, indexes, offsets, tokens."""
 _LINE = struct.Struct("<qiii")
-_NOTHING = Piece(b"", b"", b"", b"", b"")
+_NOTHING = b"", b"", b"", b"", b""
 
 
 class TokenSink:
@@ -103,17 +95,17 @@ class Outbox:
     def decoded(self, batch: Batch, offsets: Ints, tokens: Ints) -> None:
         """Each of ``batch`` has one token more. They are the first of a message: a commit begins with a flush."""
         for part in batch.parts:
-            piece = Piece(part.uids, part.attempts, part.indexes, part.of(offsets), part.of(tokens))
+            piece = part.uids, part.attempts, part.indexes, part.of(offsets), part.of(tokens)
             self._numbered[part.sink].add(len(part.uids) // 8, piece)
 
     def token(self, seq: Sequence, token: int) -> int:
         """``seq`` has one token more. Returns its place in its detokenizer's batch."""
         return self._sink(seq.owner).add(1, _piece(seq, seq.output_len - 1, i32([token])))
 
-    def tokens(self, seq: Sequence, tokens: list[int]) -> int:
-        """``seq`` has these tokens more. Returns its place in its detokenizer's batch."""
+    def tokens(self, seq: Sequence, offset: int, tokens: list[int]) -> int:
+        """``seq`` has these tokens more, behind ``offset`` outputs. Returns its place in its detokenizer's batch."""
         sink, count = self._sink(seq.owner), len(tokens)
-        place = sink.add(1, _piece(seq, seq.output_len - count, i32(tokens)))
+        place = sink.add(1, _piece(seq, offset, i32(tokens)))
         if count > 1:
             sink.several[place] = count
         return place
@@ -156,13 +148,14 @@ class Outbox:
 def _piece(seq: Sequence, offset: int, tokens: bytes) -> Piece:
     """Of one sequence."""
     line = _LINE.pack(seq.uid, seq.attempt, seq.index, offset)
-    return Piece(line[:8], line[8:12], line[12:16], line[16:], tokens)
+    return line[:8], line[8:12], line[12:16], line[16:], tokens
 
 
 def _batch(sink: TokenSink) -> TokenBatch:
     """One token for each sequence, but for the few that end without one. Most columns are mostly constant."""
     count, pieces, started, logprobs = sink.count, sink.pieces or [_NOTHING], sink.started, sink.logprobs
-    found = pieces[0] if len(pieces) == 1 else Piece(*map(b"".join, zip(*pieces, strict=True)))
+    found = pieces[0] if len(pieces) == 1 else map(b"".join, zip(*pieces, strict=True))
+    uids, attempts, indexes, offsets, tokens = found
     counts, stop_ids, finishes = _ONE * count, _MINUS_ONE * count, bytes(count)
     if sink.several:
         counts = _with_several(sink.several, counts)
@@ -170,21 +163,21 @@ def _batch(sink: TokenSink) -> TokenBatch:
         counts, stop_ids, finishes = _with_endings(sink.finishes, counts, stop_ids, finishes)
     asked = []  # places of those with logprobs, and whose they are
     if logprobs:
-        keys = enumerate(zip(from_i64(found.uids), from_i32(found.indexes), strict=True))
+        keys = enumerate(zip(from_i64(uids), from_i32(indexes), strict=True))
         asked = [(place, key) for place, key in keys if key in logprobs]
     return TokenBatch(
-        uids=found.uids,
-        attempts=found.attempts,
-        indexes=found.indexes,
-        offsets=found.offsets,
+        uids=uids,
+        attempts=attempts,
+        indexes=indexes,
+        offsets=offsets,
         counts=counts,
-        tokens=found.tokens,
+        tokens=tokens,
         finishes=finishes,
         stop_ids=stop_ids,
         started_uids=i64([uid for uid, _ in started]) if started else b"",
         started_cached=i32([cached for _, cached in started]) if started else b"",
         logprob_rows=i32([place for place, _ in asked]) if asked else b"",
-        logprobs=[logprobs[key] for _, key in asked],
+        logprobs=[logprobs[key] for _, key in asked] if asked else [],
     )
 
 

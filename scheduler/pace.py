@@ -1,8 +1,9 @@
 """When the next plan is made while a step runs: as late as the worker does not notice.
 
 A plan that is made as soon as the step before it begins leaves out whoever comes while that one runs: such a request
-waits for the rest of a step and for a whole one. Steps of nothing but decodes take about as long as each other, so the
-plan behind one can wait for a part of that time, and the worker has it before it needs it.
+waits for the rest of a step and for a whole one. How long a step takes is known well enough from those before it, so
+the plan behind it can wait for a part of that time, and the worker has it before it needs it. Where a step takes less
+than was expected, the next is planned when it ends.
 """
 
 from __future__ import annotations
@@ -21,17 +22,24 @@ class Pace:
     def __init__(self) -> None:
         self.until = 0.0
         self._last = self._before = 0.0  # what the last two steps of nothing but decodes took
+        self._one = self._other = 1, 0.0  # tokens and seconds of the last two with prompts
 
     def ended(self, step: Step, seconds: float) -> None:
         """``step`` took so long."""
-        if _of_decodes(step):
+        if not step.compute_rows:
             self._before, self._last = self._last, seconds
+        elif step.of_prompts:
+            self._one, self._other = self._other, (step.tokens, seconds)
 
     def begins(self, step: Step, now: float) -> None:
         """The worker runs ``step`` from now on."""
-        expected = min(self._before, self._last) if _of_decodes(step) else 0.0
+        expected = min(self._before, self._last) if not step.compute_rows else self._of_prompts(step)
         self.until = now + SHARE * expected if expected >= LEAST_S else 0.0
 
-
-def _of_decodes(step: Step) -> bool:
-    return not step.compute_rows
+    def _of_prompts(self, step: Step) -> float:
+        """At least about so long a step takes that has prompts in it: as long as those before it, or as much less as it
+        has fewer tokens. Drafts and beams are another matter."""
+        if not step.of_prompts:
+            return 0.0
+        (one, seconds), (other, others) = self._one, self._other
+        return min(seconds * min(1.0, step.tokens / one), others * min(1.0, step.tokens / other))

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..proto.messages import StepPlan
 from ..proto.work import Adapter
+from .adapter_slots import AdapterSlots
 from .batch import Batch, Lineup
 from .beam_group import BeamGroup
 from .beams import plan_beams
@@ -58,7 +59,7 @@ def plan_step(books: Books, replica: Replica) -> StepPlan | None:
 
 
 def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
-    draft = Draft(books.token_budget(replica))
+    draft = Draft(replica.token_budget)
     closed = replica.draining or books.paused
     if replica.drafts:
         replica.draft_room.begin_plan()
@@ -101,7 +102,7 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
     if books.config.enable_chunked_prefill or replica.decodes_waited or not replica.decoding:
         return False
     head = next(books.queue.in_turn(books.running_by_account), None)
-    budget, decodes = books.token_budget(replica), sum(seq.width for seq in replica.decoding)
+    budget, decodes = replica.token_budget, sum(seq.width for seq in replica.decoding)
     if replica.drafts and _speculates(replica, replica.going.batch().seqs, budget):
         decodes *= 1 + replica.drafts
     return head is not None and head.total > budget - decodes
@@ -176,7 +177,8 @@ def _plan_decodes(books: Books, replica: Replica, draft: Draft, going: Lineup) -
             starts = columns.scheduled.of(batch.rows)
     else:
         batch = going.batch()
-    draft.decode(batch, starts, columns.schedule(batch.rows, starts))
+    if batch.count:
+        draft.decode(batch, starts, columns.schedule(batch.rows, starts))
 
 
 def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, starts: Ints, due: Rows) -> Batch:
@@ -189,7 +191,9 @@ def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, starts
         if isinstance(seq, BeamGroup):
             plan_beams(books, replica, draft, seq)
             beams.append(seq)
-        elif _awaits_drafts(replica, seq, position) or not _make_room(books, replica, draft, seq, position):
+            continue
+        waits = replica.drafts and _awaits_drafts(replica, seq, position)
+        if waits or not _make_room(books, replica, draft, seq, position):
             going.discard(seq)
     if going is not replica.going:  # those preempted have left that one alone
         for seq in going.batch().seqs:
@@ -202,10 +206,11 @@ def _look_at(books: Books, replica: Replica, draft: Draft, going: Lineup, starts
 
 
 def _awaits_drafts(replica: Replica, seq: Sequence, position: int) -> bool:
-    """Whether no block is free to write ``position`` in, and results under way may free one that drafts alone need."""
+    """Where drafts are made, whether no block is free to write ``position`` in, and results under way may free one that
+    drafts alone need."""
     if replica.pool.free_count or seq.columns.block_at(seq.row, position // replica.block_size) is not None:
         return False
-    return bool(replica.drafts) and not replica.draft_room.take_back() and replica.draft_room.coming()
+    return not replica.draft_room.take_back() and replica.draft_room.coming()
 
 
 def _make_room(books: Books, replica: Replica, draft: Draft, seq: Sequence, position: int) -> bool:
@@ -282,17 +287,15 @@ class Candidate(NamedTuple):
 
 
 class _Absent(set[bytes]):
-    """Adapters, by digest, whose turn has not come on ``replica``, b"" for none: nobody of theirs is looked at. All
+    """Adapters, by digest, whose turn has not come in these slots, b"" for none: nobody of theirs is looked at. All
     others are too once others have all turns of this plan."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, slots: AdapterSlots) -> None:
         super().__init__()
-        self._slots = replica.adapters
+        self._slots = slots
 
     def __contains__(self, digest: object) -> bool:
-        if super().__contains__(digest):
-            return True
-        return digest != b"" and (self._slots is None or not self._slots.has_turn(digest))
+        return super().__contains__(digest) or (digest != b"" and not self._slots.has_turn(digest))
 
 
 def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
@@ -302,7 +305,7 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     now = books.clock()
     others = elsewhere(replica, books.replicas.values(), now)
     stalled = bool(others) and replica.stalled(now)
-    absent = _Absent(replica)
+    absent = set[bytes]() if replica.adapters is None else _Absent(replica.adapters)
     passed = 0
 
     prefillers = [] if replica.role != "decode" else [r for r in books.replicas.values() if r.takes_prompts]
@@ -353,11 +356,11 @@ def _admit(books: Books, replica: Replica, draft: Draft) -> None:
                 if (loading := loading + 1) == LOADING_LOOKAHEAD:
                     return
                 continue
-            if not _finds_room(replica, seq, cached):
+            if not has_room(replica, seq, cached) and not _finds_room(replica, seq, cached):
                 break
             if not chunked:
                 rest = seq.total - len(cached) * replica.block_size
-                if draft.budget < min(rest, books.token_budget(replica)):
+                if draft.budget < min(rest, replica.token_budget):
                     return  # a preempted sequence may have outgrown the budget; only then is it split
             if seq.quarantined:
                 return  # it is the first in line now, and its turn comes alone

@@ -7,8 +7,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import takewhile
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from .request import Request, Sequence, State
 
@@ -206,7 +205,10 @@ def _in_lanes(lanes: Lanes, absent: Container[bytes]) -> Iterator[Sequence]:
     """One account's line in turn, without the lanes that are ``absent``, which may grow."""
     if len(lanes) == 1:
         ((name, lane),) = lanes.items()
-        yield from map(itemgetter(1), takewhile(lambda _: name not in absent, _in_lane(lane)))
+        for _, waiting in _in_lane(lane):
+            if name in absent:
+                return
+            yield waiting
         return
     # The next of each lane, by its place in turn; at first no earlier than that, for no lane is read in vain.
     heads: list[tuple[tuple, bytes, Sequence | None, Turns | None]]

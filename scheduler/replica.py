@@ -37,7 +37,7 @@ STALL_S = 2.0
 sound for all that: it loses nothing but what it would have been given."""
 
 _key = attrgetter("key")
-_ONE = np.ones(1, np.int32)
+_ONE, _ZERO = np.array(1, np.int32), np.array(0, np.int32)
 
 
 class Reserved(NamedTuple):
@@ -100,6 +100,7 @@ class Replica:
         self.draining = False
         # What is known of its worker where blocks may move between workers:
         self.role, self.endpoint, self.kv_format, self.block_bytes = "both", "", "", 0
+        self.token_budget = 0  # of a step, at most
 
     @property
     def running(self) -> int:
@@ -117,13 +118,18 @@ class Replica:
 
     # -- steps
 
+    def may_spend(self, tokens: int) -> None:
+        """So many tokens a step, at most."""
+        self.token_budget = tokens
+
     def has_enough(self, clock: Callable[[], float]) -> bool:
         """No plan is to be made for it now."""
-        if self.expected:
-            return bool(self.in_flight) or max(self.expected.values()) > clock()
-        if len(self.in_flight) >= MAX_IN_FLIGHT:
+        flying = len(self.in_flight)
+        if flying >= MAX_IN_FLIGHT:
             return True
-        return bool(self.in_flight) and bool(self.free_rows) and self.pace.until > clock()
+        if self.expected:
+            return flying > 0 or max(self.expected.values()) > clock()
+        return flying > 0 and self.pace.until > 0.0 and bool(self.free_rows) and self.pace.until > clock()
 
     def launch(self, step: Step) -> list[int]:
         """``step`` is on its way. Returns the rows given up since the one before."""
@@ -136,9 +142,9 @@ class Replica:
 
     def finish_step(self, now: float) -> Step:
         """The result of the oldest step in flight has come."""
-        seconds, self.progress_at = self.waited(now), now
         step = self.in_flight.popleft()
-        self.pace.ended(step, seconds)
+        began, self.progress_at = self.progress_at, now
+        self.pace.ended(step, now - (began if began > step.sent_at else step.sent_at))
         if self.in_flight:
             self.pace.begins(self.in_flight[0], now)
         return step
@@ -189,7 +195,8 @@ class Replica:
 
     def _begin(self, seq: Sequence, rows: list[int], blocks: list[int], computed: int) -> None:
         seq.start(self.number, self.columns, rows, blocks, computed)
-        self._use_adapter(seq)
+        if self.adapters is not None and (adapter := seq.request.adapter) is not None:
+            seq.use_adapter(self.adapters.take(adapter))
         self.stop_ids.add(seq.stops)
         _insert(self.prefilling, seq)
         self.update_quarantine(seq)
@@ -199,15 +206,11 @@ class Replica:
         for block in parent.blocks:
             self.pool.share(block)
         seq.fork(parent, self.free_rows.pop())
-        self._use_adapter(seq)
+        if self.adapters is not None and (adapter := seq.request.adapter) is not None:
+            seq.use_adapter(self.adapters.take(adapter))
         self.stop_ids.add(seq.stops)
         self._decode(seq)
         self.update_quarantine(seq)
-
-    def _use_adapter(self, seq: Sequence) -> None:
-        """``seq`` runs with its adapter, which is ready here."""
-        if self.adapters is not None and (adapter := seq.request.adapter) is not None:
-            seq.use_adapter(self.adapters.take(adapter))
 
     def prefilled(self, seq: Sequence) -> None:
         """The whole of ``seq`` is scheduled: from here on it decodes."""
@@ -233,7 +236,8 @@ class Replica:
         self.going.discard(seq)
         self.held.discard(seq)
         self.leaving.discard(seq)
-        self.draft_room.leave(seq)
+        if self.drafts:
+            self.draft_room.leave(seq)
         self.stop_ids.remove(seq.stops)
         if self.adapters is not None and seq.adapter_slot >= 0:
             self.adapters.leave(seq.adapter_slot)
@@ -346,13 +350,13 @@ class Replica:
         longest = columns.at_end(rows, ends)
         filled, full = rows, ends
         if self.quarantined or len(longest):  # not all are there because a block is full
-            which = ends % self.block_size == 0
+            which = ends % columns.size == _ZERO
             filled, full = rows[which], ends[which]
         if len(filled):
             blocks = columns.fill_blocks(filled)
             if self.pool.caching and not self.quarantined:
                 hashes = columns.continue_chains(filled, blocks, request.hash_block)
-                held = columns.tables[filled, full // self.block_size - _ONE]
+                held = columns.tables[filled, full // columns.size - _ONE]
                 self.pool.register_many(held.tolist(), hashes)
         if self.quarantined:
             for at, computed in zip(due.tolist(), ends.tolist(), strict=True):

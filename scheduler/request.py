@@ -35,7 +35,7 @@ from typing import NamedTuple
 from ..proto.hashing import hash_block
 from ..proto.losses import Losses
 from ..proto.messages import Admit, Finish, Submit
-from ..proto.work import Pool, adapter_of, child_seed, since, with_adapter
+from ..proto.work import Generate, Pool, adapter_of, child_seed, since, with_adapter
 from .block_pool import BlockPool, PoolError, blocks_for
 from .columns import Columns
 
@@ -75,8 +75,7 @@ class Request:
         self.arrival, self.priority = message.arrival, priority
         self.account = message.key  # the API key it came with, "" for none
         self.live: list[Sequence] = []
-        self.started = False
-        self.sink = -1  # number of the owner's sink in the outbox, once it is taken in
+        self.started, self.sink = False, -1  # number of the owner's sink in the outbox, once it is taken in
         self.turn: tuple | None = None
         # Leading prompt tokens whose logprobs nobody needs from here on: they were sent, or were never asked for.
         self.prompt_done = self.prompt_len
@@ -326,22 +325,26 @@ class Sequence:
     # -- speculation
 
     def speculate(self, stop: int) -> None:
-        """A verification is planned that ends at ``stop`` at the furthest."""
+        """A verification is planned that ends at ``stop`` at the furthest. Nobody decodes it until that is answered."""
         self.loose += 1
         self.scheduled = stop
-        self.columns.expect_end_of_room(self.row, stop)
+        self.columns.horizon.interrupt()
 
     def verified(self, tokens: list[int], drafts: int) -> None:
         """A verification gave these, one or more. What was scheduled and not kept is taken back; blocks stay."""
-        self.keep_drawn(self.total)
+        columns, row, size = self.columns, self.row, self.columns.block_size
+        before = columns.computed[row]
+        self.keep_drawn(before + 1)
         self._outputs.extend(tokens)
         self.loose -= 1
-        computed = self.computed = self.computed + len(tokens)
-        columns, row, size = self.columns, self.row, self.columns.block_size
-        columns.begin_drawn(row, computed, self._tokens(computed // size, size))
-        self.scheduled = min(self.scheduled, computed + self.loose * (1 + drafts))
-        columns.expect_end_of_room(row, self.scheduled)
-        self._expect_full_block(computed // size)
+        computed = columns.computed[row] = before + len(tokens)
+        if computed // size == before // size:
+            columns.draw_more(row, computed, tokens)
+        else:
+            columns.begin_drawn(row, computed, self._tokens(computed // size, size))
+        scheduled = columns.scheduled[row] = min(columns.scheduled[row], computed + self.loose * (1 + drafts))
+        if not self.loose:
+            columns.expect_end_of_room(row, scheduled)
 
     # -- look-ahead
 
@@ -370,7 +373,7 @@ class Sequence:
         milestone = 0 if self.quarantined else min(self.limit - 1, (self.computed // block_size + 1) * block_size)
         if self.milestone != milestone:
             raise PoolError(f"milestone {self.milestone} where {milestone} is right")
-        if self.prefilling or self.horizon == self.scheduled:
+        if self.prefilling or self.loose or self.horizon == self.scheduled:
             return  # it is looked at before its next decode
         blocks, slot = self.blocks, self.scheduled // block_size
         shared = slot < len(blocks) and refs[blocks[slot]] > 1
@@ -401,7 +404,7 @@ class Sequence:
         """What the worker must know of the row's new owner."""
         request, outputs = self.request, self.outputs
         ids = request.prompt + outputs.tobytes() if outputs else request.prompt
-        work = since(request.work, self.computed)
+        work = request.work if type(request.work) is Generate else since(request.work, self.computed)
         if request.adapter is not None:  # the worker knows it by its slot
             work = with_adapter(work, None, self.adapter_slot)
         return Admit(self.row, self.uid, self.index, ids, request.prompt_len, work, self.prompt_from)
@@ -422,7 +425,7 @@ class Sequence:
                 self.keep_drawn(full * block_size)
             if pool.caching:
                 hashes = self.hash_blocks(full, block_size)
-                pool.register_many(self.blocks[first:full], hashes[first:full])
+                pool.register_many(self.columns.table(self.row, first, full), hashes[first:full])
                 self.columns.continue_chain(self.row, hashes[full - 1])
         if full > first or self.losses.count:
             self._expect_full_block(full)

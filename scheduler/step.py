@@ -76,7 +76,7 @@ class Step:
 
     __slots__ = (
         "chunks", "columns", "compute_rows", "decodes", "departures", "draws", "ends", "number", "others", "prompts",
-        "searches", "sent_at", "starts", "verifications",
+        "searches", "sent_at", "starts", "tokens", "verifications", "verified_from",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +87,7 @@ class Step:
         self.decodes, self.starts, self.ends = decodes, starts, ends
         self.searches, self.chunks, self.verifications = searches, chunks, verifications or []
         self.departures = columns.departures  # when it was planned
+        self.tokens = decodes.count  # that it computes: one of each decode, of prompts, and drafted ones
         # After the decodes, as flat tables of the plan:
         self.compute_rows: list[int] = []  # row, start, tokens of each
         self.draws: list[int] = []  # compute row drawn from and row drawn for, of each of
@@ -96,6 +97,7 @@ class Step:
             for row in rows:
                 self.draws += self._run(row, start, 1), row
                 self.others.append(Slot(group, generation))
+        self.verified_from = decodes.count + len(self.others)
         for seq, generation, first, stop in self.verifications:
             self.draws += self._run(seq.row, first, stop - first), seq.row
             self.others.append(Slot(seq, generation))
@@ -113,14 +115,15 @@ class Step:
                     self.prompts.append(PromptSpan(seq.request, at, first, end))
 
     @property
-    def tokens(self) -> int:
-        """Tokens that it computes: of prompts, one of each decode, and drafted ones."""
-        return len(self.decodes) + (sum(self.compute_rows[2::3]) if self.compute_rows else 0)
+    def of_prompts(self) -> bool:
+        """It has prompts in it, and beside them nothing but decodes."""
+        return bool(self.chunks) and not self.verifications and not self.searches
 
     def _run(self, row: int, start: int, tokens: int) -> int:
         """Add a compute row; its number."""
         self.compute_rows += row, start, tokens
-        return len(self.decodes) + len(self.compute_rows) // 3 - 1
+        self.tokens += tokens
+        return self.decodes.count + len(self.compute_rows) // 3 - 1
 
     def forgive(self, standstill: Standstill) -> None:
         """This process stood still, and could not have seen the result."""
@@ -152,8 +155,7 @@ class Step:
     @property
     def verified(self) -> range:
         """The compute rows of verifications, and their slots, which have the same numbers."""
-        first = len(self.decodes) + sum(len(search.rows) for search in self.searches)
-        return range(first, first + len(self.verifications))
+        return range(self.verified_from, self.verified_from + len(self.verifications))
 
     def speculating(self) -> list[Sequence]:
         """Those of verifications that have not left since."""
@@ -161,7 +163,7 @@ class Step:
 
     def samples(self) -> int:
         """Sample slots."""
-        return len(self.decodes) + len(self.others)
+        return self.decodes.count + len(self.others)
 
     def drawn_for(self, number: int) -> Sequence | None:
         """The sequence of a slot, or None where it has left since."""

@@ -58,7 +58,7 @@ def test_a_worker_that_has_nothing_is_not_kept_waiting() -> None:
     assert not rig.core.replicas[0].in_flight and rig.plan() is not None
 
 
-def test_behind_prompts_and_short_steps_the_next_is_planned_at_once() -> None:
+def test_behind_the_first_prompt_and_short_steps_the_next_is_planned_at_once() -> None:
     rig = decoding()
     rig.submit(20, max_tokens=2)
     rig.now += STEP_S
@@ -68,6 +68,44 @@ def test_behind_prompts_and_short_steps_the_next_is_planned_at_once() -> None:
     assert rig.plan() is not None  # nobody knows how long that prompt takes
     short = decoding(step_s=0.9 * LEAST_S)
     assert short.core.planning_at(short.now) == math.inf and short.plan() is not None
+
+
+def prompts(tokens: int = 200, budget: int = 20) -> Rig:
+    """A rig with a long prompt in chunks of which two were run, with one in flight."""
+    rig = Rig(max_num_batched_tokens=budget, max_num_seqs=4)
+    rig.submit(tokens, max_tokens=2)
+    for _ in range(3):
+        rig.plan()
+    for _ in range(2):
+        end(rig, 3 * STEP_S)
+        rig.plan()
+    return rig
+
+
+def test_a_prompt_takes_as_long_as_those_before_it() -> None:
+    rig = prompts()
+    assert [step.tokens for step in rig.core.replicas[0].in_flight] == [20]
+    assert rig.core.planning_at(rig.now) == pytest.approx(rig.now + SHARE * 3 * STEP_S)
+    rig.now += 1.7 * STEP_S
+    assert rig.plan() is None
+    rig.now += 0.2 * STEP_S
+    assert rig.plan() is not None
+
+
+def test_fewer_tokens_of_a_prompt_take_less() -> None:
+    pace, (long, short) = Pace(), (last_step(prompts(budget=20)), last_step(prompts(budget=5)))
+    assert (long.tokens, short.tokens) == (20, 5)
+    pace.ended(long, 8 * STEP_S)
+    pace.begins(long, 7.0)
+    assert pace.until == 0.0  # there was one alone
+    pace.ended(long, 12 * STEP_S)
+    pace.begins(short, 7.0)
+    assert pace.until == pytest.approx(7.0 + SHARE * 2 * STEP_S)
+    pace.ended(short, 3 * STEP_S)
+    pace.begins(long, 8.0)
+    assert pace.until == pytest.approx(8.0 + SHARE * 3 * STEP_S)  # more takes as long at least
+    pace.begins(last_step(decoding()), 9.0)
+    assert pace.until == 0.0  # what prompts took says nothing of decodes
 
 
 def test_where_nobody_could_be_let_in_nothing_is_waited_for() -> None:
