@@ -12,7 +12,7 @@ less often right then, until the row has gone on for a while.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ class Eagle(KeysAndValues):
         self._room = max(2 * (most + 1), 16)
         width, dtype = head.spec.hidden_size, torch.float32 if state.on_host else head.dtype
         self._kept = torch.zeros((state.max_rows, self._room, width), dtype=dtype, device=state.device)
+        # Of one row numpy copies sooner.
+        self._into = self._kept.numpy() if state.on_host else self._kept
         self._first = np.zeros(state.max_rows, np.int64)  # the position of each row's first hidden state kept
         self._count = np.zeros(state.max_rows, np.int64)
 
@@ -79,10 +81,11 @@ class Eagle(KeysAndValues):
         known = self.state.known[run.rows]
         long = counts > self._room // 2
         self._prompts(run.rows[long], starts[long], counts[long], firsts[long], known[long], given)
+        of = self._one_by_one(given)
         for row, start, count, first in zip(
             *(each[~long].tolist() for each in (run.rows, starts, counts, firsts)), strict=True
         ):
-            self._keep(row, start, given[first : first + count])
+            self._keep(row, start, of[first : first + count])
 
     def _keep_decodes(self, rows: np.ndarray, starts: np.ndarray, given: torch.Tensor) -> None:
         """Keep one hidden state for each row."""
@@ -92,7 +95,11 @@ class Eagle(KeysAndValues):
         self._kept[r, w] = given.to(self._kept.dtype)
         self._count[rows] = where + 1
 
-    def _keep(self, row: int, start: int, given: torch.Tensor) -> None:
+    def _one_by_one(self, given: torch.Tensor) -> Any:
+        """What is copied row by row."""
+        return given.float().numpy() if self.state.on_host else given
+
+    def _keep(self, row: int, start: int, given: Any) -> None:
         """Keep hidden states of ``row`` from position ``start`` on: ``_make_room`` of one row, and they."""
         first, count, size = self._first.item(row), self._count.item(row), len(given)
         goes_on = self.reach.computed.item(row) < start and count > 0 and first <= start <= first + count
@@ -103,7 +110,7 @@ class Eagle(KeysAndValues):
         if not goes_on:
             first = self._first[row] = start
         where = start - first
-        self._kept[row, where : where + size] = given
+        self._into[row, where : where + size] = given
         self._count[row] = where + size
 
     def _make_room(self, rows: np.ndarray, starts: np.ndarray, count: int) -> None:
@@ -203,7 +210,7 @@ class Eagle(KeysAndValues):
 
     def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
         assert hidden is not None
-        given, state, at = self.head.combined(hidden), self.state, 0
+        given, state, at = self._one_by_one(self.head.combined(hidden)), self.state, 0
         for row, start, count in zip(rows, starts, counts, strict=True):
             self.reach.grown(row, start, state.tables_host, state.blocks_set.item(row))
             self._keep(row, start, given[at : at + count])

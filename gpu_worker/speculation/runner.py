@@ -8,6 +8,7 @@ drafts, and a head for each token that it drafts; no other step waits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +28,7 @@ from ..sampling.sample_batch import SampleBatch
 from ..sampling.sampler import Sampled, chooser
 from ..state import PlanError, RowState, Run, Span, column
 from ..transfer import Arrival
-from .lengths import STEP_S, TOKEN_COST, Lengths, least_seconds
+from .lengths import STEP_S, TOKEN_COST, Costs, Lengths, even_costs, least_seconds, measured_costs
 from .native import Verifier
 from .proposer import Proposer
 from .shared import share_drafts, share_failures
@@ -46,7 +47,7 @@ class SpeculativeRunner(Runner):
     """A Runner whose rows speculate where a plan says so.
 
     ``proposer`` makes what drafts, given the native program of this model, where there is one. ``drafts``: tokens for a
-    row at most. ``cost``: as ``Lengths`` has it; None: it is measured.
+    row at most. ``cost``: what one more token adds to a step of one, as a share of it; None: it is measured.
     """
 
     def __init__(
@@ -64,19 +65,22 @@ class SpeculativeRunner(Runner):
         self._lengths: Lengths | None = None
         if adapt:
             lags = 1 + drafts if self.proposer.lags else 0
-            self._lengths = Lengths(state.max_rows, self._cost() if cost is None else cost, lags)
+            self._lengths = Lengths(state.max_rows, self._costs(cost), lags)
 
     @torch.inference_mode()
-    def _cost(self) -> float:
-        """What a draft adds to a step of one row, as a share of it: measured where C verifies."""
-        verifier, drafts = self._verifier, min(self.drafts, self.state.max_model_len - 1)
-        if verifier is None or not drafts:
-            return TOKEN_COST[self.state.device.type]
-        step = least_seconds(lambda: verifier.verify([0], [0], [1]))
-        wide = least_seconds(lambda: verifier.verify([0], [0], [1 + drafts]))
+    def _costs(self, cost: float | None) -> Costs:
+        """What steps take: where C verifies, that is measured, of one row and of as many as may speculate."""
+        verifier, drafts, rows = self._verifier, min(self.drafts, self.state.max_model_len - 1), self.few_rows
+        if cost is not None or verifier is None or not drafts:
+            cost = TOKEN_COST[self.state.device.type] if cost is None else cost
+            return even_costs(cost, rows * (1 + self.drafts))
+        points = {}
+        for count, each in ((1, 1), (1, 1 + drafts), (rows, 1), (rows, 1 + drafts)):
+            told = list(range(count)), [0] * count, [each] * count
+            points[count * each] = least_seconds(partial(verifier.verify, *told))
         draft = self.proposer.seconds(drafts)
-        self.state.tokens_host[0] = 0
-        return (draft + max(0.0, wide - step) / drafts) / (step + STEP_S)
+        self.state.tokens_host[:rows] = 0
+        return measured_costs(points, STEP_S, draft)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Outcome:

@@ -15,7 +15,7 @@ from speculation_rig import Driven, Guess
 from worker_toys import VOCAB, ToyModel
 
 from quire.gpu_worker.sampling.grammar import Grammars
-from quire.gpu_worker.speculation.lengths import Lengths
+from quire.gpu_worker.speculation.lengths import Costs, Lengths, even_costs, measured_costs
 from quire.gpu_worker.speculation.methods import draft_rows
 from quire.gpu_worker.speculation.ngram import Ngram, Suffix, occurrences
 from quire.gpu_worker.worker import Worker
@@ -228,7 +228,7 @@ def test_suffix_votes_and_stops_where_it_is_unlikely() -> None:
 
 
 def test_lengths_follow_acceptance_and_company() -> None:
-    lengths, rows, most = Lengths(8, 0.1), [0, 1], [8, 8]
+    lengths, rows, most = Lengths(8, even_costs(0.1, 72)), [0, 1], [8, 8]
     start = lengths.most(rows, most)
     for _ in range(12):
         lengths.learn(0, 4, 4)
@@ -243,10 +243,38 @@ def test_lengths_follow_acceptance_and_company() -> None:
     assert 0 < lengths.most(rows, most)[1] < 8
 
 
+def test_a_step_of_more_tokens_takes_no_less() -> None:
+    costs = measured_costs({1: 1.0, 8: 1.5, 5: 2.0, 9: 3.0}, 1.0, 0.5)
+    assert costs.steps[1:] == [1, 1.125, 1.25, 1.375, 1.5, 1.5, 1.5, 1.5, 2]
+    assert costs.draft == 0.25
+    assert even_costs(0.5, 3).steps[1:] == [1, 1.5, 2]
+
+
+def test_drafts_are_tried_where_they_pay_for_their_time() -> None:
+    """The third token of a step costs as much as two."""
+    costs = Costs([0.0, 1.0, 1.0, 3.0, 3.0])
+    assert Lengths(2, costs).most([0], [3]) == [1]
+    assert Lengths(2, costs._replace(draft=0.8)).most([0], [3]) == [0]
+    assert Lengths(2, costs).most([0, 1], [3, 3]) == [0, 0]
+
+
+def test_a_new_row_is_taken_to_be_like_all_before_it() -> None:
+    lengths = Lengths(2, even_costs(0.15, 16))
+    assert lengths.most([0], [4]) == [4]
+    for _ in range(200):
+        lengths.learn(0, 1, 0)
+    lengths.forget(1)
+    assert lengths.most([1], [4]) == [1]  # it is drafted for at first
+    for _ in range(800):
+        lengths.learn(0, 4, 4)
+    lengths.forget(1)
+    assert lengths.most([1], [4]) == [4]
+
+
 def test_what_was_drawn_without_drafts_is_caught_up_with_where_a_row_goes_on() -> None:
-    lengths = Lengths(2, 0.1, 5)
+    lengths = Lengths(2, even_costs(0.1, 16), 5)
     lengths.forget(0, 400)  # its prompt
     asked = iter([401, 406, 502, *range(503, 520)])
     drafted = [lengths.most([0], [4], [next(asked)])[0] for _ in range(12)]
     assert drafted == [4, 4, *[0] * 6, 4, 4, 4, 4]  # 96 tokens were drawn in steps of many rows
-    assert Lengths(2, 0.1).most([0], [4], [900]) == [4]  # what looks up has nothing to compute
+    assert Lengths(2, even_costs(0.1, 16)).most([0], [4], [900]) == [4]  # what looks up has nothing to compute
