@@ -36,6 +36,7 @@ enum {
   MOST_PANELS = 8,
   /* Words between what is multiplied and what is fetched from memory. */
   FETCH_AHEAD = 512,
+  RUN_AHEAD = 2048, /* the same, of rows that take longer */
   LINE_WORDS = 16, /* of a line of the caches */
 };
 
@@ -52,6 +53,7 @@ typedef struct {
   /* What a tall tile fetches from memory meanwhile: so many lines for each 4 words, up to the end. */
   const uint32_t *fetch, *fetch_end;
   int32_t fetch_lines;
+  int32_t rows_follow; /* other rows come behind a tile's */
 } tile_place;
 
 /* Without instructions for pairs of bfloat16 a word of them is added in two parts, each made float32. */
@@ -125,7 +127,7 @@ INLINE void fetch_next_rows(const tile_place *at, const int rows, int32_t word) 
 /* Fetch the next lines of the weight that a tall tile fetches. Returns those after them. */
 INLINE const uint32_t *fetch_weight(const tile_place *at, const uint32_t *next) {
   for (int32_t line = 0; line < at->fetch_lines && next < at->fetch_end; line++, next += LINE_WORDS)
-    __builtin_prefetch(next, 0, 2);
+    __builtin_prefetch(next, 0, 3);
   return next;
 }
 
@@ -143,7 +145,7 @@ INLINE void add_tile(const int type, const int rows, const int vectors, const ti
   const uint32_t *fetch = at->fetch;
   for (int32_t word = 0; word < at->words; word += 4) {
     if (vectors == TALL_VECTORS) fetch = fetch_weight(at, fetch);
-    if (rows > WIDE_ROWS) fetch_next_rows(at, rows, word);
+    if (rows > WIDE_ROWS && at->rows_follow) fetch_next_rows(at, rows, word);
     UNROLL for (int next = 0; next < 4; next++) {
       UNROLL for (int vector = 0; vector < vectors; vector++)
         if (vectors == WIDE_VECTORS && vector * LANES % LINE_WORDS == 0)
@@ -217,6 +219,7 @@ INLINE tile_place place_of(const q_weight *weight, const q_rows *x, int32_t row,
   at.first = word == 0;
   at.sums = NULL;
   at.sum_panel = 0;
+  at.rows_follow = 0;
   return at;
 }
 
@@ -261,6 +264,18 @@ INLINE void multiply_wide(const int type, const product *of, int32_t row, int32_
   for (int32_t at = 0; at < SPAN_PANELS; at++) finish(type, of, row, rows, panel + at, sums + at * rows * Q_PANEL);
 }
 
+/* One panel with WIDE_ROWS + 1 to TALL_ROWS rows from ``row`` on: all of its words in one run, as memory has them. */
+INLINE void multiply_run(const int type, const product *of, int32_t row, int32_t rows, int32_t panel) {
+  _Alignas(64) int32_t sums[TALL_ROWS * Q_PANEL];
+  tile_place at = place_of(of->weight, of->x, row, panel, 0);
+  at.sums = sums;
+  at.fetch = at.weight + RUN_AHEAD;
+  at.fetch_end = (const uint32_t *)of->weight->data + of->weight->panels * at.panel_stride;
+  at.fetch_lines = 4 * Q_PANEL / LINE_WORDS;
+  add_tall(type, rows, &at);
+  finish(type, of, row, rows, panel, sums);
+}
+
 /* Fetch where the results of some rows and a panel go, which is done when their sums are: memory takes as long as
  * hundreds of products. */
 INLINE void fetch_outputs(const product *of, int32_t row, int32_t rows, int32_t panel) {
@@ -292,6 +307,7 @@ INLINE void add_block(const int type, const product *of, int32_t row, int32_t ro
       at.fetch = next;
       at.fetch_end = end;
       at.fetch_lines = lines;
+      at.rows_follow = tile + 1 < tiles;
       add_tall(type, count, &at);
       next += words / 4 * lines * LINE_WORDS;
     }
@@ -332,6 +348,9 @@ INLINE void multiply(const int type, const product *of, int32_t rows, int32_t fi
       if (count <= WIDE_ROWS && last - panel >= SPAN_PANELS) {
         panels = SPAN_PANELS;
         multiply_wide(type, of, row, count, panel);
+      } else if (count <= TALL_ROWS && TALL_COLUMNS == Q_PANEL) {
+        panels = 1;
+        multiply_run(type, of, row, count, panel);
       } else {
         panels = least(MOST_PANELS, last - panel);
         multiply_tall(type, of, row, count, panel, panels, sums);
