@@ -15,8 +15,11 @@ import dataclasses
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..ceilings import ceilings
 from ..models import find_model
@@ -37,6 +40,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=24, help="decodes measured, of each repeat")
     parser.add_argument("--threads", type=int, help="default: what quire serve chooses")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--operations", action="store_true", help="where a step's time goes, and the products' own rate"
+    )
 
 
 def measure(report: Report, args: argparse.Namespace) -> None:
@@ -57,7 +63,7 @@ def measure(report: Report, args: argparse.Namespace) -> None:
                     labels = {"model": folder.name, "dtype": rig.dtype_name, "quantization": args.quantization}
                     limits = ceilings(threads)
                     with report.sample(**labels, threads=threads, rows=rows, context=context, repeat=repeat) as values:
-                        values |= rig.measure(rows, context, args.steps, limits) | limits
+                        values |= rig.measure(rows, context, args.steps, limits, args.operations) | limits
 
 
 class Rig:
@@ -82,9 +88,13 @@ class Rig:
         size = self.dtype.itemsize
         self.weight_bytes = (body + head) * WEIGHT_BYTES.get(quantization or "", size)
 
-    def measure(self, rows: int, context: int, steps: int, limits: dict[str, float]) -> dict[str, Any]:
-        """Milliseconds of a decode, tokens/s of a prefill, and what share of the machine's ceilings they reach."""
-        decodes, prefills = self._run(rows, context, steps)
+    def measure(
+        self, rows: int, context: int, steps: int, limits: dict[str, float], operations: bool = False
+    ) -> dict[str, Any]:
+        """Milliseconds of a decode, tokens/s of a prefill, and what share of the machine's ceilings they reach; with
+        ``operations`` what of a step is theirs."""
+        found, prefills = self._run(rows, context, steps, operations)
+        decodes = [step.seconds for step in found]
         spec = self.model.spec
         kv = 2 * sum(spec.kv_heads) * spec.head_dim * self.dtype.itemsize * rows * (context + steps // 2)
         best = min(decodes)
@@ -95,6 +105,10 @@ class Rig:
             "decode_gb_per_s": (self.weight_bytes + kv) / best / 1e9,
             "decode_of_read_bandwidth": (self.weight_bytes + kv) / best / 1e9 / limits["read_gb_per_s"],
         }
+        if operations:
+            shares = shares_of(min(found, key=lambda step: step.seconds), "decode")
+            read = self.weight_bytes / shares["decode_products_ms"] / 1e6
+            values |= shares | {"decode_products_alone_gb_per_s": read}
         if prefills:
             values |= self._prefill(max(prefills), limits.get(PEAKS.get(self.dtype_name, "")))  # the largest chunk
         return values
@@ -110,13 +124,16 @@ class Rig:
             "prefill_products_gflop_per_s": products / step.seconds / 1e9,
             "prefill_gflop_per_s": (products + attention) / step.seconds / 1e9,
         }
+        if step.operations is not None:
+            values |= (shares := shares_of(step, "prefill"))
+            values["prefill_products_alone_gflop_per_s"] = products / shares["prefill_products_ms"] / 1e6
         if peak:
             values["prefill_products_of_peak"] = values["prefill_products_gflop_per_s"] / peak
             values["prefill_of_peak"] = values["prefill_gflop_per_s"] / peak
         return values
 
-    def _run(self, rows: int, context: int, steps: int) -> tuple[list[float], list[Step]]:
-        """Seconds of each decode, and the prefills."""
+    def _run(self, rows: int, context: int, steps: int, operations: bool) -> tuple[list[Step], list[Step]]:
+        """The decodes, and the prefills."""
         from quire.gpu_worker.worker import Worker
         from quire.proto.config import EngineArgs
         from quire.proto.params import SamplingParams
@@ -133,9 +150,11 @@ class Rig:
         wire = Wire(plans(args, length, min(self.config.vocab_size, 4000), sampling, context))
         config = dataclasses.replace(self.config, max_model_len=length)
         worker = Worker(args, config, self.model, self.dtype, self.device)
+        if operations:
+            wire.profile(lambda: worker._runner.program if worker._runner else None)
         gc.collect()
         worker.serve(wire)
-        decodes = [step.seconds for step in wire.steps if not step.prefill]
+        decodes = [step for step in wire.steps if not step.prefill]
         return decodes[warm_up:], [step for step in wire.steps if step.prefill]
 
 
@@ -147,6 +166,7 @@ class Step(NamedTuple):
     keys: int
     sampled: int
     prefill: bool
+    operations: Any = None  # nanoseconds of each kind of operation, as the native program counts them
 
 
 class Wire:
@@ -162,6 +182,11 @@ class Wire:
         self._frames = iter(frames)
         self._plan: Any = None
         self._began = 0.0
+        self._program: Callable[[], Any] = lambda: None
+
+    def profile(self, program: Callable[[], Any]) -> None:
+        """Have the native program that this names, once there is one, count what its operations take."""
+        self._program = program
 
     def get(self, timeout: float | None = None) -> Any:
         """The next message. A step takes from one call of this to the next."""
@@ -173,10 +198,15 @@ class Wire:
             counts, starts = from_i32(self._plan.counts), from_i32(self._plan.starts)
             keys = sum(count * start + count * (count + 1) // 2 for start, count in zip(starts, counts, strict=True))
             sampled = len(from_i32(self._plan.sample_src))
-            self.steps.append(Step(sum(counts), seconds, keys, sampled, max(counts, default=0) > 1))
+            spent = None if (program := self._program()) is None else program.nanoseconds
+            self.steps.append(Step(sum(counts), seconds, keys, sampled, max(counts, default=0) > 1, spent))
         frame = next(self._frames, None)
         message = Drain() if frame is None else self._decode(frame)
         self._plan = message if isinstance(message, StepPlan) else None
+        if (program := self._program()) is not None:
+            from quire.gpu_worker.kernels.cpu.program import KINDS
+
+            program.nanoseconds = np.zeros(len(KINDS), np.int64)
         self._began = time.perf_counter()
         return message
 
@@ -186,6 +216,20 @@ class Wire:
 
         if isinstance(message, StepFailed):
             raise RuntimeError(message.error)
+
+
+def shares_of(step: Step, name: str) -> dict[str, float]:
+    """Milliseconds of a step in products with weights, in attention, in its other operations, and outside of them: the
+    sampler, the plan and the result. Raises BenchError where no native program runs the model."""
+    from quire.gpu_worker.kernels.cpu.program import KINDS, Attend, Experts, Linear
+
+    if step.operations is None:
+        raise BenchError("--operations needs the native kernels, and a model that is wholly a program.")
+    spent = dict(zip(KINDS, (step.operations / 1e6).tolist(), strict=True))
+    products, attention, total = spent[Linear] + spent[Experts], spent[Attend], sum(spent.values())
+    parts = {"products": products, "attention": attention, "others": total - products - attention}
+    parts["outside"] = 1000 * step.seconds - total
+    return {f"{name}_{part}_ms": milliseconds for part, milliseconds in parts.items()}
 
 
 def multiplied(spec: Any) -> tuple[int, int, int]:
