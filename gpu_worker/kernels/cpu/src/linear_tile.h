@@ -32,6 +32,7 @@ enum {
   /* Words of rows and panels, rows and panels that go together where there are many: a block of a panel and a tile's rows
    * stay in the first cache, and the blocks of all rows in the second. */
   BLOCK_WORDS = 128,
+  SMALL_WORDS = 192, /* a row of so few is one block */
   MOST_ROWS = 96,
   MOST_PANELS = 8,
   /* Words between what is multiplied and what is fetched from memory. */
@@ -208,6 +209,11 @@ INLINE int32_t words_in(const q_weight *weight) {
          : weight->type == Q_BF16 ? weight->padded_inputs / 2 : weight->padded_inputs / 4;
 }
 
+/* Words of a row that go together. */
+INLINE int32_t block_words(const q_weight *weight) {
+  return words_in(weight) <= SMALL_WORDS ? SMALL_WORDS : BLOCK_WORDS;
+}
+
 /* Where the words of ``row``, from ``word`` on, meet those of ``panel``. */
 INLINE tile_place place_of(const q_weight *weight, const q_rows *x, int32_t row, int32_t panel, int32_t word) {
   tile_place at;
@@ -285,13 +291,13 @@ INLINE void fetch_outputs(const product *of, int32_t row, int32_t rows, int32_t 
     for (int64_t byte = 0; byte < width * size; byte += 64) __builtin_prefetch(out + byte, 1, 3);
 }
 
-/* Add to sums [rows][Q_PANEL] the words from ``word`` on, BLOCK_WORDS at most, of one panel, for rows from ``row`` on;
+/* Add to sums [rows][Q_PANEL] the words from ``word`` on, block_words at most, of one panel, for rows from ``row`` on;
  * behind the last words, finish them. Its tiles fetch the block that comes ``next``, each a part, so that memory
  * delivers all the while. */
 INLINE void add_block(const int type, const product *of, int32_t row, int32_t rows, int32_t panel, int32_t word,
                       const uint32_t *next, int32_t *sums) {
   enum { LINES = 4 * Q_PANEL / LINE_WORDS, COLUMN_TILES = Q_PANEL / TALL_COLUMNS }; /* lines of 4 words */
-  int32_t left = words_in(of->weight) - word, words = least(BLOCK_WORDS, left);
+  int32_t left = words_in(of->weight) - word, words = least(block_words(of->weight), left);
   int32_t tiles = (rows + TALL_ROWS - 1) / TALL_ROWS;
   int32_t lines = (LINES + tiles * COLUMN_TILES - 1) / (tiles * COLUMN_TILES);
   const uint32_t *end = next + words * Q_PANEL;
@@ -321,7 +327,7 @@ INLINE const uint32_t *block_after(const q_weight *weight, int32_t panel, int32_
   if (at + 1 < panels) {
     at += 1;
   } else {
-    word += BLOCK_WORDS;
+    word += block_words(weight);
     at = word < words_in(weight) ? 0 : panels;
     if (at == panels) word = 0;
   }
@@ -332,7 +338,7 @@ INLINE const uint32_t *block_after(const q_weight *weight, int32_t panel, int32_
  * while the panels go by. ``sums`` is room for [panels][rows][Q_PANEL]. */
 INLINE void multiply_tall(const int type, const product *of, int32_t row, int32_t rows, int32_t panel, int32_t panels,
                           int32_t *sums) {
-  for (int32_t word = 0; word < words_in(of->weight); word += BLOCK_WORDS)
+  for (int32_t word = 0; word < words_in(of->weight); word += block_words(of->weight))
     for (int32_t at = 0; at < panels; at++)
       add_block(type, of, row, rows, panel + at, word, block_after(of->weight, panel, panels, at, word),
                 sums + at * rows * Q_PANEL);
