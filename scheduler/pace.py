@@ -39,7 +39,7 @@ class Pace:
     def _of_prompts(self, step: Step) -> float:
         """At least about so long a step takes that has prompts in it: as long as those before it, or as much less as it
         has fewer tokens. Drafts and beams are another matter."""
-        if not step.of_prompts:
-            return 0.0
         (one, seconds), (other, others) = self._one, self._other
+        if seconds < LEAST_S or others < LEAST_S or not step.of_prompts:
+            return 0.0
         return min(seconds * min(1.0, step.tokens / one), others * min(1.0, step.tokens / other))

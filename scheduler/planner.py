@@ -303,7 +303,7 @@ def _candidates(books: Books, replica: Replica) -> Iterator[Candidate]:
     only a larger replica could ever hold, those that are better off on another one, and those whose adapter, or whose
     blocks, are not here yet."""
     now = books.clock()
-    others = elsewhere(replica, books.replicas.values(), now)
+    others = elsewhere(replica, books.replicas.values(), now) if len(books.replicas) > 1 else []
     stalled = bool(others) and replica.stalled(now)
     absent = set[bytes]() if replica.adapters is None else _Absent(replica.adapters)
     passed = 0
