@@ -53,7 +53,7 @@ class Draft:
     def decode(self, batch: Batch, starts: Ints, ends: Ints) -> None:
         """One token of each of these, of whom there is one at least, from the positions ``starts`` to ``ends``."""
         self.decodes, self.starts, self.ends = batch, starts, ends
-        self.budget -= batch.count
+        self.spend(batch.count)
 
     def search(self, group: BeamGroup) -> None:
         """One decode of each beam."""

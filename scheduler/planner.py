@@ -356,7 +356,7 @@ def _admit(books: Books, replica: Replica, draft: Draft) -> None:
                 if (loading := loading + 1) == LOADING_LOOKAHEAD:
                     return
                 continue
-            if not has_room(replica, seq, cached) and not _finds_room(replica, seq, cached):
+            if not _finds_room(replica, seq, cached):
                 break
             if not chunked:
                 rest = seq.total - len(cached) * replica.block_size

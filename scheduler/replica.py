@@ -142,9 +142,9 @@ class Replica:
 
     def finish_step(self, now: float) -> Step:
         """The result of the oldest step in flight has come."""
+        seconds, self.progress_at = self.waited(now), now
         step = self.in_flight.popleft()
-        began, self.progress_at = self.progress_at, now
-        self.pace.ended(step, now - (began if began > step.sent_at else step.sent_at))
+        self.pace.ended(step, seconds)
         if self.in_flight:
             self.pace.begins(self.in_flight[0], now)
         return step

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from ..proto.hashing import hash_block
 from ..proto.losses import Losses
 from ..proto.messages import Admit, Finish, Submit
-from ..proto.work import Generate, Pool, adapter_of, child_seed, since, with_adapter
+from ..proto.work import Pool, adapter_of, child_seed, since, with_adapter
 from .block_pool import BlockPool, PoolError, blocks_for
 from .columns import Columns
 
@@ -404,7 +404,7 @@ class Sequence:
         """What the worker must know of the row's new owner."""
         request, outputs = self.request, self.outputs
         ids = request.prompt + outputs.tobytes() if outputs else request.prompt
-        work = request.work if type(request.work) is Generate else since(request.work, self.computed)
+        work = since(request.work, self.computed)
         if request.adapter is not None:  # the worker knows it by its slot
             work = with_adapter(work, None, self.adapter_slot)
         return Admit(self.row, self.uid, self.index, ids, request.prompt_len, work, self.prompt_from)

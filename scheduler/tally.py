@@ -29,7 +29,7 @@ class Tally:
 
     def ended(self, uid: int) -> None:
         """Nothing is left of this request."""
-        times = self._open.pop(uid, 0) if self._open else 0
+        times = self._open.pop(uid, 0)
         self._requests[bisect_left(REQUEST_PREEMPTIONS, times)] += 1
         self._request_preemptions += times
 

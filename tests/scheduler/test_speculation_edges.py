@@ -11,7 +11,7 @@ from drafting_rig import Drafting, K
 
 from quire.proto.codec import BadFrame, from_i32, i32
 from quire.proto.hashing import hash_blocks, root_of
-from quire.proto.messages import Failed, SlotFailed, SpeculativePlan, SpeculativeResult, StepResult
+from quire.proto.messages import Failed, SlotFailed, SpeculativePlan, SpeculativeResult, StepPlan, StepResult
 from quire.scheduler.draft_room import DraftRoom
 from quire.scheduler.fake.fake_model import expected_tokens
 from quire.scheduler.tally import Speculation
@@ -194,6 +194,29 @@ def test_a_row_goes_over_from_decodes_to_verifications_and_back() -> None:
     assert list(seq.outputs) == rig.tokens[uid, 0]
     hashes = hash_blocks(i32([*rig.prompt(9, uid), *seq.outputs]), 8, root_of(""))
     assert len(rig.replica.pool.find(hashes, 99)) == seq.computed // 8
+
+
+@pytest.mark.parametrize("counts", [[2], [1, 1], [3, 2], [1, 4, 1]])
+def test_a_block_that_verifications_began_and_decodes_filled_is_found(counts: list[int]) -> None:
+    rig, plan = verifying()
+    (seq,) = rig.core.requests[1].live
+    token = 20
+    for last, count in zip([False] * (len(counts) - 1) + [True], counts, strict=True):
+        answer(rig, plan, [count], tokens=[*range(token, token + count)])
+        token += count
+        if not last:
+            plan = rig.core.plan(rig.replica)
+            assert isinstance(plan, SpeculativePlan)
+    assert seq.loose == 0 and seq.computed < 16
+    rig.replica.drafts = 0  # from here on it decodes
+    while seq.computed < 16:
+        plan = rig.core.plan(rig.replica)
+        assert type(plan) is StepPlan
+        rig.core.commit(rig.replica, StepResult(plan.lease, plan.step, i32([token])))
+        rig.core.check_integrity()
+        token += 1
+    hashes = hash_blocks(i32([*rig.prompt(9, 1), *seq.outputs]), 8, root_of(""))
+    assert len(rig.replica.pool.find(hashes, 9)) == 2
 
 
 def test_one_that_was_preempted_with_drafts_in_flight_begins_anew() -> None:
