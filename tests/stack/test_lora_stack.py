@@ -65,23 +65,24 @@ def answers(server: Server, models: list[str], first: Any = None) -> list[str]:
 
 
 def strike(kind: str) -> Any:
-    """Kill a process of this kind once the third piece of a stream has come; the whole stream must be there."""
+    """Kill a process of this kind once a stream of 300 tokens has begun; the whole stream must be there."""
 
     def first(server: Server, model: str) -> None:
+        longer = body(model, seed=8, max_tokens=300)
         request = urllib.request.Request(
-            server.url + "/v1/completions", json.dumps(body(model, stream=True, seed=8)).encode(),
+            server.url + "/v1/completions", json.dumps({**longer, "stream": True}).encode(),
             {"Content-Type": "application/json"},
         )  # fmt: skip
         (victim,) = [each for each in server.children() if f"quire.{kind}" in " ".join(each.cmdline())]
-        text, pieces = "", 0
+        pieces: list[str] = []
         with urllib.request.urlopen(request, timeout=120) as stream:
             for line in stream:
                 if line.startswith(b"data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-                    pieces += 1
-                    if pieces == 3:
+                    pieces.append(json.loads(line[6:])["choices"][0]["text"])
+                    if len(pieces) == 1:
                         os.kill(victim.pid, signal.SIGKILL)
-        assert pieces > 3 and text == server.post("/v1/completions", body(model, seed=8))[1]["choices"][0]["text"]
+        whole = server.post("/v1/completions", longer)[1]["choices"][0]["text"]
+        assert len(pieces) > 1 and "".join(pieces) == whole
 
     return first
 
