@@ -251,6 +251,7 @@ class Worker:
         if self._speculation is not None and pooler is None:
             loaded.drafts = self._speculation.drafts
             loaded.draft_rows = draft_rows(self._speculation, self._device.type, assign.max_num_seqs)
+            loaded.drafts_always = not self._speculation.adapt
         if self._moves.on:
             weights, model = self._weights, self._model
             weights.identity = weights.identity or identity_of(self._args, self._config, model)

@@ -27,9 +27,11 @@ from .flag_parser import human_int as human_int
 from .flag_words import TASKS, reader_of
 from .http_args import HttpArgs
 
-STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512
+STEP_TOKENS, CPU_STEP_TOKENS = 2048, 896
 """Default token budgets of one step. A CPU's is smaller: every answer waits for the prompts that share its step, and a
-CPU computes 512 tokens as fast, token for token, as 2,048 (docs/benchmarks.md)."""
+CPU computes 896 tokens as fast, token for token, as 2,048 (docs/benchmarks.md)."""
+CPU_ENOUGH_TOKENS = 256
+"""Tokens of prompts with which a CPU's step is about as fast, token for token, as with more."""
 CHUNK_TOKENS = 256
 """Tokens for prompts that a default budget has room for beside a decode of every sequence."""
 

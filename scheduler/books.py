@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..proto.config import EngineArgs
+from ..proto.config import CPU_ENOUGH_TOKENS, EngineArgs
 from ..proto.losses import MAX_LOSSES
 from ..proto.messages import AdapterStats, Failed, Finish, ReplicaStats, Stats, TierStats
 from ..proto.messages.operators import SLEEP_STATES
@@ -289,11 +289,11 @@ class Books:
         log.debug("sequence %d.%d goes on at replica %d after %.1f ms", seq.uid, seq.index, replica.number,
                   1000 * (self.clock() - landing.since))  # fmt: skip
 
-    def finish_step(self, replica: Replica) -> None:
-        """The result of its oldest step is being committed."""
+    def finish_step(self, replica: Replica, tokens: int) -> None:
+        """The result of its oldest step is being committed, with so many tokens."""
         self.steps += 1
         self.tally.step(replica.in_flight[0].tokens)
-        replica.finish_step(self.clock())
+        replica.finish_step(self.clock(), tokens)
 
     # -- replicas
 
@@ -325,7 +325,8 @@ class Books:
         """A worker is ready. The default budget of a step for a CPU is for those that generate, because where vectors
         are all that comes out no answer is held up between its tokens."""
         self.loading.discard(replica.number)
-        replica.may_spend(self.config.token_budget(cpu=replica.device.startswith("cpu") and not replica.pools))
+        cpu = replica.device.startswith("cpu") and not replica.pools
+        replica.may_spend(self.config.token_budget(cpu), CPU_ENOUGH_TOKENS if cpu else None)
         self.replicas[replica.number] = replica
         self.speculation.expect(replica.drafts)
         self._measure()

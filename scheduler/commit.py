@@ -31,7 +31,7 @@ def commit_result(books: Books, replica: Replica, result: StepResult) -> None:
     scores = _check_beams(replica, step, result) if step.others and step.of_beams() else {}
     pooled = _check_pooled(step, result) if replica.pools or result.pooled else {}
     books.outbox.flush()
-    books.finish_step(replica)
+    books.finish_step(replica, len(result.tokens) // 4)
     if step.verifications and isinstance(result, SpeculativeResult):
         counts, slots = from_i32(result.counts), step.verified
         books.speculation.count(from_i32(result.drafted), counts[slots.start : slots.stop])

@@ -26,6 +26,8 @@ class Draft:
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens that may still be scheduled
+        self.prompt_tokens = 0  # that are
+        self.drafts_follow = False  # those who run are likely to be drafted for
         self.decodes = NOBODY
         self.starts = self.ends = _NOWHERE  # of ``decodes``
         self.searches: list[Search] = []
@@ -72,12 +74,23 @@ class Draft:
         """The next ``count`` tokens of a prefill. True where they are the last, and draw."""
         start, draws = seq.scheduled, seq.schedule(count)
         self.chunks.append(Chunk(seq, seq.generation, start, count, draws))
+        self.prompt_tokens += count
         self.spend(count)
         return draws
+
+    def end_prompt(self, enough: int) -> None:
+        """A prompt's last token is in this step: others join it as long as ``enough`` tokens of prompts are not
+        reached, for its answer would wait for theirs."""
+        self.budget = min(self.budget, max(0, enough - self.prompt_tokens))
 
     def draw_too(self, seq: Sequence) -> None:
         """A sibling draws from the chunk just planned."""
         self.chunks.append(Chunk(seq, seq.generation, seq.scheduled, 0, True))
+
+    def expect_drafts(self, replica: Replica, waiting: int) -> None:
+        """The worker keeps ready what its drafts need where all that run, and those who wait, will be drafted for."""
+        rows = replica.running + waiting
+        self.drafts_follow = 0 < rows <= replica.draft_rows and replica.draft_worth.drafts(rows)
 
     # -- what changes before it runs
 
@@ -146,7 +159,7 @@ class Draft:
             self.verifications,
         )
         drops = replica.launch(step)
-        message = (SpeculativePlan if self.verifications else StepPlan)(
+        message = (SpeculativePlan if self.verifications or self.drafts_follow else StepPlan)(
             lease=replica.lease,
             step=number,
             drops=i32(drops) if drops else b"",

@@ -81,6 +81,8 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
         if wait and not draft:
             _plan_going(books, replica, draft)
         replica.let_decodes_wait(wait)
+    if replica.drafts:
+        draft.expect_drafts(replica, len(books.queue))
     return draft.seal(replica, books.clock()) if draft else None
 
 
@@ -134,8 +136,8 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
 
 def _speculates(replica: Replica, seqs: list[Sequence], budget: int) -> bool:
     """Whether these, all that go on decoding, do so by verifications, which leave half of the budget to prompts."""
-    few = len(seqs) <= replica.draft_rows and 2 * len(seqs) * (1 + replica.drafts) <= budget
-    return few and not any(isinstance(seq, BeamGroup) for seq in seqs)
+    few = 0 < len(seqs) <= replica.draft_rows and 2 * len(seqs) * (1 + replica.drafts) <= budget
+    return few and replica.draft_worth.drafts(len(seqs)) and not any(isinstance(seq, BeamGroup) for seq in seqs)
 
 
 def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> None:
@@ -242,6 +244,7 @@ def _plan_chunk(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> 
     """As much of a prefill as the budget allows; the last token draws, for the siblings who wait for it as well."""
     count = min(seq.total - seq.scheduled, draft.budget)
     if count and draft.chunk(seq, count):
+        draft.end_prompt(replica.enough_tokens)
         replica.prefilled(seq)
         for begun, sibling in enumerate(seq.take_siblings(), 1):
             if begun < TOGETHER or not books.queue:

@@ -24,6 +24,7 @@ from .block_lives import BlockLives, make_pool
 from .block_pool import PoolError, blocks_for
 from .columns import Columns, Ints, Rows, StopIds
 from .draft_room import DraftRoom
+from .draft_worth import DraftWorth
 from .pace import Pace
 from .request import Sequence
 from .step import Step
@@ -68,7 +69,7 @@ class Replica:
     def __init__(
         self, number: int, lease: Lease, peer: str, num_rows: int, num_blocks: int, block_size: int,
         max_model_len: int, vocab_size: int, caching: bool = True, device: str = "", pools: bool = False,
-        whole: bool = False, adapter_slots: int = 0, drafts: int = 0, draft_rows: int = 0,
+        whole: bool = False, adapter_slots: int = 0, drafts: int = 0, draft_rows: int = 0, drafts_always: bool = False,
         tier: Tier | None = None, lives: BlockLives | None = None,
     ):  # fmt: skip
         self.number, self.lease, self.peer, self.device = number, lease, peer, device
@@ -77,8 +78,7 @@ class Replica:
         self.adapters = AdapterSlots(lease, adapter_slots) if adapter_slots else None
         self.tier = tier if caching and not whole else None
         self.pool = make_pool(num_blocks, caching and not whole, self.tier, lives)
-        self.num_rows = num_rows
-        self.free_rows = list(range(num_rows - 1, -1, -1))
+        self.num_rows, self.free_rows = num_rows, list(range(num_rows - 1, -1, -1))
         self.columns = Columns(num_rows, block_size, min(blocks_for(max_model_len, block_size), num_blocks))
         self.draft_room = DraftRoom(self.columns, self.pool)
         self.stop_ids = StopIds(vocab_size)  # of all that run here
@@ -95,12 +95,12 @@ class Replica:
         self.in_flight: deque[Step] = deque()
         self.last_step = 0
         self.progress_at = 0.0  # when the last result came
-        self.pace = Pace()
+        self.pace, self.draft_worth = Pace(), DraftWorth(draft_rows, drafts_always)
         self.decodes_waited = False  # the last plan left the decodes out to take a whole prompt
         self.draining = False
         # What is known of its worker where blocks may move between workers:
         self.role, self.endpoint, self.kv_format, self.block_bytes = "both", "", "", 0
-        self.token_budget = 0  # of a step, at most
+        self.token_budget = self.enough_tokens = 0  # of a step, at most; of its prompts, see Draft.end_prompt
 
     @property
     def running(self) -> int:
@@ -118,9 +118,9 @@ class Replica:
 
     # -- steps
 
-    def may_spend(self, tokens: int) -> None:
-        """So many tokens a step, at most."""
-        self.token_budget = tokens
+    def may_spend(self, tokens: int, enough: int | None = None) -> None:
+        """So many tokens a step, at most; where a step's time grows with its tokens, of prompts ``enough`` are that."""
+        self.token_budget, self.enough_tokens = tokens, enough or tokens
 
     def has_enough(self, clock: Callable[[], float]) -> bool:
         """No plan is to be made for it now."""
@@ -140,11 +140,13 @@ class Replica:
         drops, self.drops = self.drops, []
         return drops
 
-    def finish_step(self, now: float) -> Step:
-        """The result of the oldest step in flight has come."""
-        seconds, self.progress_at = self.waited(now), now
+    def finish_step(self, now: float, tokens: int) -> Step:
+        """The result of the oldest step in flight has come, with so many tokens."""
+        seconds, since, self.progress_at = self.waited(now), now - self.progress_at, now
         step = self.in_flight.popleft()
         self.pace.ended(step, seconds)
+        if self.drafts:
+            self.draft_worth.ended(step, tokens, seconds, since)
         if self.in_flight:
             self.pace.begins(self.in_flight[0], now)
         return step
@@ -228,8 +230,7 @@ class Replica:
     def release(self, seq: Sequence) -> None:
         """Take back rows and blocks of ``seq``, which is about to leave the state "running".
 
-        Both may be given out in the next plan although steps in flight still write there: a worker changes its state
-        in plan order on one stream, so those writes come first.
+        Both may be given out in the next plan although steps in flight still write there: those writes come first.
         """
         running = self.prefilling if seq.prefilling else self.decoding
         del running[_find(running, seq)]

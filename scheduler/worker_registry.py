@@ -187,8 +187,8 @@ class WorkerRegistry:
         replica = Replica(
             worker.lease.replica, worker.lease, peer, config.max_num_seqs, loaded.num_blocks, config.block_size,
             loaded.max_model_len, loaded.vocab_size, config.enable_prefix_caching, worker.hello.device, loaded.pools,
-            loaded.whole, loaded.adapter_slots, loaded.drafts, loaded.draft_rows, tier_of(core, worker), core.lives,
-        )  # fmt: skip
+            loaded.whole, loaded.adapter_slots, loaded.drafts, loaded.draft_rows, loaded.drafts_always,
+            tier_of(core, worker), core.lives)  # fmt: skip
         if not loaded.pools and loaded.block_bytes > 0:
             hello = worker.hello
             replica.set_place(hello.role, hello.endpoint, loaded.kv_format, loaded.block_bytes)

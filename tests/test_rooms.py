@@ -24,7 +24,8 @@ FLOORS = {
         "scheduler.adapter_slots",
         "scheduler.request scheduler.beam_group scheduler.batch "  # requests
         "scheduler.outbox scheduler.queue scheduler.accounts",
-        "scheduler.step scheduler.pace scheduler.tiers scheduler.block_lives scheduler.draft_room "  # where they run
+        "scheduler.step scheduler.pace scheduler.tiers scheduler.block_lives scheduler.draft_room "
+        "scheduler.draft_worth "  # where they run
         "scheduler.replica",
         "scheduler.placement scheduler.draft scheduler.books scheduler.watch",  # all of the state, and its transitions
         "scheduler.intake scheduler.beams scheduler.planner scheduler.commit "  # what is done with it

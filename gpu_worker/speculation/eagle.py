@@ -5,9 +5,9 @@ is computed when the target has run it, but for its last position; that one, and
 verifies, wait as hidden states until it is known which tokens go on. Where the target finds a prefix in the cache, the
 head has its keys and values of it in the same blocks.
 
-Nothing is kept up in steps of more rows than may speculate, nor of a prefix that came without the head's: those hidden
-states are gone. When such a row speculates after all, what is missing is computed as if they had been zeros. Drafts are
-less often right then, until the row has gone on for a while.
+Nothing is kept up in steps of more rows than may speculate, while nobody is drafted for, nor of a prefix that came
+without the head's: those hidden states are gone. When such a row speculates after all, what is missing is computed as
+if they had been zeros. Drafts are less often right then, until the row has gone on for a while.
 """
 
 from __future__ import annotations

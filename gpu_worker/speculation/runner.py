@@ -59,6 +59,7 @@ class SpeculativeRunner(Runner):
         super().__init__(model, state, kv, max_tokens, None, group, long, drafts * draft_rows, taps)
         self.proposer, self.drafts = proposer(self.program), drafts
         self.few_rows, self.beside = draft_rows, list(self.proposer.beside)
+        self._expected = False  # that rows of this step are drafted for
         self._verifier: Verifier | None = None
         if self.program is not None and (native := chooser()) is not None:
             self._verifier = Verifier(self.program, native, state, draft_rows, draft_rows * (1 + drafts))
@@ -87,7 +88,8 @@ class SpeculativeRunner(Runner):
         state = self.state
         state.apply(plan, self.kv)
         self._tell(plan)
-        if isinstance(plan, SpeculativePlan):
+        self._expected = isinstance(plan, SpeculativePlan)
+        if isinstance(plan, SpeculativePlan) and plan.draft_rows:
             outcome: Outcome = self._speculate(plan)
         else:
             run = state.checked_run(plan, self.max_tokens)
@@ -371,7 +373,7 @@ class SpeculativeRunner(Runner):
             state.tokens.index_put_((rows_d, positions_d), tokens_d)
 
     def _forward(self, run: Run, spans: list[Span]) -> tuple[torch.Tensor, SampleBatch, list[PromptGroup]]:
-        if not self.proposer.wants_hidden or len(run.rows) > self.few_rows:
+        if not self._expected or not self.proposer.wants_hidden or len(run.rows) > self.few_rows:
             found = super()._forward(run, spans)
             self.proposer.ran(run, None)
             return found

@@ -201,7 +201,7 @@ class Mover:
             self.guard(plan.delta_blocks + plan.copy_dst)
         counts = np.frombuffer(plan.counts, np.int32)
         # How many tokens a verification runs its plan does not say.
-        tokens = 0 if isinstance(plan, SpeculativePlan) else int(counts.sum())
+        tokens = 0 if isinstance(plan, SpeculativePlan) and plan.draft_rows else int(counts.sum())
         self._steps.append((tokens, len(counts), time.monotonic()))
 
     def ended(self) -> None:

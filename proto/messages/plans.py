@@ -39,6 +39,7 @@ class Loaded(Message):
     draft_rows: int = 0  # rows that it speculates for in one step, at most
     kv_format: str = ""  # workers of one format may send each other pages; "": this one's stay
     block_bytes: int = 0  # of one block's pages
+    drafts_always: bool = False  # it speculates wherever it may, whether that is quicker or not
 
 
 class Configure(Message):
@@ -125,6 +126,9 @@ class SpeculativePlan(StepPlan):
     Such a compute row is run from wherever its row is, which is ``starts`` or later, over the last token it has and at
     most ``drafts`` drafted ones, and never to or past position ``starts + counts``: there are blocks up to that. Its
     slot, of the same number, answers with the drafts that are just what would have been drawn, and one token more.
+
+    Without such rows it is answered as a StepPlan. It says that those who run are likely to be drafted for: a head that
+    drafts from hidden states keeps them.
     """
 
     draft_rows: bytes = b""  # i32, rising: the compute rows that speculate

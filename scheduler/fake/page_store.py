@@ -94,7 +94,7 @@ class PageStore:
             self._admit(admit)
         self._set_tables(from_i32(plan.delta_rows), from_i32(plan.delta_slots), from_i32(plan.delta_blocks))
         self._append(from_i32(plan.append_rows), from_i32(plan.append_tokens))
-        if isinstance(plan, SpeculativePlan):
+        if isinstance(plan, SpeculativePlan) and plan.draft_rows:
             return self._speculate(plan)
         result = StepResult(plan.lease, plan.step, b"")
         ends = self._compute(from_i32(plan.rows), from_i32(plan.starts), from_i32(plan.counts), result)

@@ -360,12 +360,13 @@ def test_what_cannot_be_told_of_a_load_ends_the_lease(monkeypatch):
 
 
 def test_a_verification_says_nothing_of_prompts():
-    moves = Moves()
-    for plan, measured in ((SpeculativePlan, 0), (StepPlan, 1)):
-        moves.mover.begin(plan(LEASE, 1, counts=i32([60])))
+    ready, verifying = SpeculativePlan(LEASE, 1), SpeculativePlan(LEASE, 1, draft_rows=i32([0]))
+    for plan, measured in ((verifying, 0), (ready, 1), (StepPlan(LEASE, 1), 1)):
+        moves, plan.counts = Moves(), i32([60])
+        moves.mover.begin(plan)
         moves.mover.ended()
         assert (moves.mover.token.each > 0) == measured
-    moves.mover.close()
+        moves.mover.close()
 
 
 def test_all_workers_of_a_machine_count_where_memory_is_shared_out(monkeypatch, caplog):

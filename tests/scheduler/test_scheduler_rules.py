@@ -54,10 +54,24 @@ def test_decodes_come_first_then_chunks_under_the_budget() -> None:
     assert rig.ends[second, 0] == (Finish.LENGTH, -1)
 
 
+def test_on_a_cpu_the_first_token_of_a_prompt_waits_for_few_tokens_of_others() -> None:
+    plans = {}
+    for device in ("cpu, 2 threads", "cuda:0 NVIDIA H100"):
+        rig = Rig(blocks=400, max_model_len=1000, device=device, max_num_batched_tokens=700)
+        rig.submit(10, max_tokens=20)
+        rig.step()
+        for tokens in (900, 300, 100, 90, 80):
+            rig.submit(tokens)
+        plans[device] = [[tokens for _, _, tokens in columns(rig.step())] for _ in range(4)]
+    on_cpu, on_gpu = plans.values()
+    assert on_cpu == [[1, 699], [1, 201, 55], [1, 1, 245, 11], [1, 1, 1, 89, 90, 77]]
+    assert on_gpu == [[1, 699], [1, 201, 300, 100, 90, 8], [1, 1, 1, 1, 1, 72], [1] * 6]
+
+
 @pytest.mark.parametrize(
     ("device", "flags", "tokens"),
     [
-        ("cpu, 2 threads", {}, 512), ("cuda:0 NVIDIA H100", {}, 2048), ("", {}, 2048),
+        ("cpu, 2 threads", {}, 896), ("cuda:0 NVIDIA H100", {}, 2048), ("", {}, 2048),
         ("cpu, 1 thread", {"max_num_seqs": 1000}, 1256), ("cuda:0", {"max_num_seqs": 2500}, 2756),
         ("cpu, 1 thread", {"max_num_batched_tokens": 700}, 700), ("cuda:0", {"max_num_batched_tokens": 700}, 700),
         ("cpu, 1 thread", {"enable_chunked_prefill": False}, 1900),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from drafting_rig import Drafting, K
+from drafting_rig import Drafting, K, verifies
 
 from quire.proto.codec import BadFrame, from_i32, i32
 from quire.proto.hashing import hash_blocks, root_of
@@ -33,7 +33,7 @@ def verifying(rows: int = 1, **params: Any) -> tuple[Drafting, SpeculativePlan]:
         rig.submit(9, **{"max_tokens": 40, **params})
     rig.step()
     plan = rig.core.plan(rig.replica)
-    assert isinstance(plan, SpeculativePlan) and from_i32(plan.draft_rows) == list(range(rows))
+    assert verifies(plan) and from_i32(plan.draft_rows) == list(range(rows))
     return rig, plan
 
 
@@ -101,7 +101,7 @@ def test_of_two_in_flight_the_second_begins_where_the_first_came_to() -> None:
     assert second is None  # all that it may grow is asked for
     rig, first = verifying(max_tokens=4 + K)
     second = rig.core.plan(rig.replica)
-    assert isinstance(second, SpeculativePlan)
+    assert verifies(second)
     answer(rig, first, [2])
     assert len(rig.tokens[1, 0]) == 3
     with pytest.raises(BadFrame, match=f"not 1 to {1 + K}"):
@@ -114,7 +114,7 @@ def test_of_two_in_flight_the_second_begins_where_the_first_came_to() -> None:
 def test_the_second_gives_what_is_left_or_as_much_as_any(left: int, most: int) -> None:
     rig, first = verifying(max_tokens=left)
     second = rig.core.plan(rig.replica)
-    assert isinstance(second, SpeculativePlan)
+    assert verifies(second)
     answer(rig, first, [3])
     with pytest.raises(BadFrame, match=f"slot 0 of step 3 draws {most + 1} tokens, not 1 to {most}"):
         answer(rig, second, [most + 1], [K])
@@ -165,7 +165,7 @@ def test_a_sequence_grows_by_what_it_was_given_and_its_full_blocks_are_found() -
     first = rig.tokens[1, 0][0]
     assert (seq.loose, seq.scheduled, seq.computed, seq.total) == (1, 9 + 1 + K, 9, 10)
     second = rig.core.plan(rig.replica)
-    assert isinstance(second, SpeculativePlan) and (seq.loose, seq.scheduled) == (2, 9 + 2 * (1 + K))
+    assert verifies(second) and (seq.loose, seq.scheduled) == (2, 9 + 2 * (1 + K))
     answer(rig, plan, [2], tokens=[20, 21])
     assert (seq.loose, seq.scheduled, seq.computed, seq.total) == (1, 11 + 1 + K, 11, 12)
     answer(rig, second, [5], tokens=[22, 23, 24, 25, 26])
@@ -184,7 +184,7 @@ def test_a_row_goes_over_from_decodes_to_verifications_and_back() -> None:
     assert list(seq.outputs) == rig.tokens[uid, 0]
     rig.submit(9, max_tokens=90)
     plans += [rig.step() for _ in range(20)]
-    kinds = [isinstance(plan, SpeculativePlan) for plan in plans]
+    kinds = [verifies(plan) for plan in plans]
     assert sorted({*pairwise(kinds)}) == [
         (False, False),
         (False, True),
@@ -206,7 +206,7 @@ def test_a_block_that_verifications_began_and_decodes_filled_is_found(counts: li
         token += count
         if not last:
             plan = rig.core.plan(rig.replica)
-            assert isinstance(plan, SpeculativePlan)
+            assert verifies(plan)
     assert seq.loose == 0 and seq.computed < 16
     rig.replica.drafts = 0  # from here on it decodes
     while seq.computed < 16:

@@ -1,0 +1,84 @@
+"""Whether sequences go on faster with drafts or without: as measured, by how many of them decode together.
+
+A worker knows what its model and its drafts take, and drafts less where that does not pay. It does not see what else a
+verification costs: the next plan has to wait for what this one keeps, and whoever may be drafted for is kept ready for
+it. So the scheduler measures both ways, from result to result. The quicker one is gone, and the other tried again at
+times.
+"""
+
+from __future__ import annotations
+
+from .step import Step
+
+TRY = 32
+"""Steps in which the slower way is tried again."""
+LEAST_STAY, MOST_STAY = 1024, 8192
+"""Steps of the quicker one until then: the least where it has just become that, twice as many each time it stays so."""
+PAST = 0.5
+"""Weight of what was measured of a way before it is gone again."""
+MOST_PAUSE = 2.0
+"""A result that comes after more times what its step took waited for something else; it counts as so much."""
+
+
+class Trial:
+    """Of about one number of rows. ``drafts``: the way that is gone now."""
+
+    __slots__ = ("_first", "_left", "_stay", "_sums", "_trying", "drafts")
+
+    def __init__(self) -> None:
+        self.drafts = True
+        self._trying, self._left, self._stay = False, TRY, LEAST_STAY // 2
+        self._first = True  # the next step is the first of this way, which begins with what is left of the other
+        self._sums = [[0.0, 0.0], [0.0, 0.0]]  # without and with drafts: tokens of a row, and seconds
+
+    def ended(self, drafts: bool, tokens: float, seconds: float) -> None:
+        """A step gave each row so many tokens; it may have been planned before the way was changed."""
+        if drafts is not self.drafts:
+            return
+        if self._first:
+            self._first = False
+        else:
+            sums = self._sums[drafts]
+            sums[0] += tokens
+            sums[1] += seconds
+        self._left -= 1
+        if not self._left:
+            self._decide()
+
+    def _decide(self) -> None:
+        if not self._trying:
+            self._trying, self._left = True, TRY
+            self._go(not self.drafts)
+            return
+        (tokens, seconds), (others, other_seconds) = self._sums[self.drafts], self._sums[not self.drafts]
+        won = tokens * other_seconds > others * seconds
+        self._trying, self._stay = False, LEAST_STAY if won else min(2 * self._stay, MOST_STAY)
+        self._left = self._stay
+        if not won:
+            self._go(not self.drafts)
+
+    def _go(self, drafts: bool) -> None:
+        self.drafts, self._first = drafts, True
+        self._sums[drafts] = [PAST * each for each in self._sums[drafts]]
+
+
+class DraftWorth:
+    """Of a replica that drafts for at most ``rows`` sequences together. ``always``: nothing is tried, it drafts."""
+
+    def __init__(self, rows: int, always: bool = False):
+        self._trials = [] if always or not rows else [Trial() for _ in range((rows - 1).bit_length() + 1)]
+
+    def drafts(self, rows: int) -> bool:
+        """Whether ``rows`` sequences that decode together are drafted for."""
+        return not self._trials or self._trials[(rows - 1).bit_length()].drafts
+
+    def ended(self, step: Step, tokens: int, took: float, since: float) -> None:
+        """The result of ``step`` has come with ``tokens``, ``took`` seconds after it could begin and ``since`` seconds
+        after the result before it. Steps of prompts, of beams or of both ways say nothing."""
+        verified, decoded = len(step.verifications), step.decodes.count
+        rows = verified or decoded
+        if step.chunks or step.searches or (verified and decoded) or not rows:
+            return
+        at = (rows - 1).bit_length()
+        if at < len(self._trials):
+            self._trials[at].ended(verified > 0, tokens / rows, min(since, MOST_PAUSE * took))

@@ -1,0 +1,128 @@
+"""Sequences are drafted for where they go on faster with drafts, as measured by the scheduler."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from drafting_rig import Drafting, verifies
+from scheduler_rig import Rig
+
+from quire.proto.messages import SpeculativePlan, StepPlan
+from quire.scheduler.draft_worth import LEAST_STAY, MOST_STAY, TRY, DraftWorth, Trial
+from quire.scheduler.step import Step
+
+
+def ways(trial: Trial, steps: int, speed: float, first_s: float = 1.0) -> list[bool]:
+    """Which way each of so many steps went, where drafts give ``speed`` times what steps without give in a second. The
+    first of a way takes ``first_s``."""
+    went: list[bool] = []
+    for _ in range(steps):
+        went.append(trial.drafts)
+        seconds = first_s if len(went) > 1 and went[-2] is not went[-1] else 1.0
+        trial.ended(trial.drafts, speed if trial.drafts else 1.0, seconds)
+    return went
+
+
+@pytest.mark.parametrize("speed", [0.9, 1.1])
+def test_the_quicker_way_is_gone_and_the_other_tried_ever_less(speed: float) -> None:
+    went = ways(Trial(), 30_000, speed, first_s=1000.0)
+    assert went[: 2 * TRY] == [True] * TRY + [False] * TRY
+    quicker = speed > 1
+    tried = [at for at in range(2 * TRY, len(went)) if went[at - 1] is quicker is not went[at]]
+    stays = [tried[0] - 2 * TRY, *(after - before - TRY for before, after in pairwise(tried))]
+    assert stays[:4] == [LEAST_STAY, 2 * LEAST_STAY, 4 * LEAST_STAY, MOST_STAY] and {*stays[4:]} == {MOST_STAY}
+    assert went[2 * TRY :].count(not quicker) == TRY * len(tried)
+
+
+def test_what_was_quicker_once_need_not_stay_so() -> None:
+    trial = Trial()
+    ways(trial, 20_000, 0.9)
+    assert not trial.drafts
+    went = ways(trial, 3 * (MOST_STAY + TRY), 1.5)
+    since = went.index(True)
+    assert since <= MOST_STAY and went[since:].count(False) <= 4 * TRY  # it is tried without
+
+
+def test_a_step_planned_before_the_way_was_changed_says_nothing() -> None:
+    trial = Trial()
+    ways(trial, TRY, 0.9)
+    assert not trial.drafts
+    for _ in range(1000):
+        trial.ended(True, 100.0, 1.0)
+    went = ways(trial, TRY + LEAST_STAY, 0.9)
+    assert not any(went)
+
+
+def run(rig: Rig, speculative_s: float, plain_s: float) -> list[bool]:
+    """Run two sequences to their ends; whether each step of decodes was speculative. Each kind takes its time."""
+    for _ in range(2):
+        rig.submit(9, max_tokens=1500)
+    went = []
+    while rig.core.requests:
+        while (plan := rig.plan()) is not None:
+            if not plan.admits:
+                went.append(verifies(plan))
+        rig.now += speculative_s if verifies(rig.plans[0][0]) else plain_s
+        rig.work()
+    return went
+
+
+def long(**flags: object) -> Drafting:
+    return Drafting(blocks=600, max_model_len=2000, **flags)
+
+
+def test_a_worker_whose_verifications_take_long_is_given_plain_decodes() -> None:
+    slow, quick, always = run(long(measured=True), 0.05, 0.01), run(long(measured=True), 0.01, 0.01), run(long(), 9, 1)
+    assert sum(slow) < 2.5 * TRY and 1400 < len(slow) < 1500
+    assert quick.count(False) < 2.5 * TRY
+    assert all(always)
+
+
+def test_of_each_number_of_rows_it_is_known_by_itself() -> None:
+    worth, rig = DraftWorth(8), Drafting()
+    rig.submit(9, max_tokens=90)
+    rig.step()
+    rig.plan()
+    step = rig.replica.in_flight[-1]
+    assert isinstance(step, Step) and len(step.verifications) == 1
+    for _ in range(TRY):
+        worth.ended(step, 1, 1.0, 1.0)
+    assert [worth.drafts(rows) for rows in (1, 2, 4, 8)] == [False, True, True, True]
+
+
+def test_a_wait_for_something_else_is_not_the_step_s() -> None:
+    worth, rig = DraftWorth(1), Drafting()
+    rig.submit(9, max_tokens=90)
+    rig.step()
+    rig.plan()
+    step = rig.replica.in_flight[-1]
+    for _ in range(TRY):
+        worth.ended(step, 3, 1.0, 1e9)  # a sequence came from elsewhere, an hour after the step before
+    (trial,) = worth._trials
+    ways(trial, TRY, 1.0)  # one token a second
+    assert trial.drafts
+
+
+def test_a_worker_is_told_whether_drafts_are_likely_to_follow() -> None:
+    rig = Drafting(draft_rows=2)
+    rig.submit(40, max_tokens=90)
+    kinds = [type(rig.step()) for _ in range(2)]
+    assert kinds == [SpeculativePlan] * 2  # the prompt's, and a verification
+    assert kinds[0] is type(rig.plan())
+    for _ in range(2):
+        rig.submit(9, max_tokens=90)  # of three nobody is drafted for
+    began = rig.plan()
+    assert verifies(began) and len(began.admits) == 2  # the first goes on as before
+    while rig.plans[0]:
+        rig.work()
+    assert type(rig.plan()) is StepPlan
+
+
+def test_where_drafts_are_not_worth_it_a_worker_keeps_nothing_ready() -> None:
+    rig = Drafting(measured=True)
+    (trial, *_) = rig.replica.draft_worth._trials
+    ways(trial, 2 * TRY, 0.5)
+    rig.submit(9, max_tokens=9)
+    while rig.core.requests:
+        assert type(rig.step()) is StepPlan
