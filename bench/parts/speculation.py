@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from ..machine import ROOT
-from ..report import BenchError, Report
+from ..report import BenchError, Report, note_progress, rounded
 
 DEMO = ROOT / "demo_model"
 METHODS: dict[str, dict[str, Any]] = {
@@ -73,19 +73,25 @@ def engine(args: argparse.Namespace, method: str) -> Any:
 def in_turns(
     report: Report, args: argparse.Namespace, engines: dict[str, Any], rows: int, temperature: float, turn: int
 ) -> None:
-    """The same requests to one engine after another, so that each is compared with one that ran just before."""
-    off = 0.0
-    for method, llm in engines.items():
+    """The same requests to one engine after another, every second turn the other way round, so that no engine gains
+    from its place. Each is compared with the one that drafts nothing, in the same turn."""
+    order = list(engines.items())[:: 1 - 2 * (turn % 2)]
+    speed: dict[str, float] = {}
+    for method, llm in order:
         before = counters(llm)
         labels = {"method": method, "rows": rows, "temperature": temperature, "drafted": args.tokens}
         with report.sample(**labels, turn=turn) as values:
             tokens, seconds = run(args, llm, args.requests, rows, temperature)
-            values["tokens_per_s"], values["output_tokens"] = tokens / seconds, tokens
+            speed[method] = tokens / seconds
+            values["tokens_per_s"], values["output_tokens"] = speed[method], tokens
             values |= accepted(before, counters(llm))
-            if method == "off":
-                off = tokens / seconds
-            elif off:
-                values["of_off_pct"] = 100 * tokens / seconds / off
+    if "off" in speed:
+        shares = {method: rounded(100 * each / speed["off"]) for method, each in speed.items() if method != "off"}
+        for sample in report.samples[-len(order) :]:
+            if (method := sample["labels"]["method"]) in shares:
+                sample["values"]["of_off_pct"] = shares[method]
+        note_progress("of off, %: " + ", ".join(f"{method} {share:.1f}" for method, share in shares.items()))
+        report.save()
 
 
 def run(args: argparse.Namespace, llm: Any, requests: int, rows: int, temperature: float) -> tuple[int, float]:
