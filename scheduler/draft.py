@@ -24,10 +24,11 @@ _NOWHERE: Ints = np.zeros(0, np.int32)
 class Draft:
     """See StepPlan for the columns. A draft that runs nothing holds nothing at all."""
 
+    prompt_tokens = 0  # of the chunks
+    drafts_follow = False  # those who run are likely to be drafted for
+
     def __init__(self, budget: int):
         self.budget = budget  # tokens that may still be scheduled
-        self.prompt_tokens = 0  # that are
-        self.drafts_follow = False  # those who run are likely to be drafted for
         self.decodes = NOBODY
         self.starts = self.ends = _NOWHERE  # of ``decodes``
         self.searches: list[Search] = []

@@ -2,7 +2,7 @@
 
 A worker knows what its model and its drafts take, and drafts less where that does not pay. It does not see what else a
 verification costs: the next plan has to wait for what this one keeps, and whoever may be drafted for is kept ready for
-it. So the scheduler measures both ways, from result to result. The quicker one is gone, and the other tried again at
+it. So the scheduler measures both ways, from result to result. It takes the quicker one, and tries the other again at
 times.
 """
 
@@ -15,28 +15,29 @@ TRY = 32
 LEAST_STAY, MOST_STAY = 1024, 8192
 """Steps of the quicker one until then: the least where it has just become that, twice as many each time it stays so."""
 PAST = 0.5
-"""Weight of what was measured of a way before it is gone again."""
+"""Weight of what was measured of a way before it is taken again."""
 MOST_PAUSE = 2.0
 """A result that comes after more times what its step took waited for something else; it counts as so much."""
 
 
 class Trial:
-    """Of about one number of rows. ``drafts``: the way that is gone now."""
+    """Of about one number of rows. ``drafts``: the way that is taken now."""
 
-    __slots__ = ("_first", "_left", "_stay", "_sums", "_trying", "drafts")
+    __slots__ = ("_left", "_skip", "_stay", "_sums", "_trying", "drafts")
 
     def __init__(self) -> None:
         self.drafts = True
-        self._trying, self._left, self._stay = False, TRY, LEAST_STAY // 2
-        self._first = True  # the next step is the first of this way, which begins with what is left of the other
+        self._trying, self._left, self._stay = False, 2 * TRY, LEAST_STAY // 2
+        # Steps that are left out: the first of all are slow, and the first of a way begins with what the other left.
+        self._skip = TRY
         self._sums = [[0.0, 0.0], [0.0, 0.0]]  # without and with drafts: tokens of a row, and seconds
 
     def ended(self, drafts: bool, tokens: float, seconds: float) -> None:
         """A step gave each row so many tokens; it may have been planned before the way was changed."""
         if drafts is not self.drafts:
             return
-        if self._first:
-            self._first = False
+        if self._skip:
+            self._skip -= 1
         else:
             sums = self._sums[drafts]
             sums[0] += tokens
@@ -58,7 +59,7 @@ class Trial:
             self._go(not self.drafts)
 
     def _go(self, drafts: bool) -> None:
-        self.drafts, self._first = drafts, True
+        self.drafts, self._skip = drafts, 1
         self._sums[drafts] = [PAST * each for each in self._sums[drafts]]
 
 
