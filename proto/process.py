@@ -36,6 +36,9 @@ PARENT_GRACE_S = 5.0
 LOCAL_WORKERS = "QUIRE_LOCAL_WORKERS"
 """Environment variable: how many workers share this machine's cores, where one launcher started several."""
 
+FEW_BESIDE = "QUIRE_FEW_BESIDE"
+"""Environment variable: set for a worker whose launcher starts no frontend, which would take cores from it."""
+
 STARTED_AGAIN = "QUIRE_STARTED_AGAIN"
 """Environment variable: set for a process that takes the place of one that has ended."""
 

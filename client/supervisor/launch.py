@@ -29,7 +29,16 @@ from ...proto.checkpoint.pooler_config import pooler_of
 from ...proto.config import EngineArgs
 from ...proto.flag_checks import check_split
 from ...proto.listening import listen, listen_unix
-from ...proto.process import FIGURES, LISTEN_FD, LOCAL_WORKERS, PARENT_FD, STARTED_AGAIN, TERMINAL, shows_bars
+from ...proto.process import (
+    FEW_BESIDE,
+    FIGURES,
+    LISTEN_FD,
+    LOCAL_WORKERS,
+    PARENT_FD,
+    STARTED_AGAIN,
+    TERMINAL,
+    shows_bars,
+)
 from .child import Child, JsonLines, say, without_errors
 from .commands import command_of, connect, cpu_count, devices_of, free_port, import_path
 from .place import Place, State
@@ -178,6 +187,8 @@ class Supervisor:
                     if devices:
                         own["CUDA_VISIBLE_DEVICES"] = devices[number]
                     own[LOCAL_WORKERS] = str(count)
+                if service == "gpu_worker" and not self.http:
+                    own[FEW_BESIDE] = "1"
                 if (service == "gpu_worker" and args.logits_processor) or (service == "frontend" and args.middleware):
                     own["PYTHONPATH"] = import_path()
                 if service == "frontend":

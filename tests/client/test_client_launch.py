@@ -20,7 +20,7 @@ from quire.client.supervisor.launch import Supervisor
 from quire.client.supervisor.place import Place, State
 from quire.client.supervisor.watch import LaunchError
 from quire.proto.config import ConfigError, EngineArgs
-from quire.proto.process import EXIT_CONFIG, PARENT_FD, STARTED_AGAIN
+from quire.proto.process import EXIT_CONFIG, FEW_BESIDE, PARENT_FD, STARTED_AGAIN
 
 SLEEP = "import time; time.sleep(600)"
 DIES = "import sys; from quire.proto.process import die; die('gpu_worker', 'no memory: 3 GiB wanted, 2 free.', {})"
@@ -352,6 +352,12 @@ def test_workers_alone_for_a_server_elsewhere(monkeypatch):
     assert all("--scheduler=tcp://127.0.0.1:5600" in place.command for place in places)
     assert not any("secret" in word for place in places for word in place.command)  # who lists processes sees them
     assert all(place.environment["HF_TOKEN"] == "secret" for place in places)
+
+
+@pytest.mark.parametrize("http", [True, False])
+def test_a_worker_without_a_frontend_beside_is_told(http):
+    for place in Supervisor(EngineArgs(), http=http)._plan():
+        assert place.environment.get(FEW_BESIDE) == ("1" if place.service == "gpu_worker" and not http else None)
 
 
 def test_a_frontend_finds_the_middlewares_of_the_folder_it_is_started_in(tmp_path, monkeypatch):
