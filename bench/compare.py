@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ LONG = {"inputs": (1200, 1800), "outputs": (16, 32)}
 SECONDS = {"tiny-llama": 15.0, "small-llama": 30.0, "half-b-qwen2": 60.0}
 """Of a window, where --seconds does not say: some requests must end in it. A long cell takes twice as long."""
 OTHER_SECONDS = 30.0
+REST_S = 1.0
+"""Before a batch of one of two engines that are up at once: threads of the other may spin for so long after its own
+(those of OpenMP do for 0.2 s by default)."""
 RATES = {"tiny-llama": (2.0, 6.0, 12.0), "small-llama": (0.5, 1.0, 2.0), "half-b-qwen2": (0.1, 0.2, 0.4)}
 """Requests a second, where --rates does not say: up to about what the slower side can serve."""
 
@@ -117,6 +121,7 @@ def measure_together(turns: list[list[Turn]], cells: list[str]) -> None:
             for turn in turns:
                 for repeat in range(turn[0].args.batches):
                     for one, engine in zip(turn, engines, strict=True):
+                        time.sleep(REST_S)
                         one.batch(engine, repeat)
 
 
