@@ -33,7 +33,7 @@ SMALL_MODEL = 30_000_000
 """Parameters below which a decode is so short that a second thread costs more in waking than it saves."""
 LONG_STEP, LONG_STEP_ALONE = 1_500_000_000, 150_000_000
 """Parameters times tokens from which on a step of a small model, a long prefill, is worth all threads all the same; the
-same without a frontend beside, where decodes of 32 rows of 5 million parameters are."""
+same for each thread more without a frontend beside, where two are worth it for 30 rows of 5 million parameters."""
 
 
 def usable_cores() -> int:
@@ -107,7 +107,7 @@ def choose_long_steps(asked: int | None, cores: int, parameters: int) -> LongSte
     threads = choose_threads(asked, cores, SMALL_MODEL)
     if threads == choose_threads(asked, cores, parameters):
         return None
-    least = LONG_STEP_ALONE if os.environ.get(FEW_BESIDE) else LONG_STEP
+    least = min(LONG_STEP_ALONE * (threads - 1), LONG_STEP) if os.environ.get(FEW_BESIDE) else LONG_STEP
     return LongSteps(-(-least // parameters), threads)
 
 

@@ -326,7 +326,8 @@ class Books:
         are all that comes out no answer is held up between its tokens."""
         self.loading.discard(replica.number)
         cpu = replica.device.startswith("cpu") and not replica.pools
-        replica.may_spend(self.config.token_budget(cpu), CPU_ENOUGH_TOKENS if cpu else None)
+        enough = CPU_ENOUGH_TOKENS if cpu and self.config.enable_chunked_prefill else None
+        replica.may_spend(self.config.token_budget(cpu), enough)
         self.replicas[replica.number] = replica
         self.speculation.expect(replica.drafts)
         self._measure()

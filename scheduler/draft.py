@@ -89,9 +89,9 @@ class Draft:
         self.chunks.append(Chunk(seq, seq.generation, seq.scheduled, 0, True))
 
     def expect_drafts(self, replica: Replica, waiting: int) -> None:
-        """The worker keeps ready what its drafts need where all that run, and those who wait, will be drafted for."""
+        """The worker keeps ready what its drafts need where all that run, and ``waiting`` more, will be drafted for."""
         rows = replica.running + waiting
-        self.drafts_follow = 0 < rows <= replica.draft_rows and replica.draft_worth.drafts(rows)
+        self.drafts_follow = 0 < rows <= replica.draft_rows and replica.draft_worth.follow(rows)
 
     # -- what changes before it runs
 

@@ -10,27 +10,29 @@ from __future__ import annotations
 
 from .step import Step
 
-TRY = 32
-"""Steps in which the slower way is tried again."""
+TRY, SKIP = 40, 12
+"""Steps in which the slower way is tried again, and how many of these are left out: they begin with what the other way
+has left, and what drafts has to catch up first."""
 LEAST_STAY, MOST_STAY = 1024, 8192
 """Steps of the quicker one until then: the least where it has just become that, twice as many each time it stays so."""
-PAST = 0.5
-"""Weight of what was measured of a way before it is taken again."""
+WINDOW = 256
+"""About so many steps, the last ones, are what is known of a way."""
+PAST = 16
+"""No more of those count when it is taken again."""
 MOST_PAUSE = 2.0
 """A result that comes after more times what its step took waited for something else; it counts as so much."""
 
 
 class Trial:
-    """Of about one number of rows. ``drafts``: the way that is taken now."""
+    """Of about one number of rows. ``drafts``: the way that is taken now; ``trying``: for a short time."""
 
-    __slots__ = ("_left", "_skip", "_stay", "_sums", "_trying", "drafts")
+    __slots__ = ("_left", "_skip", "_stay", "_sums", "drafts", "trying")
 
     def __init__(self) -> None:
-        self.drafts = True
-        self._trying, self._left, self._stay = False, 2 * TRY, LEAST_STAY // 2
-        # Steps that are left out: the first of all are slow, and the first of a way begins with what the other left.
-        self._skip = TRY
-        self._sums = [[0.0, 0.0], [0.0, 0.0]]  # without and with drafts: tokens of a row, and seconds
+        self.drafts, self.trying = True, False
+        self._left, self._stay = TRY + SKIP, LEAST_STAY // 2
+        self._skip = 2 * SKIP  # the first steps of all are slow
+        self._sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]  # without and with drafts: a row's tokens, seconds, steps
 
     def ended(self, drafts: bool, tokens: float, seconds: float) -> None:
         """A step gave each row so many tokens; it may have been planned before the way was changed."""
@@ -39,47 +41,52 @@ class Trial:
         if self._skip:
             self._skip -= 1
         else:
-            sums = self._sums[drafts]
-            sums[0] += tokens
-            sums[1] += seconds
+            step = tokens, seconds, 1.0
+            kept = 1 - 1 / WINDOW
+            self._sums[drafts] = [kept * each + new for each, new in zip(self._sums[drafts], step, strict=True)]
         self._left -= 1
         if not self._left:
             self._decide()
 
     def _decide(self) -> None:
-        if not self._trying:
-            self._trying, self._left = True, TRY
+        if not self.trying:
+            self.trying, self._left = True, TRY
             self._go(not self.drafts)
             return
-        (tokens, seconds), (others, other_seconds) = self._sums[self.drafts], self._sums[not self.drafts]
+        (tokens, seconds, _), (others, other_seconds, _) = self._sums[self.drafts], self._sums[not self.drafts]
         won = tokens * other_seconds > others * seconds
-        self._trying, self._stay = False, LEAST_STAY if won else min(2 * self._stay, MOST_STAY)
+        self.trying, self._stay = False, LEAST_STAY if won else min(2 * self._stay, MOST_STAY)
         self._left = self._stay
         if not won:
             self._go(not self.drafts)
 
     def _go(self, drafts: bool) -> None:
-        self.drafts, self._skip = drafts, 1
-        self._sums[drafts] = [PAST * each for each in self._sums[drafts]]
+        self.drafts, self._skip = drafts, SKIP
+        share = PAST / max(PAST, self._sums[drafts][2])
+        self._sums[drafts] = [share * each for each in self._sums[drafts]]
 
 
 class DraftWorth:
     """Of a replica that drafts for at most ``rows`` sequences together. ``always``: nothing is tried, it drafts."""
 
     def __init__(self, rows: int, always: bool = False):
+        self._rows = rows
         self._trials = [] if always or not rows else [Trial() for _ in range((rows - 1).bit_length() + 1)]
 
     def drafts(self, rows: int) -> bool:
         """Whether ``rows`` sequences that decode together are drafted for."""
         return not self._trials or self._trials[(rows - 1).bit_length()].drafts
 
+    def follow(self, rows: int) -> bool:
+        """Whether they are soon, if not now: what drafts is kept ready for that."""
+        return self.drafts(rows) or self._trials[(rows - 1).bit_length()].trying
+
     def ended(self, step: Step, tokens: int, took: float, since: float) -> None:
         """The result of ``step`` has come with ``tokens``, ``took`` seconds after it could begin and ``since`` seconds
         after the result before it. Steps of prompts, of beams or of both ways say nothing."""
         verified, decoded = len(step.verifications), step.decodes.count
         rows = verified or decoded
-        if step.chunks or step.searches or (verified and decoded) or not rows:
+        if step.chunks or step.searches or (verified and decoded) or not 0 < rows <= self._rows:
             return
-        at = (rows - 1).bit_length()
-        if at < len(self._trials):
-            self._trials[at].ended(verified > 0, tokens / rows, min(since, MOST_PAUSE * took))
+        if self._trials:
+            self._trials[(rows - 1).bit_length()].ended(verified > 0, tokens / rows, min(since, MOST_PAUSE * took))

@@ -82,7 +82,7 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
             _plan_going(books, replica, draft)
         replica.let_decodes_wait(wait)
     if replica.drafts:
-        draft.expect_drafts(replica, len(books.queue))
+        draft.expect_drafts(replica, len(books.queue) // len(books.replicas))
     return draft.seal(replica, books.clock()) if draft else None
 
 

@@ -25,6 +25,8 @@ RETRY = 16
 """Steps after which a row whose drafts were not worth their time is tried with one token again."""
 CATCH_UP = 16
 """Tokens of keys and values for which what drafts has about the time that a step with drafts saves."""
+MOST_WAIT = 8
+"""Steps that a row is left without drafts for that, at most."""
 
 
 class Costs(NamedTuple):
@@ -85,7 +87,7 @@ class Lengths:
         """
         gap, self._ends[row] = end - self._ends[row], end
         if gap > max(self._lags, CATCH_UP):
-            self._waits[row] += gap // CATCH_UP
+            self._waits[row] = min(self._waits[row] + gap // CATCH_UP, MOST_WAIT)
         if not self._waits[row]:
             return False
         self._waits[row] -= 1

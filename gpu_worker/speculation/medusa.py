@@ -83,7 +83,7 @@ class Medusa(Proposer):
         self._count[:] = 0
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
-        if hidden is None:  # of more rows than may speculate
+        if hidden is None:  # of rows that are not drafted for
             self._count[run.rows] = self._count[run.sample_rows] = 0
             return
         counts = np.minimum(run.counts, self._room)

@@ -99,7 +99,7 @@ __all__ = [
     "WorkerInfo", "WorkerView",
 ]  # fmt: skip
 
-PROTOCOL = 23
+PROTOCOL = 24
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:

@@ -278,3 +278,11 @@ def test_what_was_drawn_without_drafts_is_caught_up_with_where_a_row_goes_on() -
     drafted = [lengths.most([0], [4], [next(asked)])[0] for _ in range(12)]
     assert drafted == [4, 4, *[0] * 6, 4, 4, 4, 4]  # 96 tokens were drawn in steps of many rows
     assert Lengths(2, even_costs(0.1, 16)).most([0], [4], [900]) == [4]  # what looks up has nothing to compute
+
+
+@pytest.mark.parametrize(("gap", "waits"), [(17, 1), (100, 6), (1000, 8)])
+def test_a_row_waits_for_a_few_steps_however_much_was_drawn_without_it(gap: int, waits: int) -> None:
+    lengths = Lengths(1, even_costs(0.1, 16), 5)
+    assert not lengths.catching_up(0, 5)
+    late = [lengths.catching_up(0, 5 + gap + step) for step in range(12)]
+    assert late == [True] * waits + [False] * (12 - waits)

@@ -191,7 +191,7 @@ def test_a_long_step_of_a_small_model_takes_the_threads_of_a_large_one(asked, co
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert device.choose_long_steps(asked, cores, parameters) == long
     monkeypatch.setenv("QUIRE_FEW_BESIDE", "1")
-    sooner = long and ({5_000_000: 30, 7_000_000: 22}[parameters], long[1])
+    sooner = long and ({5_000_000: 30, 7_000_000: 129}[parameters], long[1])
     assert device.choose_long_steps(asked, cores, parameters) == sooner
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert device.choose_long_steps(asked, cores, parameters) is None

@@ -9,8 +9,11 @@ from drafting_rig import Drafting, verifies
 from scheduler_rig import Rig
 
 from quire.proto.messages import SpeculativePlan, StepPlan
-from quire.scheduler.draft_worth import LEAST_STAY, MOST_STAY, TRY, DraftWorth, Trial
+from quire.scheduler.draft_worth import LEAST_STAY, MOST_STAY, SKIP, TRY, DraftWorth, Trial
 from quire.scheduler.step import Step
+
+FIRST = TRY + SKIP
+"""Steps with drafts before it is first tried without."""
 
 
 def ways(trial: Trial, steps: int, speed: float, first_s: float = 1.0) -> list[bool]:
@@ -27,12 +30,12 @@ def ways(trial: Trial, steps: int, speed: float, first_s: float = 1.0) -> list[b
 @pytest.mark.parametrize("speed", [0.9, 1.1])
 def test_the_quicker_way_is_taken_and_the_other_tried_ever_less(speed: float) -> None:
     went = ways(Trial(), 30_000, speed, first_s=1000.0)
-    assert went[: 3 * TRY] == [True] * 2 * TRY + [False] * TRY
+    assert went[: FIRST + TRY] == [True] * FIRST + [False] * TRY
     quicker = speed > 1
-    tried = [at for at in range(3 * TRY, len(went)) if went[at - 1] is quicker is not went[at]]
-    stays = [tried[0] - 3 * TRY, *(after - before - TRY for before, after in pairwise(tried))]
+    tried = [at for at in range(FIRST + TRY, len(went)) if went[at - 1] is quicker is not went[at]]
+    stays = [tried[0] - FIRST - TRY, *(after - before - TRY for before, after in pairwise(tried))]
     assert stays[:4] == [LEAST_STAY, 2 * LEAST_STAY, 4 * LEAST_STAY, MOST_STAY] and {*stays[4:]} == {MOST_STAY}
-    assert went[3 * TRY :].count(not quicker) == TRY * len(tried)
+    assert went[FIRST + TRY :].count(not quicker) == TRY * len(tried)
 
 
 def test_what_was_quicker_once_need_not_stay_so() -> None:
@@ -44,9 +47,27 @@ def test_what_was_quicker_once_need_not_stay_so() -> None:
     assert since <= MOST_STAY and went[since:].count(False) <= 4 * TRY  # it is tried without
 
 
+@pytest.mark.parametrize("speed", [0.5, 0.9])
+def test_drafts_that_were_good_for_long_are_given_up_at_the_second_trial_at_the_latest(speed: float) -> None:
+    trial = Trial()
+    ways(trial, 40_000, 1.5)
+    went = ways(trial, 3 * MOST_STAY + TRY, speed)
+    assert went[2 * MOST_STAY + TRY :].count(True) <= 4 * TRY
+
+
+def test_what_drafts_is_kept_ready_while_it_is_tried_without() -> None:
+    worth = DraftWorth(1)
+    (trial,) = worth._trials
+    assert worth.follow(1)
+    ways(trial, FIRST, 0.9)
+    assert not worth.drafts(1) and worth.follow(1)
+    ways(trial, TRY, 0.9)
+    assert not worth.drafts(1) and not worth.follow(1)
+
+
 def test_a_step_planned_before_the_way_was_changed_says_nothing() -> None:
     trial = Trial()
-    ways(trial, 2 * TRY, 0.9)
+    ways(trial, FIRST, 0.9)
     assert not trial.drafts
     for _ in range(1000):
         trial.ended(True, 100.0, 1.0)
@@ -74,7 +95,7 @@ def long(**flags: object) -> Drafting:
 
 def test_a_worker_whose_verifications_take_long_is_given_plain_decodes() -> None:
     slow, quick, always = run(long(measured=True), 0.05, 0.01), run(long(measured=True), 0.01, 0.01), run(long(), 9, 1)
-    assert sum(slow) < 3.5 * TRY and 1300 < len(slow) < 1500
+    assert sum(slow) < FIRST + 1.5 * TRY and 1300 < len(slow) < 1500
     assert quick.count(False) < 2.5 * TRY
     assert all(always)
 
@@ -130,7 +151,7 @@ def test_where_drafts_are_not_worth_it_a_worker_keeps_nothing_ready() -> None:
 
 def test_the_first_steps_of_all_are_slow_and_say_nothing() -> None:
     trial = Trial()
-    for _ in range(TRY):
+    for _ in range(2 * SKIP):
         trial.ended(True, 1.2, 1000.0)
     ways(trial, 2 * TRY, 1.2)
     assert trial.drafts
