@@ -225,13 +225,18 @@ def test_talking_at_a_terminal(server: FakeServer, tmp_path: Path) -> None:
     os.close(slave)
     shown = ""
 
-    def until(words: str) -> None:
+    def comes(words: str, seconds: float) -> bool:
         nonlocal shown
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + seconds
         while words not in shown:
-            assert select.select([master], [], [], deadline - time.monotonic())[0], shown
+            if not select.select([master], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return False
             shown += os.read(master, 4096).decode()
         shown = shown.partition(words)[2]
+        return True
+
+    def until(words: str) -> None:
+        assert comes(words, 60), shown
 
     try:
         until("or /help")
@@ -240,9 +245,9 @@ def test_talking_at_a_terminal(server: FakeServer, tmp_path: Path) -> None:
         until(". ")
         for _ in range(6):  # Ctrl-C, which Python overlooks in the moment before it waits for a key
             process.send_signal(signal.SIGINT)
-            if select.select([master], [], [], 10)[0]:
+            if back := comes("> ", 10):
                 break
-        until("> ")
+        assert back, shown
         os.write(master, b'"""one\n')
         until(". ")
         os.write(master, b'two"""\n')
