@@ -75,11 +75,11 @@ class DraftWorth:
 
     def drafts(self, rows: int) -> bool:
         """Whether ``rows`` sequences that decode together are drafted for."""
-        return not self._trials or self._trials[(rows - 1).bit_length()].drafts
+        return not self._trials or self._of(rows).drafts
 
     def follow(self, rows: int) -> bool:
         """Whether they are soon, if not now: what drafts is kept ready for that."""
-        return self.drafts(rows) or self._trials[(rows - 1).bit_length()].trying
+        return self.drafts(rows) or self._of(rows).trying
 
     def ended(self, step: Step, tokens: int, took: float, since: float) -> None:
         """The result of ``step`` has come with ``tokens``, ``took`` seconds after it could begin and ``since`` seconds
@@ -89,4 +89,8 @@ class DraftWorth:
         if step.chunks or step.searches or (verified and decoded) or not 0 < rows <= self._rows:
             return
         if self._trials:
-            self._trials[(rows - 1).bit_length()].ended(verified > 0, tokens / rows, min(since, MOST_PAUSE * took))
+            self._of(rows).ended(verified > 0, tokens / rows, min(since, MOST_PAUSE * took))
+
+    def _of(self, rows: int) -> Trial:
+        """1, 2, 3 to 4, 5 to 8, ... rows have one each."""
+        return self._trials[(rows - 1).bit_length()]

@@ -142,11 +142,11 @@ class Replica:
 
     def finish_step(self, now: float, tokens: int) -> Step:
         """The result of the oldest step in flight has come, with so many tokens."""
-        seconds, since, self.progress_at = self.waited(now), now - self.progress_at, now
+        seconds, before, self.progress_at = self.waited(now), self.progress_at, now
         step = self.in_flight.popleft()
         self.pace.ended(step, seconds)
         if self.drafts:
-            self.draft_worth.ended(step, tokens, seconds, since)
+            self.draft_worth.ended(step, tokens, seconds, now - before)
         if self.in_flight:
             self.pace.begins(self.in_flight[0], now)
         return step

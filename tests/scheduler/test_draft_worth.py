@@ -100,24 +100,26 @@ def test_a_worker_whose_verifications_take_long_is_given_plain_decodes() -> None
     assert all(always)
 
 
-def test_of_each_number_of_rows_it_is_known_by_itself() -> None:
-    worth, rig = DraftWorth(8), Drafting()
+def verification() -> Step:
+    """A step that verifies drafts of one row."""
+    rig = Drafting()
     rig.submit(9, max_tokens=90)
     rig.step()
     rig.plan()
     step = rig.replica.in_flight[-1]
-    assert isinstance(step, Step) and len(step.verifications) == 1
+    assert len(step.verifications) == 1
+    return step
+
+
+def test_of_each_number_of_rows_it_is_known_by_itself() -> None:
+    worth, step = DraftWorth(8), verification()
     for _ in range(2 * TRY):
         worth.ended(step, 1, 1.0, 1.0)
     assert [worth.drafts(rows) for rows in (1, 2, 4, 8)] == [False, True, True, True]
 
 
 def test_a_wait_for_something_else_is_not_the_step_s() -> None:
-    worth, rig = DraftWorth(1), Drafting()
-    rig.submit(9, max_tokens=90)
-    rig.step()
-    rig.plan()
-    step = rig.replica.in_flight[-1]
+    worth, step = DraftWorth(1), verification()
     for _ in range(2 * TRY):
         worth.ended(step, 3, 1.0, 1e9)  # a sequence came from elsewhere, an hour after the step before
     (trial,) = worth._trials
