@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import draft_rig
@@ -376,6 +377,22 @@ def test_all_requests_are_as_without_drafts(folder: Path, tmp_path: Path, method
         assert found.core.stats().draft_tokens and (more.get("blocks") != 26 or found.core.preemptions)
         if method == "draft_model" and more == {"blocks": 160}:
             assert found.steps < 0.75 * plain.steps
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_hidden_states_are_kept_where_drafts_are_likely_to_follow(folder: Path, tmp_path: Path, drafts: bool) -> None:
+    target, config = load(folder)
+    driven = Driven(target, VOCAB, drafting=drafting_of("eagle", folder, tmp_path, target, config))
+    driven.replica.draft_worth = SimpleNamespace(drafts=lambda rows: drafts, follow=lambda rows: drafts, ended=nothing)
+    given, ran = [], driven.runner.proposer.ran
+    driven.runner.proposer.ran = lambda run, hidden: (given.append(hidden is not None), ran(run, hidden))
+    driven.submit(1, PROMPTS[1], max_tokens=9, temperature=0.0)
+    driven.run()
+    assert given and given[0] is drafts and any(given) is drafts
+
+
+def nothing(*_: object) -> None:
+    """Learns nothing."""
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from drafting_rig import Drafting, verifies
@@ -53,6 +55,40 @@ def test_drafts_that_were_good_for_long_are_given_up_at_the_second_trial_at_the_
     ways(trial, 40_000, 1.5)
     went = ways(trial, 3 * MOST_STAY + TRY, speed)
     assert went[2 * MOST_STAY + TRY :].count(True) <= 4 * TRY
+
+
+def go(trial: Trial, steps: int, plain: float, drafts: float) -> None:
+    """So many steps of these speeds."""
+    for _ in range(steps):
+        trial.ended(trial.drafts, drafts if trial.drafts else plain, 1.0)
+
+
+def test_the_last_steps_of_a_way_are_what_it_gives() -> None:
+    trial = Trial()
+    go(trial, FIRST + TRY, 1.0, 1.5)
+    assert trial.drafts and not trial.trying
+    go(trial, LEAST_STAY - 400, 1.0, 3.0)
+    go(trial, 400 + TRY, 1.0, 0.5)
+    assert not trial.drafts and not trial.trying
+
+
+def test_what_a_way_gave_when_it_was_last_taken_does_not_outweigh_its_trial() -> None:
+    trial = Trial()
+    go(trial, FIRST + TRY + LEAST_STAY - 1, 1.0, 0.5)
+    go(trial, 1 + TRY, 1.0, 3.0)
+    assert trial.drafts and not trial.trying
+    go(trial, LEAST_STAY + TRY, 2.0, 1.5)
+    assert not trial.drafts and not trial.trying
+
+
+def test_more_rows_than_are_ever_drafted_for_say_nothing_of_fewer() -> None:
+    worth = DraftWorth(5)
+    trial = worth._of(5)
+    ways(trial, FIRST, 0.9)
+    many: Any = SimpleNamespace(verifications=[], decodes=SimpleNamespace(count=7), chunks=[], searches=[])
+    for _ in range(TRY):
+        worth.ended(many, 7, 1.0, 1.0)
+    assert trial.trying
 
 
 def test_what_drafts_is_kept_ready_while_it_is_tried_without() -> None:
