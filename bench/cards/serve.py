@@ -30,7 +30,7 @@ def rows(card: Card) -> Iterator[Row]:
             yield {"load": "start"}, {"ready_s": server.start_seconds}
             for width, inputs in card.few(LOADS[:1], LOADS[1:]):
                 load = Load(
-                    "127.0.0.1", server.port, model.name, width, seconds=card.few(2.0, 30.0), ids=prompt_ids(model),
+                    "127.0.0.1", server.port, model.name, width, seconds=card.few(2.0, 15.0), ids=prompt_ids(model),
                     inputs=inputs, outputs=card.few((4, 8), (64, 128)),
                 )  # fmt: skip
                 yield {"concurrency": width, "prompt": f"{inputs[0]}-{inputs[1]}"}, measure_load(load, server.pid, {})

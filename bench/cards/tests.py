@@ -17,8 +17,10 @@ from .card import Card, Row
 FILES = tuple(
     f"tests/gpu_worker/test_{name}.py"
     for name in (
-        "kernels_attention", "kernels_layers", "kernels_sampling", "sampler_kernels", "sampler", "sampler_edits",
-        "sampler_logprobs", "sampler_mixed", "lora_kernels", "worker_gpu",
+        "worker_gpu", "kernels_attention", "kernels_layers", "kernels_sampling", "sampler_kernels", "sampler",
+        "sampler_edits", "sampler_logprobs", "sampler_mixed", "threshold", "marks", "parallel_draw", "lora_kernels",
+        "attention_launches", "batch_invariant", "linear_kernels", "moe_kernels", "coded_kernels", "w8a8_kernels",
+        "narrow_kernels", "worker_memory",
     )
 ) + ("tests/models/test_moe.py",)  # fmt: skip
 DRY = ("tests/gpu_worker/test_kernels_layers.py",)

@@ -13,14 +13,24 @@ from .moe_jit import _join
 
 @triton.jit
 def _plane(plane, row, within, k, words, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """int32 [BLOCK_N, BLOCK_K]: the values of one plane, from column ``k`` on. Each word is loaded once."""
+    """int32 [BLOCK_N, BLOCK_K]: the values of one plane, from column ``k`` on.
+
+    A word is taken apart by halves, so that the thread that has it holds all its values, side by side. Shifted by a
+    range instead, each would be another thread's, which loads the word again and stores 16 bits at a time.
+    """
     PER: tl.constexpr = 32 // WIDTH
     at = k // PER + tl.arange(0, BLOCK_K // PER)
     found = tl.load(
         plane + row[:, None] * words + at[None, :], mask=within[:, None] & (at < words)[None, :], other=0
     )  # fmt: skip
-    parts = (found[:, :, None] >> (tl.arange(0, PER) * WIDTH)[None, None, :]) & ((1 << WIDTH) - 1)
-    return tl.reshape(parts, (BLOCK_N, BLOCK_K))
+    parts = tl.join(found, found >> 16)
+    parts = tl.join(parts, parts >> 8)
+    parts = tl.join(parts, parts >> 4)
+    if WIDTH <= 2:
+        parts = tl.join(parts, parts >> 2)
+    if WIDTH == 1:
+        parts = tl.join(parts, parts >> 1)
+    return tl.reshape(parts & ((1 << WIDTH) - 1), (BLOCK_N, BLOCK_K))
 
 
 @triton.jit
@@ -111,17 +121,25 @@ def _spread(
 
 
 @triton.jit
-def _tile_values(
-    plane, plane_b, plane_c, zeros, table, row, within, k, rows, padded, groups,
-    BITS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, ZERO_RATIO: tl.constexpr,
-    GROUP: tl.constexpr, SUB: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, dtype: tl.constexpr,
+def _zero(
+    zeros, row, within, k, rows, groups, ZERO: tl.constexpr, ZERO_RATIO: tl.constexpr, GROUP: tl.constexpr,
+    SUB: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_K] of ``dtype``: what codes stand for, less the zero. ZERO -1: ``zeros`` has it."""
-    codes = _codes(plane, plane_b, plane_c, row, within, k, padded, BITS, BLOCK_N, BLOCK_K)
+    """What is taken off the codes of a tile, as ``_spread`` has it. ZERO -1: ``zeros`` has it."""
     if ZERO == -1:
-        zero = _spread(zeros, zeros, row, within, k, rows, groups, GROUP, SUB, ZERO_RATIO, False, BLOCK_N, BLOCK_K)
+        return _spread(zeros, zeros, row, within, k, rows, groups, GROUP, SUB, ZERO_RATIO, False, BLOCK_N, BLOCK_K)
     else:
-        zero = tl.full((1, 1), ZERO, tl.float32)
+        return tl.full((1, 1), ZERO, tl.float32)
+
+
+@triton.jit
+def _tile_values(
+    plane, plane_b, plane_c, zero, table, row, within, k, padded,
+    BITS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_K] of ``dtype``: what codes stand for, less ``zero``."""
+    codes = _codes(plane, plane_b, plane_c, row, within, k, padded, BITS, BLOCK_N, BLOCK_K)
     if KIND == "whole":
         return _whole(codes, zero, BITS, dtype)
     else:
@@ -132,12 +150,32 @@ def _tile_values(
 
 
 @triton.jit
+def _of_tile(
+    scales, scales_fine, zeros, mins, mins_fine, row, within, k, rows, groups,
+    ZERO: tl.constexpr, ZERO_RATIO: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr, RATIO: tl.constexpr,
+    FINE: tl.constexpr, MINS: tl.constexpr, MIN_RATIO: tl.constexpr, MIN_FINE: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(The zero, the scale, what is subtracted at last) of the tile from column ``k`` on; without them a 0."""
+    zero = _zero(zeros, row, within, k, rows, groups, ZERO, ZERO_RATIO, GROUP, SUB, BLOCK_N, BLOCK_K)
+    scale = tl.zeros((1, 1), tl.float32)
+    least = tl.zeros((1, 1), tl.float32)
+    if not LAST:
+        scale = _spread(
+            scales, scales_fine, row, within, k, rows, groups, GROUP, SUB, RATIO, FINE, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+    if MINS:
+        least = _spread(
+            mins, mins_fine, row, within, k, rows, groups, GROUP, SUB, MIN_RATIO, MIN_FINE, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+    return zero, scale, least
+
+
+@triton.jit
 def _multiplied(
-    acc, columns, sums, plane, plane_b, plane_c, scales, scales_fine, zeros, mins, mins_fine, table,
-    row, within, k, rows, padded, groups,
-    BITS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, ZERO_RATIO: tl.constexpr, GROUP: tl.constexpr,
-    SUB: tl.constexpr, RATIO: tl.constexpr, FINE: tl.constexpr, MINS: tl.constexpr, MIN_RATIO: tl.constexpr,
-    MIN_FINE: tl.constexpr, LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    acc, columns, sums, plane, plane_b, plane_c, table, zero, scale, least, row, within, k, padded,
+    BITS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, SUB: tl.constexpr, MINS: tl.constexpr,
+    LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``acc`` [BLOCK_N, BLOCK_M] and the products with BLOCK_K ``columns`` of x [BLOCK_K, BLOCK_M].
 
@@ -146,28 +184,19 @@ def _multiplied(
     """
     dtype: tl.constexpr = columns.dtype if SUB == 1 else tl.float32
     values = _tile_values(
-        plane, plane_b, plane_c, zeros, table, row, within, k, rows, padded, groups,
-        BITS, KIND, ZERO, ZERO_RATIO, GROUP, SUB, BLOCK_N, BLOCK_K, dtype,
-    )  # fmt: skip
+        plane, plane_b, plane_c, zero, table, row, within, k, padded, BITS, KIND, ZERO, BLOCK_N, BLOCK_K, dtype
+    )
     if LAST:
         acc = tl.dot(values, columns, acc, input_precision=PRECISION)
-    else:
-        scale = _spread(
-            scales, scales_fine, row, within, k, rows, groups, GROUP, SUB, RATIO, FINE, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+    elif SUB == 1:
+        acc += tl.dot(values, columns, input_precision=PRECISION) * scale
         if MINS:
-            least = _spread(
-                mins, mins_fine, row, within, k, rows, groups, GROUP, SUB, MIN_RATIO, MIN_FINE, BLOCK_N, BLOCK_K
-            )  # fmt: skip
-        if SUB == 1:
-            acc += tl.dot(values, columns, input_precision=PRECISION) * scale
-            if MINS:
-                acc -= least * sums[None, :]
-        else:
-            values *= scale
-            if MINS:
-                values -= least
-            acc = tl.dot(values.to(columns.dtype), columns, acc, input_precision=PRECISION)
+            acc -= least * sums[None, :]
+    else:
+        values *= scale
+        if MINS:
+            values -= least
+        acc = tl.dot(values.to(columns.dtype), columns, acc, input_precision=PRECISION)
     return acc
 
 
@@ -186,7 +215,27 @@ def _sum_part(
     """
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    # Numbers of single rows are too narrow for the pipeline of the loop's other loads: of few rows, whose time is that
+    # of loads, a tile's are read beside the tile before it; not where each of its columns has some of its own.
+    AHEAD: tl.constexpr = SUB == 1 and BLOCK_M <= 32
+    if AHEAD:
+        zero, scale, least = _of_tile(
+            scales, scales_fine, zeros, mins, mins_fine, row, within, begin, rows, groups, ZERO, ZERO_RATIO, GROUP,
+            SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if GATED:
+            up_zero, up_scale, up_least = _of_tile(
+                scales, scales_fine, zeros, mins, mins_fine, row + up_rows, within, begin, rows, groups, ZERO,
+                ZERO_RATIO, GROUP, SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
     for k in range(begin, end, BLOCK_K):
+        next_k = k + BLOCK_K if AHEAD else k
+        next_zero, next_scale, next_least = _of_tile(
+            scales, scales_fine, zeros, mins, mins_fine, row, within, next_k, rows, groups, ZERO, ZERO_RATIO, GROUP,
+            SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if not AHEAD:
+            zero, scale, least = next_zero, next_scale, next_least
         at = k + tl.arange(0, BLOCK_K)
         if ORDERED:
             at = tl.load(order + at, mask=at < padded, other=inner)
@@ -196,16 +245,24 @@ def _sum_part(
             columns = tl.load(x_at + at[:, None], mask=filled[None, :] & (at < inner)[:, None], other=0.0)
         sums = tl.sum(columns.to(tl.float32), 0) if MINS and SUB == 1 else filled
         acc = _multiplied(
-            acc, columns, sums, plane, plane_b, plane_c, scales, scales_fine, zeros, mins, mins_fine, table,
-            row, within, k, rows, padded, groups, BITS, KIND, ZERO, ZERO_RATIO, GROUP, SUB, RATIO, FINE,
-            MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K, PRECISION,
+            acc, columns, sums, plane, plane_b, plane_c, table, zero, scale, least, row, within, k, padded,
+            BITS, KIND, ZERO, SUB, MINS, LAST, BLOCK_N, BLOCK_K, PRECISION,
         )  # fmt: skip
         if GATED:
-            up = _multiplied(
-                up, columns, sums, plane, plane_b, plane_c, scales, scales_fine, zeros, mins, mins_fine, table,
-                row + up_rows, within, k, rows, padded, groups, BITS, KIND, ZERO, ZERO_RATIO, GROUP, SUB, RATIO, FINE,
-                MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K, PRECISION,
+            next_up_zero, next_up_scale, next_up_least = _of_tile(
+                scales, scales_fine, zeros, mins, mins_fine, row + up_rows, within, next_k, rows, groups, ZERO,
+                ZERO_RATIO, GROUP, SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+            if not AHEAD:
+                up_zero, up_scale, up_least = next_up_zero, next_up_scale, next_up_least
+            up = _multiplied(
+                up, columns, sums, plane, plane_b, plane_c, table, up_zero, up_scale, up_least, row + up_rows, within,
+                k, padded, BITS, KIND, ZERO, SUB, MINS, LAST, BLOCK_N, BLOCK_K, PRECISION,
+            )  # fmt: skip
+            if AHEAD:
+                up_zero, up_scale, up_least = next_up_zero, next_up_scale, next_up_least
+        if AHEAD:
+            zero, scale, least = next_zero, next_scale, next_least
     if LAST:
         scale = _spread(scales, scales_fine, row, within, 0, rows, groups, GROUP, 1, RATIO, FINE, BLOCK_N, BLOCK_K)
         acc = _rounded_product(acc, tl.broadcast_to(scale, (BLOCK_N, BLOCK_M)))
@@ -297,10 +354,10 @@ def values_kernel(
     row = (first + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     within = row < stop
     k = tl.program_id(1) * BLOCK_K
+    zero = _zero(zeros, row, within, k, rows, groups, ZERO, ZERO_RATIO, GROUP, SUB, BLOCK_N, BLOCK_K)
     values = _tile_values(
-        plane, plane_b, plane_c, zeros, table, row, within, k, rows, padded, groups,
-        BITS, KIND, ZERO, ZERO_RATIO, GROUP, SUB, BLOCK_N, BLOCK_K, tl.float32,
-    )  # fmt: skip
+        plane, plane_b, plane_c, zero, table, row, within, k, padded, BITS, KIND, ZERO, BLOCK_N, BLOCK_K, tl.float32
+    )
     values *= _spread(scales, scales_fine, row, within, k, rows, groups, GROUP, SUB, RATIO, FINE, BLOCK_N, BLOCK_K)
     if MINS:
         values -= _spread(

@@ -40,7 +40,8 @@ def bits(cache: torch.Tensor) -> torch.Tensor:
 def encode(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """x as an fp8 cache holds it, in ``dtype``. NaN stays NaN."""
     most = torch.finfo(dtype).max
-    return (x.float() / scale).clamp_(-most, most).to(dtype)
+    # By a tensor: CUDA's division by a number multiplies by its inverse, which rounds otherwise.
+    return (x.float() / torch.full((), scale, device=x.device)).clamp_(-most, most).to(dtype)
 
 
 def encode_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ INV_T = tl.constexpr(0)
 SEED_LOW = tl.constexpr(4)
 SEED_HIGH = tl.constexpr(5)
 NOT_A_LOGIT = tl.constexpr(float("-inf"))
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -55,7 +54,7 @@ def _winner(values, nan, SIZE: tl.constexpr):
     """
     value, at = tl.max(tl.where(nan, NOT_A_LOGIT, values), 0, return_indices=True, return_indices_tie_break_left=True)
     first = tl.min(tl.where(nan, tl.arange(0, SIZE), SIZE), 0)
-    return tl.where(first < SIZE, NAN, value), tl.where(first < SIZE, first, at)
+    return tl.where(first < SIZE, float("nan"), value), tl.where(first < SIZE, first, at)
 
 
 @triton.jit(do_not_specialize_on_alignment=["packed", "positions"])

@@ -1,6 +1,7 @@
 """The sampler: noise, filters, distribution, and that a draw depends on (seed, position, logits) alone."""
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -290,4 +291,5 @@ def test_the_cpu_path_never_imports_triton():
         "step(state_of(r, 9), torch.zeros(1, 9), r); sys.exit('triton' in sys.modules)"
     )
     here = str(Path(__file__).parents[1] / "support")
-    assert subprocess.run([sys.executable, "-c", code, here], check=False, timeout=120).returncode == 0
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    assert subprocess.run([sys.executable, "-c", code, here], check=False, timeout=120, env=env).returncode == 0

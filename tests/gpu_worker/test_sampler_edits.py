@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers
 from sampler_rows import DEVICE, Request, bits_of, plain_penalties, state_of, step
 from sampler_rows import real_logits as logits_of
 from transformers.generation import logits_process as hf
@@ -12,6 +13,8 @@ from transformers.generation import logits_process as hf
 from quire.proto.params import SamplingParams
 
 VOCAB = 613
+SOUND_ORACLE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
+"""Before, transformers' biases of sequences refuse token 0, and forget words where several apply."""
 
 
 def real_logits(rows, seed=0):
@@ -107,6 +110,7 @@ def counts_of(request, vocab):
     return [request.outputs.count(t) + (1 << 30) * (t in request.prompt) for t in range(vocab)]
 
 
+@pytest.mark.skipif(not SOUND_ORACLE, reason="transformers before 5.18 refuses token 0")
 def test_logit_bias():
     bias = {0: 100.0, 5: -100.0, 7: 0.25, VOCAB - 1: -1.5, VOCAB + 3: 9.0}
     logits = real_logits(2)
@@ -151,7 +155,8 @@ def test_bad_words(outputs, banned):
     assert set(np.flatnonzero(got[0].isneginf())) == banned
     kept = sorted(set(range(VOCAB)) - banned)
     assert torch.equal(got[0, kept], logits[0, kept]) and torch.equal(got[1], logits[1])
-    if outputs:
+
+    if outputs and SOUND_ORACLE:
         processor = hf.NoBadWordsLogitsProcessor(WORDS, eos_token_id=None)
         want = processor(torch.tensor([outputs]), logits[:1].clone())
         assert torch.equal(want, got[:1])

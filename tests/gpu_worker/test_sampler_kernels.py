@@ -1,6 +1,7 @@
 """Masks, bad words, penalties, logprobs: Triton against the twins. Compiled where there is a GPU, else interpreted."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,6 +166,27 @@ def test_nan_is_seen_behind_infinity(nan, cut):
     logits[:, 3], logits[:, nan] = torch.finfo(torch.float32).max, math.inf
     assert sampling.draw(logits, params, rows, thresholds).tolist() == [5, 5]
     assert sampling.draw_part(logits, params, rows, 6)[0].tolist() == [math.inf] * 2
+
+
+def test_no_kernel_reads_a_global_that_differs_from_itself():
+    """At every launch Triton compares the globals that a kernel was compiled with: NaN never equals NaN, and the second
+    launch fails."""
+    import importlib
+
+    from triton.language import constexpr
+
+    from quire.gpu_worker import kernels
+
+    names = sorted(path.stem for path in Path(kernels.__file__).parent.glob("*_jit.py"))
+    found = []
+    for name in names:
+        module = importlib.import_module(f"{kernels.__name__}.{name}")
+        values = {
+            at: getattr(value, "value", value) for at, value in vars(module).items() if isinstance(value, constexpr)
+        }
+        found += values
+        assert [at for at, value in values.items() if value != value] == [], name
+    assert len(names) > 10 and len(found) > 10
 
 
 def test_columns_have_one_layout():

@@ -1,5 +1,7 @@
 """On a machine with a GPU: the same runner there, eager and with CUDA graphs, against the CPU. Skipped elsewhere."""
 
+import math
+
 import pytest
 import tiny_models
 import torch
@@ -9,8 +11,10 @@ from quire.gpu_worker import compilations
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.memory import cuda_budget
 from quire.gpu_worker.models.loader import load_model
+from quire.gpu_worker.outcome import FORBIDDEN, NAN
 from quire.gpu_worker.warmup import every_stage, warm_up, warm_up_pieces, worst_case
 from quire.proto.checkpoint.model_config import load_model_config
+from quire.proto.messages import SlotFailed
 from quire.proto.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -108,6 +112,31 @@ def test_nothing_is_compiled_after_the_warm_up(models, monkeypatch):
     params = [*PARAMS, LADDER, SamplingParams(min_p=0.1, logprobs=3), SamplingParams(top_k=5, presence_penalty=1.0)]
     generate(hand, tiny_models.random_prompts(14, seed=8, longest=110), 12, params)
     assert compiled == []
+
+
+@pytest.mark.parametrize("filled", [math.nan, -math.inf])
+def test_a_row_that_cannot_draw_fails_alone(models, monkeypatch, filled):
+    """Its mark comes in the place of its token; the others draw on."""
+    model = models[1]
+    hand, prompts = Hand(model, device=model.device, **LIMITS), tiny_models.random_prompts(3, seed=9, longest=20)
+    for row, ids in enumerate(prompts):
+        hand.admit(row, ids, params=PARAMS[row])
+    hand.run(*((row, len(ids)) for row, ids in enumerate(prompts)))
+    assert not hand.result.failed
+    logits = model.logits
+
+    def poisoned(hidden):
+        found = logits(hidden)
+        found[1] = filled
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "logits", poisoned)
+        hand.run((0, 1), (1, 1), (2, 1))
+    assert hand.result.failed == [SlotFailed(1, *(NAN if math.isnan(filled) else FORBIDDEN))]
+    hand.drop(1)
+    hand.run((0, 1), (2, 1))
+    assert not hand.result.failed
 
 
 def test_results_wait_for_their_own_step(models):
