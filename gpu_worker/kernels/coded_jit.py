@@ -201,6 +201,32 @@ def _multiplied(
 
 
 @triton.jit
+def _columns(
+    x_at, order, filled, k, inner, padded, ORDERED: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """[BLOCK_K, BLOCK_M]: what columns ``k`` on of a weight are multiplied by, of rows of x that begin at ``x_at``."""
+    at = k + tl.arange(0, BLOCK_K)
+    if ORDERED:
+        at = tl.load(order + at, mask=at < padded, other=inner)
+    if EVEN:
+        return tl.load(x_at + at[:, None], mask=filled[None, :], other=0.0)
+    else:
+        return tl.load(x_at + at[:, None], mask=filled[None, :] & (at < inner)[:, None], other=0.0)
+
+
+@triton.jit
+def _times_last(
+    acc, scales, scales_fine, row, within, rows, groups, GROUP: tl.constexpr, RATIO: tl.constexpr, FINE: tl.constexpr,
+    LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A sum of ``_sum_part``, times the scale of the only group there is, if LAST."""
+    if LAST:
+        scale = _spread(scales, scales_fine, row, within, 0, rows, groups, GROUP, 1, RATIO, FINE, BLOCK_N, BLOCK_K)
+        acc = _rounded_product(acc, tl.broadcast_to(scale, acc.shape))
+    return acc
+
+
+@triton.jit
 def _sum_part(
     x_at, order, plane, plane_b, plane_c, scales, scales_fine, zeros, mins, mins_fine, table,
     row, filled, within, begin, end, rows, up_rows, inner, padded, groups,
@@ -218,59 +244,48 @@ def _sum_part(
     # Numbers of single rows are too narrow for the pipeline of the loop's other loads: of few rows, whose time is that
     # of loads, a tile's are read beside the tile before it; not where each of its columns has some of its own.
     AHEAD: tl.constexpr = SUB == 1 and BLOCK_M <= 32
-    if AHEAD:
-        zero, scale, least = _of_tile(
-            scales, scales_fine, zeros, mins, mins_fine, row, within, begin, rows, groups, ZERO, ZERO_RATIO, GROUP,
-            SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
+    zero, scale, least = _of_tile(
+        scales, scales_fine, zeros, mins, mins_fine, row, within, begin, rows, groups, ZERO, ZERO_RATIO, GROUP, SUB,
+        RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if GATED:
+        up_zero, up_scale, up_least = _of_tile(
+            scales, scales_fine, zeros, mins, mins_fine, row + up_rows, within, begin, rows, groups, ZERO, ZERO_RATIO,
+            GROUP, SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        if GATED:
-            up_zero, up_scale, up_least = _of_tile(
-                scales, scales_fine, zeros, mins, mins_fine, row + up_rows, within, begin, rows, groups, ZERO,
-                ZERO_RATIO, GROUP, SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
     for k in range(begin, end, BLOCK_K):
-        next_k = k + BLOCK_K if AHEAD else k
-        next_zero, next_scale, next_least = _of_tile(
-            scales, scales_fine, zeros, mins, mins_fine, row, within, next_k, rows, groups, ZERO, ZERO_RATIO, GROUP,
-            SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
+        if AHEAD:
+            this_zero, this_scale, this_least = zero, scale, least
+        zero, scale, least = _of_tile(
+            scales, scales_fine, zeros, mins, mins_fine, row, within, k + BLOCK_K * AHEAD, rows, groups, ZERO,
+            ZERO_RATIO, GROUP, SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if not AHEAD:
-            zero, scale, least = next_zero, next_scale, next_least
-        at = k + tl.arange(0, BLOCK_K)
-        if ORDERED:
-            at = tl.load(order + at, mask=at < padded, other=inner)
-        if EVEN:
-            columns = tl.load(x_at + at[:, None], mask=filled[None, :], other=0.0)
-        else:
-            columns = tl.load(x_at + at[:, None], mask=filled[None, :] & (at < inner)[:, None], other=0.0)
+            this_zero, this_scale, this_least = zero, scale, least
+        columns = _columns(x_at, order, filled, k, inner, padded, ORDERED, EVEN, BLOCK_K)
         sums = tl.sum(columns.to(tl.float32), 0) if MINS and SUB == 1 else filled
         acc = _multiplied(
-            acc, columns, sums, plane, plane_b, plane_c, table, zero, scale, least, row, within, k, padded,
-            BITS, KIND, ZERO, SUB, MINS, LAST, BLOCK_N, BLOCK_K, PRECISION,
+            acc, columns, sums, plane, plane_b, plane_c, table, this_zero, this_scale, this_least, row, within, k,
+            padded, BITS, KIND, ZERO, SUB, MINS, LAST, BLOCK_N, BLOCK_K, PRECISION,
         )  # fmt: skip
         if GATED:
-            next_up_zero, next_up_scale, next_up_least = _of_tile(
-                scales, scales_fine, zeros, mins, mins_fine, row + up_rows, within, next_k, rows, groups, ZERO,
-                ZERO_RATIO, GROUP, SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
+            if AHEAD:
+                this_zero, this_scale, this_least = up_zero, up_scale, up_least
+            up_zero, up_scale, up_least = _of_tile(
+                scales, scales_fine, zeros, mins, mins_fine, row + up_rows, within, k + BLOCK_K * AHEAD, rows, groups,
+                ZERO, ZERO_RATIO, GROUP, SUB, RATIO, FINE, MINS, MIN_RATIO, MIN_FINE, LAST, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             if not AHEAD:
-                up_zero, up_scale, up_least = next_up_zero, next_up_scale, next_up_least
+                this_zero, this_scale, this_least = up_zero, up_scale, up_least
             up = _multiplied(
-                up, columns, sums, plane, plane_b, plane_c, table, up_zero, up_scale, up_least, row + up_rows, within,
-                k, padded, BITS, KIND, ZERO, SUB, MINS, LAST, BLOCK_N, BLOCK_K, PRECISION,
+                up, columns, sums, plane, plane_b, plane_c, table, this_zero, this_scale, this_least, row + up_rows,
+                within, k, padded, BITS, KIND, ZERO, SUB, MINS, LAST, BLOCK_N, BLOCK_K, PRECISION,
             )  # fmt: skip
-            if AHEAD:
-                up_zero, up_scale, up_least = next_up_zero, next_up_scale, next_up_least
-        if AHEAD:
-            zero, scale, least = next_zero, next_scale, next_least
-    if LAST:
-        scale = _spread(scales, scales_fine, row, within, 0, rows, groups, GROUP, 1, RATIO, FINE, BLOCK_N, BLOCK_K)
-        acc = _rounded_product(acc, tl.broadcast_to(scale, (BLOCK_N, BLOCK_M)))
-        if GATED:
-            scale = _spread(
-                scales, scales_fine, row + up_rows, within, 0, rows, groups, GROUP, 1, RATIO, FINE, BLOCK_N, BLOCK_K
-            )  # fmt: skip
-            up = _rounded_product(up, tl.broadcast_to(scale, (BLOCK_N, BLOCK_M)))
+    if GATED:
+        up = _times_last(
+            up, scales, scales_fine, row + up_rows, within, rows, groups, GROUP, RATIO, FINE, LAST, BLOCK_N, BLOCK_K
+        )
+    acc = _times_last(acc, scales, scales_fine, row, within, rows, groups, GROUP, RATIO, FINE, LAST, BLOCK_N, BLOCK_K)
     return acc, up
 
 
