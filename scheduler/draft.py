@@ -91,7 +91,7 @@ class Draft:
     def expect_drafts(self, replica: Replica, waiting: int) -> None:
         """The worker keeps ready what its drafts need where all that run, and ``waiting`` more, will be drafted for."""
         rows = replica.running + waiting
-        self.drafts_follow = 0 < rows <= replica.draft_rows and replica.draft_worth.follow(rows)
+        self.drafts_follow = 0 < rows <= replica.draft_rows and replica.draft_worth.drafts(rows)
 
     # -- what changes before it runs
 

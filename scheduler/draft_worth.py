@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from .step import Step
 
-TRY, SKIP = 40, 12
+TRY, SKIP = 64, 12
 """Steps in which the slower way is tried again, and how many of these are left out: they begin with what the other way
 has left, and what drafts has to catch up first."""
+GAIN = 1.05
+"""So much faster a row must go on with drafts: what they take of others' cores is not seen here."""
 LEAST_STAY, MOST_STAY = 1024, 8192
 """Steps of the quicker one until then: the least where it has just become that, twice as many each time it stays so."""
 WINDOW = 256
@@ -24,12 +26,12 @@ MOST_PAUSE = 2.0
 
 
 class Trial:
-    """Of about one number of rows. ``drafts``: the way that is taken now; ``trying``: for a short time."""
+    """Of about one number of rows. ``drafts``: the way that is taken now."""
 
-    __slots__ = ("_left", "_skip", "_stay", "_sums", "drafts", "trying")
+    __slots__ = ("_left", "_skip", "_stay", "_sums", "_trying", "drafts")
 
     def __init__(self) -> None:
-        self.drafts, self.trying = True, False
+        self.drafts, self._trying = True, False  # trying: taken for a short time
         self._left, self._stay = TRY + SKIP, LEAST_STAY // 2
         self._skip = 2 * SKIP  # the first steps of all are slow
         self._sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]  # without and with drafts: a row's tokens, seconds, steps
@@ -49,13 +51,13 @@ class Trial:
             self._decide()
 
     def _decide(self) -> None:
-        if not self.trying:
-            self.trying, self._left = True, TRY
+        if not self._trying:
+            self._trying, self._left = True, TRY
             self._go(not self.drafts)
             return
-        (tokens, seconds, _), (others, other_seconds, _) = self._sums[self.drafts], self._sums[not self.drafts]
-        won = tokens * other_seconds > others * seconds
-        self.trying, self._stay = False, LEAST_STAY if won else min(2 * self._stay, MOST_STAY)
+        (plain, plain_s, _), (drafted, drafted_s, _) = self._sums
+        won = self.drafts is (drafted * plain_s > GAIN * plain * drafted_s)
+        self._trying, self._stay = False, LEAST_STAY if won else min(2 * self._stay, MOST_STAY)
         self._left = self._stay
         if not won:
             self._go(not self.drafts)
@@ -76,10 +78,6 @@ class DraftWorth:
     def drafts(self, rows: int) -> bool:
         """Whether ``rows`` sequences that decode together are drafted for."""
         return not self._trials or self._of(rows).drafts
-
-    def follow(self, rows: int) -> bool:
-        """Whether they are soon, if not now: what drafts is kept ready for that."""
-        return self.drafts(rows) or self._of(rows).trying
 
     def ended(self, step: Step, tokens: int, took: float, since: float) -> None:
         """The result of ``step`` has come with ``tokens``, ``took`` seconds after it could begin and ``since`` seconds

@@ -44,6 +44,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--ignore-eos", action="store_true", help="answers of --max-tokens tokens")
     parser.add_argument("--turns", type=int, default=3)
+    help = "so often all engines are started anew: each is a few per cent quicker or slower for as long as it runs"
+    parser.add_argument("--starts", type=int, default=1, help=f"{help} (default: %(default)s)")
     parser.add_argument("--coupling", action="store_true", help="acceptance by shared noise and by rejection, on paper")
     parser.add_argument("--positions", type=int, default=4000, help="of --coupling (default: %(default)s)")
 
@@ -53,12 +55,14 @@ def measure(report: Report, args: argparse.Namespace) -> None:
     if args.coupling:
         measure_coupling(report, args)
         return
-    with contextlib.ExitStack() as stack:
-        engines = {method: stack.enter_context(engine(args, method)) for method in args.methods}
-        for llm in engines.values():
-            run(args, llm, 2 * max(args.rows), max(args.rows), 0.0)  # warm
-        for turn, rows, temperature in product(range(args.turns), args.rows, args.temperatures):
-            in_turns(report, args, engines, rows, temperature, turn)
+    for start in range(args.starts):
+        with contextlib.ExitStack() as stack:
+            order = args.methods[start % len(args.methods) :] + args.methods[: start % len(args.methods)]
+            engines = {method: stack.enter_context(engine(args, method)) for method in order}
+            for llm in engines.values():
+                run(args, llm, 2 * max(args.rows), max(args.rows), 0.0)  # warm
+            for turn, rows, temperature in product(range(args.turns), args.rows, args.temperatures):
+                in_turns(report, args, engines, rows, temperature, start * args.turns + turn)
 
 
 def engine(args: argparse.Namespace, method: str) -> Any:

@@ -66,19 +66,19 @@ def go(trial: Trial, steps: int, plain: float, drafts: float) -> None:
 def test_the_last_steps_of_a_way_are_what_it_gives() -> None:
     trial = Trial()
     go(trial, FIRST + TRY, 1.0, 1.5)
-    assert trial.drafts and not trial.trying
+    assert trial.drafts
     go(trial, LEAST_STAY - 400, 1.0, 3.0)
     go(trial, 400 + TRY, 1.0, 0.5)
-    assert not trial.drafts and not trial.trying
+    assert not trial.drafts
 
 
 def test_what_a_way_gave_when_it_was_last_taken_does_not_outweigh_its_trial() -> None:
     trial = Trial()
     go(trial, FIRST + TRY + LEAST_STAY - 1, 1.0, 0.5)
     go(trial, 1 + TRY, 1.0, 3.0)
-    assert trial.drafts and not trial.trying
+    assert trial.drafts
     go(trial, LEAST_STAY + TRY, 2.0, 1.5)
-    assert not trial.drafts and not trial.trying
+    assert not trial.drafts
 
 
 def test_more_rows_than_are_ever_drafted_for_say_nothing_of_fewer() -> None:
@@ -88,17 +88,16 @@ def test_more_rows_than_are_ever_drafted_for_say_nothing_of_fewer() -> None:
     many: Any = SimpleNamespace(verifications=[], decodes=SimpleNamespace(count=7), chunks=[], searches=[])
     for _ in range(TRY):
         worth.ended(many, 7, 1.0, 1.0)
-    assert trial.trying
+    assert ways(trial, TRY, 0.9) == [False] * TRY and not trial.drafts
 
 
-def test_what_drafts_is_kept_ready_while_it_is_tried_without() -> None:
-    worth = DraftWorth(1)
-    (trial,) = worth._trials
-    assert worth.follow(1)
-    ways(trial, FIRST, 0.9)
-    assert not worth.drafts(1) and worth.follow(1)
-    ways(trial, TRY, 0.9)
-    assert not worth.drafts(1) and not worth.follow(1)
+def test_a_little_faster_is_not_worth_it() -> None:
+    little, more = Trial(), Trial()
+    ways(little, FIRST + TRY, 1.04)
+    ways(more, FIRST + TRY, 1.06)
+    assert (little.drafts, more.drafts) == (False, True)
+    went = ways(little, LEAST_STAY + TRY, 1.04)
+    assert went[-TRY:] == [True] * TRY and not little.drafts
 
 
 def test_a_step_planned_before_the_way_was_changed_says_nothing() -> None:
