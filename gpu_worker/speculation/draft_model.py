@@ -32,10 +32,18 @@ class KeysAndValues(Proposer):
         self.state, self.kv = state, kv
         self.reach = Reach(state.max_rows, kv.num_blocks, state.block_size)
         self._own: np.ndarray | None = None  # sample rows of the last run whose slots draw from their own rows
+        self._looked: tuple[np.ndarray, int] | None = None  # the last run's rows, and the changes of tables until then
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
-        self.reach.ran(run.rows, run.starts, self.state.tables_host, self.state.blocks_set)
+        self._look(run)
         self._take_over(run)
+
+    def _look(self, run: Run) -> None:
+        """``Reach.ran``, which has nothing to say while the same rows decode in the same blocks."""
+        changes, looked = self.state.tables_changed, self._looked
+        if looked is None or run.rows is not looked[0] or changes != looked[1]:
+            self._looked = run.rows, changes
+            self.reach.ran(run.rows, run.starts, self.state.tables_host, self.state.blocks_set)
 
     def _take_over(self, run: Run) -> None:
         """Rows that draw from another one's logits, the children of one prompt, go on from what that one has."""
@@ -50,9 +58,11 @@ class KeysAndValues(Proposer):
 
     def admit(self, row: int) -> None:
         self.reach.admit(row)
+        self._looked = None
 
     def fork(self, src: list[int], dst: list[int]) -> None:
         self.reach.fork(src, dst)
+        self._looked = None
 
     def copy_blocks(self, src: np.ndarray, dst: np.ndarray) -> None:
         self.kv.copy_blocks(*self.state.upload(src, dst))
@@ -60,6 +70,7 @@ class KeysAndValues(Proposer):
 
     def reset(self) -> None:
         self.reach.reset()
+        self._looked = None
 
 
 class Job(NamedTuple):

@@ -64,7 +64,7 @@ class Eagle(KeysAndValues):
         self._count[:] = 0
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
-        self.reach.ran(run.rows, run.starts, self.state.tables_host, self.state.blocks_set)
+        self._look(run)
         if hidden is None:
             self._count[run.rows] = 0
         else:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from quire.gpu_worker.kernels.cpu.library import library
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.models.loader import load_model
-from quire.gpu_worker.speculation.draft_model import DraftModel
+from quire.gpu_worker.speculation.draft_model import DraftModel, KeysAndValues
 from quire.gpu_worker.speculation.eagle import Eagle
 from quire.gpu_worker.speculation.heads import load_head, taps_of
 from quire.gpu_worker.speculation.loading import Drafting, load_drafting
@@ -157,6 +157,34 @@ def test_blocks_that_right_drafts_filled_are_brought_along_too(folder: Path) -> 
     assert reach.computed[1] == 8 * whole
     rig.proposer.kept([0], [0], [0])  # of a step in which nobody was drafted for
     assert reach.computed[0] == computed
+
+
+def test_tables_are_looked_at_where_they_or_the_rows_have_changed() -> None:
+    tables, blocks = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros(3, np.int64)
+    state: Any = SimpleNamespace(
+        max_rows=3, block_size=8, tables_host=tables, blocks_set=blocks, tables_changed=0, max_model_len=32
+    )
+    proposer = KeysAndValues(state, SimpleNamespace(num_blocks=12))  # type: ignore[arg-type]
+    seen, look = [], proposer.reach.ran
+    proposer.reach.ran = lambda rows, *rest: (seen.append(rows.tolist()), look(rows, *rest))  # type: ignore[assignment]
+    rows = np.arange(2)
+
+    def run(of: np.ndarray, start: int) -> list[list[int]]:
+        at = np.arange(len(of))
+        proposer.ran(SimpleNamespace(rows=of, starts=at * 0 + start, sample_rows=of, sample_src=at), None)  # type: ignore[arg-type]
+        found, seen[:] = list(seen), []
+        return found
+
+    blocks[:2] = 1
+    assert [run(rows, at) for at in (5, 6, 7)] == [[[0, 1]], [], []]
+    blocks[1], state.tables_changed = 2, 1  # a block that held a whole prompt's keys goes to a row that decodes
+    proposer.reach._filled[:] = True
+    assert [run(rows, at) for at in (8, 9)] == [[[0, 1]], []]
+    assert proposer.reach._filled[5] == 0 and proposer.reach._filled[1] == 1
+    assert run(np.arange(2), 10) == [[0, 1]]
+    for changed in (lambda: proposer.admit(1), lambda: proposer.fork([0], [1]), proposer.reset):
+        changed()
+        assert (run(rows, 0), run(rows, 0)) == ([[0, 1]], [])
 
 
 def test_drafts_end_at_the_length_of_the_draft(folder: Path) -> None:
