@@ -39,11 +39,16 @@ class KeysAndValues(Proposer):
         self._take_over(run)
 
     def _look(self, run: Run) -> None:
-        """``Reach.ran``, which has nothing to say while the same rows decode in the same blocks."""
-        changes, looked = self.state.tables_changed, self._looked
-        if looked is None or run.rows is not looked[0] or changes != looked[1]:
-            self._looked = run.rows, changes
-            self.reach.ran(run.rows, run.starts, self.state.tables_host, self.state.blocks_set)
+        """``Reach.ran``, which has little to say while the same rows decode: of blocks that they were just given."""
+        state, looked = self.state, self._looked
+        behind = state.tables_changed - looked[1] if looked is not None and run.rows is looked[0] else -1
+        if not behind:
+            return
+        if behind == 1 and state.last_change is not None:
+            self.reach.given(*state.last_change)
+        else:
+            self.reach.ran(run.rows, run.starts, state.tables_host, state.blocks_set)
+        self._looked = run.rows, state.tables_changed
 
     def _take_over(self, run: Run) -> None:
         """Rows that draw from another one's logits, the children of one prompt, go on from what that one has."""

@@ -49,6 +49,7 @@ class Eagle(KeysAndValues):
         self._into = self._kept.numpy() if state.on_host else self._kept
         self._first = np.zeros(state.max_rows, np.int64)  # the position of each row's first hidden state kept
         self._count = np.zeros(state.max_rows, np.int64)
+        self._without: np.ndarray | None = None  # rows of the last runs, of which nothing is kept
 
     def admit(self, row: int) -> None:
         super().admit(row)
@@ -56,7 +57,7 @@ class Eagle(KeysAndValues):
 
     def fork(self, src: list[int], dst: list[int]) -> None:
         super().fork(src, dst)
-        self._first[dst], self._count[dst] = self._first[src], self._count[src]
+        self._first[dst], self._count[dst], self._without = self._first[src], self._count[src], None
         self._kept[dst] = self._kept[src]
 
     def reset(self) -> None:
@@ -65,10 +66,12 @@ class Eagle(KeysAndValues):
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
         self._look(run)
-        if hidden is None:
-            self._count[run.rows] = 0
-        else:
+        if hidden is not None:
+            self._without = None
             self._take(run, self.head.combined(hidden))
+        elif run.rows is not self._without:
+            self._without = run.rows
+            self._count[run.rows] = 0
         self._take_over(run)
 
     def _take(self, run: Run, given: torch.Tensor) -> None:
@@ -210,6 +213,7 @@ class Eagle(KeysAndValues):
 
     def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
         assert hidden is not None
+        self._without = None
         given, state, at = self._one_by_one(self.head.combined(hidden)), self.state, 0
         for row, start, count in zip(rows, starts, counts, strict=True):
             self.reach.grown(row, start, state.tables_host, state.blocks_set.item(row))

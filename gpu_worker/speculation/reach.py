@@ -63,6 +63,12 @@ class Reach:
             for row, start in zip(rows[changed].tolist(), starts[changed].tolist(), strict=True):
                 self.grown(row, start, tables, blocks.item(row))
 
+    def given(self, rows: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
+        """``ran`` of rows that ran before, whose tables have new ``blocks`` at ``slots``; int64 [N] each."""
+        new = (slots >= self._seen[rows]) & ~self._fresh[rows]
+        self._filled[blocks[new]] = False
+        np.maximum.at(self._seen, rows[new], slots[new] + 1)
+
     def grown(self, row: int, start: int, tables: np.ndarray, count: int) -> None:
         """``ran`` of one row, which has ``count`` blocks."""
         first = self._seen.item(row)

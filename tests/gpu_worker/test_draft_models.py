@@ -162,7 +162,7 @@ def test_blocks_that_right_drafts_filled_are_brought_along_too(folder: Path) -> 
 def test_tables_are_looked_at_where_they_or_the_rows_have_changed() -> None:
     tables, blocks = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros(3, np.int64)
     state: Any = SimpleNamespace(
-        max_rows=3, block_size=8, tables_host=tables, blocks_set=blocks, tables_changed=0, max_model_len=32
+        max_rows=3, block_size=8, tables_host=tables, blocks_set=blocks, tables_changed=0, last_change=None
     )
     proposer = KeysAndValues(state, SimpleNamespace(num_blocks=12))  # type: ignore[arg-type]
     seen, look = [], proposer.reach.ran
@@ -177,11 +177,15 @@ def test_tables_are_looked_at_where_they_or_the_rows_have_changed() -> None:
 
     blocks[:2] = 1
     assert [run(rows, at) for at in (5, 6, 7)] == [[[0, 1]], [], []]
-    blocks[1], state.tables_changed = 2, 1  # a block that held a whole prompt's keys goes to a row that decodes
+    # A block that held a whole prompt's keys goes to a row that decodes: alone it is looked at.
     proposer.reach._filled[:] = True
-    assert [run(rows, at) for at in (8, 9)] == [[[0, 1]], []]
-    assert proposer.reach._filled[5] == 0 and proposer.reach._filled[1] == 1
-    assert run(np.arange(2), 10) == [[0, 1]]
+    state.last_change, blocks[1], state.tables_changed = tuple(np.array([at]) for at in (1, 1, 5)), 2, 1
+    assert [run(rows, at) for at in (8, 9)] == [[], []]
+    assert np.flatnonzero(~proposer.reach._filled).tolist() == [5]
+    blocks[:2], state.tables_changed = (3, 4), 3  # two plans later
+    assert [run(rows, at) for at in (16, 17)] == [[[0, 1]], []]
+    assert np.flatnonzero(~proposer.reach._filled).tolist() == [1, 2, 5, 6, 7]
+    assert run(np.arange(2), 18) == [[0, 1]]
     for changed in (lambda: proposer.admit(1), lambda: proposer.fork([0], [1]), proposer.reset):
         changed()
         assert (run(rows, 0), run(rows, 0)) == ([[0, 1]], [])
