@@ -82,7 +82,7 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
             _plan_going(books, replica, draft)
         replica.let_decodes_wait(wait)
     if replica.drafts:
-        draft.expect_drafts(replica, len(books.queue) // len(books.replicas))
+        draft.expect_drafts(replica, _coming(books, replica))
     return draft.seal(replica, books.clock()) if draft else None
 
 
@@ -105,7 +105,7 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
         return False
     head = next(books.queue.in_turn(books.running_by_account), None)
     budget, decodes = replica.token_budget, sum(seq.width for seq in replica.decoding)
-    if replica.drafts and _speculates(replica, replica.going.batch().seqs, budget):
+    if replica.drafts and _speculates(books, replica, replica.going.batch().seqs, budget):
         decodes *= 1 + replica.drafts
     return head is not None and head.total > budget - decodes
 
@@ -119,7 +119,7 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
         _plan_decodes(books, replica, draft, replica.going)
         return
     seqs = replica.going.batch().seqs
-    if _speculates(replica, seqs, draft.budget):
+    if _speculates(books, replica, seqs, draft.budget):
         for seq in seqs:
             if seq.state is State.RUNNING:  # else it was preempted for one before it
                 _plan_verification(books, replica, draft, seq)
@@ -134,10 +134,17 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
     _plan_decodes(books, replica, draft, exact)
 
 
-def _speculates(replica: Replica, seqs: list[Sequence], budget: int) -> bool:
-    """Whether these, all that go on decoding, do so by verifications, which leave half of the budget to prompts."""
-    few = 0 < len(seqs) <= replica.draft_rows and 2 * len(seqs) * (1 + replica.drafts) <= budget
+def _speculates(books: Books, replica: Replica, seqs: list[Sequence], budget: int) -> bool:
+    """Whether these, all that go on decoding, do so by verifications, which leave half of the budget to prompts. Not
+    where they are about to be too many: prompts and verifications in one step take longer than both apart."""
+    few = len(seqs) > 0 and 2 * len(seqs) * (1 + replica.drafts) <= budget
+    few = few and replica.running + _coming(books, replica) <= replica.draft_rows
     return few and replica.draft_worth.drafts(len(seqs)) and not any(isinstance(seq, BeamGroup) for seq in seqs)
+
+
+def _coming(books: Books, replica: Replica) -> int:
+    """How many of those in line are about to get a row here: nobody while the first of them lacks blocks."""
+    return 0 if replica.draft_room.tight else min(len(books.queue) // len(books.replicas), len(replica.free_rows))
 
 
 def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> None:

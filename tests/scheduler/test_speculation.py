@@ -150,12 +150,13 @@ def test_many_rows_decode_plainly_and_few_speculate_again() -> None:
 
 
 def test_a_preempted_row_is_not_in_the_plan_beside_verifications_in_flight() -> None:
-    rig = Drafting(draft_rows=1)
+    rig = Drafting(draft_rows=3)
     rig.submit(9, max_tokens=60)  # whose drafts stay within the block of its next token
     rig.step()
     rig.submit(8, max_tokens=20)
     rig.submit(8, max_tokens=20)
     assert verifies(rig.plan())  # both prompts end in it
+    rig.submit(8, max_tokens=20)  # of four nobody is drafted for
     second, third = (rig.core.requests[uid].live[0] for uid in (2, 3))
     rig.replica.reserve(1, [], rig.replica.pool.free_count)  # the last blocks are for one that moves here
     plan = rig.plan()
@@ -163,7 +164,7 @@ def test_a_preempted_row_is_not_in_the_plan_beside_verifications_in_flight() -> 
     assert plan is not None and from_i32(plan.rows) == [second.row]
     rig.replica.give_up(1)
     rig.run()
-    for uid, (prompt, count) in enumerate(((9, 60), (8, 20), (8, 20)), 1):
+    for uid, (prompt, count) in enumerate(((9, 60), (8, 20), (8, 20), (8, 20)), 1):
         assert rig.tokens[uid, 0] == expect(rig, uid, prompt, count)
 
 
