@@ -144,7 +144,9 @@ def _speculates(books: Books, replica: Replica, seqs: list[Sequence], budget: in
 
 def _coming(books: Books, replica: Replica) -> int:
     """How many of those in line are about to get a row here: nobody while the first of them lacks blocks."""
-    return 0 if replica.draft_room.tight else min(len(books.queue) // len(books.replicas), len(replica.free_rows))
+    if replica.draft_room.tight or books.paused or not replica.takes_prompts:
+        return 0
+    return min(len(books.queue) // len(books.replicas), len(replica.free_rows))
 
 
 def _plan_verification(books: Books, replica: Replica, draft: Draft, seq: Sequence) -> None:

@@ -177,6 +177,18 @@ def test_a_worker_is_told_whether_drafts_are_likely_to_follow() -> None:
     assert type(rig.plan()) is StepPlan
 
 
+@pytest.mark.parametrize("role", ["both", "decode"])
+def test_who_waits_for_another_worker_is_no_reason_to_draft_for_nobody(role: str) -> None:
+    rig = Drafting(draft_rows=2)
+    rig.submit(9, max_tokens=90)
+    rig.step()
+    rig.replica.role = role
+    for _ in range(2):
+        rig.submit(9, max_tokens=90)
+    rig.core.paused = role == "both"
+    assert verifies(rig.plan())
+
+
 def test_where_drafts_are_not_worth_it_a_worker_keeps_nothing_ready() -> None:
     rig = Drafting(measured=True)
     (trial, *_) = rig.replica.draft_worth._trials
