@@ -403,7 +403,7 @@ def test_all_requests_are_as_without_drafts(folder: Path, tmp_path: Path, method
     target, config = load(folder)
     plain = all_done(Driven(target, VOCAB, blocks=160))
     drafting = drafting_of(method, folder, tmp_path, target, config, 4 if method != "medusa" else 3)
-    for more in ({"blocks": 160}, {"blocks": 26, "adapt": True}, {"budget": 24, "draft_rows": 3}):
+    for more in ({"blocks": 160}, {"blocks": 26, "adapt": True}, {"budget": 24, "rows": 3, "draft_rows": 3}):
         found = all_done(Driven(target, VOCAB, drafting=drafting, drafts=drafting.config.drafts, **more))
         assert found.outcome() == plain.outcome()
         assert found.core.stats().draft_tokens and (more.get("blocks") != 26 or found.core.preemptions)
@@ -415,7 +415,7 @@ def test_all_requests_are_as_without_drafts(folder: Path, tmp_path: Path, method
 def test_hidden_states_are_kept_where_drafts_are_likely_to_follow(folder: Path, tmp_path: Path, drafts: bool) -> None:
     target, config = load(folder)
     driven = Driven(target, VOCAB, drafting=drafting_of("eagle", folder, tmp_path, target, config))
-    driven.replica.draft_worth = SimpleNamespace(drafts=lambda rows: drafts, follow=lambda rows: drafts, ended=nothing)
+    driven.replica.draft_worth = SimpleNamespace(drafts=lambda rows: drafts, ended=nothing)
     given, ran = [], driven.runner.proposer.ran
     driven.runner.proposer.ran = lambda run, hidden: (given.append(hidden is not None), ran(run, hidden))
     driven.submit(1, PROMPTS[1], max_tokens=9, temperature=0.0)
