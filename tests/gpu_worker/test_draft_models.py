@@ -191,6 +191,30 @@ def test_tables_are_looked_at_where_they_or_the_rows_have_changed() -> None:
         assert (run(rows, 0), run(rows, 0)) == ([[0, 1]], [])
 
 
+def test_nothing_is_kept_of_rows_that_went_on_without_hidden_states(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    draft_rig.eagle(tmp_path)
+    rig = DraftRig(target)
+    rig.proposer = eagle = head_proposer(rig, load_head("eagle", str(tmp_path), config, target))
+    rows, none = np.arange(2), np.zeros(0, np.int64)
+    for row in rows.tolist():
+        rig.admit(row, PROMPTS[row], GREEDY)
+    starts, hidden = rig.state.known[rows] - 1, torch.zeros(2, HIDDEN)
+
+    def kept(given: torch.Tensor | None) -> list[bool]:
+        run = SimpleNamespace(rows=rows, starts=starts, counts=np.ones(2, int), sample_src=none, sample_rows=none)
+        eagle.ran(SimpleNamespace(**vars(run), pure_decode=True), given)  # type: ignore[arg-type]
+        return (eagle._count[rows] > 0).tolist()
+
+    assert [kept(each) for each in (None, hidden, None, None)] == [[False] * 2, [True] * 2, [False] * 2, [False] * 2]
+    eagle.verified([0], [int(starts[0])], [1], hidden[:1])
+    assert kept(None) == [False] * 2
+    rig.admit(2, PROMPTS[0], GREEDY)
+    assert kept(None) == [False] * 2
+    eagle.fork([2], [1])
+    assert eagle._count[1] > 0 and kept(None) == [False] * 2
+
+
 def test_drafts_end_at_the_length_of_the_draft(folder: Path) -> None:
     target, _ = load(folder)
     rig = DraftRig(target)

@@ -181,9 +181,7 @@ def test_no_kernel_reads_a_global_that_differs_from_itself():
     found = []
     for name in names:
         module = importlib.import_module(f"{kernels.__name__}.{name}")
-        values = {
-            at: getattr(value, "value", value) for at, value in vars(module).items() if isinstance(value, constexpr)
-        }
+        values = {at: each.value for at, each in vars(module).items() if isinstance(each, constexpr)}
         found += values
         assert [at for at, value in values.items() if value != value] == [], name
     assert len(names) > 10 and len(found) > 10

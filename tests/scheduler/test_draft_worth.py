@@ -189,6 +189,31 @@ def test_who_waits_for_another_worker_is_no_reason_to_draft_for_nobody(role: str
     assert verifies(rig.plan())
 
 
+def test_those_in_line_are_shared_out_over_the_workers() -> None:
+    rig = Drafting(draft_rows=2)
+    rig.submit(9, max_tokens=90)
+    rig.step()
+    for _ in range(2):
+        rig.submit(9, max_tokens=90)
+    rig.add(1, 64)
+    assert verifies(rig.plan())
+
+
+def test_who_finds_no_row_or_no_block_is_no_reason_either() -> None:
+    rows = Drafting(draft_rows=2, max_num_seqs=2)
+    for _ in range(9):
+        rows.submit(9, max_tokens=90)
+    blocks = Drafting(draft_rows=2, blocks=12)
+    for prompt in (9, 9, 60):
+        blocks.submit(prompt, max_tokens=30)
+    for rig in (rows, blocks):
+        for _ in range(3):
+            rig.step()
+        assert rig.core.queue and len(rig.replica.decoding) == 2
+        assert verifies(rig.plan())
+        rig.run()
+
+
 def test_where_drafts_are_not_worth_it_a_worker_keeps_nothing_ready() -> None:
     rig = Drafting(measured=True)
     (trial, *_) = rig.replica.draft_worth._trials
