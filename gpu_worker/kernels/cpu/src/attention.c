@@ -105,13 +105,15 @@ static void attend_chunk(const rows_of_tile *of, int32_t row, int32_t rows, int3
    * vectors are taken from any.first on. */
   _Alignas(64) float scores[BLOCK_ROWS * Q_CHUNK + MOST_KEYS * LANES];
   score_chunk(of, chunk, any, queries, width, scores);
-  int32_t start = chunk * Q_CHUNK, newest = of->tile->position + of->tile->count - 1;
+  int32_t start = chunk * Q_CHUNK, size = layer->block_size, soon = start + Q_CHUNK;
+  int32_t newest = of->tile->position + of->tile->count - 1;
   value_range range = {
-      .values = of->values, .keys = of->keys, .blocks = of->blocks + start / layer->block_size,
-      .known = (newest - start) / layer->block_size + 1, .page = of->page,
-      .block_size = layer->block_size, .offset = start % layer->block_size, .first = any.first, .last = any.last,
+      .values = of->values, .blocks = of->blocks + start / size, .page = of->page,
+      .keys = of->keys, .soon = of->blocks + soon / size, .known = newest / size - soon / size + 1,
+      .block_size = size, .offset = start % size, .first = any.first, .last = any.last,
       .dims = layer->head_dim, .kind = kind_of(layer), .type = layer->cache_type,
   };
+  if (soon > newest) range.keys = of->next_keys, range.soon = of->next_blocks, range.known = of->next_known;
   if (layer->cache_type == Q_KV_INT8) scale_rows(of, of->keys, chunk, any, rows, scores);
   for (int32_t i = 0; i < rows; i++)
     softmax_row(of, row + i, chunk, any, range.kind, scores + i * Q_CHUNK, partials + i * of->partial + sums);
@@ -209,9 +211,26 @@ static int attend_part(rows_of_tile *of, const q_splits *splits, int32_t first, 
   return 1;
 }
 
-void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, int32_t tile, int32_t kv_head, int32_t part,
-                       const float *q, int64_t q_stride, void *out, int64_t out_stride, int32_t out_type) {
-  const q_tile *own = batch->tiles + tile;
+/* The first chunk of keys that a tile sees. */
+static inline int32_t first_chunk(const q_attention *layer, const q_tile *tile) {
+  int32_t oldest = layer->window ? tile->position - layer->window + 1 : 0;
+  return oldest > 0 ? oldest / Q_CHUNK : 0;
+}
+
+/* Say where the first keys of the thread's next item lie. */
+static void find_next(rows_of_tile *of, const q_batch *batch, const q_attention_item *item) {
+  if (item->next_tile < 0) return;
+  const q_tile *tile = batch->tiles + item->next_tile;
+  int32_t size = of->layer->block_size, first = first_chunk(of->layer, tile) * Q_CHUNK / size;
+  of->next_keys = (const char *)of->layer->keys + item->next_head * of->layer->head_stride;
+  of->next_blocks = batch->tables + tile->row * batch->table_stride + first;
+  of->next_known = (tile->position + tile->count - 1) / size - first + 1;
+}
+
+void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, const q_attention_item *item, const float *q,
+                       int64_t q_stride, void *out, int64_t out_stride, int32_t out_type) {
+  const q_tile *own = batch->tiles + item->tile;
+  int32_t kv_head = item->kv_head;
   const q_splits *splits = batch->splits;
   int32_t group = layer->heads / layer->kv_heads, rows = own->count * group;
   rows_of_tile of = {
@@ -221,13 +240,13 @@ void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, int32_t t
       .page = page_bytes(layer),
       .head = kv_head * group, .group = group, .rows = rows, .partial = q_partial_size(layer->head_dim),
   };
-  int32_t oldest = layer->window ? own->position - layer->window + 1 : 0;
-  int32_t first = oldest > 0 ? oldest / Q_CHUNK : 0, last = (own->position + own->count - 1) / Q_CHUNK + 1;
+  find_next(&of, batch, item);
+  int32_t first = first_chunk(layer, own), last = (own->position + own->count - 1) / Q_CHUNK + 1;
   _Alignas(64) float results[PASS_VALUES];
   if (splits) {
-    int64_t place = (int64_t)tile * layer->kv_heads + kv_head, stride = (int64_t)splits->tokens * group * of.partial;
+    int64_t place = (int64_t)item->tile * layer->kv_heads + kv_head, stride = (int64_t)splits->tokens * group * of.partial;
     float *partials = splits->partials + place * splits->chunks * stride;
-    if (!attend_part(&of, splits, first, last, part, q, q_stride, partials, stride, splits->arrived + place)) return;
+    if (!attend_part(&of, splits, first, last, item->part, q, q_stride, partials, stride, splits->arrived + place)) return;
     for (int32_t row = 0; row < rows; row++) {
       results[of.partial - 15] = 0.0f;
       for (int32_t chunk = 0; chunk < last - first; chunk++)

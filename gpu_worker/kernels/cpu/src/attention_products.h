@@ -102,14 +102,16 @@ INLINE void order_dims(vfloat *sums) {
 }
 #endif
 
-/* Bring a line into the second-level cache. While the keys of a chunk are read its values are fetched, and while these
- * are read the keys of the next chunk: both fit there, and a whole chunk's work hides the latency. */
-INLINE void fetch_soon(const char *at) { __builtin_prefetch(at, 0, 2); }
+/* Fetch a line. While the keys of a chunk are read its values are fetched, and while these are read the keys of the next
+ * chunk, or of what the thread does next: a whole chunk's work hides the latency. Lines are asked for in the order in
+ * which memory has them, which it delivers at one and a half times the rate of lines here and there. */
+INLINE void fetch_soon(const char *at) { __builtin_prefetch(at, 0, 3); }
 
 /* Vectors of keys that a block of so many rows takes at a time: enough sums to keep the multipliers busy. */
 static inline int32_t key_vectors(int32_t rows) { return rows <= 2 ? MOST_KEYS : 2; }
 
-/* Some vectors of keys: vector i of dim d lies at at[i] + d * stride. What is wanted soon lies alike at soon[i]. */
+/* Some vectors of keys: vector i of dim d lies at at[i] + d * stride. The values of the same keys, as many bytes, lie from
+ * soon[i] on. */
 typedef struct {
   const char *at[MOST_KEYS], *soon[MOST_KEYS];
   int64_t stride;
@@ -134,13 +136,18 @@ INLINE void score_block(const float *queries, int32_t words, const key_block *ke
   for (int32_t row = 0; row < rows; row++)
 #pragma GCC unroll 4
     for (int32_t i = 0; i < vectors; i++) sums[row][i] = vf_set(0.0f);
+  const char *const *block = keys->soon, *soon = *block; /* values are fetched block by block */
+  int32_t left = words;                                   /* lines of the block */
   for (int32_t word = 0; word < words; word++) {
     vfloat key[MOST_KEYS];
 #pragma GCC unroll 4
     for (int32_t i = 0; i < vectors; i++) {
       key[i] = load_keys(kind, type, keys->at[i], stride, word);
-      fetch_soon(keys->soon[i] + per_word(kind) * word * stride);
+      fetch_soon(soon + per_word(kind) * i * stride);
     }
+    soon += vectors * per_word(kind) * stride;
+    left -= vectors;
+    if (left <= 0 && word + 1 < words) soon = *++block, left = words;
 #pragma GCC unroll 12
     for (int32_t row = 0; row < rows; row++) {
       vfloat query = vf_set(queries[word * rows + row]);
@@ -189,10 +196,13 @@ static inline int32_t block_rows(int32_t rows) { return rows <= 8 && rows <= BLO
 
 /* The values of keys [first, last) of a chunk: key 0 is ``offset`` keys into the block blocks[0]. */
 typedef struct {
-  const char *values, *keys;
+  const char *values;
   const int32_t *blocks;
-  int32_t known; /* blocks that the sequence has, from blocks[0] on */
-  int64_t page;  /* bytes of a block */
+  int64_t page; /* bytes of a block */
+  /* Keys that are wanted next: of the block soon[i] while the values of blocks[i] are read, for i below ``known``. */
+  const char *keys;
+  const int32_t *soon;
+  int32_t known;
   int32_t block_size, offset, first, last, dims, kind, type;
 } value_range;
 
@@ -235,7 +245,6 @@ INLINE void store_sums(int32_t kind, vfloat *sums, const int32_t vectors, int32_
 INLINE void value_block(const float *weights, const value_range *range, int32_t dim, int32_t some, int32_t kind,
                         float *out, int32_t stride, const int32_t rows, const int32_t vectors) {
   const int32_t size = bytes_of(kind), per = per_word(kind);
-  const int32_t chunk = Q_CHUNK / range->block_size; /* blocks to the same place in the next chunk */
   vfloat sums[6][MOST_DIMS];
 #pragma GCC unroll 6
   for (int32_t row = 0; row < rows; row++)
@@ -248,7 +257,7 @@ INLINE void value_block(const float *weights, const value_range *range, int32_t 
     int64_t start = ((int64_t)within * range->dims + dim) * size;
     const char *at = range->values + range->blocks[index] * range->page + start;
     const char *soon = at;
-    if (index + chunk < range->known) soon = range->keys + range->blocks[index + chunk] * range->page + start;
+    if (index < range->known) soon = range->keys + range->soon[index] * range->page + start;
     for (; key < end; key += per, at += per * range->dims * size, soon += per * range->dims * size) {
       vfloat value[MOST_DIMS];
       load_values(kind, range, key, at, vectors, some, value);

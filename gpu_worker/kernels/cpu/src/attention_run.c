@@ -41,13 +41,14 @@ typedef struct {
 } attention_task;
 
 static void attention_main(void *argument, int id, int threads) {
-  (void)id, (void)threads;
+  (void)id;
   attention_task *of = argument;
   int32_t heads = of->layer->kv_heads, count = of->batch->num_tiles * heads * of->parts;
   for (int32_t item; (item = q_take(&of->next, 1)) < count;) {
-    int32_t part = item % of->parts, head = item / of->parts % heads, tile = item / of->parts / heads;
-    q_kernel->attention(of->layer, of->batch, tile, head, part, of->q, of->q_stride, of->out, of->out_stride,
-                        of->out_type);
+    int32_t next = item + threads, known = of->parts == 1 && next < count;
+    q_attention_item own = {item / of->parts / heads, item / of->parts % heads, item % of->parts,
+                            known ? next / heads : -1, next % heads};
+    q_kernel->attention(of->layer, of->batch, &own, of->q, of->q_stride, of->out, of->out_stride, of->out_type);
   }
 }
 

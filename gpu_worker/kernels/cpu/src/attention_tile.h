@@ -15,6 +15,10 @@ typedef struct {
   int32_t head, group;        /* the first query head, and how many */
   int32_t first, rows;
   int32_t partial;            /* q_partial_size */
+  /* What the thread reads next: keys of a chunk in so many blocks; 0: none are known. */
+  const char *next_keys;
+  const int32_t *next_blocks;
+  int32_t next_known;
 } rows_of_tile;
 
 /* The keys [first, last) that a row sees of a chunk, from the chunk's start; none where last <= first. */

@@ -172,6 +172,13 @@ typedef struct {
   const q_splits *splits; /* NULL: each tile is one part */
 } q_batch;
 
+/* What attention does at a time: one key head of a tile, or ``part`` of its chunks, one of batch->splits->count (0 without
+ * splits). The same thread is about to do ``next_head`` of ``next_tile``, whose keys are fetched meanwhile; -1: none. */
+typedef struct {
+  int32_t tile, kv_head, part;
+  int32_t next_tile, next_head;
+} q_attention_item;
+
 /* ---------------------------------------------------------------- route.c, choose.c, edit.c */
 
 struct q_router;   /* route.h */
@@ -194,11 +201,11 @@ typedef struct {
    * ``place`` of all panels' columns. ``floats`` [padded inputs] is scratch. */
   void (*convert_row)(int32_t type, const void *from, const q_weight *to, int32_t place, float *floats, uint32_t *out);
 
-  /* Query heads of key head ``kv_head`` of one tile: out = softmax(scores) values. q is [tokens][q_stride] with the
-   * heads of a token one after another, rotated and not scaled; out alike, of out_type. Strides are in bytes. ``part``
-   * is one of batch->splits->count, 0 without splits; whoever is the last of a tile's parts writes out. */
-  void (*attention)(const q_attention *layer, const q_batch *batch, int32_t tile, int32_t kv_head, int32_t part,
-                    const float *q, int64_t q_stride, void *out, int64_t out_stride, int32_t out_type);
+  /* Query heads of an item's key head and tile: out = softmax(scores) values. q is [tokens][q_stride] with the heads of
+   * a token one after another, rotated and not scaled; out alike, of out_type. Strides are in bytes. Whoever is the
+   * last of a tile's parts writes out. */
+  void (*attention)(const q_attention *layer, const q_batch *batch, const q_attention_item *item, const float *q,
+                    int64_t q_stride, void *out, int64_t out_stride, int32_t out_type);
   /* One token's keys and values [kv_heads][head_dim] to its slot, rounded to the cache's type. */
   void (*write_kv)(const q_attention *layer, int64_t slot, const float *k, const float *v);
 

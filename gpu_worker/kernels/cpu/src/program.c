@@ -294,6 +294,13 @@ static void write_tile(const q_program *program, const q_attend_op *op, const q_
   }
 }
 
+/* Item number ``item`` of a batch; ``next`` is likely to be the thread's next. The last tiles of a prompt see most keys:
+ * first come those that take longest, so that the threads end together. */
+static q_attention_item item_of(const q_batch *batch, int32_t heads, int32_t item, int32_t next) {
+  int32_t last = batch->num_tiles - 1, items = batch->num_tiles * heads;
+  return (q_attention_item){last - item / heads, item % heads, 0, next < items ? last - next / heads : -1, next % heads};
+}
+
 /* Attention: each item is a tile and a key head with its queries. An item writes its own keys first. Where a sequence
  * has several tiles the later ones read the keys of the earlier, and all are written before any is read; so they are
  * where not every token attends. */
@@ -307,12 +314,15 @@ static void run_attend(worker *self, const q_attend_op *op) {
       write_tile(program, op, &program->tiles[item / heads], item % heads);
     next_phase(self);
   }
-  /* The last tiles of a prompt see most keys: first come those that take longest, so that the threads end together. */
-  for (int32_t item; (item = take(self, 1)) < items;) {
-    int32_t tile = batch->num_tiles - 1 - item / heads, head = item % heads;
-    if (!write_first) write_tile(program, op, &batch->tiles[tile], head);
-    q_kernel->attention(&op->layer, batch, tile, head, 0, (const float *)op->qkv.data, op->qkv.stride,
-                        op->out.data, op->out.stride, op->out_type);
+  /* Where there are many tiles a thread takes all heads of one, and knows what it reads next. */
+  int32_t size = batch->num_tiles < 4 * self->threads ? 1 : heads;
+  for (int32_t first; (first = take(self, size)) < items;) {
+    for (int32_t item = first, last = first + size; item < last; item++) {
+      q_attention_item own = item_of(batch, heads, item, item + 1 < last ? item + 1 : first + size * self->threads);
+      if (!write_first) write_tile(program, op, &batch->tiles[own.tile], own.kv_head);
+      q_kernel->attention(&op->layer, batch, &own, (const float *)op->qkv.data, op->qkv.stride, op->out.data,
+                          op->out.stride, op->out_type);
+    }
   }
 }
 

@@ -9,8 +9,8 @@ void Q_NAME(linear)(const q_weight *weight, const q_rows *x, int32_t rows, const
 void Q_NAME(prepare)(const q_weight *weight, const float *x, void *out, float *scales, int32_t *sums);
 void Q_NAME(convert_row)(int32_t type, const void *from, const q_weight *to, int32_t place, float *floats,
                          uint32_t *out);
-void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, int32_t tile, int32_t kv_head, int32_t part,
-                       const float *q, int64_t q_stride, void *out, int64_t out_stride, int32_t out_type);
+void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, const q_attention_item *item, const float *q,
+                       int64_t q_stride, void *out, int64_t out_stride, int32_t out_type);
 void Q_NAME(write_kv)(const q_attention *layer, int64_t slot, const float *k, const float *v);
 void Q_NAME(norm)(const q_norm *norm, const float *x, float *out);
 void Q_NAME(rotate)(float *x, int32_t heads, int32_t head_dim, const float *cos, const float *sin, int32_t rotary_dim,
