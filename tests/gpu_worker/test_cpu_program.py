@@ -131,6 +131,18 @@ def test_long_steps_take_more_threads_and_give_the_same_bits(row: str, tmp_path:
         assert torch.equal(mixed.logits(work), alone.logits(work))
 
 
+@pytest.mark.parametrize("row", ["llama", "qwen2-moe"])
+def test_threads_join_a_step_wherever_it_is(row: str, tmp_path: Path) -> None:
+    """More threads than there are cores, so that each comes when it may: at the start, amid a layer, or too late."""
+    model = load(row, tmp_path, torch.bfloat16)
+    alone = filled(model, long=LongSteps(tokens=1000, threads=12))
+    crowd = filled(model, long=LongSteps(tokens=1, threads=12))
+    assert torch.equal(crowd.every(WHOLE), alone.every(WHOLE))
+    for work in ([(1, 39, 1)], [(3, 0, 200)], [(3, 200, 40), (4, 0, 17)], [(3, 240, 1), (1, 39, 1)]) * 25:
+        assert torch.equal(crowd.logits(work), alone.logits(work))
+        assert torch.equal(crowd.every(work), alone.every(work))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("row", ["llama", "mixtral"])
 def test_every_instruction_set_runs_it(row: str, variant: str, tmp_path: Path) -> None:

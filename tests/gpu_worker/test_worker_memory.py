@@ -183,7 +183,7 @@ def test_threads(asked, cores, parameters, threads, monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "cores", "parameters", "long"),
     [
-        (None, 2, 5_000_000, (300, 2)), (None, 8, 7_000_000, (215, 7)), (None, 1, 5_000_000, None),
+        (None, 2, 5_000_000, (80, 2)), (None, 8, 7_000_000, (58, 7)), (None, 1, 5_000_000, None),
         (None, 8, 10**9, None), (1, 8, 5_000_000, None), (3, 8, 5_000_000, None),
     ],
 )  # fmt: skip
@@ -191,7 +191,7 @@ def test_a_long_step_of_a_small_model_takes_the_threads_of_a_large_one(asked, co
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert device.choose_long_steps(asked, cores, parameters) == long
     monkeypatch.setenv("QUIRE_FEW_BESIDE", "1")
-    sooner = long and ({5_000_000: 30, 7_000_000: 129}[parameters], long[1])
+    sooner = long and ({5_000_000: 30, 7_000_000: 58}[parameters], long[1])
     assert device.choose_long_steps(asked, cores, parameters) == sooner
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert device.choose_long_steps(asked, cores, parameters) is None

@@ -143,19 +143,20 @@ void q_expand_item(const q_adapt_work *work, int threads, int32_t item) {
 /* ---------------------------------------------------------------- by itself */
 
 typedef struct {
-  q_team *team;
   const q_adapt_work *work;
-  _Atomic int32_t next[2];
+  _Atomic int32_t next;
 } adapt_task;
 
-static void run_adapt(void *argument, int id, int threads) {
+static void run_shrink(void *argument, int id, int threads) {
   adapt_task *task = argument;
-  const q_adapt_work *work = task->work;
-  int32_t items = q_shrink_items(work, threads);
-  for (int32_t item; (item = q_take(&task->next[0], 1)) < items;) q_shrink_item(work, threads, item);
-  if (threads > 1) q_team_barrier(task->team);
-  items = q_expand_items(work, threads);
-  for (int32_t item; (item = q_take(&task->next[1], 1)) < items;) q_expand_item(work, threads, item);
+  int32_t items = q_shrink_items(task->work, threads);
+  for (int32_t item; (item = q_take(&task->next, 1)) < items;) q_shrink_item(task->work, threads, item);
+}
+
+static void run_expand(void *argument, int id, int threads) {
+  adapt_task *task = argument;
+  int32_t items = q_expand_items(task->work, threads);
+  for (int32_t item; (item = q_take(&task->next, 1)) < items;) q_expand_item(task->work, threads, item);
 }
 
 /* ``work`` on a team, on ``count`` rows whose adapters are ``slot``; -1 is none. ``rows`` of the work is made here.
@@ -168,8 +169,9 @@ Q_EXPORT int32_t q_adapt(q_team *team, q_adapt_work *work, const int32_t *slot, 
   if (!failed) {
     q_sort_by_slot(&rows, slot, count);
     work->rows = &rows;
-    adapt_task task = {team, work, {0, 0}};
-    if (rows.count) q_team_run(team, run_adapt, &task);
+    adapt_task shrink = {work, 0}, expand = {work, 0};
+    if (rows.count) q_team_run(team, run_shrink, &shrink, (q_place){0});
+    if (rows.count) q_team_run(team, run_expand, &expand, (q_place){0});
   }
   free(rows.tiles);
   free(rows.last);

@@ -69,7 +69,7 @@ Q_EXPORT int32_t q_attention_run(q_team *team, const q_attention *layer, const q
     split.splits = &splits;
   }
   attention_task task = {layer, &split, q, out, q_stride, out_stride, out_type, parts, 0};
-  q_team_run(team, attention_main, &task);
+  q_team_run(team, attention_main, &task, (q_place){0});
   if (parts > 1) free(splits.partials), free(splits.arrived);
   return 0;
 }
@@ -99,7 +99,7 @@ static void write_main(void *argument, int id, int threads) {
 Q_EXPORT void q_write_run(q_team *team, const q_attention *layer, int32_t tokens, const int64_t *slots, const float *k,
                           int64_t k_stride, const float *v, int64_t v_stride) {
   write_task task = {layer, slots, k, v, k_stride, v_stride, tokens, 0};
-  q_team_run(team, write_main, &task);
+  q_team_run(team, write_main, &task, (q_place){0});
 }
 
 /* Bytes of a struct that Python mirrors, by place: q_attention, q_tile, q_batch. */

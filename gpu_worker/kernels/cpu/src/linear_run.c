@@ -29,7 +29,7 @@ static void run_linear(void *argument, int id, int threads) {
 /* rows [rows, padded inputs] times ``weight``, as ``to`` says. */
 Q_EXPORT void q_linear(q_team *team, const q_weight *weight, const q_rows *x, int32_t rows, const q_epilogue *to) {
   linear_task task = {weight, x, rows, to, 0};
-  q_team_run(team, run_linear, &task);
+  q_team_run(team, run_linear, &task, (q_place){0});
 }
 
 typedef struct {
@@ -53,7 +53,7 @@ static void run_prepare(void *argument, int id, int threads) {
 Q_EXPORT void q_prepare(q_team *team, const q_weight *weight, int32_t rows, const float *x, int64_t x_stride,
                         const q_rows *out) {
   prepare_task task = {weight, rows, x, x_stride, *out, 0};
-  q_team_run(team, run_prepare, &task);
+  q_team_run(team, run_prepare, &task, (q_place){0});
 }
 
 typedef struct {
@@ -74,5 +74,5 @@ static void run_code_rows(void *argument, int id, int threads) {
 /* out float32 [rows, inputs]: outputs ``ids`` of a weight of codes that is not gated. */
 Q_EXPORT void q_code_rows(q_team *team, const q_weight *weight, const int64_t *ids, int32_t rows, float *out) {
   code_rows_task task = {weight, ids, rows, out, 0};
-  q_team_run(team, run_code_rows, &task);
+  q_team_run(team, run_code_rows, &task, (q_place){0});
 }

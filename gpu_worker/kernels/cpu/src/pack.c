@@ -85,6 +85,6 @@ static void run_pack(void *argument, int id, int threads) {
 /* Fill the memory of ``to`` (data, and what its type has beside) from ``from``. 0, or -1 where memory is short. */
 Q_EXPORT int q_pack(q_team *team, const q_matrix *from, const q_weight *to) {
   pack_task task = {from, to, 0, 0};
-  q_team_run(team, run_pack, &task);
+  q_team_run(team, run_pack, &task, (q_place){0});
   return atomic_load(&task.failed) ? -1 : 0;
 }

@@ -101,7 +101,7 @@ static void run_pack_codes(void *argument, int id, int threads) {
 /* Fill the panels of ``to`` from ``from``. */
 Q_EXPORT void q_pack_codes(q_team *team, const q_planes *from, const q_weight *to) {
   pack_codes_task task = {from, to, 0};
-  q_team_run(team, run_pack_codes, &task);
+  q_team_run(team, run_pack_codes, &task, (q_place){0});
 }
 
 /* The size of q_planes, for structs.py. */

@@ -1,7 +1,8 @@
-/* Runs a program: each operation by all threads of the team, a barrier, the next one.
+/* Runs a program: each operation by all threads that are there, a barrier, the next one.
  *
  * The items of an operation (panels of a weight, tiles of attention, rows) are taken from a counter, so that a thread
- * that lost its core does not hold the others up. Nothing is allocated here but in q_program_new. */
+ * that lost its core does not hold the others up, and one that comes late takes part from then on. Nothing is allocated
+ * here but in q_program_new. */
 #include "program.h"
 
 #include <stdlib.h>
@@ -10,11 +11,15 @@
 
 #include "linear.h"
 
-/* One thread in one step. ``phase`` counts the barriers, alike in all threads. */
+/* What a step does, in this order: fill a pass and run the body for each; where hidden states are wanted, tail and keep
+ * behind each body, and else tail and head behind the last. */
+enum { FILL, BODY, TAIL, KEEP, HEAD, END };
+
+/* One thread in one step. ``at`` is alike in all threads; its ``phase`` counts the barriers. */
 typedef struct {
   q_program *program;
   int id, threads;
-  int32_t phase;
+  q_place at;
 } worker;
 
 /* A token of the pass whose result is wanted, and the row of the tail that it gets. */
@@ -25,6 +30,7 @@ typedef struct {
 struct q_program {
   q_program_parts parts;
   const q_step *step;
+  q_place begin;
   int32_t failed; /* what a call returned; the step runs to its end all the same, without further calls */
   struct {
     _Alignas(64) _Atomic int32_t value;
@@ -236,17 +242,22 @@ static void run_row(const q_program *program, const q_op *op, int32_t row) {
 
 /* ---------------------------------------------------------------- phases */
 
-/* Waits for the others; then the next phase's items can be taken. */
-static void next_phase(worker *self) {
+/* Waits for the others; then the next phase's items can be taken, by those who join at ``next`` too. */
+static void meet(worker *self, const q_place *next) {
   q_program *program = self->program;
-  if (self->threads > 1) q_team_barrier(program->parts.team);
+  if (self->threads > 1) q_team_barrier(program->parts.team, next);
   /* Nobody takes from this counter until another barrier is behind everybody. */
-  if (self->id == 0) atomic_store_explicit(&program->taken[self->phase & 1].value, 0, memory_order_relaxed);
-  self->phase++;
+  if (self->id == 0) atomic_store_explicit(&program->taken[self->at.phase & 1].value, 0, memory_order_relaxed);
+}
+
+/* The next phase of an operation, which begins with those who did the one before. */
+static void next_phase(worker *self) {
+  meet(self, NULL);
+  self->at.phase++;
 }
 
 static int32_t take(worker *self, int32_t size) {
-  return q_take(&self->program->taken[self->phase & 1].value, size);
+  return q_take(&self->program->taken[self->at.phase & 1].value, size);
 }
 
 /* Items that are taken at a time: few enough that the threads end together. */
@@ -268,7 +279,7 @@ static void run_rows(worker *self, const q_op *ops, int32_t count, int32_t rows)
 /* A product: each item is some panels of the weight with all rows. Pairs of panels are multiplied together where rows
  * are few (linear.c). */
 static void run_linear(worker *self, const q_linear_op *op, int32_t rows) {
-  _Atomic int32_t *counter = &self->program->taken[self->phase & 1].value;
+  _Atomic int32_t *counter = &self->program->taken[self->at.phase & 1].value;
   int32_t panels = op->weight->panels;
   for (int32_t first, last; (first = q_take_panels(counter, op->weight, rows, self->threads, &last)) < panels;)
     q_kernel->linear(op->weight, &op->rows, rows, &op->to, first, last);
@@ -383,49 +394,136 @@ static int64_t now(void) {
   return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-/* All operations of a section, for ``rows`` rows. */
-static void run_section(worker *self, const q_op *ops, int32_t count, int32_t rows, int64_t *nanoseconds) {
-  q_program *program = self->program;
-  int measured = nanoseconds != NULL && self->id == 0;
-  for (int32_t at = 0, end; at < count; at = end) {
-    int64_t before = measured ? now() : 0;
-    const void *of = ops[at].arguments;
-    end = at + 1;
-    switch (ops[at].kind) {
-      case Q_LINEAR: run_linear(self, of, rows); break;
-      case Q_ATTEND: run_attend(self, of); break;
-      case Q_GATHER: run_gather(self, of); break;
-      case Q_DISPATCH: run_dispatch(self, of, rows); break;
-      case Q_EXPERTS: run_experts(self, of); break;
-      case Q_ADAPT: run_adapt(self, of); break;
-      case Q_CALL: {
-        const q_call_op *call = of;
-        if (self->id == 0 && !program->failed) program->failed = call->call(call->number, rows);
-        break;
-      }
-      default:
-        while (end < count && ops[end].kind >= Q_EMBED) end++;
-        run_rows(self, ops + at, end - at, rows);
+/* Operation ``at`` of a section for ``rows`` rows, with those behind it that go together. Returns where these end. */
+static int32_t run_operations(worker *self, const q_op *ops, int32_t count, int32_t at, int32_t rows) {
+  const void *of = ops[at].arguments;
+  int32_t end = at + 1;
+  switch (ops[at].kind) {
+    case Q_LINEAR: run_linear(self, of, rows); break;
+    case Q_ATTEND: run_attend(self, of); break;
+    case Q_GATHER: run_gather(self, of); break;
+    case Q_DISPATCH: run_dispatch(self, of, rows); break;
+    case Q_EXPERTS: run_experts(self, of); break;
+    case Q_ADAPT: run_adapt(self, of); break;
+    case Q_CALL: {
+      const q_call_op *call = of;
+      q_program *program = self->program;
+      if (self->id == 0 && !program->failed) program->failed = call->call(call->number, rows);
+      break;
     }
-    next_phase(self);
-    if (measured) nanoseconds[ops[at].kind] += now() - before;
+    default:
+      while (end < count && ops[end].kind >= Q_EMBED) end++;
+      run_rows(self, ops + at, end - at, rows);
   }
+  return end;
 }
 
 /* ---------------------------------------------------------------- a step */
 
-/* The tail of the pass's wanted tokens, and their hidden states to where they are wanted. */
-static void run_hidden(worker *self) {
-  q_program *program = self->program;
+typedef struct {
+  const q_op *ops; /* NULL: it is what one thread does at once */
+  int32_t count;
+} section;
+
+static section section_of(const q_program *program, int32_t which) {
   const q_program_parts *parts = &program->parts;
+  switch (which) {
+    case BODY: return (section){parts->body, parts->body_ops};
+    case TAIL: return (section){parts->tail, parts->tail_ops};
+    case HEAD: return (section){parts->head, parts->head_ops};
+    default: return (section){NULL, 1};
+  }
+}
+
+/* The rows that the operations of a section are for. */
+static int32_t rows_of(const q_program *program, int32_t which) {
+  if (which == BODY) return program->batch.tokens;
+  return which == TAIL && program->step->hidden != NULL ? program->num_wanted : program->step->outputs;
+}
+
+/* The tokens of the next pass, by one thread. */
+static void begin_pass(q_program *program) {
+  fill_pass(program);
+  find_wanted(program);
+  find_wanted_tiles(program);
+  sort_adapted(program);
+}
+
+/* The hidden states of a pass to where they are wanted, by one thread. */
+static void keep_hidden(const q_program *program) {
   const q_step *step = program->step;
   int32_t rows = program->num_wanted, first = program->next_output - rows;
-  if (!rows) return;
-  run_section(self, parts->tail, parts->tail_ops, rows, step->nanoseconds);
-  if (self->id != 0) return;
   for (int32_t row = 0; row < rows; row++)
-    memcpy(step->hidden + (first + row) * step->hidden_stride, row_of(&parts->result, row),
-           (size_t)parts->hidden_size * sizeof(float));
+    memcpy(step->hidden + (first + row) * step->hidden_stride, row_of(&program->parts.result, row),
+           (size_t)program->parts.hidden_size * sizeof(float));
+}
+
+/* The start of the section after ``at``'s. */
+static q_place next_section(const q_program *program, q_place at) {
+  const q_step *step = program->step;
+  int hidden = step->hidden != NULL;
+  at.op = 0;
+  switch (at.section) {
+    case FILL: at.section = BODY; return at;
+    case TAIL: at.section = hidden ? KEEP : HEAD; return at;
+    case HEAD: at.section = END; return at;
+    case BODY:
+      if (hidden && program->num_wanted) {
+        at.section = TAIL;
+        return at;
+      }
+  }
+  int more = (int64_t)(at.pass + 1) * Q_PASS < program->step_tokens;
+  at.pass += more;
+  at.section = more ? FILL : hidden || !step->outputs ? END : TAIL;
+  return at;
+}
+
+/* Where a step goes on when the operations of ``at``'s section before ``end`` are done. To be asked before all have met,
+ * for then the next pass may be filled. */
+static q_place place_after(const q_program *program, q_place at, int32_t end) {
+  at.op = end;
+  at.phase++;
+  while (at.section != END && at.op >= section_of(program, at.section).count) at = next_section(program, at);
+  return at;
+}
+
+/* A thread's part of a step, from where it joins. */
+static void run_step(void *argument, int id, int threads) {
+  q_program *program = argument;
+  int64_t *nanoseconds = id == 0 ? program->step->nanoseconds : NULL;
+  worker self = {program, id, threads, id == 0 ? program->begin : q_team_place(program->parts.team)};
+  while (self.at.section != END) {
+    section own = section_of(program, self.at.section);
+    int64_t before = own.ops != NULL && nanoseconds != NULL ? now() : 0;
+    int32_t at = self.at.op, end = at + 1;
+    if (own.ops != NULL)
+      end = run_operations(&self, own.ops, own.count, at, rows_of(program, self.at.section));
+    else if (id == 0 && self.at.section == FILL)
+      begin_pass(program);
+    else if (id == 0)
+      keep_hidden(program);
+    q_place next = place_after(program, self.at, end);
+    if (next.section != END) meet(&self, &next); /* there the team meets */
+    self.at = next;
+    if (before) nanoseconds[own.ops[at].kind] += now() - before;
+  }
+}
+
+int32_t q_program_threads(const q_program *program, int64_t tokens) {
+  return tokens < program->parts.together ? 1 : q_team_threads(program->parts.team);
+}
+
+/* The step from ``section`` on, on as many threads as ``tokens`` tokens are worth. */
+static void run_from(q_program *program, int32_t section, int64_t tokens) {
+  program->begin = (q_place){.section = section};
+  program->failed = 0;
+  atomic_store(&program->taken[0].value, 0);
+  atomic_store(&program->taken[1].value, 0);
+  if (q_program_threads(program, tokens) == 1)
+    run_step(program, 0, 1);
+  else
+    q_team_run(program->parts.team, run_step, program, program->begin);
 }
 
 /* The tokens of a step. */
@@ -435,65 +533,21 @@ static int64_t tokens_of(const q_step *step) {
   return tokens;
 }
 
-/* A thread's part of a step. */
-static void run_step(void *argument, int id, int threads) {
-  q_program *program = argument;
-  const q_program_parts *parts = &program->parts;
-  const q_step *step = program->step;
-  worker self = {program, id, threads, 0};
-  for (int64_t done = 0, tokens = tokens_of(step); done < tokens; done += Q_PASS) {
-    if (id == 0) {
-      fill_pass(program);
-      find_wanted(program);
-      find_wanted_tiles(program);
-      sort_adapted(program);
-    }
-    next_phase(&self);
-    run_section(&self, parts->body, parts->body_ops, program->batch.tokens, step->nanoseconds);
-    if (step->hidden != NULL) run_hidden(&self);
-  }
-  if (step->hidden != NULL || !step->outputs) return;
-  run_section(&self, parts->tail, parts->tail_ops, step->outputs, step->nanoseconds);
-  run_section(&self, parts->head, parts->head_ops, step->outputs, step->nanoseconds);
-}
-
-int32_t q_program_threads(const q_program *program, int64_t tokens) {
-  return tokens < program->parts.together ? 1 : q_team_threads(program->parts.team);
-}
-
-/* ``task`` for a step of ``tokens`` tokens, on as many threads as it is worth. */
-static void run_task(q_program *program, q_task task, int64_t tokens) {
-  atomic_store(&program->taken[0].value, 0);
-  atomic_store(&program->taken[1].value, 0);
-  if (q_program_threads(program, tokens) == 1)
-    task(program, 0, 1);
-  else
-    q_team_run(program->parts.team, task, program);
-}
-
 int32_t q_program_run(q_program *program, const q_step *step) {
   program->step = step;
-  program->failed = program->next_row = program->next_output = program->batch.tokens = 0;
+  program->next_row = program->next_output = program->batch.tokens = 0;
   program->next_token = program->tokens_before = 0;
   program->step_tokens = tokens_of(step);
-  run_task(program, run_step, program->step_tokens);
+  if (program->step_tokens == 0) return 0;
+  run_from(program, FILL, program->step_tokens);
   return program->failed;
-}
-
-/* A thread's part of the head alone. */
-static void run_head(void *argument, int id, int threads) {
-  q_program *program = argument;
-  worker self = {program, id, threads, 0};
-  const q_step *step = program->step;
-  run_section(&self, program->parts.head, program->parts.head_ops, step->outputs, step->nanoseconds);
 }
 
 int32_t q_program_head(q_program *program, int32_t rows, int64_t *nanoseconds) {
   q_step step = {.outputs = rows, .nanoseconds = nanoseconds};
   program->step = &step;
-  program->failed = 0;
   if (program->parts.adapters != NULL) q_sort_by_slot(&program->adapted[1], program->parts.tail_slots, rows);
-  run_task(program, run_head, rows);
+  run_from(program, HEAD, rows);
   return program->failed;
 }
 

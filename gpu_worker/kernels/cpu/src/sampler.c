@@ -32,7 +32,7 @@ void q_choose(q_team *team, const q_choice *choice) {
   if (choice->slots == 1 || (int64_t)choice->slots * choice->vocab < ALONE)
     choose_some(&shared, 0, 1);
   else
-    q_team_run(team, choose_some, &shared);
+    q_team_run(team, choose_some, &shared, (q_place){0});
 }
 
 typedef struct {
@@ -52,7 +52,7 @@ Q_EXPORT void q_edit_logits(q_team *team, const q_edit *edit) {
   if (edit->slots == 1 || (int64_t)edit->slots * edit->vocab < ALONE)
     edit_some(&shared, 0, 1);
   else
-    q_team_run(team, edit_some, &shared);
+    q_team_run(team, edit_some, &shared, (q_place){0});
 }
 
 typedef struct {
@@ -77,5 +77,5 @@ Q_EXPORT void q_tell_logprobs(q_team *team, const q_logprobs *asked) {
   if (asked->count == 1 || (int64_t)asked->count * asked->vocab < ALONE)
     tell_some(&shared, 0, 1);
   else
-    q_team_run(team, tell_some, &shared);
+    q_team_run(team, tell_some, &shared, (q_place){0});
 }

@@ -100,7 +100,7 @@ static void run_words(void *argument, int id, int threads) {
 /* Fill the planes of ``job``. 0, or -1 where memory is short. */
 Q_EXPORT int q_word_planes(q_team *team, const q_words *job) {
   words_task task = {job, 0, 0};
-  q_team_run(team, run_words, &task);
+  q_team_run(team, run_words, &task, (q_place){0});
   return atomic_load(&task.failed) ? -1 : 0;
 }
 
