@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SMALL_MODEL = 30_000_000
 """Parameters below which a decode is so short that a second thread costs more in waking than it saves."""
 LONG_STEP, LONG_STEP_ALONE = 400_000_000, 150_000_000
-"""Parameters times tokens from which on a step of a small model, with a prompt, is worth all threads all the same; the
+"""Parameters times tokens from which on a step of a small model, most with a prompt, is worth all threads even so; the
 same for each thread more without a frontend beside, where two are worth it for 30 rows of 5 million parameters."""
 
 

@@ -244,9 +244,11 @@ void Q_NAME(attention)(const q_attention *layer, const q_batch *batch, const q_a
   int32_t first = first_chunk(layer, own), last = (own->position + own->count - 1) / Q_CHUNK + 1;
   _Alignas(64) float results[PASS_VALUES];
   if (splits) {
-    int64_t place = (int64_t)item->tile * layer->kv_heads + kv_head, stride = (int64_t)splits->tokens * group * of.partial;
+    int64_t place = (int64_t)item->tile * layer->kv_heads + kv_head;
+    int64_t stride = (int64_t)splits->tokens * group * of.partial;
     float *partials = splits->partials + place * splits->chunks * stride;
-    if (!attend_part(&of, splits, first, last, item->part, q, q_stride, partials, stride, splits->arrived + place)) return;
+    int32_t *arrived = splits->arrived + place;
+    if (!attend_part(&of, splits, first, last, item->part, q, q_stride, partials, stride, arrived)) return;
     for (int32_t row = 0; row < rows; row++) {
       results[of.partial - 15] = 0.0f;
       for (int32_t chunk = 0; chunk < last - first; chunk++)
