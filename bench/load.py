@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 OPEN, CHOICE, NO_TEXT, DONE = b"data: ", b'"choices":[{', b'"text":""', b"[DONE]"
+IDS, NO_IDS = b'"token_ids":[', b'"token_ids":[]'
 END = b"\n\n"
 
 
@@ -33,6 +34,9 @@ class Load:
     token, and ends ``seconds`` later. ``shared`` tokens at the start of every prompt are alike. After the window,
     requests that were sent before its end may take ``patience`` more; a closed loop goes on meanwhile, so that they end
     under the load that was measured.
+
+    An event counts where it has text, or with ``every_token`` where it has tokens: their ids are asked for then, so
+    that those have an event too whose text is half a character and held back.
     """
 
     host: str
@@ -47,6 +51,7 @@ class Load:
     outputs: tuple[int, int] = (64, 128)
     shared: int = 0
     ids: tuple[int, int] = (3, 4000)
+    every_token: bool = False
     seed: int = 11
     timeout: float = 600.0
     key: str = ""  # sent as a bearer token
@@ -61,6 +66,8 @@ class Load:
             "model": self.model, "prompt": ids, "max_tokens": rng.randint(*self.outputs), "temperature": 0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
+        if self.every_token:
+            fields["return_token_ids"] = True
         return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -68,8 +75,8 @@ class Load:
 class Request:
     """One request as the client saw it: times on one clock, in seconds.
 
-    ``times`` has one of each event with text. A token whose text is held back, half a character, has none: some
-    servers send an empty event for it and others nothing.
+    ``times`` has one of each event that counts. Without ``Load.every_token`` a token whose text is held back, half a
+    character, has none: some servers send an empty event for it and others nothing.
     """
 
     number: int
@@ -174,7 +181,7 @@ class Connection(asyncio.Protocol):
         if request is None or not event.startswith(OPEN):
             return
         if CHOICE in event:
-            if NO_TEXT not in event:
+            if (IDS in event and NO_IDS not in event) if self._load.every_token else NO_TEXT not in event:
                 request.times.append(now)
                 if len(request.times) == 1:
                     self._on_first(request.number)

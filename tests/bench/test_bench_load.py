@@ -75,6 +75,21 @@ def test_a_stream_in_pieces_is_read_whole():
     assert bodies[0]["stream"] and bodies[0]["ignore_eos"] and bodies[0]["temperature"] == 0
 
 
+def test_with_every_token_an_event_counts_that_has_ids_and_no_text():
+    ids = b'data: {"choices":[{"text":"","prompt_token_ids":%b,"token_ids":%b}]}\n\n'
+    opening, held, nothing = ids % (b"[5,6]", b"[]"), ids % (b"null", b"[7,8]"), ids % (b"null", b"null")
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunked(opening, held, nothing, held, USAGE, DONE))
+
+    counts = {}
+    for every_token in (False, True):
+        found, bodies = asyncio.run(run(replace(LOAD, every_token=every_token), answer))
+        assert bodies[0].get("return_token_ids", False) is every_token
+        counts[every_token] = {len(request["times"]) for request in found["requests"] if request["done"]}
+    assert counts == {False: {0}, True: {2}}
+
+
 def test_as_many_requests_are_open_as_were_asked_for():
     now, most = 0, 0
 
