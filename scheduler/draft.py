@@ -25,6 +25,7 @@ class Draft:
     """See StepPlan for the columns. A draft that runs nothing holds nothing at all."""
 
     prompt_tokens = 0  # of the chunks
+    whole = False  # no prompt begins in this step that does not end in it
     drafts_follow = False  # those who run are likely to be drafted for
 
     def __init__(self, budget: int):
@@ -81,8 +82,10 @@ class Draft:
 
     def end_prompt(self, enough: int) -> None:
         """A prompt's last token is in this step: others join it as long as ``enough`` tokens of prompts are not
-        reached, for its answer would wait for theirs."""
-        self.budget = min(self.budget, max(0, enough - self.prompt_tokens))
+        reached, for its answer would wait for theirs. Where that is fewer than a step may have, they join it whole."""
+        rest = max(0, enough - self.prompt_tokens)
+        if rest < self.budget:
+            self.budget, self.whole = rest, True
 
     def draw_too(self, seq: Sequence) -> None:
         """A sibling draws from the chunk just planned."""

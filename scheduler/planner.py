@@ -81,7 +81,7 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
         if wait and not draft:
             _plan_going(books, replica, draft)
         replica.let_decodes_wait(wait)
-    if replica.drafts:
+    if replica.drafts and replica.running <= replica.draft_rows:
         draft.expect_drafts(replica, _coming(books, replica))
     return draft.seal(replica, books.clock()) if draft else None
 
@@ -105,7 +105,7 @@ def _decodes_wait(books: Books, replica: Replica) -> bool:
         return False
     head = next(books.queue.in_turn(books.running_by_account), None)
     budget, decodes = replica.token_budget, sum(seq.width for seq in replica.decoding)
-    if replica.drafts and _speculates(books, replica, replica.going.batch().seqs, budget):
+    if replica.drafts and _speculates(books, replica, budget):
         decodes *= 1 + replica.drafts
     return head is not None and head.total > budget - decodes
 
@@ -118,9 +118,8 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
     if not replica.drafts:
         _plan_decodes(books, replica, draft, replica.going)
         return
-    seqs = replica.going.batch().seqs
-    if _speculates(books, replica, seqs, draft.budget):
-        for seq in seqs:
+    if _speculates(books, replica, draft.budget):
+        for seq in replica.going.batch().seqs:
             if seq.state is State.RUNNING:  # else it was preempted for one before it
                 _plan_verification(books, replica, draft, seq)
         return
@@ -128,17 +127,19 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
     exact = replica.going
     if any(step.verifications for step in replica.in_flight):
         exact = Lineup(replica.columns)
-        for seq in seqs:
+        for seq in replica.going.batch().seqs:
             if not seq.loose:
                 exact.add(seq)
     _plan_decodes(books, replica, draft, exact)
 
 
-def _speculates(books: Books, replica: Replica, seqs: list[Sequence], budget: int) -> bool:
-    """Whether these, all that go on decoding, do so by verifications, which leave half of the budget to prompts. Not
-    where they are about to be too many: prompts and verifications in one step take longer than both apart."""
+def _speculates(books: Books, replica: Replica, budget: int) -> bool:
+    """Whether all that go on decoding do so by verifications, which leave half of the budget to prompts. Not where they
+    are about to be too many: prompts and verifications in one step take longer than both apart."""
+    if replica.running > replica.draft_rows or replica.running + _coming(books, replica) > replica.draft_rows:
+        return False
+    seqs = replica.going.batch().seqs
     few = len(seqs) > 0 and 2 * len(seqs) * (1 + replica.drafts) <= budget
-    few = few and replica.running + _coming(books, replica) <= replica.draft_rows
     return few and replica.draft_worth.drafts(len(seqs)) and not any(isinstance(seq, BeamGroup) for seq in seqs)
 
 
@@ -370,7 +371,7 @@ def _admit(books: Books, replica: Replica, draft: Draft) -> None:
                 continue
             if not _finds_room(replica, seq, cached):
                 break
-            if not chunked:
+            if draft.whole or not chunked:
                 rest = seq.total - len(cached) * replica.block_size
                 if draft.budget < min(rest, replica.token_budget):
                     return  # a preempted sequence may have outgrown the budget; only then is it split

@@ -54,7 +54,7 @@ def test_decodes_come_first_then_chunks_under_the_budget() -> None:
     assert rig.ends[second, 0] == (Finish.LENGTH, -1)
 
 
-def test_on_a_cpu_the_first_token_of_a_prompt_waits_for_few_tokens_of_others() -> None:
+def test_on_a_cpu_the_first_token_of_a_prompt_waits_for_few_tokens_of_others_and_none_of_half_a_prompt() -> None:
     plans = {}
     for device in ("cpu, 2 threads", "cuda:0 NVIDIA H100"):
         rig = Rig(blocks=400, max_model_len=1000, device=device, max_num_batched_tokens=700)
@@ -62,10 +62,10 @@ def test_on_a_cpu_the_first_token_of_a_prompt_waits_for_few_tokens_of_others() -
         rig.step()
         for tokens in (900, 300, 100, 90, 80):
             rig.submit(tokens)
-        plans[device] = [[tokens for _, _, tokens in columns(rig.step())] for _ in range(4)]
+        plans[device] = [[tokens for _, _, tokens in columns(rig.step())] for _ in range(5)]
     on_cpu, on_gpu = plans.values()
-    assert on_cpu == [[1, 699], [1, 201, 55], [1, 1, 245, 11], [1, 1, 1, 89, 90, 77]]
-    assert on_gpu == [[1, 699], [1, 201, 300, 100, 90, 8], [1, 1, 1, 1, 1, 72], [1] * 6]
+    assert on_cpu == [[1, 699], [1, 201], [1, 1, 300], [1, 1, 1, 100, 90], [1, 1, 1, 1, 1, 80]]
+    assert on_gpu == [[1, 699], [1, 201, 300, 100, 90, 8], [1, 1, 1, 1, 1, 72], [1] * 6, [1] * 6]
 
 
 @pytest.mark.parametrize(
