@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from .step import Step
 
-SHARE = 0.6
-"""Of a step's time, until the plan after it is made. The rest is for making and sending it, on a busy machine too."""
+SHARE, REST_S = 0.8, 0.002
+"""Of a step's time, until the plan after it is made, and what is left of it at least: for making and sending that plan,
+on a busy machine too."""
 LEAST_S = 0.005
 """Shorter steps are planned for at once: what is to be won is no longer than a process may be kept waiting."""
 
@@ -34,7 +35,7 @@ class Pace:
     def begins(self, step: Step, now: float) -> None:
         """The worker runs ``step`` from now on."""
         expected = min(self._before, self._last) if not step.compute_rows else self._of_prompts(step)
-        self.until = now + SHARE * expected if expected >= LEAST_S else 0.0
+        self.until = now + min(SHARE * expected, expected - REST_S) if expected >= LEAST_S else 0.0
 
     def _of_prompts(self, step: Step) -> float:
         """At least about so long a step takes that has prompts in it: as long as those before it, or as much less as it
