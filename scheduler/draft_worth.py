@@ -8,6 +8,8 @@ times.
 
 from __future__ import annotations
 
+from collections import deque
+
 from .step import Step
 
 TRY, SKIP = 64, 12
@@ -18,9 +20,12 @@ GAIN = 1.05
 LEAST_STAY, MOST_STAY = 1024, 8192
 """Steps of the quicker one until then: the least where it has just become that, twice as many each time it stays so."""
 WINDOW = 256
-"""About so many steps, the last ones, are what is known of a way."""
+"""So many steps, the last ones, are what is known of a way."""
 PAST = 16
 """No more of those count when it is taken again."""
+ODD = 0.1
+"""So large a share of the steps at either end, the quickest and the slowest, does not count: where a core is shared, a
+few steps take several times as long as others of their kind."""
 MOST_PAUSE = 2.0
 """A result that comes after more times what its step took waited for something else; it counts as so much."""
 
@@ -28,13 +33,14 @@ MOST_PAUSE = 2.0
 class Trial:
     """Of about one number of rows. ``drafts``: the way that is taken now."""
 
-    __slots__ = ("_left", "_skip", "_stay", "_sums", "_trying", "drafts")
+    __slots__ = ("_left", "_skip", "_stay", "_steps", "_trying", "drafts")
 
     def __init__(self) -> None:
         self.drafts, self._trying = True, False  # trying: taken for a short time
         self._left, self._stay = TRY + SKIP, LEAST_STAY // 2
         self._skip = 2 * SKIP  # the first steps of all are slow
-        self._sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]  # without and with drafts: a row's tokens, seconds, steps
+        # Without and with drafts: a row's tokens, and seconds.
+        self._steps = [deque[tuple[float, float]](maxlen=WINDOW) for _ in (False, True)]
 
     def ended(self, drafts: bool, tokens: float, seconds: float) -> None:
         """A step gave each row so many tokens; it may have been planned before the way was changed."""
@@ -43,9 +49,7 @@ class Trial:
         if self._skip:
             self._skip -= 1
         else:
-            step = tokens, seconds, 1.0
-            kept = 1 - 1 / WINDOW
-            self._sums[drafts] = [kept * each + new for each, new in zip(self._sums[drafts], step, strict=True)]
+            self._steps[drafts].append((tokens, seconds))
         self._left -= 1
         if not self._left:
             self._decide()
@@ -55,8 +59,8 @@ class Trial:
             self._trying, self._left = True, TRY
             self._go(not self.drafts)
             return
-        (plain, plain_s, _), (drafted, drafted_s, _) = self._sums
-        won = self.drafts is (drafted * plain_s > GAIN * plain * drafted_s)
+        plain, drafted = map(speed, self._steps)
+        won = self.drafts is (drafted > GAIN * plain)
         self._trying, self._stay = False, LEAST_STAY if won else min(2 * self._stay, MOST_STAY)
         self._left = self._stay
         if not won:
@@ -64,8 +68,17 @@ class Trial:
 
     def _go(self, drafts: bool) -> None:
         self.drafts, self._skip = drafts, SKIP
-        share = PAST / max(PAST, self._sums[drafts][2])
-        self._sums[drafts] = [share * each for each in self._sums[drafts]]
+        steps = self._steps[drafts]
+        while len(steps) > PAST:
+            steps.popleft()
+
+
+def speed(steps: deque[tuple[float, float]]) -> float:
+    """Tokens a second of steps of (tokens, seconds), of which there is one at least, with a time that is not odd."""
+    seconds = sorted(took for _, took in steps)
+    odd = int(ODD * len(seconds))
+    usual = seconds[odd : len(seconds) - odd]
+    return sum(tokens for tokens, _ in steps) / len(steps) * len(usual) / sum(usual)
 
 
 class DraftWorth:

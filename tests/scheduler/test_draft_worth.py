@@ -100,6 +100,15 @@ def test_a_little_faster_is_not_worth_it() -> None:
     assert went[-TRY:] == [True] * TRY and not little.drafts
 
 
+def test_a_few_steps_that_a_core_was_lacking_in_say_nothing() -> None:
+    for late in (False, True):  # the way that some steps of take twenty times as long
+        trial = Trial()
+        for number in range(FIRST + TRY):
+            seconds = (0.9 if trial.drafts else 1.0) * (20.0 if trial.drafts is late and number % 13 == 0 else 1.0)
+            trial.ended(trial.drafts, 1.0, seconds)
+        assert trial.drafts
+
+
 def test_a_step_planned_before_the_way_was_changed_says_nothing() -> None:
     trial = Trial()
     ways(trial, FIRST, 0.9)
