@@ -181,7 +181,8 @@ class Connection(asyncio.Protocol):
         if request is None or not event.startswith(OPEN):
             return
         if CHOICE in event:
-            if (IDS in event and NO_IDS not in event) if self._load.every_token else NO_TEXT not in event:
+            has_ids, has_text = IDS in event and NO_IDS not in event, NO_TEXT not in event
+            if has_ids if self._load.every_token else has_text:
                 request.times.append(now)
                 if len(request.times) == 1:
                     self._on_first(request.number)

@@ -59,8 +59,8 @@ class Trial:
             self._trying, self._left = True, TRY
             self._go(not self.drafts)
             return
-        plain, drafted = map(speed, self._steps)
-        won = self.drafts is (drafted > GAIN * plain)
+        (plain, plain_s), (drafted, drafted_s) = map(usual, self._steps)
+        won = self.drafts is (drafted * plain_s > GAIN * plain * drafted_s)
         self._trying, self._stay = False, LEAST_STAY if won else min(2 * self._stay, MOST_STAY)
         self._left = self._stay
         if not won:
@@ -73,12 +73,12 @@ class Trial:
             steps.popleft()
 
 
-def speed(steps: deque[tuple[float, float]]) -> float:
-    """Tokens a second of steps of (tokens, seconds), of which there is one at least, with a time that is not odd."""
+def usual(steps: deque[tuple[float, float]]) -> tuple[float, float]:
+    """The mean of the tokens of some steps, at least one, and of their seconds, where these are not odd."""
     seconds = sorted(took for _, took in steps)
     odd = int(ODD * len(seconds))
-    usual = seconds[odd : len(seconds) - odd]
-    return sum(tokens for tokens, _ in steps) / len(steps) * len(usual) / sum(usual)
+    kept = seconds[odd : len(seconds) - odd]
+    return sum(tokens for tokens, _ in steps) / len(steps), sum(kept) / len(kept)
 
 
 class DraftWorth:

@@ -81,7 +81,7 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
         if wait and not draft:
             _plan_going(books, replica, draft)
         replica.let_decodes_wait(wait)
-    if replica.drafts and replica.running <= replica.draft_rows:
+    if replica.drafts:
         draft.expect_drafts(replica, _coming(books, replica))
     return draft.seal(replica, books.clock()) if draft else None
 
@@ -136,7 +136,7 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
 def _speculates(books: Books, replica: Replica, budget: int) -> bool:
     """Whether all that go on decoding do so by verifications, which leave half of the budget to prompts. Not where they
     are about to be too many: prompts and verifications in one step take longer than both apart."""
-    if replica.running > replica.draft_rows or replica.running + _coming(books, replica) > replica.draft_rows:
+    if replica.running + _coming(books, replica) > replica.draft_rows:
         return False
     seqs = replica.going.batch().seqs
     few = len(seqs) > 0 and 2 * len(seqs) * (1 + replica.drafts) <= budget

@@ -109,6 +109,13 @@ def test_a_few_steps_that_a_core_was_lacking_in_say_nothing() -> None:
         assert trial.drafts
 
 
+def test_steps_that_a_clock_sees_no_time_in_are_compared_all_the_same() -> None:
+    trial = Trial()
+    for _ in range(FIRST + TRY):
+        trial.ended(trial.drafts, 1.0, 0.0)
+    assert not trial.drafts
+
+
 def test_a_step_planned_before_the_way_was_changed_says_nothing() -> None:
     trial = Trial()
     ways(trial, FIRST, 0.9)
