@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import random
 import time
 from itertools import product
 from typing import Any
@@ -77,9 +78,10 @@ def engine(args: argparse.Namespace, method: str) -> Any:
 def in_turns(
     report: Report, args: argparse.Namespace, engines: dict[str, Any], rows: int, temperature: float, turn: int
 ) -> None:
-    """The same requests to one engine after another, every second turn the other way round, so that no engine gains
-    from its place. Each is compared with the one that drafts nothing, in the same turn."""
-    order = list(engines.items())[:: 1 - 2 * (turn % 2)]
+    """The same requests to one engine after another, in an order drawn for each turn: whoever comes first after a pause
+    is a little quicker. Each is compared with the one that drafts nothing, in the same turn."""
+    order = list(engines.items())
+    random.Random(turn).shuffle(order)
     speed: dict[str, float] = {}
     for method, llm in order:
         before = counters(llm)
