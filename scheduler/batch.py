@@ -111,6 +111,9 @@ class Lineup:
         self._now: Rows | None = None  # theirs, where somebody asked since they changed
         self._batch: Batch | None = None  # the same
 
+    def __len__(self) -> int:
+        return len(self._seqs)
+
     def rows(self) -> Rows:
         """Those of all who are there now."""
         if self._now is None:

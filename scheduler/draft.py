@@ -91,11 +91,6 @@ class Draft:
         """A sibling draws from the chunk just planned."""
         self.chunks.append(Chunk(seq, seq.generation, seq.scheduled, 0, True))
 
-    def expect_drafts(self, replica: Replica, waiting: int) -> None:
-        """The worker keeps ready what its drafts need where all that run, and ``waiting`` more, will be drafted for."""
-        rows = replica.running + waiting
-        self.drafts_follow = 0 < rows <= replica.draft_rows and replica.draft_worth.drafts(rows)
-
     # -- what changes before it runs
 
     def admit(self, seq: Sequence) -> None:

@@ -48,7 +48,7 @@ class Trial:
             return
         if self._skip:
             self._skip -= 1
-        else:
+        elif self._left <= WINDOW:  # what came before would be forgotten
             self._steps[drafts].append((tokens, seconds))
         self._left -= 1
         if not self._left:
@@ -90,17 +90,16 @@ class DraftWorth:
 
     def drafts(self, rows: int) -> bool:
         """Whether ``rows`` sequences that decode together are drafted for."""
-        return not self._trials or self._of(rows).drafts
+        return 0 < rows <= self._rows and (not self._trials or self._of(rows).drafts)
 
     def ended(self, step: Step, tokens: int, took: float, since: float) -> None:
         """The result of ``step`` has come with ``tokens``, ``took`` seconds after it could begin and ``since`` seconds
         after the result before it. Steps of prompts, of beams or of both ways say nothing."""
         verified, decoded = len(step.verifications), step.decodes.count
         rows = verified or decoded
-        if step.chunks or step.searches or (verified and decoded) or not 0 < rows <= self._rows:
+        if not (self._trials and 0 < rows <= self._rows) or step.chunks or step.searches or (verified and decoded):
             return
-        if self._trials:
-            self._of(rows).ended(verified > 0, tokens / rows, min(since, MOST_PAUSE * took))
+        self._of(rows).ended(verified > 0, tokens / rows, min(since, MOST_PAUSE * took))
 
     def _of(self, rows: int) -> Trial:
         """1, 2, 3 to 4, 5 to 8, ... rows have one each."""

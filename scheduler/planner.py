@@ -81,8 +81,8 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
         if wait and not draft:
             _plan_going(books, replica, draft)
         replica.let_decodes_wait(wait)
-    if replica.drafts:
-        draft.expect_drafts(replica, _coming(books, replica))
+    if replica.drafts and replica.running <= replica.draft_rows:
+        draft.drafts_follow = replica.draft_worth.drafts(replica.running + _coming(books, replica))
     return draft.seal(replica, books.clock()) if draft else None
 
 
@@ -125,27 +125,29 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
         return
     # Where somebody is comes to be known when its verification is answered; it waits until then.
     exact = replica.going
-    if any(step.verifications for step in replica.in_flight):
-        exact = Lineup(replica.columns)
-        for seq in replica.going.batch().seqs:
-            if not seq.loose:
-                exact.add(seq)
+    for step in replica.in_flight:
+        if step.verifications:
+            exact = Lineup(replica.columns)
+            for seq in replica.going.batch().seqs:
+                if not seq.loose:
+                    exact.add(seq)
+            break
     _plan_decodes(books, replica, draft, exact)
 
 
 def _speculates(books: Books, replica: Replica, budget: int) -> bool:
     """Whether all that go on decoding do so by verifications, which leave half of the budget to prompts. Not where they
     are about to be too many: prompts and verifications in one step take longer than both apart."""
-    if replica.running + _coming(books, replica) > replica.draft_rows:
+    count = len(replica.going)
+    if not replica.draft_worth.drafts(count) or 2 * count * (1 + replica.drafts) > budget:
         return False
-    seqs = replica.going.batch().seqs
-    few = len(seqs) > 0 and 2 * len(seqs) * (1 + replica.drafts) <= budget
-    return few and replica.draft_worth.drafts(len(seqs)) and not any(isinstance(seq, BeamGroup) for seq in seqs)
+    few = replica.running + _coming(books, replica) <= replica.draft_rows
+    return few and not any(isinstance(seq, BeamGroup) for seq in replica.going.batch().seqs)
 
 
 def _coming(books: Books, replica: Replica) -> int:
     """How many of those in line are about to get a row here: nobody while the first of them lacks blocks."""
-    if replica.draft_room.tight or books.paused or not replica.takes_prompts:
+    if not books.queue or replica.draft_room.tight or books.paused or not replica.takes_prompts:
         return 0
     return min(len(books.queue) // len(books.replicas), len(replica.free_rows))
 

@@ -28,6 +28,7 @@ from quire.gpu_worker.speculation.heads import load_head, taps_of
 from quire.gpu_worker.speculation.loading import Drafting, load_drafting
 from quire.gpu_worker.speculation.medusa import Medusa, load_medusa
 from quire.gpu_worker.speculation.passes import TorchPasses, passes_of
+from quire.gpu_worker.speculation.reach import TOGETHER, Reach
 from quire.proto.checkpoint.model_config import demo_model_path, load_model_config
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.params import SamplingParams
@@ -159,6 +160,24 @@ def test_blocks_that_right_drafts_filled_are_brought_along_too(folder: Path) -> 
     assert reach.computed[0] == computed
 
 
+@pytest.mark.parametrize("count", [1, TOGETHER, TOGETHER + 1])
+def test_blocks_that_a_row_was_given_bring_nothing_along_when_another_finds_them(count: int) -> None:
+    tables = np.arange(2 * 70, dtype=np.int32).reshape(2, 70)
+    reach = Reach(2, 140, 8)
+    reach._filled[:] = True
+    reach.grown(0, 0, tables, 1)
+    for slot in range(1, 1 + count):
+        reach.given(*(np.array([each]) for each in (0, slot, tables[0, slot])))
+    tables[1, :3] = tables[0, [count, 69, 67]]
+    reach.admit(1)
+    reach.grown(1, 16, tables, 3)
+    assert reach.computed[1] == 0
+    tables[1, :3] = tables[0, [69, 68, count]]
+    reach.admit(1)
+    reach.grown(1, 16, tables, 3)
+    assert reach.computed[1] == 16  # those that no row was given hold what they held
+
+
 def test_tables_are_looked_at_where_they_or_the_rows_have_changed() -> None:
     tables, blocks = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros(3, np.int64)
     state: Any = SimpleNamespace(
@@ -181,6 +200,7 @@ def test_tables_are_looked_at_where_they_or_the_rows_have_changed() -> None:
     proposer.reach._filled[:] = True
     state.last_change, blocks[1], state.tables_changed = tuple(np.array([at]) for at in (1, 1, 5)), 2, 1
     assert [run(rows, at) for at in (8, 9)] == [[], []]
+    proposer.reach._settle()
     assert np.flatnonzero(~proposer.reach._filled).tolist() == [5]
     blocks[:2], state.tables_changed = (3, 4), 3  # two plans later
     assert [run(rows, at) for at in (16, 17)] == [[[0, 1]], []]

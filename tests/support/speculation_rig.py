@@ -29,6 +29,7 @@ from quire.proto.params import SamplingParams
 from quire.proto.speculation import SpeculativeConfig
 from quire.proto.work import Generate
 from quire.scheduler.core import Scheduler
+from quire.scheduler.draft_worth import DraftWorth
 from quire.scheduler.replica import Replica
 
 BLOCK = 8
@@ -58,12 +59,12 @@ class Driven:
         self.kv = KVCache(model.spec, blocks, BLOCK, model.cache_dtype, device)
         self.runner: Runner
         if config is not None:
-            self.replica.drafts, self.replica.draft_rows = config.drafts, draft_rows
+            self._drafts(config.drafts, draft_rows)
             self.runner = speculative_runner(config, model, self.state, self.kv, budget, drafting, group)
         elif proposer is None and drafting is None:
             self.runner = Runner(model, self.state, self.kv, budget, group=group)
         else:
-            self.replica.drafts, self.replica.draft_rows = drafts, draft_rows
+            self._drafts(drafts, draft_rows)
 
             def make(program: Program | None) -> Proposer:
                 if drafting is not None:
@@ -83,6 +84,11 @@ class Driven:
         self.ends: dict[tuple[int, int], tuple[Finish, int]] = {}
         self.failed: dict[int, Failed] = {}
         self.steps = 0
+
+    def _drafts(self, drafts: int, rows: int) -> None:
+        """So many tokens are drafted, always, for at most ``rows`` rows."""
+        self.replica.drafts, self.replica.draft_rows = drafts, rows
+        self.replica.draft_worth = DraftWorth(rows, always=True)
 
     def submit(self, uid: int, prompt: list[int], seed: int = 0, eos: tuple[int, ...] = (), **params: Any) -> None:
         """A request; ``more`` of Generate are told as such."""
