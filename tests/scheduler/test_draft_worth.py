@@ -19,13 +19,13 @@ FIRST = TRY + SKIP
 
 
 def ways(trial: Trial, steps: int, speed: float, first_s: float = 1.0) -> list[bool]:
-    """Which way each of so many steps went, where drafts give ``speed`` times what steps without give in a second. The
-    first of a way takes ``first_s``."""
+    """Which way each of so many steps went, where drafts give ``speed`` times what steps without give in a second, and
+    twice as many tokens in a step. The first of a way takes ``first_s``."""
     went: list[bool] = []
     for _ in range(steps):
         went.append(trial.drafts)
         seconds = first_s if len(went) > 1 and went[-2] is not went[-1] else 1.0
-        trial.ended(trial.drafts, speed if trial.drafts else 1.0, seconds)
+        trial.ended(*((True, 2.0, seconds * 2.0 / speed) if trial.drafts else (False, 1.0, seconds)))
     return went
 
 
@@ -58,9 +58,9 @@ def test_drafts_that_were_good_for_long_are_given_up_at_the_second_trial_at_the_
 
 
 def go(trial: Trial, steps: int, plain: float, drafts: float) -> None:
-    """So many steps of these speeds."""
+    """So many steps of these speeds, that give twice as many tokens with drafts."""
     for _ in range(steps):
-        trial.ended(trial.drafts, drafts if trial.drafts else plain, 1.0)
+        trial.ended(*((True, 2.0, 2.0 / drafts) if trial.drafts else (False, 1.0, 1.0 / plain)))
 
 
 def test_the_last_steps_of_a_way_are_what_it_gives() -> None:
@@ -104,9 +104,19 @@ def test_a_few_steps_that_a_core_was_lacking_in_say_nothing() -> None:
     for late in (False, True):  # the way that some steps of take twenty times as long
         trial = Trial()
         for number in range(FIRST + TRY):
-            seconds = (0.9 if trial.drafts else 1.0) * (20.0 if trial.drafts is late and number % 13 == 0 else 1.0)
-            trial.ended(trial.drafts, 1.0, seconds)
+            seconds = (1.8 if trial.drafts else 1.0) * (20.0 if trial.drafts is late and number % 13 == 0 else 1.0)
+            trial.ended(trial.drafts, 1.0 + trial.drafts, seconds)
         assert trial.drafts
+
+
+@pytest.mark.parametrize("tokens", [1.0, 1.04])
+def test_drafts_that_give_nobody_more_are_soon_given_up_however_quick_they_seem(tokens: float) -> None:
+    trial, went = Trial(), []
+    for _ in range(FIRST + TRY + LEAST_STAY + 3 * TRY):
+        went.append(trial.drafts)
+        trial.ended(trial.drafts, tokens if trial.drafts else 1.0, 0.5 if trial.drafts else 1.0)
+    first = FIRST - TRY // 2
+    assert went == [*[True] * first, *[False] * (TRY + LEAST_STAY), *[True] * (TRY // 2), *[False] * 3 * TRY]
 
 
 def test_steps_that_a_clock_sees_no_time_in_are_compared_all_the_same() -> None:
