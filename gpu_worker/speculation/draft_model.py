@@ -7,6 +7,7 @@ computed for drafts that were not accepted is computed again over it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,23 +33,13 @@ class KeysAndValues(Proposer):
         self.state, self.kv = state, kv
         self.reach = Reach(state.max_rows, kv.num_blocks, state.block_size)
         self._own: np.ndarray | None = None  # sample rows of the last run whose slots draw from their own rows
-        self._looked: tuple[np.ndarray, int] | None = None  # the last run's rows, and the changes of tables until then
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
-        self._look(run)
+        self._began(run.rows, run.starts)
         self._take_over(run)
 
-    def _look(self, run: Run) -> None:
-        """``Reach.ran``, which has little to say while the same rows decode: of blocks that they were just given."""
-        state, looked = self.state, self._looked
-        behind = state.tables_changed - looked[1] if looked is not None and run.rows is looked[0] else -1
-        if not behind:
-            return
-        if behind == 1 and state.last_change is not None:
-            self.reach.given(*state.last_change)
-        else:
-            self.reach.ran(run.rows, run.starts, state.tables_host, state.blocks_set)
-        self._looked = run.rows, state.tables_changed
+    def _began(self, rows: Iterable[int], starts: Iterable[int]) -> None:
+        self.reach.ran(rows, starts, self.state.tables_host, self.state.blocks_set)
 
     def _take_over(self, run: Run) -> None:
         """Rows that draw from another one's logits, the children of one prompt, go on from what that one has."""
@@ -63,11 +54,15 @@ class KeysAndValues(Proposer):
 
     def admit(self, row: int) -> None:
         self.reach.admit(row)
-        self._looked = None
+
+    def given(self, rows: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
+        self.reach.given(rows, blocks)
+
+    def drop(self, rows: list[int]) -> None:
+        self.reach.drop(rows)
 
     def fork(self, src: list[int], dst: list[int]) -> None:
         self.reach.fork(src, dst)
-        self._looked = None
 
     def copy_blocks(self, src: np.ndarray, dst: np.ndarray) -> None:
         self.kv.copy_blocks(*self.state.upload(src, dst))
@@ -75,7 +70,6 @@ class KeysAndValues(Proposer):
 
     def reset(self) -> None:
         self.reach.reset()
-        self._looked = None
 
 
 class Job(NamedTuple):
@@ -101,9 +95,7 @@ class DraftModel(KeysAndValues):
         self._base = [0] * state.max_rows  # where each row's last drafts begin
 
     def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
-        state = self.state
-        for row, start in zip(rows, starts, strict=True):
-            self.reach.grown(row, start, state.tables_host, state.blocks_set.item(row))
+        self._began(rows, starts)
 
     def kept(self, rows: list[int], tried: list[int], kept: list[int]) -> None:
         reach = self.reach

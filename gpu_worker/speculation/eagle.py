@@ -65,7 +65,7 @@ class Eagle(KeysAndValues):
         self._count[:] = 0
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
-        self._look(run)
+        self._began(run.rows, run.starts)
         if hidden is not None:
             self._without = None
             self._take(run, self.head.combined(hidden))
@@ -214,9 +214,9 @@ class Eagle(KeysAndValues):
     def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
         assert hidden is not None
         self._without = None
-        given, state, at = self._one_by_one(self.head.combined(hidden)), self.state, 0
+        self._began(rows, starts)
+        given, at = self._one_by_one(self.head.combined(hidden)), 0
         for row, start, count in zip(rows, starts, counts, strict=True):
-            self.reach.grown(row, start, state.tables_host, state.blocks_set.item(row))
             self._keep(row, start, given[at : at + count])
             at += count
 

@@ -68,6 +68,9 @@ class Proposer:
     def admit(self, row: int) -> None:
         """``row`` has a new owner."""
 
+    def given(self, rows: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
+        """Block tables have ``blocks`` at ``slots`` of ``rows`` from now on, int64 [N] each."""
+
     def drop(self, rows: list[int]) -> None:
         """``rows`` are nobody's."""
 

@@ -7,7 +7,7 @@ target, which draws without it. So each block remembers whether it was filled si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,22 +24,28 @@ class Reach:
     def __init__(self, max_rows: int, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.computed = np.zeros(max_rows, np.int64)
-        self._seen = np.zeros(max_rows, np.int64)  # leading blocks of each table that were looked at
-        self._fresh = np.ones(max_rows, bool)  # rows that have not run since they were admitted
+        self._fresh: set[int] = set()  # rows that have not run since they were admitted
         self._filled = np.zeros(num_blocks, bool)
-        self._given: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # see ``given``: not yet looked at
+        self._given: list[tuple[np.ndarray, np.ndarray]] = []  # rows and their new blocks that were not looked at yet
 
     def admit(self, row: int) -> None:
         """``row`` begins anew: what it has is known when it first runs."""
         self._settle()
-        self.computed[row] = self._seen[row] = 0
-        self._fresh[row] = True
+        self.computed[row] = 0
+        self._fresh.add(row)
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """``rows`` are nobody's."""
+        if not self._fresh.isdisjoint(rows):
+            self._settle()
+            self._fresh.difference_update(rows)
 
     def fork(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Rows ``dst`` become what rows ``src`` are."""
         self._settle()
-        for array in (self.computed, self._seen, self._fresh):
-            array[list(dst)] = array[list(src)]
+        self.computed[list(dst)] = self.computed[list(src)]
+        fresh = {to for row, to in zip(src, dst, strict=True) if row in self._fresh}
+        self._fresh = self._fresh.difference(dst) | fresh
 
     def copy_blocks(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Blocks ``dst`` have become copies of blocks ``src``."""
@@ -53,54 +59,44 @@ class Reach:
 
     def reset(self) -> None:
         """Nothing is known of any row or block."""
-        self._given.clear()
-        self.computed[:] = self._seen[:] = 0
-        self._fresh[:] = True
+        self.computed[:] = 0
+        self._fresh.clear()
         self._filled[:] = False
+        self._given.clear()
 
-    def ran(self, rows: np.ndarray, starts: np.ndarray, tables: np.ndarray, blocks: np.ndarray) -> None:
-        """The target runs ``rows`` from positions ``starts`` on: blocks that are new to their rows hold nothing yet,
-        but for those that came with a cached prefix.
-
-        Args:
-            rows, starts: int64 [R].
-            tables: int32 [max_rows, max_blocks], the block tables.
-            blocks: int64 [max_rows], how many leading entries of each table are set.
-        """
-        self._settle()
-        changed = blocks[rows] > self._seen[rows]
-        if np.count_nonzero(changed):
-            for row, start in zip(rows[changed].tolist(), starts[changed].tolist(), strict=True):
-                self.grown(row, start, tables, blocks.item(row))
-
-    def given(self, rows: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
-        """``ran`` of rows that ran before, whose tables have new ``blocks`` at ``slots``; int64 [N] each."""
+    def given(self, rows: np.ndarray, blocks: np.ndarray) -> None:
+        """The tables of ``rows`` have ``blocks`` that were not in them, int64 [N] each. Those of a row that has run
+        before hold nothing yet."""
         # While many rows decode nobody asks, so that those of many steps are looked at together.
-        self._given.append((rows, slots, blocks))
+        self._given.append((rows, blocks))
         if len(self._given) == TOGETHER:
             self._settle()
 
     def _settle(self) -> None:
         if self._given:
-            rows, slots, blocks = (np.concatenate(column) for column in zip(*self._given, strict=True))
+            rows, blocks = (np.concatenate(column) for column in zip(*self._given, strict=True))
             self._given.clear()
-            new = (slots >= self._seen[rows]) & ~self._fresh[rows]
-            self._filled[blocks[new]] = False
-            np.maximum.at(self._seen, rows[new], slots[new] + 1)
+            self._filled[blocks[~np.isin(rows, list(self._fresh))] if self._fresh else blocks] = False
 
-    def grown(self, row: int, start: int, tables: np.ndarray, count: int) -> None:
-        """``ran`` of one row, which has ``count`` blocks."""
-        self._settle()
-        first = self._seen.item(row)
-        if count <= first:
+    def ran(self, rows: Iterable[int], starts: Iterable[int], tables: np.ndarray, blocks: np.ndarray) -> None:
+        """The target runs ``rows`` from positions ``starts`` on. A row's first run is behind the prefix that it found
+        in the cache: of that it has what is whole in its blocks; the others hold nothing yet.
+
+        Args:
+            rows, starts: of R rows.
+            tables: int32 [max_rows, max_blocks], the block tables.
+            blocks: int64 [max_rows], how many leading entries of each table are set.
+        """
+        if not self._fresh:
             return
-        if self._fresh.item(row):
-            first, self._fresh[row] = start // self.block_size, False
-            whole = self._filled[tables[row, :first]]
-            leading = first if whole.all() else int(whole.argmin())
-            self.computed[row] = leading * self.block_size
-        self._filled[tables[row, first:count]] = False
-        self._seen[row] = count
+        self._settle()
+        for row, start in zip(rows, starts, strict=True):
+            if row in self._fresh:
+                self._fresh.discard(row)
+                first = start // self.block_size
+                whole = self._filled[tables[row, :first]]
+                self.computed[row] = (first if whole.all() else int(whole.argmin())) * self.block_size
+                self._filled[tables[row, first : blocks.item(row)]] = False
 
     def advance(self, row: int, end: int, tables: np.ndarray) -> None:
         """``reached`` of one row."""

@@ -114,6 +114,8 @@ class SpeculativeRunner(Runner):
             proposer.admit(admit.row)
             if self._lengths is not None:
                 self._lengths.forget(admit.row, self.state.prompt_len.item(admit.row))
+        if plan.delta_rows:
+            proposer.given(*self.state.last_change)
 
     # -- drafts
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from quire.gpu_worker.kernels.cpu.library import library
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.models.loader import load_model
-from quire.gpu_worker.speculation.draft_model import DraftModel, KeysAndValues
+from quire.gpu_worker.speculation.draft_model import DraftModel
 from quire.gpu_worker.speculation.eagle import Eagle
 from quire.gpu_worker.speculation.heads import load_head, taps_of
 from quire.gpu_worker.speculation.loading import Drafting, load_drafting
@@ -162,53 +162,42 @@ def test_blocks_that_right_drafts_filled_are_brought_along_too(folder: Path) -> 
 
 @pytest.mark.parametrize("count", [1, TOGETHER, TOGETHER + 1])
 def test_blocks_that_a_row_was_given_bring_nothing_along_when_another_finds_them(count: int) -> None:
-    tables = np.arange(2 * 70, dtype=np.int32).reshape(2, 70)
+    tables, blocks = np.arange(2 * 70, dtype=np.int32).reshape(2, 70), np.array([1, 3])
     reach = Reach(2, 140, 8)
+    reach.admit(0)
+    reach.ran([0], [0], tables, blocks)
     reach._filled[:] = True
-    reach.grown(0, 0, tables, 1)
     for slot in range(1, 1 + count):
-        reach.given(*(np.array([each]) for each in (0, slot, tables[0, slot])))
-    tables[1, :3] = tables[0, [count, 69, 67]]
-    reach.admit(1)
-    reach.grown(1, 16, tables, 3)
-    assert reach.computed[1] == 0
-    tables[1, :3] = tables[0, [69, 68, count]]
-    reach.admit(1)
-    reach.grown(1, 16, tables, 3)
-    assert reach.computed[1] == 16  # those that no row was given hold what they held
+        reach.given(np.array([0]), tables[0, slot : slot + 1])
+    found = []
+    for prefix in ([count, 69], [69, count], [69, 68]):  # those that no row was given hold what they held
+        tables[1, :3] = tables[0, [*prefix, 67]]
+        reach.admit(1)
+        reach.given(np.array([1] * 3), tables[1, :3])
+        reach.ran([1], [16], tables, blocks)
+        found.append(int(reach.computed[1]))
+    assert found == [0, 8, 16]
 
 
-def test_tables_are_looked_at_where_they_or_the_rows_have_changed() -> None:
-    tables, blocks = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros(3, np.int64)
-    state: Any = SimpleNamespace(
-        max_rows=3, block_size=8, tables_host=tables, blocks_set=blocks, tables_changed=0, last_change=None
-    )
-    proposer = KeysAndValues(state, SimpleNamespace(num_blocks=12))  # type: ignore[arg-type]
-    seen, look = [], proposer.reach.ran
-    proposer.reach.ran = lambda rows, *rest: (seen.append(rows.tolist()), look(rows, *rest))  # type: ignore[assignment]
-    rows = np.arange(2)
+def test_what_a_row_begins_with_is_looked_at_once_and_by_row() -> None:
+    tables, blocks = np.arange(12, dtype=np.int32).reshape(3, 4), np.full(3, 2)
+    reach = Reach(3, 12, 8)
 
-    def run(of: np.ndarray, start: int) -> list[list[int]]:
-        at = np.arange(len(of))
-        proposer.ran(SimpleNamespace(rows=of, starts=at * 0 + start, sample_rows=of, sample_src=at), None)  # type: ignore[arg-type]
-        found, seen[:] = list(seen), []
-        return found
+    def begun(rows: list[int]) -> list[int]:
+        reach._filled[:] = True
+        reach.ran(rows, [8] * len(rows), tables, blocks)
+        return np.flatnonzero(~reach._filled).tolist()
 
-    blocks[:2] = 1
-    assert [run(rows, at) for at in (5, 6, 7)] == [[[0, 1]], [], []]
-    # A block that held a whole prompt's keys goes to a row that decodes: alone it is looked at.
-    proposer.reach._filled[:] = True
-    state.last_change, blocks[1], state.tables_changed = tuple(np.array([at]) for at in (1, 1, 5)), 2, 1
-    assert [run(rows, at) for at in (8, 9)] == [[], []]
-    proposer.reach._settle()
-    assert np.flatnonzero(~proposer.reach._filled).tolist() == [5]
-    blocks[:2], state.tables_changed = (3, 4), 3  # two plans later
-    assert [run(rows, at) for at in (16, 17)] == [[[0, 1]], []]
-    assert np.flatnonzero(~proposer.reach._filled).tolist() == [1, 2, 5, 6, 7]
-    assert run(np.arange(2), 18) == [[0, 1]]
-    for changed in (lambda: proposer.admit(1), lambda: proposer.fork([0], [1]), proposer.reset):
-        changed()
-        assert (run(rows, 0), run(rows, 0)) == ([[0, 1]], [])
+    for row in range(3):
+        reach.admit(row)
+    assert [begun([0]), begun([0, 1]), begun([0, 1])] == [[1], [5], []] and reach.computed.tolist() == [8, 8, 0]
+    reach.fork([2, 1], [1, 0])
+    assert (begun([0]), begun([1, 0])) == ([], [5])
+    reach.drop([2])
+    assert begun([2]) == []
+    reach.admit(0)
+    reach.reset()
+    assert begun([0]) == [] and not reach.computed.any()
 
 
 def test_nothing_is_kept_of_rows_that_went_on_without_hidden_states(folder: Path, tmp_path: Path) -> None:

@@ -209,6 +209,8 @@ class DraftRig:
                 delta_blocks=i32(blocks),
             )  # fmt: skip
             self.state.apply(plan, self.kv)
+            if self.proposer:
+                self.proposer.given(*self.state.last_change)
 
     def grow(self, row: int, length: int) -> None:
         """Blocks for ``length`` tokens."""
