@@ -7,7 +7,6 @@ computed for drafts that were not accepted is computed again over it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from .draws import draw
 from .lengths import least_seconds
 from .passes import NativePasses, Passes
 from .proposer import Proposer
-from .reach import Reach
+from .reach import Ints, Reach
 
 if TYPE_CHECKING:
     from ..state import RowState, Run
@@ -38,7 +37,7 @@ class KeysAndValues(Proposer):
         self._began(run.rows, run.starts)
         self._take_over(run)
 
-    def _began(self, rows: Iterable[int], starts: Iterable[int]) -> None:
+    def _began(self, rows: Ints, starts: Ints) -> None:
         self.reach.ran(rows, starts, self.state.tables_host, self.state.blocks_set)
 
     def _take_over(self, run: Run) -> None:
@@ -52,8 +51,8 @@ class KeysAndValues(Proposer):
         else:
             self._own = run.sample_rows
 
-    def admit(self, row: int) -> None:
-        self.reach.admit(row)
+    def admit(self, rows: list[int]) -> None:
+        self.reach.admit(rows)
 
     def given(self, rows: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
         self.reach.given(rows, blocks)

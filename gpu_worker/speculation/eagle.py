@@ -51,9 +51,9 @@ class Eagle(KeysAndValues):
         self._count = np.zeros(state.max_rows, np.int64)
         self._without: np.ndarray | None = None  # rows of the last runs, of which nothing is kept
 
-    def admit(self, row: int) -> None:
-        super().admit(row)
-        self._count[row] = 0
+    def admit(self, rows: list[int]) -> None:
+        super().admit(rows)
+        self._count[rows] = 0
 
     def fork(self, src: list[int], dst: list[int]) -> None:
         super().fork(src, dst)

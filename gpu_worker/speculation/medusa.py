@@ -72,8 +72,8 @@ class Medusa(Proposer):
         self._first = np.zeros(state.max_rows, np.int64)  # the position of each row's first hidden state kept
         self._count = np.zeros(state.max_rows, np.int64)
 
-    def admit(self, row: int) -> None:
-        self._count[row] = 0
+    def admit(self, rows: list[int]) -> None:
+        self._count[rows] = 0
 
     def fork(self, src: list[int], dst: list[int]) -> None:
         self._first[dst], self._count[dst] = self._first[src], self._count[src]

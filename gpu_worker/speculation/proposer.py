@@ -65,8 +65,8 @@ class Proposer:
     def kept(self, rows: list[int], tried: list[int], kept: list[int]) -> None:
         """Of ``tried`` drafted tokens of each of ``rows`` so many were right."""
 
-    def admit(self, row: int) -> None:
-        """``row`` has a new owner."""
+    def admit(self, rows: list[int]) -> None:
+        """``rows`` have new owners."""
 
     def given(self, rows: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
         """Block tables have ``blocks`` at ``slots`` of ``rows`` from now on, int64 [N] each."""

@@ -7,9 +7,11 @@ target, which draws without it. So each block remembers whether it was filled si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+
+Ints = np.ndarray | list[int]
 
 TOGETHER = 64
 """Steps whose new blocks are looked at together, at most."""
@@ -28,11 +30,11 @@ class Reach:
         self._filled = np.zeros(num_blocks, bool)
         self._given: list[tuple[np.ndarray, np.ndarray]] = []  # rows and their new blocks that were not looked at yet
 
-    def admit(self, row: int) -> None:
-        """``row`` begins anew: what it has is known when it first runs."""
+    def admit(self, rows: list[int]) -> None:
+        """``rows`` begin anew: what they have is known when they first run."""
         self._settle()
-        self.computed[row] = 0
-        self._fresh.add(row)
+        self.computed[rows] = 0
+        self._fresh.update(rows)
 
     def drop(self, rows: Sequence[int]) -> None:
         """``rows`` are nobody's."""
@@ -73,30 +75,37 @@ class Reach:
             self._settle()
 
     def _settle(self) -> None:
-        if self._given:
-            rows, blocks = (np.concatenate(column) for column in zip(*self._given, strict=True))
-            self._given.clear()
-            self._filled[blocks[~np.isin(rows, list(self._fresh))] if self._fresh else blocks] = False
+        if not self._given:
+            return
+        rows, blocks = (np.concatenate(column) for column in zip(*self._given, strict=True))
+        self._given.clear()
+        if self._fresh:
+            ran = np.ones(len(self.computed), bool)
+            ran[list(self._fresh)] = False
+            blocks = blocks[ran[rows]]
+        self._filled[blocks] = False
 
-    def ran(self, rows: Iterable[int], starts: Iterable[int], tables: np.ndarray, blocks: np.ndarray) -> None:
+    def ran(self, rows: Ints, starts: Ints, tables: np.ndarray, blocks: np.ndarray) -> None:
         """The target runs ``rows`` from positions ``starts`` on. A row's first run is behind the prefix that it found
         in the cache: of that it has what is whole in its blocks; the others hold nothing yet.
 
         Args:
-            rows, starts: of R rows.
+            rows, starts: [R].
             tables: int32 [max_rows, max_blocks], the block tables.
             blocks: int64 [max_rows], how many leading entries of each table are set.
         """
-        if not self._fresh:
-            return
-        self._settle()
-        for row, start in zip(rows, starts, strict=True):
-            if row in self._fresh:
-                self._fresh.discard(row)
-                first = start // self.block_size
-                whole = self._filled[tables[row, :first]]
-                self.computed[row] = (first if whole.all() else int(whole.argmin())) * self.block_size
-                self._filled[tables[row, first : blocks.item(row)]] = False
+        if self._fresh and (begun := [at for at, row in enumerate(rows) if row in self._fresh]):
+            self._settle()
+            first = np.asarray(rows)[begun]
+            self._fresh.difference_update(first.tolist())
+            self._begin(first, np.asarray(starts)[begun] // self.block_size, tables, blocks[first])
+
+    def _begin(self, rows: np.ndarray, found: np.ndarray, tables: np.ndarray, counts: np.ndarray) -> None:
+        """Of their ``counts`` blocks ``rows`` have found so many in the cache."""
+        slots = np.arange(counts.max())
+        table, cached = tables[rows, : len(slots)], slots < found[:, None]
+        self.computed[rows] = self.block_size * np.logical_and.accumulate(cached & self._filled[table], 1).sum(1)
+        self._filled[table[~cached & (slots < counts[:, None])]] = False
 
     def advance(self, row: int, end: int, tables: np.ndarray) -> None:
         """``reached`` of one row."""

@@ -110,10 +110,12 @@ class SpeculativeRunner(Runner):
         if plan.copy_src:
             blocks = (column("copies", data, self.kv.num_blocks) for data in (plan.copy_src, plan.copy_dst))
             proposer.copy_blocks(*blocks)
-        for admit in plan.admits:
-            proposer.admit(admit.row)
+        if plan.admits:
+            admitted = [admit.row for admit in plan.admits]
+            proposer.admit(admitted)
             if self._lengths is not None:
-                self._lengths.forget(admit.row, self.state.prompt_len.item(admit.row))
+                for row in admitted:
+                    self._lengths.forget(row, self.state.prompt_len.item(row))
         if plan.delta_rows:
             proposer.given(*self.state.last_change)
 

@@ -164,7 +164,7 @@ def test_blocks_that_right_drafts_filled_are_brought_along_too(folder: Path) -> 
 def test_blocks_that_a_row_was_given_bring_nothing_along_when_another_finds_them(count: int) -> None:
     tables, blocks = np.arange(2 * 70, dtype=np.int32).reshape(2, 70), np.array([1, 3])
     reach = Reach(2, 140, 8)
-    reach.admit(0)
+    reach.admit([0])
     reach.ran([0], [0], tables, blocks)
     reach._filled[:] = True
     for slot in range(1, 1 + count):
@@ -172,7 +172,7 @@ def test_blocks_that_a_row_was_given_bring_nothing_along_when_another_finds_them
     found = []
     for prefix in ([count, 69], [69, count], [69, 68]):  # those that no row was given hold what they held
         tables[1, :3] = tables[0, [*prefix, 67]]
-        reach.admit(1)
+        reach.admit([1])
         reach.given(np.array([1] * 3), tables[1, :3])
         reach.ran([1], [16], tables, blocks)
         found.append(int(reach.computed[1]))
@@ -188,14 +188,13 @@ def test_what_a_row_begins_with_is_looked_at_once_and_by_row() -> None:
         reach.ran(rows, [8] * len(rows), tables, blocks)
         return np.flatnonzero(~reach._filled).tolist()
 
-    for row in range(3):
-        reach.admit(row)
+    reach.admit([0, 1, 2])
     assert [begun([0]), begun([0, 1]), begun([0, 1])] == [[1], [5], []] and reach.computed.tolist() == [8, 8, 0]
     reach.fork([2, 1], [1, 0])
     assert (begun([0]), begun([1, 0])) == ([], [5])
     reach.drop([2])
     assert begun([2]) == []
-    reach.admit(0)
+    reach.admit([0])
     reach.reset()
     assert begun([0]) == [] and not reach.computed.any()
 

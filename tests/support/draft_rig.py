@@ -187,7 +187,7 @@ class DraftRig:
             self.kv,
         )
         if self.proposer:
-            self.proposer.admit(row)
+            self.proposer.admit([row])
         self._set(row, cached)
         at = len(cached) * BLOCK
         while at < len(ids):
