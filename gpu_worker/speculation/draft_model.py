@@ -31,7 +31,6 @@ class KeysAndValues(Proposer):
     def __init__(self, state: RowState, kv: KVCache) -> None:
         self.state, self.kv = state, kv
         self.reach = Reach(state.max_rows, kv.num_blocks, state.block_size)
-        self._own: np.ndarray | None = None  # sample rows of the last run whose slots draw from their own rows
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
         self._began(run.rows, run.starts)
@@ -42,14 +41,10 @@ class KeysAndValues(Proposer):
 
     def _take_over(self, run: Run) -> None:
         """Rows that draw from another one's logits, the children of one prompt, go on from what that one has."""
-        if run.sample_rows is self._own:  # while the same rows decode
-            return
         sources = run.rows[run.sample_src]
         others = np.flatnonzero(run.sample_rows != sources)
         if len(others):
             self.fork(sources[others].tolist(), run.sample_rows[others].tolist())
-        else:
-            self._own = run.sample_rows
 
     def admit(self, rows: list[int]) -> None:
         self.reach.admit(rows)

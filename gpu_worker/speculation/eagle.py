@@ -49,7 +49,6 @@ class Eagle(KeysAndValues):
         self._into = self._kept.numpy() if state.on_host else self._kept
         self._first = np.zeros(state.max_rows, np.int64)  # the position of each row's first hidden state kept
         self._count = np.zeros(state.max_rows, np.int64)
-        self._without: np.ndarray | None = None  # rows of the last runs, of which nothing is kept
 
     def admit(self, rows: list[int]) -> None:
         super().admit(rows)
@@ -57,7 +56,7 @@ class Eagle(KeysAndValues):
 
     def fork(self, src: list[int], dst: list[int]) -> None:
         super().fork(src, dst)
-        self._first[dst], self._count[dst], self._without = self._first[src], self._count[src], None
+        self._first[dst], self._count[dst] = self._first[src], self._count[src]
         self._kept[dst] = self._kept[src]
 
     def reset(self) -> None:
@@ -67,10 +66,8 @@ class Eagle(KeysAndValues):
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
         self._began(run.rows, run.starts)
         if hidden is not None:
-            self._without = None
             self._take(run, self.head.combined(hidden))
-        elif run.rows is not self._without:
-            self._without = run.rows
+        else:
             self._count[run.rows] = 0
         self._take_over(run)
 
@@ -213,7 +210,6 @@ class Eagle(KeysAndValues):
 
     def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
         assert hidden is not None
-        self._without = None
         self._began(rows, starts)
         given, at = self._one_by_one(self.head.combined(hidden)), 0
         for row, start, count in zip(rows, starts, counts, strict=True):

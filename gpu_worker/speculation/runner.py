@@ -60,6 +60,7 @@ class SpeculativeRunner(Runner):
         self.proposer, self.drafts = proposer(self.program), drafts
         self.few_rows, self.beside = draft_rows, list(self.proposer.beside)
         self._expected = False  # that rows of this step are drafted for
+        self._told: np.ndarray | None = None  # the rows of the last steps, whom nobody drafted for
         self._verifier: Verifier | None = None
         if self.program is not None and (native := chooser()) is not None:
             self._verifier = Verifier(self.program, native, state, draft_rows, draft_rows * (1 + drafts))
@@ -89,6 +90,8 @@ class SpeculativeRunner(Runner):
         state.apply(plan, self.kv)
         self._tell(plan)
         self._expected = isinstance(plan, SpeculativePlan)
+        if self._expected or plan.admits or plan.fork_src:
+            self._told = None
         if isinstance(plan, SpeculativePlan) and plan.draft_rows:
             outcome: Outcome = self._speculate(plan)
         else:
@@ -379,7 +382,9 @@ class SpeculativeRunner(Runner):
     def _forward(self, run: Run, spans: list[Span]) -> tuple[torch.Tensor, SampleBatch, list[PromptGroup]]:
         if not self._expected or not self.proposer.wants_hidden or len(run.rows) > self.few_rows:
             found = super()._forward(run, spans)
-            self.proposer.ran(run, None)
+            if run.rows is not self._told:  # else it knows, while the same rows decode
+                self.proposer.ran(run, None)
+                self._told = run.rows
             return found
         self._look_up(run)
         program = self._program

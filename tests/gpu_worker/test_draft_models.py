@@ -455,6 +455,19 @@ def test_hidden_states_are_kept_where_drafts_are_likely_to_follow(folder: Path, 
     assert given and given[0] is drafts and any(given) is drafts
 
 
+def test_what_drafts_is_told_once_of_rows_that_go_on_without_it(folder: Path, tmp_path: Path) -> None:
+    """A row with a new owner is another one, although its steps look the same."""
+    target, config = load(folder)
+    driven = Driven(target, VOCAB, drafting=drafting_of("eagle", folder, tmp_path, target, config))
+    driven.replica.draft_worth = SimpleNamespace(drafts=lambda rows: False, ended=nothing)
+    told, ran = [], driven.runner.proposer.ran
+    driven.runner.proposer.ran = lambda run, hidden: (told.append(run.starts.tolist()), ran(run, hidden))
+    for uid in (1, 2):
+        driven.submit(uid, [uid], max_tokens=9, temperature=0.0)
+        driven.run()
+    assert told == [[0], [0]] and driven.steps == 18
+
+
 def nothing(*_: object) -> None:
     """Learns nothing."""
 
