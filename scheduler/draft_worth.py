@@ -15,17 +15,21 @@ from .step import Step
 TRY, SKIP = 64, 12
 """Steps in which the slower way is tried again, and how many of these are left out: they begin with what the other way
 has left, and what drafts has to catch up first."""
+SURE = 192
+"""So many steps more of a way that was the quicker one in those, before it is taken for long: a few dozen steps of one
+kind take 10% more or less than as many others."""
 GAIN = 1.05
 """So much faster a row must go on with drafts: what they take of others' cores is not seen here."""
 LEAST_STAY, MOST_STAY = 1024, 8192
-"""Steps of the quicker one until then: the least where it has just become that, twice as many each time it stays so."""
+"""Steps of the quicker one until then: the least where it has just become that, twice as many each time it stays so;
+fewer where little is known yet."""
 WINDOW = 256
 """So many steps, the last ones, are what is known of a way."""
 PAST = 16
 """No more of those count when it is taken again."""
-ODD = 0.1
-"""So large a share of the steps at either end, the quickest and the slowest, does not count: where a core is shared, a
-few steps take several times as long as others of their kind."""
+ODD = 3.0
+"""A step that took more times what they take at the median counts as so much: where a core is shared, a few take much
+longer than others of their kind. Those in which drafts catch up take twice as long, and are not odd."""
 MOST_PAUSE = 2.0
 """A result that comes after more times what its step took waited for something else; it counts as so much."""
 
@@ -33,11 +37,11 @@ MOST_PAUSE = 2.0
 class Trial:
     """Of about one number of rows. ``drafts``: the way that is taken now."""
 
-    __slots__ = ("_left", "_skip", "_stay", "_steps", "_trying", "drafts")
+    __slots__ = ("_left", "_looks", "_skip", "_stay", "_steps", "drafts")
 
     def __init__(self) -> None:
-        self.drafts, self._trying = True, False  # trying: taken for a short time
-        self._left, self._stay = TRY + SKIP, LEAST_STAY // 2
+        self.drafts, self._looks = True, 0  # 1: it is tried, 2: until it is sure that it is the quicker one
+        self._left, self._stay = TRY + SKIP, LEAST_STAY // 8
         self._skip = 2 * SKIP  # the first steps of all are slow
         # Without and with drafts: a row's tokens, and seconds.
         self._steps = [deque[tuple[float, float]](maxlen=WINDOW) for _ in (False, True)]
@@ -61,13 +65,16 @@ class Trial:
         return drafted > GAIN * (plain or 1.0)
 
     def _decide(self) -> None:
-        if not self._trying:
-            self._trying, self._left = True, TRY
+        if not self._looks:
+            self._looks, self._left = 1, TRY
             self._go(not self.drafts)
             return
         (plain, plain_s), (drafted, drafted_s) = map(usual, self._steps)
         won = self.drafts is (self._gives_more() and drafted * plain_s > GAIN * plain * drafted_s)
-        self._trying, self._stay = False, LEAST_STAY if won else min(2 * self._stay, MOST_STAY)
+        if won and self._looks == 1:
+            self._looks, self._left = 2, SURE
+            return
+        self._looks, self._stay = 0, LEAST_STAY if won else min(2 * self._stay, MOST_STAY)
         self._left = self._stay
         if not won:
             self._go(not self.drafts)
@@ -80,11 +87,10 @@ class Trial:
 
 
 def usual(steps: deque[tuple[float, float]]) -> tuple[float, float]:
-    """The mean of the tokens of some steps, at least one, and of their seconds, where these are not odd."""
+    """The mean of the tokens of some steps, at least one, and of their seconds, where odd ones count for less."""
     seconds = sorted(took for _, took in steps)
-    odd = int(ODD * len(seconds))
-    kept = seconds[odd : len(seconds) - odd]
-    return sum(tokens for tokens, _ in steps) / len(steps), sum(kept) / len(kept)
+    most = ODD * seconds[len(seconds) // 2]
+    return sum(tokens for tokens, _ in steps) / len(steps), sum(min(took, most) for took in seconds) / len(seconds)
 
 
 class DraftWorth:
