@@ -62,9 +62,6 @@ class KeysAndValues(Proposer):
         self.kv.copy_blocks(*self.state.upload(src, dst))
         self.reach.copy_blocks(src, dst)
 
-    def reset(self) -> None:
-        self.reach.reset()
-
 
 class Job(NamedTuple):
     """``wanted`` drafts of ``row``, the ``at``-th that is asked for: it has ``known`` tokens, and keys and values of

@@ -59,10 +59,6 @@ class Eagle(KeysAndValues):
         self._first[dst], self._count[dst] = self._first[src], self._count[src]
         self._kept[dst] = self._kept[src]
 
-    def reset(self) -> None:
-        super().reset()
-        self._count[:] = 0
-
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
         self._began(run.rows, run.starts)
         if hidden is not None:

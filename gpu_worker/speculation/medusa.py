@@ -79,9 +79,6 @@ class Medusa(Proposer):
         self._first[dst], self._count[dst] = self._first[src], self._count[src]
         self._kept[dst] = self._kept[src]
 
-    def reset(self) -> None:
-        self._count[:] = 0
-
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
         if hidden is None:  # of rows that are not drafted for
             self._count[run.rows] = self._count[run.sample_rows] = 0

@@ -79,6 +79,3 @@ class Proposer:
 
     def copy_blocks(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Blocks ``dst`` of the cache are what blocks ``src`` were, int64 [N] each."""
-
-    def reset(self) -> None:
-        """All rows are nobody's."""

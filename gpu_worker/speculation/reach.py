@@ -14,7 +14,7 @@ import numpy as np
 Ints = np.ndarray | list[int]
 
 TOGETHER = 64
-"""Steps whose new blocks are looked at together, at most."""
+"""Steps whose new blocks are marked together, at most."""
 
 
 class Reach:
@@ -26,28 +26,25 @@ class Reach:
     def __init__(self, max_rows: int, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.computed = np.zeros(max_rows, np.int64)
-        self._fresh: set[int] = set()  # rows that have not run since they were admitted
+        self._fresh = np.zeros(max_rows, bool)  # rows that have not run since they were admitted
+        self._waits = False  # some row is so
         self._filled = np.zeros(num_blocks, bool)
-        self._given: list[tuple[np.ndarray, np.ndarray]] = []  # rows and their new blocks that were not looked at yet
+        self._given: list[np.ndarray] = []  # blocks that hold nothing, as far as it is not in ``_filled`` yet
 
     def admit(self, rows: list[int]) -> None:
         """``rows`` begin anew: what they have is known when they first run."""
-        self._settle()
         self.computed[rows] = 0
-        self._fresh.update(rows)
+        self._fresh[rows] = self._waits = True
 
-    def drop(self, rows: Sequence[int]) -> None:
+    def drop(self, rows: list[int]) -> None:
         """``rows`` are nobody's."""
-        if not self._fresh.isdisjoint(rows):
-            self._settle()
-            self._fresh.difference_update(rows)
+        if self._waits:
+            self._fresh[rows] = False
 
     def fork(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Rows ``dst`` become what rows ``src`` are."""
-        self._settle()
-        self.computed[list(dst)] = self.computed[list(src)]
-        fresh = {to for row, to in zip(src, dst, strict=True) if row in self._fresh}
-        self._fresh = self._fresh.difference(dst) | fresh
+        for array in (self.computed, self._fresh):
+            array[list(dst)] = array[list(src)]
 
     def copy_blocks(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Blocks ``dst`` have become copies of blocks ``src``."""
@@ -56,34 +53,20 @@ class Reach:
 
     def written(self, blocks: Sequence[int]) -> None:
         """The target's pages of ``blocks`` came from elsewhere."""
-        self._settle()
         self._filled[list(blocks)] = False
-
-    def reset(self) -> None:
-        """Nothing is known of any row or block."""
-        self.computed[:] = 0
-        self._fresh.clear()
-        self._filled[:] = False
-        self._given.clear()
 
     def given(self, rows: np.ndarray, blocks: np.ndarray) -> None:
         """The tables of ``rows`` have ``blocks`` that were not in them, int64 [N] each. Those of a row that has run
         before hold nothing yet."""
-        # While many rows decode nobody asks, so that those of many steps are looked at together.
-        self._given.append((rows, blocks))
+        # While many rows decode nobody asks, so that those of many steps are marked together.
+        self._given.append(blocks[~self._fresh[rows]] if self._waits else blocks)
         if len(self._given) == TOGETHER:
             self._settle()
 
     def _settle(self) -> None:
-        if not self._given:
-            return
-        rows, blocks = (np.concatenate(column) for column in zip(*self._given, strict=True))
-        self._given.clear()
-        if self._fresh:
-            ran = np.ones(len(self.computed), bool)
-            ran[list(self._fresh)] = False
-            blocks = blocks[ran[rows]]
-        self._filled[blocks] = False
+        if self._given:
+            self._filled[np.concatenate(self._given)] = False
+            self._given.clear()
 
     def ran(self, rows: Ints, starts: Ints, tables: np.ndarray, blocks: np.ndarray) -> None:
         """The target runs ``rows`` from positions ``starts`` on. A row's first run is behind the prefix that it found
@@ -94,11 +77,15 @@ class Reach:
             tables: int32 [max_rows, max_blocks], the block tables.
             blocks: int64 [max_rows], how many leading entries of each table are set.
         """
-        if self._fresh and (begun := [at for at, row in enumerate(rows) if row in self._fresh]):
+        if not self._waits:
+            return
+        begun = np.flatnonzero(self._fresh[rows])
+        if len(begun):
             self._settle()
             first = np.asarray(rows)[begun]
-            self._fresh.difference_update(first.tolist())
+            self._fresh[first] = False
             self._begin(first, np.asarray(starts)[begun] // self.block_size, tables, blocks[first])
+        self._waits = bool(self._fresh.any())
 
     def _begin(self, rows: np.ndarray, found: np.ndarray, tables: np.ndarray, counts: np.ndarray) -> None:
         """Of their ``counts`` blocks ``rows`` have found so many in the cache."""

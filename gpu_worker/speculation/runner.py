@@ -60,7 +60,8 @@ class SpeculativeRunner(Runner):
         self.proposer, self.drafts = proposer(self.program), drafts
         self.few_rows, self.beside = draft_rows, list(self.proposer.beside)
         self._expected = False  # that rows of this step are drafted for
-        self._told: np.ndarray | None = None  # the rows of the last steps, whom nobody drafted for
+        self._told: set[int] = set()  # rows that the proposer knows to go on without it
+        self._last: np.ndarray | None = None  # rows of the last step, where all of them are such
         self._verifier: Verifier | None = None
         if self.program is not None and (native := chooser()) is not None:
             self._verifier = Verifier(self.program, native, state, draft_rows, draft_rows * (1 + drafts))
@@ -90,8 +91,9 @@ class SpeculativeRunner(Runner):
         state.apply(plan, self.kv)
         self._tell(plan)
         self._expected = isinstance(plan, SpeculativePlan)
-        if self._expected or plan.admits or plan.fork_src:
-            self._told = None
+        if self._expected:
+            self._told.clear()
+            self._last = None
         if isinstance(plan, SpeculativePlan) and plan.draft_rows:
             outcome: Outcome = self._speculate(plan)
         else:
@@ -108,6 +110,7 @@ class SpeculativeRunner(Runner):
         if plan.fork_src:
             src, dst = (column("forks", data, rows).tolist() for data in (plan.fork_src, plan.fork_dst))
             proposer.fork(src, dst)
+            self._forget(dst)
             if self._lengths is not None:
                 self._lengths.copy(src, dst)
         if plan.copy_src:
@@ -116,11 +119,26 @@ class SpeculativeRunner(Runner):
         if plan.admits:
             admitted = [admit.row for admit in plan.admits]
             proposer.admit(admitted)
+            self._forget(admitted)
             if self._lengths is not None:
                 for row in admitted:
                     self._lengths.forget(row, self.state.prompt_len.item(row))
         if plan.delta_rows:
             proposer.given(*self.state.last_change)
+
+    def _forget(self, rows: list[int]) -> None:
+        """The proposer does not know of ``rows`` how they go on."""
+        self._told.difference_update(rows)
+        self._last = None
+
+    def _go_on(self, run: Run) -> None:
+        """The rows of ``run`` go on without drafts, which the proposer is told once of each."""
+        if run.rows is self._last:  # while the same ones decode
+            return
+        self._last, rows = run.rows, {*run.rows.tolist(), *run.sample_rows.tolist()}
+        if not rows <= self._told:
+            self._told |= rows
+            self.proposer.ran(run, None)
 
     # -- drafts
 
@@ -382,9 +400,7 @@ class SpeculativeRunner(Runner):
     def _forward(self, run: Run, spans: list[Span]) -> tuple[torch.Tensor, SampleBatch, list[PromptGroup]]:
         if not self._expected or not self.proposer.wants_hidden or len(run.rows) > self.few_rows:
             found = super()._forward(run, spans)
-            if run.rows is not self._told:  # else it knows, while the same rows decode
-                self.proposer.ran(run, None)
-                self._told = run.rows
+            self._go_on(run)
             return found
         self._look_up(run)
         program = self._program
