@@ -91,6 +91,11 @@ class Draft:
         """A sibling draws from the chunk just planned."""
         self.chunks.append(Chunk(seq, seq.generation, seq.scheduled, 0, True))
 
+    def expect_drafts(self, replica: Replica, waiting: int) -> None:
+        """The worker keeps ready what its drafts need where all that run, and ``waiting`` more, will be drafted for."""
+        rows = replica.running
+        self.drafts_follow = replica.draft_worth.planned(rows + waiting, rows == len(self.admits))
+
     # -- what changes before it runs
 
     def admit(self, seq: Sequence) -> None:

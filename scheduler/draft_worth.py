@@ -30,6 +30,8 @@ PAST = 16
 ODD = 3.0
 """A step that took more times what they take at the median counts as so much: where a core is shared, a few take much
 longer than others of their kind. Those in which drafts catch up take twice as long, and are not odd."""
+SOON = 16
+"""Plans in which a burst comes: its requests may be some milliseconds apart."""
 MOST_PAUSE = 2.0
 """A result that comes after more times what its step took waited for something else; it counts as so much."""
 
@@ -93,16 +95,52 @@ def usual(steps: deque[tuple[float, float]]) -> tuple[float, float]:
     return sum(tokens for tokens, _ in steps) / len(steps), sum(min(took, most) for took in seconds) / len(seconds)
 
 
+class Bursts:
+    """Whether those who begin where nobody runs are soon more than ``rows``. Drafts for the first of a burst are in
+    vain, and what drafts computes its prompt; so where there was a burst the last time, it is seen first whether this
+    is one."""
+
+    __slots__ = ("_burst", "_plans", "_rows")
+
+    def __init__(self, rows: int):
+        self._rows, self._burst = rows, False
+        self._plans = SOON  # since somebody began where nobody ran; SOON: it is known what came of it
+
+    @property
+    def expected(self) -> bool:
+        """It may be one that has begun."""
+        return self._burst and self._plans < SOON
+
+    def planned(self, rows: int, first: bool) -> None:
+        """A step of ``rows`` is planned; ``first``: nobody else ran before."""
+        if first:
+            self._burst &= self._plans == SOON
+            self._plans = 0
+        elif self._plans < SOON:
+            self._plans += 1
+            self._burst &= self._plans < SOON
+        if rows > self._rows:
+            self._burst |= 0 < self._plans < SOON  # where all come at once nothing is in vain
+            self._plans = SOON
+
+
 class DraftWorth:
     """Of a replica that drafts for at most ``rows`` sequences together. ``always``: nothing is tried, it drafts."""
 
     def __init__(self, rows: int, always: bool = False):
-        self._rows = rows
+        self._rows, self._bursts = rows, Bursts(rows)
         self._trials = [] if always or not rows else [Trial() for _ in range((rows - 1).bit_length() + 1)]
 
     def drafts(self, rows: int) -> bool:
         """Whether ``rows`` sequences that decode together are drafted for."""
-        return 0 < rows <= self._rows and (not self._trials or self._of(rows).drafts)
+        few = 0 < rows <= self._rows
+        return few and (not self._trials or (not self._bursts.expected and self._of(rows).drafts))
+
+    def planned(self, rows: int, first: bool) -> bool:
+        """Whether the ``rows`` of a plan, and of those who come next, are likely to be drafted for; as ``Bursts`` has
+        it."""
+        self._bursts.planned(rows, first)
+        return self.drafts(rows)
 
     def ended(self, step: Step, tokens: int, took: float, since: float) -> None:
         """The result of ``step`` has come with ``tokens``, ``took`` seconds after it could begin and ``since`` seconds

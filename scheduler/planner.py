@@ -81,9 +81,11 @@ def _plan_step(books: Books, replica: Replica) -> StepPlan | None:
         if wait and not draft:
             _plan_going(books, replica, draft)
         replica.let_decodes_wait(wait)
-    if replica.drafts and replica.running <= replica.draft_rows:
-        draft.drafts_follow = replica.draft_worth.drafts(replica.running + _coming(books, replica))
-    return draft.seal(replica, books.clock()) if draft else None
+    if not draft:
+        return None
+    if replica.drafts:
+        draft.expect_drafts(replica, _coming(books, replica))
+    return draft.seal(replica, books.clock())
 
 
 def _plan_alone(books: Books, replica: Replica, draft: Draft) -> None:

@@ -444,7 +444,7 @@ def test_all_requests_are_as_without_drafts(folder: Path, tmp_path: Path, method
 def test_hidden_states_are_kept_where_drafts_are_likely_to_follow(folder: Path, tmp_path: Path, drafts: bool) -> None:
     target, config = load(folder)
     driven = Driven(target, VOCAB, drafting=drafting_of("eagle", folder, tmp_path, target, config))
-    driven.replica.draft_worth = SimpleNamespace(drafts=lambda rows: drafts, ended=nothing)
+    driven.replica.draft_worth = worth(drafts)
     given, ran = [], driven.runner.proposer.ran
     driven.runner.proposer.ran = lambda run, hidden: (given.append(hidden is not None), ran(run, hidden))
     driven.submit(1, PROMPTS[1], max_tokens=9, temperature=0.0)
@@ -456,7 +456,7 @@ def test_what_drafts_is_told_once_of_rows_that_go_on_without_it(folder: Path, tm
     """A row with a new owner is another one, although its steps look the same."""
     target, config = load(folder)
     driven = Driven(target, VOCAB, drafting=drafting_of("eagle", folder, tmp_path, target, config))
-    driven.replica.draft_worth = SimpleNamespace(drafts=lambda rows: False, ended=nothing)
+    driven.replica.draft_worth = worth(False)
     told, ran = [], driven.runner.proposer.ran
     driven.runner.proposer.ran = lambda run, hidden: (told.append(run.starts.tolist()), ran(run, hidden))
     for uid in (1, 2):
@@ -470,8 +470,9 @@ def test_what_drafts_is_told_once_of_rows_that_go_on_without_it(folder: Path, tm
     assert told[2:] == [[0, 0, 0]]
 
 
-def nothing(*_: object) -> None:
-    """Learns nothing."""
+def worth(drafts: bool) -> Any:
+    """Drafts are, or are not."""
+    return SimpleNamespace(drafts=lambda rows: drafts, planned=lambda rows, first: drafts, ended=lambda *_: None)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa"])

@@ -11,7 +11,7 @@ from drafting_rig import Drafting, verifies
 from scheduler_rig import Rig
 
 from quire.proto.messages import SpeculativePlan, StepPlan
-from quire.scheduler.draft_worth import LEAST_STAY, MOST_STAY, SKIP, SURE, TRY, DraftWorth, Trial
+from quire.scheduler.draft_worth import LEAST_STAY, MOST_STAY, SKIP, SOON, SURE, TRY, Bursts, DraftWorth, Trial
 from quire.scheduler.step import Step
 
 FIRST = TRY + SKIP
@@ -273,3 +273,44 @@ def test_the_first_steps_of_all_are_slow_and_say_nothing() -> None:
         trial.ended(True, 1.2, 1000.0)
     ways(trial, 2 * TRY, 1.2)
     assert trial.drafts
+
+
+def test_where_a_burst_came_the_last_time_it_is_seen_first_whether_one_comes() -> None:
+    bursts = Bursts(2)
+
+    def expected(*rows: int) -> list[bool]:
+        """After each plan; the first begins where nobody ran."""
+        found = []
+        for at, each in enumerate(rows):
+            bursts.planned(each, at == 0)
+            found.append(bursts.expected)
+        return found
+
+    assert not any(expected(1, 2, 9, 9, 2, 1))  # the first burst
+    assert expected(1, 2, 9, 2, 1) == [True, True, False, False, False]
+    assert not any(expected(9, 9, 2, 1))  # all at once, which says nothing of the next
+    assert all(expected(1, 1))
+    assert not any(expected(1, 1))  # there was none the last time
+    assert not any(expected(1, 9, 1))
+    assert expected(*[1] * (SOON + 3)) == [*[True] * SOON, False, False, False]
+    assert not any(expected(1, 1))
+
+
+def test_a_worker_drafts_for_nobody_until_it_is_known_whether_a_burst_has_begun() -> None:
+    rig = Drafting(draft_rows=2, measured=True)
+
+    def begin(more: int) -> list[bool]:
+        """One request, and ``more`` of them a step later: which of the first plans verify or have drafts follow."""
+        rig.submit(9, max_tokens=40)
+        followed = [type(rig.step()) is SpeculativePlan]
+        for _ in range(more):
+            rig.submit(9, max_tokens=40)
+        while rig.core.requests:
+            followed.append(type(rig.step()) is SpeculativePlan)
+        return followed[: SOON + 2]
+
+    assert all(begin(0)) and all(begin(0))
+    assert begin(5)[0] is True
+    assert begin(5)[0] is False
+    assert begin(0)[:SOON] == [False] * SOON
+    assert begin(0)[0] is True
