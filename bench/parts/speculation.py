@@ -22,6 +22,7 @@ from ..report import BenchError, Report, note_progress, rounded
 DEMO = ROOT / "demo_model"
 METHODS: dict[str, dict[str, Any]] = {
     "off": {},
+    "off_again": {},  # another engine that drafts nothing: how far two of a kind are apart
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     "suffix": {"method": "suffix"},
     "draft_model": {"method": "draft_model", "model": str(DEMO / "draft")},
@@ -71,7 +72,7 @@ def engine(args: argparse.Namespace, method: str) -> Any:
     from quire import LLM
 
     config = json.dumps({**METHODS[method], "num_speculative_tokens": args.tokens})
-    options = {} if method == "off" else {"speculative_config": config}
+    options = {"speculative_config": config} if METHODS[method] else {}
     return LLM(model=str(DEMO), max_model_len=1024, max_num_seqs=max(args.rows), **options)
 
 
