@@ -43,7 +43,7 @@ class Trial:
 
     def __init__(self) -> None:
         self.drafts, self._looks = True, 0  # 1: it is tried, 2: until it is sure that it is the quicker one
-        self._left, self._stay = TRY + SKIP, LEAST_STAY // 8
+        self._left, self._stay = TRY + SKIP, LEAST_STAY // 16
         self._skip = 2 * SKIP  # the first steps of all are slow
         # Without and with drafts: a row's tokens, and seconds.
         self._steps = [deque[tuple[float, float]](maxlen=WINDOW) for _ in (False, True)]

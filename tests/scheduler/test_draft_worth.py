@@ -37,7 +37,7 @@ def test_the_quicker_way_is_taken_and_the_other_tried_ever_less(speed: float) ->
     tried = [at for at in range(FIRST + TRY, len(went)) if went[at - 1] is quicker is not went[at]]
     stays = [tried[0] - FIRST - TRY, *(after - before - TRY for before, after in pairwise(tried))]
     # Plain decodes have won a trial, and are taken until that is sure. Drafts were what there was.
-    first = LEAST_STAY // 4 if quicker else LEAST_STAY
+    first = LEAST_STAY // 8 if quicker else LEAST_STAY
     wanted = [first << doubled for doubled in range(6) if first << doubled <= MOST_STAY]
     assert stays[0] == first + (not quicker) * SURE and stays[1 : len(wanted)] == wanted[1:]
     assert {*stays[len(wanted) :]} <= {MOST_STAY}
