@@ -80,7 +80,7 @@ def in_turns(
     report: Report, args: argparse.Namespace, engines: dict[str, Any], rows: int, temperature: float, turn: int
 ) -> None:
     """The same requests to one engine after another, in an order drawn for each turn: whoever comes first after a pause
-    is a little quicker. Each is compared with the one that drafts nothing, in the same turn."""
+    is a little quicker. Each is compared with those that draft nothing, their mean in the same turn."""
     order = list(engines.items())
     random.Random(turn).shuffle(order)
     speed: dict[str, float] = {}
@@ -92,11 +92,11 @@ def in_turns(
             speed[method] = tokens / seconds
             values["tokens_per_s"], values["output_tokens"] = speed[method], tokens
             values |= accepted(before, counters(llm))
-    if "off" in speed:
-        shares = {method: rounded(100 * each / speed["off"]) for method, each in speed.items() if method != "off"}
+    plain = [each for method, each in speed.items() if not METHODS[method]]
+    if plain:
+        shares = {method: rounded(100 * each * len(plain) / sum(plain)) for method, each in speed.items()}
         for sample in report.samples[-len(order) :]:
-            if (method := sample["labels"]["method"]) in shares:
-                sample["values"]["of_off_pct"] = shares[method]
+            sample["values"]["of_off_pct"] = shares[sample["labels"]["method"]]
         note_progress("of off, %: " + ", ".join(f"{method} {share:.1f}" for method, share in shares.items()))
         report.save()
 
