@@ -138,7 +138,10 @@ def run(
             outputs = llm.generate([prompt for _, prompt, _ in asked[part]], params[part], use_tqdm=False)
             found += [seen(output) for output in outputs]
         values["kills"] = killer.stop()
-        stats = llm.stats()
+        try:
+            stats = llm.stats()
+        except TimeoutError:  # the last kill was of the scheduler, which had been asked
+            stats = llm.stats()
         values["tokens"], values["preemptions"] = sum(len(c[0]) for each in found for c in each[1]), stats.preemptions
         values["drafted_tokens"], values["accepted_tokens"] = stats.draft_tokens, sum(stats.accepted)
     return found
