@@ -146,8 +146,7 @@ class RowState:
         self.tables_host = np.zeros((max_rows, self.max_blocks), np.int32)
         self.known = np.zeros(max_rows, np.int64)  # 0: the row is nobody's
         self.blocks_set = np.zeros(max_rows, np.int64)  # leading entries of each table that are set
-        self.last_change = (np.zeros(0, np.int64),) * 3
-        """What the last plan that changed tables set: rows, slots, blocks."""
+        self.last_change = (np.zeros(0, np.int64),) * 2  # of tables, by a plan: rows, and blocks set in them
         self.prompt_len = np.zeros(max_rows, np.int64)
         self.grows = np.ones(max_rows, np.int64)  # tokens a draw adds: none to a beam, which waits for an append
         self.asking: dict[int, tuple[int, int]] = {}  # rows that want prompt logprobs: from which position, how many
@@ -328,7 +327,7 @@ class RowState:
             self.blocks_set = self._grown(rows, slots)
         else:  # a decode's: each slot is the next one of its row
             self.blocks_set[rows] = slots + 1
-        self.last_change = rows, slots, blocks
+        self.last_change = rows, blocks
         self.tables_host[rows, slots] = blocks  # a slot set twice takes the later value
         if not self.on_host:
             # Those that the host took, as the device's order of writes is not defined.

@@ -49,7 +49,7 @@ class KeysAndValues(Proposer):
     def admit(self, rows: list[int]) -> None:
         self.reach.admit(rows)
 
-    def given(self, rows: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
+    def given(self, rows: np.ndarray, blocks: np.ndarray) -> None:
         self.reach.given(rows, blocks)
 
     def drop(self, rows: list[int]) -> None:
@@ -59,8 +59,7 @@ class KeysAndValues(Proposer):
         self.reach.fork(src, dst)
 
     def copy_blocks(self, src: np.ndarray, dst: np.ndarray) -> None:
-        self.kv.copy_blocks(*self.state.upload(src, dst))
-        self.reach.copy_blocks(src, dst)
+        self.kv.copy_blocks(*self.state.upload(src, dst))  # they are not whole, and are given to their rows too
 
 
 class Job(NamedTuple):

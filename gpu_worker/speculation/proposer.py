@@ -55,7 +55,9 @@ class Proposer:
 
     def ran(self, run: Run, hidden: torch.Tensor | None) -> None:
         """The model has run these tokens, of prompts or drafted; which of those are kept is not known yet. ``hidden``
-        [T, hidden_size], in the order of the tokens, where that is wanted and no more rows run than may speculate."""
+        [T, hidden_size], in the order of the tokens, where that is wanted, the plan is one of few rows, and drafts are
+        likely to follow. Without it, this is told once of each row that goes on so, and of every step of a plan that
+        drafts or has drafts follow."""
 
     def verified(self, rows: list[int], starts: list[int], counts: list[int], hidden: torch.Tensor | None) -> None:
         """``ran`` of a step of nothing but ``rows`` that speculate: ``counts`` tokens of each from ``starts`` on."""
@@ -68,8 +70,8 @@ class Proposer:
     def admit(self, rows: list[int]) -> None:
         """``rows`` have new owners."""
 
-    def given(self, rows: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
-        """Block tables have ``blocks`` at ``slots`` of ``rows`` from now on, int64 [N] each."""
+    def given(self, rows: np.ndarray, blocks: np.ndarray) -> None:
+        """The block tables of ``rows`` have ``blocks`` that were not in them, int64 [N] each."""
 
     def drop(self, rows: list[int]) -> None:
         """``rows`` are nobody's."""

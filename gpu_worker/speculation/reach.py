@@ -46,11 +46,6 @@ class Reach:
         for array in (self.computed, self._fresh):
             array[list(dst)] = array[list(src)]
 
-    def copy_blocks(self, src: np.ndarray, dst: np.ndarray) -> None:
-        """Blocks ``dst`` have become copies of blocks ``src``."""
-        self._settle()
-        self._filled[dst] = self._filled[src]
-
     def written(self, blocks: Sequence[int]) -> None:
         """The target's pages of ``blocks`` came from elsewhere."""
         self._filled[list(blocks)] = False

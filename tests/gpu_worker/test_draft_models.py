@@ -31,6 +31,7 @@ from quire.gpu_worker.speculation.passes import TorchPasses, passes_of
 from quire.gpu_worker.speculation.reach import TOGETHER, Reach
 from quire.proto.checkpoint.model_config import demo_model_path, load_model_config
 from quire.proto.config import ConfigError, EngineArgs
+from quire.proto.messages import SpeculativePlan, StepPlan
 from quire.proto.params import SamplingParams
 from quire.proto.speculation import speculative_config
 
@@ -468,6 +469,37 @@ def test_what_drafts_is_told_once_of_rows_that_go_on_without_it(folder: Path, tm
         driven.submit(uid, [uid], max_tokens=3 * uid, temperature=0.0)
     driven.run()
     assert told[2:] == [[0, 0, 0]]
+
+
+def test_blocks_that_go_to_a_row_that_is_not_drafted_for_hold_nothing_of_a_head_s(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    driven = Driven(target, VOCAB, blocks=8, drafting=drafting_of("eagle", folder, tmp_path, target, config))
+    reach, tables = driven.runner.proposer.reach, driven.state.tables_host
+    filled = []
+    for uid, drafts in ((1, True), (2, False)):
+        driven.replica.draft_worth = worth(drafts)
+        driven.submit(uid, [uid] * 9, max_tokens=44, temperature=0.0)
+        driven.run()
+        reach._settle()
+        filled.append(int(reach._filled[tables[0, :6]].sum()))
+    assert filled[0] >= 5 and filled[1] == 0
+
+
+def test_hidden_states_are_gone_each_time_that_a_row_goes_on_without_drafts(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    driven = Driven(target, VOCAB, drafting=drafting_of("eagle", folder, tmp_path, target, config))
+    launch, kept = driven.runner.launch, {True: [], False: []}
+
+    def watched(plan: StepPlan) -> Any:
+        outcome, drafts = launch(plan), driven.steps & 8 == 0
+        kept[isinstance(plan, SpeculativePlan)].append(bool(driven.runner.proposer._count[0]))
+        driven.replica.draft_worth = worth(drafts)
+        return outcome
+
+    driven.runner.launch = watched
+    driven.submit(1, PROMPTS[1], max_tokens=60, temperature=0.0)
+    driven.run()
+    assert all(kept[True]) and not any(kept[False]) and min(map(len, kept.values())) > 8
 
 
 def worth(drafts: bool) -> Any:
