@@ -92,7 +92,8 @@ class Draft:
         self.chunks.append(Chunk(seq, seq.generation, seq.scheduled, 0, True))
 
     def expect_drafts(self, replica: Replica, waiting: int) -> None:
-        """The worker keeps ready what its drafts need where all that run, and ``waiting`` more, will be drafted for."""
+        """The worker keeps ready what its drafts need where all that run, and ``waiting`` more, will be drafted for.
+        Where all that run begin in this plan, they may be the first of a burst."""
         rows = replica.running
         self.drafts_follow = replica.draft_worth.planned(rows + waiting, rows == len(self.admits))
 

@@ -3,7 +3,7 @@
 A worker knows what its model and its drafts take, and drafts less where that does not pay. It does not see what else a
 verification costs: the next plan has to wait for what this one keeps, and whoever may be drafted for is kept ready for
 it. So the scheduler measures both ways, from result to result. It takes the quicker one, and tries the other again at
-times.
+times. Nor does the worker see who comes: it is also here that the first requests of a burst are known as such.
 """
 
 from __future__ import annotations
@@ -114,13 +114,16 @@ class Bursts:
     def planned(self, rows: int, first: bool) -> None:
         """A step of ``rows`` is planned; ``first``: nobody else ran before."""
         if first:
-            self._burst &= self._plans == SOON
+            if self._plans < SOON:  # who began the last time stayed among few
+                self._burst = False
             self._plans = 0
         elif self._plans < SOON:
             self._plans += 1
-            self._burst &= self._plans < SOON
+            if self._plans == SOON:
+                self._burst = False
         if rows > self._rows:
-            self._burst |= 0 < self._plans < SOON  # where all come at once nothing is in vain
+            if 0 < self._plans < SOON:  # where all come at once nothing is in vain
+                self._burst = True
             self._plans = SOON
 
 

@@ -127,13 +127,11 @@ def _plan_going(books: Books, replica: Replica, draft: Draft) -> None:
         return
     # Where somebody is comes to be known when its verification is answered; it waits until then.
     exact = replica.going
-    for step in replica.in_flight:
-        if step.verifications:
-            exact = Lineup(replica.columns)
-            for seq in replica.going.batch().seqs:
-                if not seq.loose:
-                    exact.add(seq)
-            break
+    if any(step.verifications for step in replica.in_flight):
+        exact = Lineup(replica.columns)
+        for seq in replica.going.batch().seqs:
+            if not seq.loose:
+                exact.add(seq)
     _plan_decodes(books, replica, draft, exact)
 
 

@@ -30,6 +30,7 @@ from quire.gpu_worker.speculation.medusa import Medusa, load_medusa
 from quire.gpu_worker.speculation.passes import TorchPasses, passes_of
 from quire.gpu_worker.speculation.reach import TOGETHER, Reach
 from quire.proto.checkpoint.model_config import demo_model_path, load_model_config
+from quire.proto.codec import from_i32
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import SpeculativePlan, StepPlan
 from quire.proto.params import SamplingParams
@@ -178,6 +179,20 @@ def test_blocks_that_a_row_was_given_bring_nothing_along_when_another_finds_them
         reach.ran([1], [16], tables, blocks)
         found.append(int(reach.computed[1]))
     assert found == [0, 8, 16]
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_what_a_head_computes_in_new_blocks_stays(one: bool) -> None:
+    tables = np.arange(8, dtype=np.int32).reshape(1, 8)
+    reach, row = Reach(1, 8, 8), np.array([0])
+    for end in (8, 16, 24):
+        reach.given(row, tables[0, end // 8 - 1 : end // 8])
+        if one:
+            reach.advance(0, end, tables)
+        else:
+            reach.reached(row, np.array([end]), tables)
+    reach._settle()
+    assert reach._filled.tolist() == [True] * 3 + [False] * 5
 
 
 def test_what_a_row_begins_with_is_looked_at_once_and_by_row() -> None:
@@ -500,6 +515,23 @@ def test_hidden_states_are_gone_each_time_that_a_row_goes_on_without_drafts(fold
     driven.submit(1, PROMPTS[1], max_tokens=60, temperature=0.0)
     driven.run()
     assert all(kept[True]) and not any(kept[False]) and min(map(len, kept.values())) > 8
+
+
+def test_a_head_has_its_own_copies_of_blocks_that_children_part_at(folder: Path, tmp_path: Path) -> None:
+    target, config = load(folder)
+    driven = Driven(target, VOCAB, drafting=drafting_of("eagle", folder, tmp_path, target, config))
+    pages, copied, parted = driven.runner.proposer.kv, [], []
+    copy, launch = pages.copy_blocks, driven.runner.launch
+    pages.copy_blocks = lambda src, dst: (copied.extend(zip(src.tolist(), dst.tolist(), strict=True)), copy(src, dst))
+
+    def watched(plan: StepPlan) -> Any:
+        parted.extend(zip(from_i32(plan.copy_src), from_i32(plan.copy_dst), strict=True))
+        return launch(plan)
+
+    driven.runner.launch = watched
+    driven.submit(1, PROMPTS[1], max_tokens=9, n=3)
+    driven.run()
+    assert len(parted) == 2 and copied == parted
 
 
 def worth(drafts: bool) -> Any:

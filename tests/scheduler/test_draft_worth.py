@@ -221,6 +221,16 @@ def test_a_worker_is_told_whether_drafts_are_likely_to_follow() -> None:
     assert type(rig.plan()) is StepPlan
 
 
+def test_those_in_line_count_where_drafts_may_follow() -> None:
+    """Of three, the last finds no room in the step of the others' prompts."""
+    for draft_rows, kind in ((2, StepPlan), (3, SpeculativePlan)):
+        rig = Drafting(draft_rows=draft_rows, max_num_batched_tokens=16)
+        for _ in range(3):
+            rig.submit(12, max_tokens=9)
+        plan = rig.plan()
+        assert type(plan) is kind and len(plan.admits) == 2 and rig.core.queue
+
+
 @pytest.mark.parametrize("role", ["both", "decode"])
 def test_who_waits_for_another_worker_is_no_reason_to_draft_for_nobody(role: str) -> None:
     rig = Drafting(draft_rows=2)
