@@ -30,7 +30,8 @@ from .request import Sequence, State
 log = logging.getLogger(__name__)
 
 AT_ONCE = 4
-"""Moves from one giver at once."""
+"""Moves at once from a giver that drains, whose sequences decode there until it is their turn. From one for prefills
+all move: a next token there would take as long as somebody's prompt."""
 PIECE_BYTES, WINDOW_BYTES = 4 * 2**20, 32 * 2**20
 """Of one Give, and of a move's pages that were asked for and are not known to have come."""
 BESIDE_BYTES = 8 * 2**20
@@ -149,7 +150,9 @@ class Moves:
     # -- where to
 
     def _begin_from(self, giver: Replica) -> None:
-        room = AT_ONCE - sum(move.giver is giver for move in self._moves.values())
+        room = giver.num_rows
+        if giver.draining:
+            room = AT_ONCE - sum(move.giver is giver for move in self._moves.values())
         for seq in [*giver.decoding, *(() if giver.draining else giver.prefilling)]:
             if room <= 0:
                 return
@@ -160,8 +163,11 @@ class Moves:
                 room -= 1
 
     def _may_move(self, seq: Sequence) -> bool:
-        """It decodes and nothing binds it: a beam search and one that may be what ends workers stay."""
-        return seq not in self._moving and not isinstance(seq, BeamGroup) and not seq.quarantined
+        """Another step is due after those that are planned, and nothing binds it: a beam search and one that may be
+        what ends workers stay."""
+        if seq in self._moving or isinstance(seq, BeamGroup) or seq.quarantined:
+            return False
+        return (seq.total if seq.prefilling else seq.scheduled) < seq.end
 
     def _taker(self, giver: Replica, seq: Sequence) -> Replica | None:
         """The best of the replicas that have room: one that decodes, if there is one, and the least loaded. Where it
