@@ -5,7 +5,7 @@ Logical shape [num_blocks, block_size, kv_heads, head_dim]. On the CPU a head's 
 a block's heads do ([num_blocks, kv_heads, block_size, head_dim]). Where the CPU's native kernels are on, keys lie as
 [kv_heads, num_blocks, head_dim, block_size], so that a vector register holds one dim of many keys. Memory starts as
 zeros, so that what lies behind the end of a sequence is always a finite number; on a CPU pages are taken from the
-system when they are first written.
+system shortly before they are first written (``ahead.py``).
 
 A cache may be narrower than the model (``kernels/narrow.py``): fp8 of the same shape, or int8, whose pages end with
 their scales, so that a block's copy has them too.
@@ -20,6 +20,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from .ahead import Ahead
 from .kernels.cpu.attention import can_read
 from .kernels.narrow import FLOAT8, page_bytes
 from .spec import DecoderSpec
@@ -64,6 +65,15 @@ class KVCache:
             values = numbers[layers:].unflatten(-1, (block_size, dim)).permute(0, 1, 3, 2, 4)
             self.k += list(keys.unbind(0))
             self.v += list(values.unbind(0))
+        self._ahead: Ahead | None = None
+        if device.type == "cpu":
+            ranges = [pool.transpose(1, 2).view(torch.uint8).flatten(0, 1) for pool in self._pools]
+            self._ahead = Ahead(ranges)
+
+    def reach(self, block: int) -> None:
+        """No block past this one is written next: memory is provided so far, and a little further."""
+        if self._ahead is not None:
+            self._ahead.reach(block)
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy blocks ``src`` [N] over blocks ``dst`` [N] in every layer; all are read before any is written.

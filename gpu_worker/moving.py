@@ -126,6 +126,7 @@ class Mover:
                 return self._write(message, kv)
             if isinstance(message, Take):
                 answer = self._taking.take(message)
+                kv.reach(max(from_i32(message.blocks), default=0))
                 for pages in self._taking.early(message.move):
                     answer = self._write(pages, kv) or answer
                 return answer

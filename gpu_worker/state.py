@@ -195,6 +195,8 @@ class RowState:
             self._admit(plan.admits)
         if plan.delta_rows or plan.delta_slots or plan.delta_blocks:
             self._set_tables(plan, kv.num_blocks)
+            if plan.admits:  # decodes take few blocks, and not many until somebody comes
+                kv.reach(int(self.last_change[1].max()))
         if plan.append_rows or plan.append_tokens:
             self._append(plan)
 

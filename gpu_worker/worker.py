@@ -338,6 +338,7 @@ class Worker:
 
     def _prepare(self, num_blocks: int, state: RowState, block_size: int, max_tokens: int) -> Runner:
         kv = KVCache(self._model.spec, num_blocks, block_size, self._model.cache_dtype, self._device)
+        kv.reach(0)
         runner = self._runner_of(kv, state, max_tokens)
         if self._graphs:
             runner.capture(self._args.max_seq_len_to_capture, progress=self._group.leader)

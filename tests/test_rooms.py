@@ -43,7 +43,7 @@ FLOORS = {
     ],
     "gpu_worker": [
         "gpu_worker.early gpu_worker.spec gpu_worker.batch gpu_worker.device gpu_worker.transfer gpu_worker.link",
-        "gpu_worker.kernels",
+        "gpu_worker.ahead gpu_worker.kernels",
         "gpu_worker.kv_cache",
         "gpu_worker.parallel.parallel gpu_worker.parallel.group_link gpu_worker.parallel.one_shot",
         "gpu_worker.layers.formats",

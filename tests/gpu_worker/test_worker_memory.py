@@ -1,8 +1,11 @@
 """Memory, threads, graphs' padding: what surrounds the step."""
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
+import threading
 import types
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker_toys import CPU, GREEDY, Hand, ToyModel, oracle, prompts, told, toy_logits, unpack
 
-from quire.gpu_worker import device, kv_cache, memory
+from quire.gpu_worker import ahead, device, kv_cache, memory
 from quire.gpu_worker.graphs import DecodeGraphs, capture_sizes
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.memory import GIB, Budget, cpu_budget, fit
@@ -101,6 +104,66 @@ def test_cache_memory_is_taken_when_touched():
     assert cache.k[1][2**16 - 1].sum() == 16 * 2 * 64 and cache.v[1][2**16 - 1].sum() == 0
     assert resident_bytes() - before < GIB
     assert KVCache.block_bytes(spec, 16, torch.bfloat16) == 2 * 4 * 16 * 64 * 2
+
+
+def resident(tensor: torch.Tensor) -> float:
+    """The share of its pages that the system has provided (mincore(2)); ``tensor`` is contiguous."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    count = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * count)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(count * mmap.PAGESIZE), found) == 0
+    return sum(each & 1 for each in found) / count
+
+
+def provided(cache: KVCache) -> None:
+    """Waits for what is being provided."""
+    for thread in threading.enumerate():
+        if thread.name == "ahead":
+            thread.join(30)
+
+
+def test_cache_memory_is_provided_ahead_of_what_is_written(monkeypatch):
+    """In each layer's and head's range, so far and no further, and what was written stays."""
+    monkeypatch.setattr(ahead, "AHEAD_BYTES", 2**16)
+    spec = types.SimpleNamespace(num_layers=2, kv_heads=(2, 1), head_dim=64)
+    cache = KVCache(spec, 2**12, 16, torch.float32, CPU)  # pages of 4 KiB: 16 of them are provided ahead
+    ranges = [pool.transpose(1, 2).flatten(0, 1) for pool in cache._pools]
+    for pool in ranges:  # MADV_NOHUGEPAGE: else the first touch provides 2 MiB
+        start = -(-pool.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(pool.nbytes - mmap.PAGESIZE), 15)
+    cache.k[0][10], cache.v[1][110] = 3.0, 4.0
+    cache.reach(0)
+    provided(cache)
+    for each in (part for pool in ranges for part in pool):
+        assert resident(each[:17]) == 1.0 and resident(each[120:]) < 0.01
+    cache.reach(8)  # half of what is ahead is left
+    provided(cache)
+    assert resident(ranges[0][0][19:100]) < 0.05
+    cache.reach(100)
+    cache.reach(50)
+    provided(cache)
+    for each in (part for pool in ranges for part in pool):
+        assert resident(each[:117]) == 1.0 and resident(each[130:]) < 0.01
+    assert bool((cache.k[0][10] == 3.0).all()) and bool((cache.v[1][110] == 4.0).all())
+    assert not cache.k[0][11].any() and not cache.k[1][100].any()
+    cache.reach(2**12 - 1)
+    provided(cache)
+    assert all(resident(each) == 1.0 for pool in ranges for each in pool)
+    started = []
+    monkeypatch.setattr(threading.Thread, "start", lambda self: started.append(self))
+    cache.reach(2**12 - 1)
+    assert not started  # there is no more
+
+
+def test_a_system_that_provides_nothing_ahead_is_asked_once_each_time(monkeypatch):
+    cache = KVCache(types.SimpleNamespace(num_layers=2, kv_heads=(1, 1), head_dim=64), 64, 16, torch.float32, CPU)
+    asked = []
+    cache._ahead._madvise = lambda *args: asked.append(args) or -1
+    cache.reach(0)
+    provided(cache)
+    assert len(asked) == 1
+    cache.k[0][3] = 1.0
+    assert bool((cache.k[0][3] == 1.0).all())
 
 
 def test_layers_may_differ_in_heads():

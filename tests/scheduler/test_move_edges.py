@@ -232,6 +232,38 @@ def test_so_many_move_at_once() -> None:
     assert [uid for uid, _ in rig.begun()] == [5, 6]
 
 
+def test_from_a_worker_for_prefills_all_move_at_once() -> None:
+    rig = MovesRig("prefill", max_num_seqs=16)
+    rig.join(role="decode")
+    uids = [rig.submit(8, max_tokens=60) for _ in range(AT_ONCE + 2)]
+    rig.plan()
+    assert [uid for uid, _ in rig.begun()] == uids and len(rig.replica.held) == AT_ONCE + 2
+
+
+def test_who_draws_no_token_more_stays() -> None:
+    """A prompt whose one token is drawn with it, and one whose last token is in flight."""
+    rig = MovesRig("prefill", max_num_batched_tokens=16)
+    rig.join(role="decode")
+    rig.submit(24, max_tokens=1)
+    rig.plan()
+    assert rig.begun() == []  # half of its prompt is scheduled
+    rig.plan()
+    assert rig.begun() == []  # all of it
+    rig = MovesRig("prefill", max_num_batched_tokens=16)
+    rig.join(role="decode")
+    uid = rig.submit(24, max_tokens=2)
+    rig.plan()
+    assert [each for each, _ in rig.begun()] == [uid]
+    rig = MovesRig()
+    seq = rig.decoding(8, tokens=2, max_tokens=4)
+    rig.replica.drain()
+    rig.plan()
+    assert seq.scheduled == seq.end - 1
+    rig.plan()
+    rig.join()
+    assert seq.scheduled == seq.end and rig.begun() == []
+
+
 def test_who_is_bound_stays() -> None:
     rig = MovesRig()
     rig.submit(8, n=2, use_beam_search=True, temperature=0.0, max_tokens=30)
