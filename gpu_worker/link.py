@@ -9,7 +9,7 @@ small model, handing a message from thread to thread would take longer than all 
 sessions, sends heartbeats, and receives once a second, in case the compute thread is busy for long.
 
         scheduler  <--DEALER-->  compute thread: get, send
-                                 keeper thread: Hello, Heartbeat, and what comes meanwhile  --SimpleQueue-->  get
+                                 keeper thread: Hello, Heartbeat, and what comes meanwhile  --deque-->  get
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import contextlib
 import logging
 import math
 import os
-import queue
 import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -34,6 +34,8 @@ from ..proto.process import heartbeat, new_incarnation, resident_bytes
 from ..proto.wire.sockets import DISCONNECTED, Dealer, Keys
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HEARTBEAT_S = 1.0
 RETRY_S = (0.05, 2.0)
@@ -114,7 +116,7 @@ class Link:
         self.bad_pages: Callable[[], int] = int  # frames that did not decode where other workers send pages
         self._endpoint, self._device, self._keys = endpoint, device, keys
         self._context = zmq.Context()
-        self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._inbox: deque[tuple[int, Any]] = deque()
         self._seen = 0  # the session of the message that ``get`` gave last
         self._lock = threading.RLock()  # of the wire and what is known of its session
         self._wire: Dealer[Any] | None = None  # None where no session is open
@@ -136,15 +138,21 @@ class Link:
         """The next message or LeaseLost, or None after ``timeout`` seconds. Waits without end by default."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            if self._inbox.empty() and not self._wait(deadline):
+            if not self._inbox and not self._wait(deadline):
                 return None
-            session, message = self._inbox.get()
+            session, message = self._inbox.popleft()
             if isinstance(message, BaseException):
                 raise message
             # Pages say themselves of which lease they are, and those that wait are to be taken in any case.
             if session == self._session or isinstance(message, LeaseLost | Leave | Arrived):
                 self._seen = max(session, self._seen)
                 return message
+
+    def next_of(self, kind: type[T]) -> T | None:
+        """The next message where it has been received and is of this kind; else None, and it stays the next."""
+        if self._inbox and self._inbox[0][0] == self._session and isinstance(self._inbox[0][1], kind):
+            return self.get()  # type: ignore[no-any-return]
+        return None
 
     def send(self, message: Any) -> None:
         """Send a message; dropped if the session it answers is over."""
@@ -162,12 +170,12 @@ class Link:
 
     def post(self, message: Any) -> None:
         """Put a message of this process's own before the compute thread; safe from any thread."""
-        self._inbox.put((self._session, message))
+        self._inbox.append((self._session, message))
         self._wake.ring()
 
     def leave(self) -> None:
         """Put Leave before the compute thread; safe in a signal handler."""
-        self._inbox.put((0, Leave()))
+        self._inbox.append((0, Leave()))
         self._wake.ring()
 
     def close(self, reason: str | None = None) -> None:
@@ -196,7 +204,7 @@ class Link:
                 if self._wire is not None:
                     poll.register(self._wire.socket.getsockopt(zmq.FD), select.POLLIN)
                 self._waiting = True
-            if not self._inbox.empty():
+            if self._inbox:
                 break
             left = deadline - time.monotonic()
             if left <= 0:
@@ -204,7 +212,7 @@ class Link:
             if (self._wake.fileno(), select.POLLIN) in poll.poll(1000 * min(left, LOOK_S)):
                 self._wake.quiet()
         self._waiting = False
-        return not self._inbox.empty()
+        return bool(self._inbox)
 
     # ------------------------------------------------------------ either thread's, with the lock held
 
@@ -221,10 +229,10 @@ class Link:
                 if isinstance(message, Assign | Rest):  # known at once: the model may be loading still
                     self.asleep = message.level if isinstance(message, Rest) else -1
                 self._dismissed |= isinstance(message, Bye)
-                self._inbox.put((self._session, message))
+                self._inbox.append((self._session, message))
                 if self._waiting:
                     self._wake.ring()
-            if self._inbox.qsize() > MAX_QUEUED:
+            if len(self._inbox) > MAX_QUEUED:
                 self._lose(f"the scheduler sent over {MAX_QUEUED} messages unasked")
 
     def _lose(self, reason: str) -> None:

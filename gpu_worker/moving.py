@@ -71,6 +71,7 @@ class Mover:
         self._to_send: queue.SimpleQueue[tuple[Give, torch.Tensor, Any]] = queue.SimpleQueue()
         self._peers: OrderedDict[str, Peer] = OrderedDict()  # by endpoint, the last used last
         self._received = Received()
+        self._read: list[tuple[Peer, Pages]] = []  # of Gives in a row, to be sent together
         self._taking: Taking | None = None
         self._closing = False
 
@@ -145,9 +146,17 @@ class Mover:
             done = torch.cuda.Event()
             done.record()
             self._to_send.put((give, pages, done))
-        else:  # at once: a thread would come to it when the next step is done
-            self._deliver(give, len(blocks), len(blocks) * kv.bytes_of_block,
-                          lambda into: kv.read_blocks(blocks, into.view(len(blocks), -1)))  # fmt: skip
+        else:  # here: a thread would come to it when the next step is done
+            size = len(blocks) * kv.bytes_of_block
+            read = self._fill(give, len(blocks), size, lambda into: kv.read_blocks(blocks, into.view(len(blocks), -1)))
+            self._read += [] if read is None else [read]
+            if len(self._read) >= MAX_WAITING:
+                self.flush()
+
+    def flush(self) -> None:
+        """Send what Gives have read. Each message that leaves wakes threads that take a busy CPU away from the next."""
+        while self._read:
+            _post(*self._read.pop(0))
 
     def _write(self, pages: Pages, kv: KVCache) -> Any:
         assert self._taking is not None  # a lease is open
@@ -183,10 +192,14 @@ class Mover:
         while True:
             give, pages, done = self._to_send.get()
             done.synchronize()
-            self._deliver(give, len(pages), pages.nbytes, partial(_copy, pages.view(-1)))
+            if (filled := self._fill(give, len(pages), pages.nbytes, partial(_copy, pages.view(-1)))) is not None:
+                _post(*filled)
 
-    def _deliver(self, give: Give, count: int, size: int, read: Callable[[torch.Tensor], Any]) -> None:
-        """Hand ``count`` pages over, ``size`` bytes that ``read`` puts where it is told. By one thread alone."""
+    def _fill(
+        self, give: Give, count: int, size: int, read: Callable[[torch.Tensor], Any]
+    ) -> tuple[Peer, Pages] | None:
+        """``count`` pages, ``size`` bytes that ``read`` puts where it is told, for whom they are; None where that one
+        cannot be sent anything. By one thread alone."""
         pages = Pages(give.to, give.move, give.first, count, b"")
         try:
             peer = self._peer(give.endpoint)
@@ -200,9 +213,10 @@ class Mover:
                 data = torch.empty(size, dtype=torch.uint8)
                 read(data)
                 pages.data = data.numpy().tobytes()
-            peer.dealer.send(pages)
-        except (zmq.ZMQError, ConfigError) as error:  # the scheduler gives the move up when nothing comes
-            log.warning("pages of move %d were not sent: %s", give.move, error)
+            return peer, pages
+        except (zmq.ZMQError, ConfigError) as error:
+            _not_sent(pages, error)
+            return None
 
     def _peer(self, endpoint: str) -> Peer:
         """Raises ZMQError or ConfigError for an endpoint that cannot be."""
@@ -216,6 +230,18 @@ class Mover:
         self._peers.move_to_end(endpoint)
         peer.dealer.recv()  # what the other socket has to say of what it has read
         return peer
+
+
+def _post(peer: Peer, pages: Pages) -> None:
+    try:
+        peer.dealer.send(pages)
+    except (zmq.ZMQError, ConfigError) as error:
+        _not_sent(pages, error)
+
+
+def _not_sent(pages: Pages, error: Exception) -> None:
+    """The scheduler gives the move up when nothing comes."""
+    log.warning("pages of move %d were not sent: %s", pages.move, error)
 
 
 def _copy(pages: torch.Tensor, into: torch.Tensor) -> None:

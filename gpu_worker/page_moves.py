@@ -80,23 +80,41 @@ class PageMoves:
             if message.answer.lease == lease:
                 self._answer(message.number, message.answer)
         else:
-            if self._others is not None:
-                self._others.send(message)
-            if isinstance(message, Take):
-                self._said.setdefault(message.move, {})
-                self._guard(message.blocks)
-            elif isinstance(message, Forget):
-                self._said.pop(message.move, None)
-            elif isinstance(message, Give):
-                message = replace(message, endpoint=message.endpoint.split(BETWEEN)[self._number])
-            if (answer := self._mover.handle(message, lease, kv)) is not None:
-                self._answer(self._number, answer)
+            self._do(self._mover, message, lease, kv)
+            if isinstance(message, Give):
+                self._give_more(self._mover, lease, kv)
+
+    def after_step(self, lease: Lease, kv: KVCache) -> None:
+        """A step is computed, and its result not sent. Pages that have come are known before it, so the next plan has
+        them; and those that are to follow the step leave first, for from the result on a sequence waits for them."""
+        if self._mover is not None:
+            self.take_arrived(lease, kv)
+            self._give_more(self._mover, lease, kv)
 
     def take_arrived(self, lease: Lease | None, kv: KVCache | None) -> None:
         """Put what has come from other workers into its blocks."""
         if self._mover is not None:
             for answer in self._mover.take_arrived(lease, kv):
                 self._answer(self._number, answer)
+
+    def _give_more(self, mover: Mover, lease: Lease | None, kv: KVCache | None) -> None:
+        """Do the Gives that are next in line too, and send the pages of them all."""
+        while (give := self._link.next_of(Give)) is not None:
+            self._do(mover, give, lease, kv)
+        mover.flush()
+
+    def _do(self, mover: Mover, message: Take | Give | Forget, lease: Lease | None, kv: KVCache | None) -> None:
+        if self._others is not None:
+            self._others.send(message)
+        if isinstance(message, Take):
+            self._said.setdefault(message.move, {})
+            self._guard(message.blocks)
+        elif isinstance(message, Forget):
+            self._said.pop(message.move, None)
+        elif isinstance(message, Give):
+            message = replace(message, endpoint=message.endpoint.split(BETWEEN)[self._number])
+        if (answer := mover.handle(message, lease, kv)) is not None:
+            self._answer(self._number, answer)
 
     def _answer(self, number: int, answer: Taken | NotMoved) -> None:
         """A process says this. Its leader answers for all: pages are there that all have."""

@@ -415,7 +415,7 @@ class Worker:
             if self._tiers.wanted:
                 self._tiers.begin(plan)
             outcome = self._runner.launch(plan)
-            self._moves.take_arrived(lease, self._runner.kv)  # known before this step's end, so the next plan has them
+            self._moves.after_step(lease, self._runner.kv)
             if self._group.leader:
                 self._results.put(lease, plan.step, outcome)
             self._next_step += 1

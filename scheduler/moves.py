@@ -1,10 +1,11 @@
 """Sequences that go from one replica to another with their keys and values: from a worker that drains, and from one
 that prefills to one that decodes. A room above the planner. No IO.
 
-From one that drains, a sequence goes on decoding while its full blocks are copied (pre-copy). Then it is held, its last
-blocks follow what is in flight, and the next plan of the taker takes it over: what it waits is the copy of those last
-blocks. From a worker for prefills its blocks follow each chunk of the prompt, and it is held when the prompt ends,
-because its next step there would have the length of somebody's prompt.
+From one that drains, a sequence goes on decoding while its full blocks are copied (pre-copy). When those of all that
+go to the same taker have come, they are held together, their last blocks follow what is in flight, and the next plan of
+the taker takes them over: what they wait is the copy of those last blocks. From a worker for prefills the blocks of a
+sequence follow each chunk of its prompt, and it is held when the prompt ends, because its next step there would have
+the length of somebody's prompt.
 
 A move changes nothing until it is complete: whatever fails, a sequence that still runs at the giver goes on there, and
 one that does not is in line as after any loss. Pages for a move that was given up are dropped by the taker: Forget goes
@@ -29,19 +30,23 @@ from .request import Sequence, State
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4
+AT_ONCE = 16
 """Moves at once from a giver that drains, whose sequences decode there until it is their turn. From one for prefills
 all move: a next token there would take as long as somebody's prompt."""
 PIECE_BYTES, WINDOW_BYTES = 4 * 2**20, 32 * 2**20
 """Of one Give, and of a move's pages that were asked for and are not known to have come."""
-BESIDE_BYTES = 8 * 2**20
-"""The same of all moves from one giver whose sequences go on decoding there: on a CPU nothing is computed while pages
-are copied, so this is how much longer a step may take."""
+BESIDE_BYTES, BESIDE_RATE = 2**20, 2**29
+"""The same of all moves from one giver whose sequences go on decoding there: so much, or so much for each second that a
+step of theirs takes, if that is more. On a CPU nothing is computed while pages are copied, at 1 to 10 GiB/s, so this is
+how much longer a step may take, here and where they go."""
 PATIENCE_S = 5.0
 """A move that gets no further for so long is given up, and those two workers are left alone for as long."""
-HOLD_S = 0.005
-"""The taker's next step waits so long at most for the last pages of a sequence that has drawn its last token elsewhere:
-a step is most often longer than they take, and that sequence would wait for it."""
+HOLD_S = 0.01
+"""The taker's next step waits so long at most for the pages after which sequences are held, for those that follow then,
+and when their last tokens elsewhere have come: a step is most often longer than that takes, and they would wait for it.
+"""
+TOGETHER_S = 1.0
+"""So long those that go the same way wait for each other; after that each is held when its own pages have come."""
 SPARE_BLOCKS = 2
 """Reserved beyond what a sequence has, for tokens that it draws while it is on its way."""
 
@@ -50,6 +55,8 @@ class Move:
     """One sequence on its way. Slots: places of its block table."""
 
     __slots__ = (
+        "asked_at",
+        "began_at",
         "generation",
         "given",
         "giver",
@@ -66,6 +73,7 @@ class Move:
     def __init__(self, number: int, seq: Sequence, giver: Replica, taker: Replica, cached: int, now: float):
         self.number, self.seq, self.generation = number, seq, seq.generation
         self.giver, self.taker, self.since = giver, taker, now
+        self.began_at = self.asked_at = now  # when it began, and when pages were asked for last
         self.waits = math.inf  # since when: its last token at the giver has come
         self.given = self.pages = self.offered = cached  # slots asked for, there, and to be found in the taker's cache
         # Slots whose blocks the taker knows. Of the first Take that is so when pages come; of later ones it says so.
@@ -80,6 +88,12 @@ class Move:
     def alive(self) -> bool:
         """The sequence is where it was."""
         return self.seq.generation == self.generation and self.seq.state is State.RUNNING
+
+    @property
+    def full(self) -> int:
+        """Blocks of its sequence that nothing is written into any more. What a plan that was sent writes is there when
+        a Give that is sent now is read."""
+        return (self.seq.scheduled if self.seq.prefilling else self.seq.computed) // self.giver.block_size
 
     def next_pages(self, goal: int, allowed: int) -> tuple[int, int] | None:
         """The slots to ask for next, where some are wanted before ``goal``, the window has room, and so many more are
@@ -139,8 +153,13 @@ class Moves:
         for giver in self._books.replicas.values():
             if giver.kv_format and (giver.draining or giver.role == "prefill"):
                 self._begin_from(giver)
+        groups = self._groups()
+        for group in groups:
+            self._hold(group)
         for move in list(self._moves.values()):
             self._advance(move)
+        for group in groups:
+            self._expect(group)
         outgoing, self._outgoing = self._outgoing, []
         now = self._books.clock()
         untils = [until for move in self._moves.values() for until in move.taker.expected.values()]
@@ -217,6 +236,37 @@ class Moves:
         elif not giver.draining:
             giver.hold(seq)
 
+    # -- together
+
+    def _groups(self) -> list[list[Move]]:
+        """Those that decode, and leave one replica that drains for the same other one."""
+        groups: dict[tuple[Replica, Replica], list[Move]] = {}
+        for move in self._moves.values():
+            if move.giver.draining and move.alive and not move.seq.prefilling:
+                groups.setdefault((move.giver, move.taker), []).append(move)
+        return list(groups.values())
+
+    def _hold(self, group: list[Move]) -> None:
+        """They are held where of each one full block at most has not come: it follows with the last. A plan that is
+        behind another is their last there, so that its worker finds what is to follow when it is done with it; where
+        none comes for a while, they are held all the same."""
+        now = self._books.clock()
+        if len(group[0].giver.in_flight) < 2 and now - HOLD_S <= max(move.asked_at for move in group):
+            return
+        ready = [move for move in group if move.pages >= move.full - 1]
+        for move in ready:
+            if len(ready) == len(group) or now - move.began_at > TOGETHER_S:
+                move.giver.hold(move.seq)
+
+    def _expect(self, group: list[Move]) -> None:
+        """The taker's next step waits where what has been asked for is the last before they are held, and no more than
+        comes meanwhile."""
+        coming = [move for move in group if move.pages < move.full - 1 and move.number in move.taker.reserved]
+        missing = sum(move.full - 1 - move.pages for move in coming)
+        if coming and missing <= coming[0].blocks(PIECE_BYTES) and all(m.given >= m.full - 1 for m in coming):
+            for move in coming:
+                move.taker.expect(move.number, move.asked_at + HOLD_S)
+
     # -- how far
 
     def _advance(self, move: Move) -> None:
@@ -237,12 +287,8 @@ class Moves:
 
     def _go_on(self, move: Move) -> None:
         giver, taker, seq = move.giver, move.taker, move.seq
-        # What a plan that was sent writes is there when a Give that is sent now is read.
-        full = (seq.scheduled if seq.prefilling else seq.computed) // giver.block_size
-        if seq not in giver.held and not seq.prefilling and move.pages >= full:
-            giver.hold(seq)
         held = seq in giver.held
-        goal = blocks_for(seq.scheduled, giver.block_size) if held else full
+        goal = blocks_for(seq.scheduled, giver.block_size) if held else move.full
         if not self._ask(move, goal):
             self._give_up(move, f"worker {taker.number} has no room any more")
             return
@@ -250,8 +296,8 @@ class Moves:
             move.waits = min(move.waits, self._books.clock())
         if ended and move.pages >= goal:
             taker.land(Landing(move.number, seq, move.generation, move.waits))
-        elif giver.draining and held and move.given >= goal and goal - move.pages <= move.blocks(PIECE_BYTES):
-            taker.expect(move.number, move.waits + HOLD_S if ended else 0.0)
+        elif giver.draining and held and move.given >= goal:
+            taker.expect(move.number, (move.waits if ended else move.asked_at) + HOLD_S)
         if not move.awaits:
             move.since = self._books.clock()
 
@@ -277,7 +323,7 @@ class Moves:
             first, end = slots
             give = Give(giver.lease, move.number, first, i32(table[first:end]), taker.endpoint, taker.lease)
             self._outgoing.append((giver.peer, give))
-            move.given = end
+            move.given, move.asked_at = end, self._books.clock()
             allowed -= end - first
         return True
 
@@ -287,7 +333,8 @@ class Moves:
         if move.seq in giver.held or not giver.device.startswith("cpu"):
             return move.blocks(WINDOW_BYTES)
         asked = sum(other.given - other.pages for other in self._moves.values() if other.giver is giver)
-        return max(0, move.blocks(BESIDE_BYTES) - asked)
+        most = min(WINDOW_BYTES, max(BESIDE_BYTES, int(BESIDE_RATE * giver.pace.decode_s)))
+        return max(0, move.blocks(most) - asked)
 
     # -- how it ends early
 

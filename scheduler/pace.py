@@ -25,6 +25,11 @@ class Pace:
         self._last = self._before = 0.0  # what the last two steps of nothing but decodes took
         self._one = self._other = 1, 0.0  # tokens and seconds of the last two with prompts
 
+    @property
+    def decode_s(self) -> float:
+        """Seconds that a step of nothing but decodes takes; 0 where that is not known."""
+        return min(self._before, self._last)
+
     def ended(self, step: Step, seconds: float) -> None:
         """``step`` took so long."""
         if not step.compute_rows:
@@ -34,7 +39,7 @@ class Pace:
 
     def begins(self, step: Step, now: float) -> None:
         """The worker runs ``step`` from now on."""
-        expected = min(self._before, self._last) if not step.compute_rows else self._of_prompts(step)
+        expected = self.decode_s if not step.compute_rows else self._of_prompts(step)
         self.until = now + min(SHARE * expected, expected - REST_S) if expected >= LEAST_S else 0.0
 
     def _of_prompts(self, step: Step) -> float:

@@ -246,7 +246,7 @@ class WorkerRegistry:
                 if replica.tier is not None:
                     self.to_workers += moves(self.core)
                 self.to_workers.append((replica.peer, plan))
-                if replica.role == "prefill":  # what it computed follows at once, before the next step
+                if replica.draining or replica.role == "prefill":  # what it computes follows, before the next step
                     self._advance_moves()
             if replica.adapters is not None:
                 self.to_workers += [(replica.peer, order) for order in replica.adapters.take_orders()]

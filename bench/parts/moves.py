@@ -166,6 +166,7 @@ def _copy_ms(args: argparse.Namespace) -> float:
             for first in range(0, count, piece):
                 blocks = i32(range(first, min(count, first + piece)))
                 movers[0].handle(Give(lease, number, first, blocks, movers[1].endpoint, lease), lease, caches[0])
+            movers[0].flush()
             while there < count:
                 arrived.get(timeout=30)
                 there = max([there, *(taken.pages for taken in movers[1].take_arrived(lease, caches[1]))])

@@ -305,6 +305,10 @@ class Member(_GroupLink):
         except queue.Empty:
             return None
 
+    def next_of(self, kind: type[T]) -> T | None:
+        """As a link's, and never any: there is no hurry before the leader's own part is done."""
+        return None
+
     def post(self, message: Any) -> None:
         """Put a message of this process's own before the compute thread; safe from any thread."""
         self._inbox.put(message)

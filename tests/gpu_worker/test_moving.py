@@ -40,7 +40,9 @@ class Side:
         self.mover.begin(BLOCKS)
 
     def do(self, message: Take | Give | Forget) -> Any:
-        return self.mover.handle(message, LEASE, self.kv)
+        answer = self.mover.handle(message, LEASE, self.kv)
+        self.mover.flush()
+        return answer
 
     def arrived(self, count: int = 1) -> list[Any]:
         """The answers to so many messages of pages."""
@@ -170,6 +172,11 @@ class Noted:
         self.sent.append(message)
 
     def start(self, wake: Any) -> None: ...
+
+    def next_of(self, kind: type) -> Any:
+        return None
+
+    def flush(self) -> None: ...
 
     def end(self) -> None: ...
 

@@ -183,7 +183,7 @@ def test_garbage_is_dropped_counted_and_survived(scheduler, link):
 def test_a_broken_connection_is_a_new_session_under_a_new_identity(scheduler, link):
     old, _ = scheduler.get(Hello)
     scheduler.send(old, Bye("not read before the break"))
-    while link._inbox.empty():
+    while not link._inbox:
         time.sleep(0.01)
     link.loaded = True
     scheduler.restart()

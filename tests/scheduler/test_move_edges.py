@@ -12,7 +12,8 @@ from scheduler_rig import Rig
 from quire.proto.codec import from_i32, i32
 from quire.proto.hashing import hash_blocks, root_of
 from quire.proto.messages import Forget, Give, NotMoved, Take, Taken
-from quire.scheduler.moves import AT_ONCE, HOLD_S, PATIENCE_S, SPARE_BLOCKS, Moves
+from quire.scheduler import moves
+from quire.scheduler.moves import HOLD_S, PATIENCE_S, SPARE_BLOCKS, TOGETHER_S, Moves
 from quire.scheduler.replica import STALL_S, Landing, Replica
 from quire.scheduler.request import Sequence
 
@@ -59,10 +60,10 @@ class MovesRig(Rig):
         self.moves.heard(replica, Taken(replica.lease, move, slots, pages))
 
 
-def drained() -> tuple[MovesRig, Sequence, Replica]:
+def drained(prompt: int = 20) -> tuple[MovesRig, Sequence, Replica]:
     """A sequence whose replica drains, and another that may take it."""
     rig = MovesRig()
-    seq = rig.decoding(20)
+    seq = rig.decoding(prompt)
     rig.replica.drain()
     return rig, seq, rig.join()
 
@@ -122,16 +123,32 @@ def test_of_large_blocks_one_at_least_is_asked_for(block_bytes: int, first: list
 
 
 def test_on_a_cpu_those_that_decode_on_share_what_is_asked_for_beside_them() -> None:
-    rig = MovesRig(device="cpu")
-    first, _ = rig.decoding(48), rig.decoding(80)
+    rig = MovesRig(device="cpu", block_bytes=MIB // 8)
+    rig.decoding(48), rig.decoding(80)
     rig.replica.drain()
     rig.join()
     sent = rig.advance(Give)
-    assert [(give.move, *slots([give])[0]) for give in sent] == [(1, 0, 4), (1, 4, 2), (2, 0, 2)]
+    assert [(give.move, *slots([give])[0]) for give in sent] == [(1, 0, 6), (2, 0, 2)]
+    rig.taken(4)
+    assert [(give.move, *slots([give])[0]) for give in rig.advance(Give)] == [(2, 2, 4)]
+    rig.taken(6, move=2)
+    assert [(give.move, *slots([give])[0]) for give in rig.advance(Give)] == [(2, 6, 4)]
     rig.taken(6)
-    sent = rig.advance(Give)  # the first is held: its last block is no part of it
-    assert first in rig.replica.held
-    assert [(give.move, *slots([give])[0]) for give in sent] == [(1, 6, 1), (2, 2, 4), (2, 6, 1)]
+    rig.taken(9, move=2)
+    rig.now += 2 * HOLD_S
+    sent = rig.advance(Give)  # they are held: what is left of them is no part of it
+    assert len(rig.replica.held) == 2
+    assert [(give.move, *slots([give])[0]) for give in sent] == [(1, 6, 1), (2, 10, 1)]
+
+
+@pytest.mark.parametrize(("step_s", "blocks"), [(0.0, 8), (0.001, 8), (0.01, 40), (10.0, 256)])
+def test_on_a_cpu_with_long_steps_more_is_asked_for_beside_them(step_s: float, blocks: int) -> None:
+    rig = MovesRig(device="cpu", block_bytes=MIB // 8, blocks=1000, max_model_len=5000, max_num_batched_tokens=4000)
+    rig.decoding(3000)
+    rig.replica.pace._before = rig.replica.pace._last = step_s
+    rig.replica.drain()
+    rig.join(blocks=1000)
+    assert sum(count for _, count in slots(rig.advance(Give))) == blocks
 
 
 # ---------------------------------------------------------------- to its end
@@ -143,15 +160,20 @@ def test_a_move_from_its_first_page_to_its_first_plan_elsewhere() -> None:
     rig.advance()
     assert seq not in rig.replica.held
     rig.plan()
-    assert seq.scheduled > seq.computed
     rig.taken(2)
-    assert slots(rig.advance()) == [(2, 1)] and seq in rig.replica.held
+    assert rig.advance() == [] and seq not in rig.replica.held
+    rig.plan()
+    assert seq.scheduled > seq.computed + 1
+    assert slots(rig.advance()) == [(2, 1)] and seq in rig.replica.held  # behind two plans with it
     hashes = hash_blocks(i32(rig.prompt(20, 1)), 8, root_of(""))
     assert taker.pool.find(hashes, 9) == taker.reserved[1].blocks[:2]
-    assert taker.expected == {1: 0.0} and not taker.landed
+    assert taker.expected == {1: rig.now + HOLD_S} and not taker.landed
     rig.taken(3)
     rig.advance()
-    assert not taker.landed  # a step of it is in flight
+    assert not taker.landed  # two steps of it are in flight
+    rig.work()
+    rig.advance()
+    assert not taker.landed
     rig.work()
     rig.advance()
     (landing,) = taker.landed
@@ -161,7 +183,7 @@ def test_a_move_from_its_first_page_to_its_first_plan_elsewhere() -> None:
     assert plan is not None and [admit.uid for admit in plan.admits] == [1] and seq.replica == 1
     assert len(seq.blocks) == 3 and taker.pool.used == 3 and rig.replica.pool.used == 0
     assert rig.advance() == [Forget(taker.lease, 1)] and not rig.moves._moves and not rig.moves._moving
-    assert (rig.core.moves, rig.core.moved_tokens, rig.core.recomputed_tokens) == (1, 22, 0)
+    assert (rig.core.moves, rig.core.moved_tokens, rig.core.recomputed_tokens) == (1, 23, 0)
 
 
 def test_a_prompt_that_was_computed_elsewhere_is_no_part_of_a_move() -> None:
@@ -173,9 +195,10 @@ def test_a_prompt_that_was_computed_elsewhere_is_no_part_of_a_move() -> None:
     blocks = taker.pool.allocate_many(2)
     taker.pool.register_many(blocks, hash_blocks(i32(prompt), 8, root_of("")))
     taker.pool.release_table(blocks)
-    take, *gives = rig.advance()
+    (take,) = rig.advance()
     assert take.pages == 2 and from_i32(take.blocks)[:2] == blocks and len(from_i32(take.blocks)) == 3 + SPARE_BLOCKS
-    assert slots(gives) == [(2, 1)] and taker.pool.used == 5
+    rig.now += 2 * HOLD_S
+    assert slots(rig.advance()) == [(2, 1)] and taker.pool.used == 5
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -219,9 +242,10 @@ def test_the_blocks_of_a_prompt_follow_each_chunk_and_it_does_not_decode_there()
 # ---------------------------------------------------------------- who goes
 
 
-def test_so_many_move_at_once() -> None:
+def test_so_many_move_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "AT_ONCE", 4)
     rig = MovesRig(max_num_seqs=16)
-    for _ in range(AT_ONCE + 2):
+    for _ in range(6):
         rig.decoding(8)
     rig.replica.drain()
     rig.join()
@@ -232,12 +256,85 @@ def test_so_many_move_at_once() -> None:
     assert [uid for uid, _ in rig.begun()] == [5, 6]
 
 
-def test_from_a_worker_for_prefills_all_move_at_once() -> None:
-    rig = MovesRig("prefill", max_num_seqs=16)
+def test_from_a_worker_for_prefills_all_move_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "AT_ONCE", 4)
+    rig = MovesRig("prefill", max_num_seqs=8)
     rig.join(role="decode")
-    uids = [rig.submit(8, max_tokens=60) for _ in range(AT_ONCE + 2)]
+    uids = [rig.submit(8, max_tokens=60) for _ in range(6)]
     rig.plan()
-    assert [uid for uid, _ in rig.begun()] == uids and len(rig.replica.held) == AT_ONCE + 2
+    assert [uid for uid, _ in rig.begun()] == uids and len(rig.replica.held) == 6
+
+
+def together() -> tuple[MovesRig, Sequence, Sequence, Replica]:
+    """Two that go to the same replica, and two plans with both in flight. Of one all full blocks have come."""
+    rig = MovesRig()
+    short, long = rig.decoding(20), rig.decoding(48)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    rig.plan(), rig.plan()
+    rig.taken(2)
+    return rig, short, long, taker
+
+
+def test_those_that_go_the_same_way_are_held_together() -> None:
+    rig, short, long, taker = together()
+    assert rig.advance() == [] and not rig.replica.held
+    rig.taken(4, move=2)  # two full blocks of six are still to come
+    assert rig.advance() == [] and not rig.replica.held and taker.expected == {2: rig.now + HOLD_S}
+    assert taker.has_enough(rig.core.clock)
+    rig.taken(5, move=2)  # the one that is left goes with the last
+    assert slots(rig.advance(Give)) == [(2, 2), (6, 1)] and rig.replica.held == {short, long}
+
+
+def test_one_whose_pages_have_come_waits_for_others_no_longer_than_that() -> None:
+    rig, short, long, _ = together()
+    rig.now += TOGETHER_S
+    rig.taken(2)
+    assert rig.advance() == [] and not rig.replica.held
+    rig.now += TOGETHER_S / 100
+    assert slots(rig.advance(Give)) == [(2, 2)] and rig.replica.held == {short}
+    rig.taken(5, move=2)
+    rig.advance()
+    assert rig.replica.held == {short, long}
+
+
+def test_two_takers_do_not_wait_for_each_other() -> None:
+    rig = MovesRig()
+    first, _ = rig.decoding(20), rig.decoding(48)
+    rig.replica.drain()
+    rig.join(1, blocks=10), rig.join(2)  # the first has room for one
+    assert [number for _, number in rig.begun()] == [1, 2]
+    rig.plan(), rig.plan()
+    rig.taken(2)
+    rig.advance()
+    assert rig.replica.held == {first}
+
+
+def test_a_taker_does_not_wait_for_more_than_comes_soon() -> None:
+    """Its steps go on while many pages are on the way, and while some are still to be asked for."""
+    rig = MovesRig()
+    rig.decoding(80)
+    rig.replica.drain()
+    taker = rig.join()
+    rig.advance()
+    rig.taken(4)  # five of ten, and one that may follow
+    rig.advance()
+    assert taker.expected == {}
+    rig.taken(5)
+    rig.advance()
+    assert taker.expected == {1: rig.now + HOLD_S}
+    rig = MovesRig(device="cpu")
+    rig.decoding(40)
+    rig.replica.drain()
+    taker = rig.join()
+    for pages in (0, 1, 2):
+        rig.taken(pages)
+        rig.advance()
+        assert taker.expected == {}  # one page at a time is asked for
+    rig.taken(3)
+    rig.advance()
+    assert taker.expected == {1: rig.now + HOLD_S}
 
 
 def test_who_draws_no_token_more_stays() -> None:
@@ -364,7 +461,7 @@ def test_who_stalls_or_has_a_suspect_takes_nobody(losses: int, after: float, mov
 
 
 def test_a_move_that_gets_no_further_is_given_up_and_those_two_are_left_alone() -> None:
-    rig, seq, taker = drained()
+    rig, seq, taker = drained(40)
     assert rig.begun() == [(1, 1)]
     rig.now += PATIENCE_S
     assert rig.advance() == []
@@ -398,6 +495,7 @@ def test_one_that_owes_no_answer_may_take_its_time() -> None:
     rig.advance()
     for pages in (2, 3):
         rig.taken(pages)
+        rig.now += 2 * HOLD_S
         rig.advance()
     for _ in range(3):
         rig.now += PATIENCE_S  # its step takes long
@@ -429,6 +527,7 @@ def test_what_was_held_goes_on_where_it_is() -> None:
     rig, seq, taker = drained()
     rig.advance()
     rig.taken(2)
+    rig.now += 2 * HOLD_S
     rig.advance()
     assert seq in rig.replica.held and rig.plan() is None
     taker.drain()
@@ -481,6 +580,7 @@ def test_one_for_whose_next_token_there_is_no_room_does_not_land() -> None:
     while seq.computed < 40:
         rig.step()
     rig.advance()
+    rig.now += 2 * HOLD_S
     rig.taken(5)  # all that is computed is there, and its next token begins a block
     assert rig.advance() == [Forget(taker.lease, 1)]
     assert not taker.landed and not taker.expected and not rig.replica.held
@@ -526,7 +626,7 @@ def test_a_taker_that_does_not_say_that_it_knows_its_blocks_is_not_waited_for() 
     while seq.computed < 48:
         rig.step()
     assert [take.first for take in rig.advance(Take)] == [5]
-    rig.taken(5, slots=5)
+    rig.taken(4, slots=5)
     rig.now += PATIENCE_S
     assert rig.advance() == []
     rig.now += 0.1
@@ -551,6 +651,7 @@ def test_what_a_taker_says_of_one_that_a_plan_took_over_is_late() -> None:
     rig.advance()
     for pages in (2, 3):
         rig.taken(pages)
+        rig.now += 2 * HOLD_S
         rig.advance()
     assert taker.landed and rig.core.plan(taker) is not None
     rig.taken(3)
@@ -582,8 +683,9 @@ def test_the_takers_next_plan_waits_a_moment_for_the_last_pages_of_what_has_draw
     rig.replica.drain()
     taker = rig.join()
     rig.advance()
-    assert rig.moves.wake_at == math.inf
     rig.taken(2)
+    rig.now += 2 * HOLD_S
+    assert rig.moves.wake_at < rig.now
     rig.advance()
     rig.submit(8)
     until = rig.now + HOLD_S

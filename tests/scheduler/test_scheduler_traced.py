@@ -247,7 +247,7 @@ def test_one_that_moves_decodes_on_elsewhere(traced: None) -> None:
     for pages in (0, 2, 3):
         moves.heard(taker, Taken(taker.lease, 1, 999, pages))
         moves.advance()
-    rig.now += 1.5
+        rig.now += 0.5
     assert rig.core.plan(taker) is not None and rig.core.moves == 1
     (followed,) = rig.core._followed.values()
     assert followed.span.events == [("moved", 1.5, {"quire.from": 0, "quire.replica": 1})]
