@@ -66,7 +66,7 @@ class KVCache:
             self.k += list(keys.unbind(0))
             self.v += list(values.unbind(0))
         self._ahead: Ahead | None = None
-        if device.type == "cpu":
+        if device.type == "cpu" and self._pools:  # an encoder keeps nothing
             ranges = [pool.transpose(1, 2).view(torch.uint8).flatten(0, 1) for pool in self._pools]
             self._ahead = Ahead(ranges)
 

@@ -155,6 +155,10 @@ def test_cache_memory_is_provided_ahead_of_what_is_written(monkeypatch):
     assert not started  # there is no more
 
 
+def test_a_cache_of_no_layers_has_nothing_to_provide():
+    KVCache(types.SimpleNamespace(num_layers=0, kv_heads=(), head_dim=64), 64, 16, torch.float32, CPU).reach(0)
+
+
 def test_a_system_that_provides_nothing_ahead_is_asked_once_each_time(monkeypatch):
     cache = KVCache(types.SimpleNamespace(num_layers=2, kv_heads=(1, 1), head_dim=64), 64, 16, torch.float32, CPU)
     asked = []
