@@ -9,10 +9,12 @@ ahead of what is used that memory nobody needs stays with the system.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import threading
+import weakref
 
 import torch
 
@@ -31,7 +33,6 @@ class Ahead:
         self._pools, self._num_blocks = pools, pools[0].shape[1]
         self._margin = max(1, AHEAD_BYTES // max(pool.shape[2] for pool in pools))
         self._provided = self._due = 0  # blocks that are provided, or on their way; the first that wants more
-        self._busy = threading.Lock()
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
 
     def reach(self, block: int) -> None:
@@ -40,16 +41,31 @@ class Ahead:
             return
         first, self._provided = self._provided, min(self._num_blocks, block + 1 + self._margin)
         self._due = self._provided - self._margin // 2
-        threading.Thread(target=self._provide, args=(first, self._provided), name="ahead", daemon=True).start()
+        run = threading.Thread(
+            target=_provide, args=(weakref.ref(self), first, self._provided), name="ahead", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # there may be no thread to be had; memory comes when it is touched
+            run.start()
 
-    def _provide(self, first: int, end: int) -> None:
-        with self._busy:  # one after the other: whoever asked last is further from needing it
-            for pool in self._pools:
-                page = pool.shape[2]
-                for part in range(pool.shape[0]):
-                    start = pool[part].data_ptr() + first * page
-                    start, rest = start - start % mmap.PAGESIZE, start % mmap.PAGESIZE
-                    size = ctypes.c_size_t(rest + (end - first) * page)
-                    if self._madvise(ctypes.c_void_p(start), size, _POPULATE_WRITE):
-                        log.debug("pages come when they are touched: madvise says errno %d", ctypes.get_errno())
-                        return
+    def provide(self, number: int, first: int, end: int) -> bool:
+        """Blocks from ``first`` to before ``end`` of one range. False where there is none of this number, or the system
+        does not do so."""
+        for pool in self._pools:
+            if number < pool.shape[0]:
+                start, page = pool[number].data_ptr(), pool.shape[2]
+                at = (start + first * page) // mmap.PAGESIZE * mmap.PAGESIZE
+                size = ctypes.c_size_t(start + end * page - at)
+                failed = self._madvise(ctypes.c_void_p(at), size, _POPULATE_WRITE)
+                if failed:
+                    log.debug("pages come when they are touched: madvise says errno %d", ctypes.get_errno())
+                return not failed
+            number -= pool.shape[0]
+        return False
+
+
+def _provide(of: weakref.ref[Ahead], first: int, end: int) -> None:
+    """Until all is provided, or the cache is gone."""
+    number = 0
+    while (ahead := of()) is not None and ahead.provide(number, first, end):
+        number += 1
+        del ahead

@@ -150,9 +150,11 @@ class Link:
 
     def next_of(self, kind: type[T]) -> T | None:
         """The next message where it has been received and is of this kind; else None, and it stays the next."""
-        if self._inbox and self._inbox[0][0] == self._session and isinstance(self._inbox[0][1], kind):
-            return self.get()  # type: ignore[no-any-return]
-        return None
+        session, message = self._inbox[0] if self._inbox else (0, None)
+        if session != self._session or not isinstance(message, kind):
+            return None
+        self._inbox.popleft()
+        return message
 
     def send(self, message: Any) -> None:
         """Send a message; dropped if the session it answers is over."""

@@ -6,12 +6,14 @@ to the leader, which passes it on; and pages have come when all processes have t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from ..proto.codec import from_i32
 from ..proto.messages import Forget, Give, Lease, NotMoved, Take, Taken
 from .kv_cache import KVCache
 from .link import Arrived
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from .moving import Mover
     from .parallel.group_link import Leader
 
+BEFORE_RESULT_BYTES = 4 * 2**20
+"""Of pages that are read before a step's result is sent: others wait for its tokens."""
 BETWEEN = "\n"
 """What stands between the endpoints of a replica's processes, in the order of their numbers."""
 
@@ -89,7 +93,7 @@ class PageMoves:
         them; and those that are to follow the step leave first, for from the result on a sequence waits for them."""
         if self._mover is not None:
             self.take_arrived(lease, kv)
-            self._give_more(self._mover, lease, kv)
+            self._give_more(self._mover, lease, kv, BEFORE_RESULT_BYTES)
 
     def take_arrived(self, lease: Lease | None, kv: KVCache | None) -> None:
         """Put what has come from other workers into its blocks."""
@@ -97,10 +101,11 @@ class PageMoves:
             for answer in self._mover.take_arrived(lease, kv):
                 self._answer(self._number, answer)
 
-    def _give_more(self, mover: Mover, lease: Lease | None, kv: KVCache | None) -> None:
-        """Do the Gives that are next in line too, and send the pages of them all."""
-        while (give := self._link.next_of(Give)) is not None:
+    def _give_more(self, mover: Mover, lease: Lease | None, kv: KVCache | None, most: float = math.inf) -> None:
+        """Do the Gives that are next in line too, until ``most`` bytes are read, and send the pages of them all."""
+        while most > 0 and (give := self._link.next_of(Give)) is not None:
             self._do(mover, give, lease, kv)
+            most -= 0 if kv is None else len(from_i32(give.blocks)) * kv.bytes_of_block
         mover.flush()
 
     def _do(self, mover: Mover, message: Take | Give | Forget, lease: Lease | None, kv: KVCache | None) -> None:

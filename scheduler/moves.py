@@ -30,15 +30,15 @@ from .request import Sequence, State
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 16
-"""Moves at once from a giver that drains, whose sequences decode there until it is their turn. From one for prefills
-all move: a next token there would take as long as somebody's prompt."""
+AT_ONCE, AT_ONCE_PREFILLED = 16, 64
+"""Moves at once from a giver that drains, whose sequences decode there until it is their turn, and from one for
+prefills, where a next token would take as long as somebody's prompt. (A worker that is busy lets 256 messages wait.)"""
 PIECE_BYTES, WINDOW_BYTES = 4 * 2**20, 32 * 2**20
-"""Of one Give, and of a move's pages that were asked for and are not known to have come."""
+"""Of one Give, and of one giver's pages that were asked for and are not known to have come."""
 BESIDE_BYTES, BESIDE_RATE = 2**20, 2**29
-"""The same of all moves from one giver whose sequences go on decoding there: so much, or so much for each second that a
-step of theirs takes, if that is more. On a CPU nothing is computed while pages are copied, at 1 to 10 GiB/s, so this is
-how much longer a step may take, here and where they go."""
+"""The same while sequences decode at the giver: so much, or so much for each second that a step of theirs takes, if
+that is more. On a CPU nothing is computed while pages are copied, at 1 to 10 GiB/s, so this is how much longer a step
+may take, here and where they go."""
 PATIENCE_S = 5.0
 """A move that gets no further for so long is given up, and those two workers are left alone for as long."""
 HOLD_S = 0.01
@@ -46,9 +46,11 @@ HOLD_S = 0.01
 and when their last tokens elsewhere have come: a step is most often longer than that takes, and they would wait for it.
 """
 TOGETHER_S = 1.0
-"""So long those that go the same way wait for each other; after that each is held when its own pages have come."""
+"""So long those that go the same way wait for each other, and a quarter of a drain's time at most; after that each is
+held when its own pages have come."""
 SPARE_BLOCKS = 2
-"""Reserved beyond what a sequence has, for tokens that it draws while it is on its way."""
+"""Reserved beyond what a sequence has, for tokens that it draws while it is on its way: what it holds in the end is
+asked for without another word of the taker's."""
 
 
 class Move:
@@ -96,10 +98,9 @@ class Move:
         return (self.seq.scheduled if self.seq.prefilling else self.seq.computed) // self.giver.block_size
 
     def next_pages(self, goal: int, allowed: int) -> tuple[int, int] | None:
-        """The slots to ask for next, where some are wanted before ``goal``, the window has room, and so many more are
-        ``allowed``: from, to before."""
-        end = min(goal, self.known, self.given + self.blocks(PIECE_BYTES), self.pages + self.blocks(WINDOW_BYTES))
-        end = min(end, self.given + allowed)
+        """The slots to ask for next, where some are wanted before ``goal`` and so many more are ``allowed``: from, to
+        before."""
+        end = min(goal, self.known, self.given + self.blocks(PIECE_BYTES), self.given + allowed)
         return (self.given, end) if end > self.given else None
 
     def blocks(self, size: int) -> int:
@@ -169,13 +170,12 @@ class Moves:
     # -- where to
 
     def _begin_from(self, giver: Replica) -> None:
-        room = giver.num_rows
-        if giver.draining:
-            room = AT_ONCE - sum(move.giver is giver for move in self._moves.values())
+        most = AT_ONCE if giver.draining else AT_ONCE_PREFILLED
+        room = most - sum(move.giver is giver for move in self._moves.values())
         for seq in [*giver.decoding, *(() if giver.draining else giver.prefilling)]:
             if room <= 0:
                 return
-            if self._may_move(seq):
+            if self._may_move(seq) and not (giver.draining and self._shares(seq)):
                 if (taker := self._taker(giver, seq)) is None:
                     continue
                 self._begin(giver, taker, seq)
@@ -186,7 +186,14 @@ class Moves:
         what ends workers stay."""
         if seq in self._moving or isinstance(seq, BeamGroup) or seq.quarantined:
             return False
-        return (seq.total if seq.prefilling else seq.scheduled) < seq.end
+        return (seq.total if seq.prefilling else seq.computed if seq.loose else seq.scheduled) < seq.end
+
+    def _shares(self, seq: Sequence) -> bool:
+        """Another child of its request is on its way with the prompt that both have: it finds that there later."""
+        if len(seq.request.live) < 2:
+            return False
+        others = (move for other, move in self._moving.items() if other.request is seq.request)
+        return any(move.offered < seq.prompt_len // move.taker.block_size for move in others)
 
     def _taker(self, giver: Replica, seq: Sequence) -> Replica | None:
         """The best of the replicas that have room: one that decodes, if there is one, and the least loaded. Where it
@@ -251,11 +258,11 @@ class Moves:
         behind another is their last there, so that its worker finds what is to follow when it is done with it; where
         none comes for a while, they are held all the same."""
         now = self._books.clock()
-        if len(group[0].giver.in_flight) < 2 and now - HOLD_S <= max(move.asked_at for move in group):
-            return
+        late = now - min(TOGETHER_S, self._books.config.drain_timeout / 4)
         ready = [move for move in group if move.pages >= move.full - 1]
+        behind = len(group[0].giver.in_flight) > 1 or now - HOLD_S > max(move.asked_at for move in group)
         for move in ready:
-            if len(ready) == len(group) or now - move.began_at > TOGETHER_S:
+            if (behind and len(ready) == len(group)) or move.began_at < late:
                 move.giver.hold(move.seq)
 
     def _expect(self, group: list[Move]) -> None:
@@ -280,8 +287,8 @@ class Moves:
             self._give_up(move)
         elif books.clock() - move.since > PATIENCE_S:
             self._give_up(move, f"it got no further for {PATIENCE_S:g} s", apart=True)
-        elif taker.draining:
-            self._give_up(move, "its taker drains")
+        elif taker.draining or taker.quarantined:
+            self._give_up(move, "its taker drains" if taker.draining else "its taker runs another alone")
         elif not any(landing.move == move.number for landing in taker.landed):
             self._go_on(move)
 
@@ -312,8 +319,11 @@ class Moves:
         blocks = taker.reserved[move.number].blocks
         # Of one that is held the taker's first plan writes another token, which may be the first of a block.
         needed = max(goal, blocks_for(seq.total, taker.block_size)) if seq in giver.held else goal
-        if (missing := needed - len(blocks)) > 0:
-            if taker.pool.free_count - missing < taker.running:
+        missing, room = needed - len(blocks), taker.pool.free_count - taker.running
+        if missing >= 0 and seq not in giver.held and missing + SPARE_BLOCKS <= room:
+            missing += SPARE_BLOCKS
+        if missing > 0:
+            if missing > room:
                 return False
             more = taker.reserve_more(move.number, missing)
             take = Take(taker.lease, move.number, len(blocks) - len(more), i32(more))
@@ -328,12 +338,12 @@ class Moves:
         return True
 
     def _allowed(self, move: Move) -> int:
-        """Blocks of it that may be asked for now: while it decodes, so many that the giver's steps stay short."""
-        giver = move.giver
-        if move.seq in giver.held or not giver.device.startswith("cpu"):
-            return move.blocks(WINDOW_BYTES)
+        """Blocks of it that may be asked for now: while it decodes on a CPU, so many that the giver's steps stay
+        short."""
+        giver, most = move.giver, WINDOW_BYTES
+        if move.seq not in giver.held and giver.device.startswith("cpu"):
+            most = min(most, max(BESIDE_BYTES, int(BESIDE_RATE * giver.pace.decode_s)))
         asked = sum(other.given - other.pages for other in self._moves.values() if other.giver is giver)
-        most = min(WINDOW_BYTES, max(BESIDE_BYTES, int(BESIDE_RATE * giver.pace.decode_s)))
         return max(0, move.blocks(most) - asked)
 
     # -- how it ends early

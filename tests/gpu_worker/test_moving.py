@@ -14,7 +14,7 @@ from quire.gpu_worker import shared_pages
 from quire.gpu_worker.kv_cache import KVCache
 from quire.gpu_worker.link import Arrived
 from quire.gpu_worker.moving import Mover
-from quire.gpu_worker.page_moves import BETWEEN, PageMoves, Said
+from quire.gpu_worker.page_moves import BEFORE_RESULT_BYTES, BETWEEN, PageMoves, Said
 from quire.proto.codec import i32
 from quire.proto.messages import Forget, Give, Lease, NotMoved, SharedMemory, Take, Taken
 from quire.proto.wire.sockets import Keys
@@ -167,6 +167,7 @@ class Noted:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.given: list[str] = []
+        self.flushed = 0
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
@@ -176,7 +177,8 @@ class Noted:
     def next_of(self, kind: type) -> Any:
         return None
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        self.flushed += 1
 
     def end(self) -> None: ...
 
@@ -186,6 +188,31 @@ class Noted:
 
     def take_arrived(self, lease: Any, kv: Any) -> list[Any]:
         return [Taken(LEASE, 1, 4, 4)]
+
+
+def test_pages_that_are_to_follow_a_step_leave_before_its_result_but_not_too_many() -> None:
+    class Line(Noted):
+        """A link with Gives that wait."""
+
+        def __init__(self, waiting: list[Any]) -> None:
+            super().__init__()
+            self.waiting = waiting
+
+        def next_of(self, kind: type) -> Any:
+            return self.waiting.pop(0) if self.waiting and isinstance(self.waiting[0], kind) else None
+
+    gives = [Give(LEASE, move, 0, i32([1, 2]), f"ipc://{move}", LEASE) for move in range(1, 6)]
+    mover, link = Noted(), Line([*gives[:2], Forget(LEASE, 9), *gives[2:]])
+    moves = PageMoves(mover, None, 0, 1, lambda blocks: None)  # type: ignore[arg-type]
+    moves.attach(link)
+    kv = types.SimpleNamespace(bytes_of_block=16)
+    moves.after_step(LEASE, kv)  # type: ignore[arg-type]
+    assert mover.given == ["ipc://1", "ipc://2"] and isinstance(link.waiting.pop(0), Forget)  # behind another message
+    kv.bytes_of_block = BEFORE_RESULT_BYTES // 4
+    moves.after_step(LEASE, kv)  # type: ignore[arg-type]
+    assert mover.given[2:] == ["ipc://3", "ipc://4"]
+    moves.handle(link.waiting.pop(0), LEASE, kv)  # type: ignore[arg-type]
+    assert mover.given[4:] == ["ipc://5"] and mover.flushed == 3
 
 
 def test_pages_have_come_when_all_processes_have_theirs() -> None:

@@ -195,6 +195,22 @@ def test_a_broken_connection_is_a_new_session_under_a_new_identity(scheduler, li
         pass
 
 
+def test_the_next_message_is_taken_where_it_is_of_a_kind_and_of_this_session(scheduler, link):
+    peer, _ = scheduler.get(Hello)
+    for message in (Drain("1"), Drain("2"), Bye("3")):
+        scheduler.send(peer, message)
+    assert link.get(30) == Drain("1")
+    while len(link._inbox) < 2:
+        link.send(Bye(""))  # which receives, too
+        time.sleep(0.01)
+    assert link.next_of(Bye) is None
+    assert link.next_of(Drain) == Drain("2") and link.next_of(Drain) is None
+    link._session += 1
+    assert link.next_of(Bye) is None  # of the session before
+    link._session -= 1
+    assert link.get(30) == Bye("3") and link.next_of(Bye) is None
+
+
 def test_what_answers_an_old_session_is_not_sent_in_the_new(scheduler, link):
     old, _ = scheduler.get(Hello)
     scheduler.send(old, Drain())

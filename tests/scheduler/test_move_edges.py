@@ -105,8 +105,8 @@ def test_pages_go_to_blocks_that_the_taker_knows() -> None:
     while len(seq.blocks) < 7:
         rig.step()
     (take, *gives) = rig.advance()
-    assert (take.first, len(from_i32(take.blocks)), slots(gives)) == (5, 1, [(2, 3)])
-    assert len(taker.reserved[1].blocks) == 6
+    assert (take.first, len(from_i32(take.blocks)), slots(gives)) == (5, 1 + SPARE_BLOCKS, [(2, 3)])
+    assert len(taker.reserved[1].blocks) == 6 + SPARE_BLOCKS
     rig.taken(2, slots=5)
     assert rig.advance() == []
     rig.taken(2, slots=6)
@@ -297,6 +297,98 @@ def test_one_whose_pages_have_come_waits_for_others_no_longer_than_that() -> Non
     rig.taken(5, move=2)
     rig.advance()
     assert rig.replica.held == {short, long}
+
+
+def test_one_that_has_waited_for_others_is_held_whatever_its_giver_does() -> None:
+    """Although more is asked for all the time, and no plan is behind another."""
+    rig = MovesRig()
+    short, long = rig.decoding(20), rig.decoding(48)
+    rig.replica.drain()
+    rig.join()
+    rig.advance()
+    rig.taken(2)
+    rig.plan()
+    for _ in range(3):
+        rig.now += TOGETHER_S / 2
+        rig.moves._moves[2].asked_at = rig.now
+        rig.taken(2)
+        rig.advance()
+    assert rig.replica.held == {short} and long not in rig.replica.held
+
+
+def test_a_drain_of_little_time_has_them_wait_for_less() -> None:
+    rig = MovesRig(drain_timeout=1.0)
+    short, _ = rig.decoding(20), rig.decoding(48)
+    rig.replica.drain()
+    rig.join()
+    rig.advance()
+    rig.taken(2)
+    rig.now += 0.24
+    rig.advance()
+    assert not rig.replica.held
+    rig.now += 0.02
+    rig.advance()
+    assert rig.replica.held == {short}
+
+
+def test_what_is_left_of_one_that_is_held_waits_for_no_word_of_the_takers() -> None:
+    """However far it came while its pages were copied: blocks are reserved ahead."""
+    rig, seq, taker = drained()
+    rig.advance()
+    for blocks in range(2, 8):
+        while len(seq.blocks) <= blocks:
+            rig.step()
+        rig.taken(blocks - 2, slots=len(taker.reserved[1].blocks))
+        rig.moves._moves[1].asked_at = rig.now
+        rig.advance()
+        assert not rig.replica.held and len(taker.reserved[1].blocks) > len(seq.blocks) - 1
+    rig.taken(rig.moves._moves[1].given, slots=len(taker.reserved[1].blocks))
+    rig.plan(), rig.plan()
+    sent = rig.advance()
+    assert rig.replica.held == {seq} and {type(message) for message in sent} == {Give}
+
+
+def test_a_burst_of_prompts_floods_nobody() -> None:
+    """Workers that are busy let some messages wait, and then take their sender for broken."""
+    for prompt, block_bytes in ((20, 1024), (100, MIB), (600, MIB)):
+        rig = MovesRig("prefill", max_num_seqs=256, max_num_batched_tokens=2**17, blocks=2**15, block_bytes=block_bytes)
+        rig.join(role="decode", blocks=2**15)
+        for _ in range(256):
+            rig.submit(prompt, max_tokens=60)
+        rig.plan()
+        sent = [rig.moves.advance() for _ in range(3)]
+        to = [peer for messages in sent for peer, _ in messages]
+        assert 0 < to.count("w0") <= 72 and 0 < to.count("w1") <= 64
+        gives = [message for messages in sent for _, message in messages if isinstance(message, Give)]
+        assert sum(len(from_i32(give.blocks)) for give in gives) * block_bytes <= 36 * MIB
+
+
+def test_children_of_one_request_find_their_prompt_where_the_first_went() -> None:
+    rig = MovesRig(max_num_seqs=16)
+    uid = rig.submit(80, n=4, temperature=1.0, max_tokens=60)
+    while any(len(rig.tokens.get((uid, at), [])) < 2 for at in range(4)):
+        rig.step()
+    rig.replica.drain()
+    taker = rig.join()
+    assert [each for each, _ in rig.begun()] == [uid]
+    rig.taken(5)
+    assert rig.begun() == []
+    rig.taken(10)
+    rig.advance()  # the taker's cache has the prompt from here on
+    takes = rig.advance(Take)
+    assert [take.pages for take in takes] == [10, 10, 10]
+    assert taker.pool.used == 11 + SPARE_BLOCKS + 3 * (1 + SPARE_BLOCKS)
+
+
+def test_a_taker_that_runs_another_alone_is_not_waited_for() -> None:
+    rig, seq, taker = drained()
+    rig.advance()
+    rig.taken(2)
+    rig.now += 2 * HOLD_S
+    rig.advance()
+    assert seq in rig.replica.held
+    taker.quarantined.append(seq)
+    assert rig.moves.advance() == [("w1", Forget(taker.lease, 1))] and seq not in rig.replica.held
 
 
 def test_two_takers_do_not_wait_for_each_other() -> None:
