@@ -126,7 +126,7 @@ def test_cache_memory_is_provided_ahead_of_what_is_written(monkeypatch):
     """In each layer's and head's range, so far and no further, and what was written stays."""
     monkeypatch.setattr(ahead, "AHEAD_BYTES", 2**16)
     spec = types.SimpleNamespace(num_layers=2, kv_heads=(2, 1), head_dim=64)
-    cache = KVCache(spec, 2**12, 16, torch.float32, CPU)  # pages of 4 KiB: 16 of them are provided ahead
+    cache = KVCache(spec, 2**13, 16, torch.float32, CPU)  # pages of 4 KiB: 16 of them are provided ahead
     ranges = [pool.transpose(1, 2).flatten(0, 1) for pool in cache._pools]
     for pool in ranges:  # MADV_NOHUGEPAGE: else the first touch provides 2 MiB
         start = -(-pool.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -146,12 +146,12 @@ def test_cache_memory_is_provided_ahead_of_what_is_written(monkeypatch):
         assert resident(each[:117]) == 1.0 and resident(each[130:]) < 0.01
     assert bool((cache.k[0][10] == 3.0).all()) and bool((cache.v[1][110] == 4.0).all())
     assert not cache.k[0][11].any() and not cache.k[1][100].any()
-    cache.reach(2**12 - 1)
+    cache.reach(2**13 - 1)
     provided(cache)
     assert all(resident(each) == 1.0 for pool in ranges for each in pool)
     started = []
     monkeypatch.setattr(threading.Thread, "start", lambda self: started.append(self))
-    cache.reach(2**12 - 1)
+    cache.reach(2**13 - 1)
     assert not started  # there is no more
 
 
