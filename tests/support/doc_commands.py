@@ -48,6 +48,9 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+REPLICA = re.compile(r"replica \d+ is ready")
+
+
 class Reader:
     """Somebody who does what a page says. ``close`` ends what still runs and removes the folder."""
 
@@ -105,7 +108,10 @@ class Reader:
             )  # fmt: skip
         self._servers.append((process, log))
         deadline = time.monotonic() + START_S
-        while READY not in log.read_text("utf-8"):
+        # It answers when its first worker is there; a page that starts several goes on to list them.
+        several = re.search(r"--data-parallel-size (\d+)", text)
+        workers = int(several[1]) if several else 0
+        while READY not in (said := log.read_text("utf-8")) or len(REPLICA.findall(said)) < workers:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"never ready:\n{text}{self._logs()}")
             time.sleep(0.05)
