@@ -149,8 +149,9 @@ class Mover:
         else:  # here: a thread would come to it when the next step is done
             size = len(blocks) * kv.bytes_of_block
             read = self._fill(give, len(blocks), size, lambda into: kv.read_blocks(blocks, into.view(len(blocks), -1)))
-            self._read += [] if read is None else [read]
-            if len(self._read) >= MAX_WAITING:
+            if read is not None:
+                self._read.append(read)
+            if len(self._read) >= MAX_WAITING:  # as many as its taker reads at once, and slots of memory there are
                 self.flush()
 
     def flush(self) -> None:
