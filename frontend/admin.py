@@ -45,7 +45,7 @@ async def wake_up(request: web.Request) -> web.Response:
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """200 when no cached block is found any more; 400 while requests hold blocks."""
     await request.app[FRONT].engine.reset_prefix_cache()
-    return web.Response()
+    return json_body({"success": True})
 
 
 async def is_sleeping(request: web.Request) -> web.Response:

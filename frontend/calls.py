@@ -26,6 +26,10 @@ from .sse import DONE, HEADERS, Chunks, Outlet, Sink, to_json, usage_of
 
 T = TypeVar("T")
 
+WAITING_S = 1.0
+"""Seconds after which an accepted request that waits in line is answered with the headers of its stream, for a proxy
+gives up on what answers nothing. What refuses a request comes before that, and so is told by the status."""
+
 LARGE = 5000
 """Logprobs of an answer that take tens of milliseconds to write."""
 
@@ -127,6 +131,7 @@ class Call:
     async def tell(self, outlet: Sink) -> None:
         """Write the events, the last of them included, as they come; ``failure`` is one that was told so."""
         include_usage, self._continuous = self._body.usage_options()
+        early = _EarlyOpening(outlet, self._streams)
         try:
             await together([self._follow(prompt, outlet) for prompt in range(len(self._streams))])
             if not outlet.opened:
@@ -148,6 +153,7 @@ class Call:
             outlet.write(self._failure(known))
         finally:
             self.abort()
+            await early.close()
 
     def _ending(self, include_usage: bool) -> bytes:
         """What comes after the last choice's end."""
@@ -275,6 +281,29 @@ class Call:
             outputs = [len(child.tokens) for child in stream.children]
             self._metrics.request(stream.metrics, prompt, outputs, streamed, min(stream.cached_tokens, prompt))
             self._metrics.parameters(self._params.n, self._params.width, stream.params.max_tokens or 0)
+
+
+class _EarlyOpening:
+    """Opens a stream whose requests have all been accepted and have said nothing for ``WAITING_S`` seconds."""
+
+    def __init__(self, outlet: Sink, streams: Sequence[RequestStream]):
+        self._outlet, self._streams = outlet, streams
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(WAITING_S, self._look)
+
+    def _look(self) -> None:
+        if self._outlet.opened:
+            return
+        if all(stream.accepted for stream in self._streams):
+            self._task = asyncio.create_task(self._outlet.open())
+        else:
+            self._timer = asyncio.get_running_loop().call_later(WAITING_S, self._look)
+
+    async def close(self) -> None:
+        """Wait until the headers have gone out, where that has begun. Raises ConnectionError."""
+        self._timer.cancel()
+        if self._task is not None:
+            await self._task
 
 
 class Gathered:

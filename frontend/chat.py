@@ -54,8 +54,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             "object": "chat.completion",
             "created": created,
             "model": model,
-            "choices": [_choice(choice, extras, reading, role) for choice in choices],
-            "usage": usage,
+            "choices": [_choice(choice, extras, call, role) for choice in choices],
+            "usage": call.with_thoughts(usage) if isinstance(call, ReadCall) else usage,
             **_of_prompt(streams[0], extras),
         },
     )
@@ -96,7 +96,7 @@ class ReadCall(Call):
         if reader is None:
             prompt = self._streams[choice.prompt].accepted
             reader = self._readers[choice.index] = self._reading.reader(prompt.prompt if prompt else None)
-        delta = reader.delta(event.text, bool(event.finish))
+        delta = reader.delta(event.text, bool(event.finish), len(event.tokens))
         reason, more, usage = self._taken(choice, event)
         if reason is not None:
             reason = reader.reason(reason)
@@ -104,13 +104,27 @@ class ReadCall(Call):
             return data
         return data + self._deltas.delta(choice.index, delta, more, reason, event.stop_reason, usage)
 
-
-def _choice(choice: Ended, extras: Extras, reading: Reading | None, role: str) -> dict[str, Any]:
-    message, reason = {"content": choice.text}, choice.reason
-    if reading is not None:
+    def read(self, choice: Ended) -> tuple[dict[str, Any], str]:
+        """The message of a whole answer, and its finish_reason."""
         accepted = choice.stream.accepted
-        reader = reading.reader(accepted.prompt if accepted else None)
-        message, reason = reader.message(choice.text), reader.reason(reason)
+        reader = self._readers[choice.index] = self._reading.reader(accepted.prompt if accepted else None)
+        return reader.message(choice.text, len(choice.tokens)), reader.reason(choice.reason)
+
+    def with_thoughts(self, usage: dict[str, object]) -> dict[str, object]:
+        """The usage, with the tokens of thoughts in what was read so far where the server reads thoughts."""
+        if self._reading.reasoning is None:
+            return usage
+        tokens = sum(reader.thought_tokens for reader in self._readers.values())
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": tokens}}
+
+    def _usage(self) -> dict[str, object]:
+        return self.with_thoughts(super()._usage())
+
+
+def _choice(choice: Ended, extras: Extras, call: Call, role: str) -> dict[str, Any]:
+    message, reason = {"content": choice.text}, choice.reason
+    if isinstance(call, ReadCall):
+        message, reason = call.read(choice)
     if choice.echo:
         message["content"] = choice.echo + (message["content"] or "")
     return {

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from ..client.adapter_folders import AdapterFolders
@@ -259,8 +258,7 @@ class Front:
         if self.settings.names_are_ids and body.return_tokens_as_token_ids is None:
             body.return_tokens_as_token_ids = True
         if self.settings.force_usage and body.stream:
-            options = body.stream_options or StreamOptions()
-            body.stream_options = msgspec.structs.replace(options, include_usage=True)
+            body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
     def params(self, body: GenerateRequest, prompts: int = 1) -> SamplingParams:
         """The request's parameters; room for its choices. Raises ApiError."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
+from ..client.results import TokenLogprobs
 from .calls import Call, Ended, answer
 from .errors import ApiError
 from .extras import ChatLogprobs, Extras, prompt_logprobs
@@ -97,10 +98,18 @@ async def generate(request: web.Request) -> web.StreamResponse:
     )
 
 
+class _Logprobs(ChatLogprobs):
+    """As a chat's, but that ``logprobs: 0`` puts the drawn token itself into ``top_logprobs``, as vLLM does here."""
+
+    def _token(self, token: TokenLogprobs) -> dict[str, Any]:
+        entry = super()._token(token)
+        return entry if self._extras.logprobs else {**entry, "top_logprobs": [self._entry(token, 0)]}
+
+
 def _choice(choice: Ended, extras: Extras) -> dict[str, Any]:
     return {
         "index": choice.index,
-        "logprobs": ChatLogprobs(extras).of(choice.logprobs),
+        "logprobs": _Logprobs(extras).of(choice.logprobs),
         "finish_reason": choice.reason,
         "stop_reason": choice.stop,
         "token_ids": choice.tokens,
@@ -110,7 +119,7 @@ def _choice(choice: Ended, extras: Extras) -> dict[str, Any]:
 class IdChunks(Chunks):
     """Chunks that tell ids and no text."""
 
-    logprobs = ChatLogprobs
+    logprobs = _Logprobs
 
     def __init__(self, id: str, created: int, model: str, usage_null: bool):
         super().__init__(id, created, model, usage_null)

@@ -11,7 +11,7 @@ from ..proto.params import SamplingParams
 from ..proto.structured import StructuredOutputsParams
 from .errors import ApiError
 from .parsing import kind_of
-from .tools import Arguments, Begin, Content, Delta, Reader
+from .tools import Arguments, Begin, Content, Delta, Reader, Reasoning
 from .tools.forms import (
     FORMS,
     PLAIN,
@@ -207,14 +207,19 @@ class ChoiceReader:
         self._reading = reading
         self._short = reading.parser == "mistral"  # whose templates want ids of nine characters
         self.calls = 0
+        self.thought_tokens = 0  # of the tokens whose text was read, about how many were of thoughts
+        self._untold = 0  # tokens whose text is held back
         self._told = -1  # the index of the call that was told last
 
-    def deltas(self, text: str, last: bool) -> list[Delta]:
-        """What is new and wanted, in order. ``last``: the text ends here."""
+    def deltas(self, text: str, last: bool, tokens: int = 0) -> list[Delta]:
+        """What is new and wanted, in order, of a text of so many tokens. ``last``: the text ends here."""
         found = self._reader.feed(self._said + text)
         self._said = ""
         if last:
             found += self._reader.end()
+        self._untold += tokens
+        if found:
+            self._count_thoughts(found)
         out: list[Delta] = []
         for delta in found:
             if isinstance(delta, Begin):
@@ -227,10 +232,17 @@ class ChoiceReader:
                 out.append(delta)
         return out
 
-    def delta(self, text: str, last: bool) -> dict[str, Any]:
+    def _count_thoughts(self, deltas: list[Delta]) -> None:
+        """Share out the tokens of ``deltas`` by their characters: one token is nearly always of one delta."""
+        thought = sum(len(delta.text) for delta in deltas if isinstance(delta, Reasoning))
+        every = sum(len(delta.name if isinstance(delta, Begin) else delta.text) for delta in deltas)
+        self.thought_tokens += round(self._untold * thought / every) if every else 0
+        self._untold = 0
+
+    def delta(self, text: str, last: bool, tokens: int = 0) -> dict[str, Any]:
         """The same as one delta of OpenAI's; empty where nothing is certain yet."""
         found: dict[str, Any] = {}
-        for delta in self.deltas(text, last):
+        for delta in self.deltas(text, last, tokens):
             if isinstance(delta, Begin):
                 called = {"name": delta.name, "arguments": ""}
                 place = self._told = self._told + 1
@@ -249,9 +261,9 @@ class ChoiceReader:
     def _id(self) -> str:
         return call_id()[5:14] if self._short else call_id()
 
-    def message(self, text: str) -> dict[str, Any]:
-        """The fields of the whole answer's message."""
-        found = self.delta(text, last=True)
+    def message(self, text: str, tokens: int = 0) -> dict[str, Any]:
+        """The fields of the whole answer's message, a text of so many tokens."""
+        found = self.delta(text, last=True, tokens=tokens)
         for call in found.get("tool_calls", ()):
             del call["index"]
         message: dict[str, Any] = {"content": found.get("content") or (None if self.calls else "")}

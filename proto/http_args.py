@@ -111,7 +111,9 @@ class HttpArgs:
     response_role: str = flag("assistant", HTTP, "role of answers to /v1/chat/completions")
     return_tokens_as_token_ids: bool = flag(False, HTTP, "tell tokens of logprobs as token_id:N")
     enable_prompt_tokens_details: bool = flag(True, HTTP, "tell in usage how many tokens of the prompt were cached")
-    enable_force_include_usage: bool = flag(False, HTTP, "end every stream with the usage, asked for or not")
+    enable_force_include_usage: bool = flag(
+        False, HTTP, "put the usage so far into every chunk of a stream and end it with one, asked for or not"
+    )
     stream_interval: int = flag(1, HTTP, "tokens that a chunk of a stream has at least, where a request does not say")
     enable_request_id_headers: bool = flag(False, HTTP, "answer with the header X-Request-Id")
     enable_server_load_tracking: bool = flag(False, HTTP, "count open requests for GET /load")

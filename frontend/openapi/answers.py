@@ -328,6 +328,12 @@ class Load(Struct):
     server_load: int
 
 
+class Done(Struct):
+    """That it was done."""
+
+    success: bool
+
+
 class Asleep(Struct):
     """Whether something is put away."""
 

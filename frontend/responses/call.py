@@ -11,7 +11,7 @@ from ..calls import Call, Choice
 from ..extras import ChatLogprobs
 from ..sse import to_json
 from ..tool_choice import ChoiceReader, Reading
-from ..tools import Begin, Content, Delta, Reasoning
+from ..tools import Content, Delta
 from .items import Items, Logprobs
 from .store import RUNNING, Journal
 
@@ -42,7 +42,6 @@ class ResponseCall(Call):
         self._render = self._events
         self._logprobs = ChatLogprobs(self._extras) if self._extras is not None else None
         self._waiting: Logprobs = []  # of tokens whose text is held back
-        self._untold = self._thought_tokens = 0  # tokens whose text is held back; those of thoughts
         self.response = response
         self.response["output"] = self._items.items
         self.keep: Callable[[], None] = lambda: None
@@ -96,18 +95,8 @@ class ResponseCall(Call):
             self._reader = self._reading.reader(accepted.prompt if accepted else None)
         if self._logprobs is not None and (found := self._logprobs.of(event.logprobs)) is not None:
             self._waiting += found["content"]
-        self._untold += len(event.tokens)
-        deltas = self._reader.deltas(event.text, last)
-        if deltas:
-            self._count_thoughts(deltas)
+        deltas = self._reader.deltas(event.text, last, len(event.tokens))
         return [told for delta in deltas for told in self._items.take(delta, self._logprobs_of(delta))]
-
-    def _count_thoughts(self, deltas: list[Delta]) -> None:
-        """Share out the tokens of ``deltas`` by their characters: one token is nearly always of one delta."""
-        thought = sum(len(delta.text) for delta in deltas if isinstance(delta, Reasoning))
-        every = sum(len(delta.name if isinstance(delta, Begin) else delta.text) for delta in deltas)
-        self._thought_tokens += round(self._untold * thought / every) if every else 0
-        self._untold = 0
 
     def _logprobs_of(self, delta: Delta) -> Logprobs:
         """The logprobs of the tokens that a message's text came in; those of marks before it are not told."""
@@ -132,6 +121,7 @@ class ResponseCall(Call):
         told = self._items.close("completed" if status == "completed" else "incomplete")
         stream = self._streams[0]
         prompt, output = self.prompt_tokens, len(stream.children[0].tokens)
+        thought = self._reader.thought_tokens if self._reader is not None else 0
         self.response |= {
             "status": status, "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -139,7 +129,7 @@ class ResponseCall(Call):
             "usage": {
                 "input_tokens": prompt, "input_tokens_details": {"cached_tokens": stream.cached_tokens},
                 "output_tokens": output,
-                "output_tokens_details": {"reasoning_tokens": min(output, self._thought_tokens)},
+                "output_tokens_details": {"reasoning_tokens": min(output, thought)},
                 "total_tokens": prompt + output,
             },
         }  # fmt: skip

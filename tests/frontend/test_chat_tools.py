@@ -124,6 +124,18 @@ def test_what_is_echoed_and_goes_on_is_read_with_the_rest(server: FakeServer, at
     assert (found["reasoning"], found["content"], len(found["tool_calls"])) == ("Hm.", "Let me.", 1)
 
 
+def test_the_tokens_of_thoughts_are_counted(server: FakeServer) -> None:
+    server.engine.script = says("<think>" + 8 * "Hm. " + "</think>" + 8 * "So. ")
+    status, body = post(server, CHAT, PATH)
+    used = body["usage"]
+    assert status == 200 and 0 < used["completion_tokens_details"]["reasoning_tokens"] < used["completion_tokens"]
+    asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    last = json.loads(post(server, asked, PATH)[1].decode().split("data: ")[-2])["usage"]
+    assert 0 < last["completion_tokens_details"]["reasoning_tokens"] < last["completion_tokens"]
+    server.engine.script = says("So.")
+    assert post(server, CHAT, PATH)[1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_what_is_not_wanted_is_left_out(server: FakeServer) -> None:
     server.engine.script = says(f"<think>Hm.</think>{CALL}{LATE}")
     choice = whole(server, include_reasoning=False, parallel_tool_calls=False, n=2, logprobs=True)

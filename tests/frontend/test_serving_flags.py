@@ -9,6 +9,7 @@ import re
 import socket
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from http_asks import CHAT, HI, ask, ask_bytes, error_of, post
 
 from quire.client.generation import OpenGeneration
 from quire.client.results import RequestError
+from quire.frontend import calls
 from quire.frontend.fake import FakeServer, Say
 from quire.frontend.log import LogSettings, Refusals
 from quire.frontend.main import settings_of
@@ -188,7 +190,9 @@ def test_usage_the_role_and_names_of_tokens() -> None:
     with FakeServer(force_usage=True, usage_details=False, role="helper", names_are_ids=True) as server:
         for extra in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": None}):
             told = events(ask_bytes(server, "POST", "/v1/chat/completions", {**CHAT, "stream": True, **extra})[1])
-            assert told[-1]["usage"]["completion_tokens"] == 3 and told[-1]["choices"] == []
+            assert [each["usage"]["completion_tokens"] for each in told] == [0, 1, 2, 3, 3] and told[-1][
+                "choices"
+            ] == []
             assert told[0]["choices"][0]["delta"]["role"] == "helper"
         body = post(server, {**CHAT, "logprobs": True}, "/v1/chat/completions")[1]
         assert body["choices"][0]["message"]["role"] == "helper" and "prompt_tokens_details" not in body["usage"]
@@ -241,6 +245,42 @@ def test_a_silent_stream_is_kept_alive() -> None:
         assert post(server, HI)[1]["choices"][0]["text"] == " a b"  # JSON has no comments
     with FakeServer(script=slow) as server:
         assert b"keep-alive" not in ask_bytes(server, "POST", "/v1/completions", {**HI, "stream": True})[1]
+
+
+def test_a_stream_that_waits_in_line_has_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is busy for long is no reason for a proxy to give the next request up."""
+    monkeypatch.setattr(calls, "WAITING_S", 0.02)
+    free = threading.Event()
+
+    def waits(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
+        while not free.is_set():
+            yield 0.01
+        yield Say(0, " a", finish=Finish.STOP)
+
+    with FakeServer(script=waits, keep_alive_s=0.02) as server:
+        for path, body in (("/v1/completions", HI), ("/v1/chat/completions", CHAT), ("/v1/messages", CHAT)):
+            free.clear()
+            connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+            asked = json.dumps({"max_tokens": 3, **body, "stream": True})
+            connection.request("POST", path, asked, {"Content-Type": "application/json"})
+            answer = connection.getresponse()  # which waits for the headers
+            assert answer.status == 200 and answer.readline() == b": keep-alive\n"
+            free.set()
+            assert b" a" in answer.read()
+            connection.close()
+
+
+def test_what_is_refused_late_is_told_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "WAITING_S", 0.01)
+
+    def fails(request: OpenGeneration) -> Iterator[Say | RequestError | float]:
+        yield 0.2
+        yield RequestError(503, "nobody can run it.")
+
+    with FakeServer(script=fails) as server:
+        status, data, _ = ask_bytes(server, "POST", "/v1/completions", {**HI, "stream": True})
+        assert status == 200 and events(data)[0]["error"]["code"] == 503
+        assert post(server, HI)[0] == 503  # one body has its status to the end
 
 
 def test_load_counts_what_is_open() -> None:

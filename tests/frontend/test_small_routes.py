@@ -74,6 +74,16 @@ def test_logprobs_name_tokens_by_their_ids(server: FakeServer) -> None:
     assert body["prompt_logprobs"][0] is None and len(body["prompt_logprobs"]) == 3
 
 
+def test_no_alternatives_are_the_token_itself(server: FakeServer) -> None:
+    body = post(server, {**IDS, "sampling_params": {"max_tokens": 2, "logprobs": 0}}, GENERATE)[1]
+    for entry in body["choices"][0]["logprobs"]["content"]:
+        assert [each["token"] for each in entry["top_logprobs"]] == [entry["token"]]
+    text = post(server, {**IDS, "sampling_params": {"logprobs": 0}, "stream": True}, GENERATE)[1]
+    chunks = [json.loads(block.removeprefix("data: ")) for block in text.decode().split("\n\n")[:-2]]
+    assert len(chunks) == 5
+    assert all(len(e["top_logprobs"]) == 1 for c in chunks for e in c["choices"][0]["logprobs"]["content"])
+
+
 def test_ids_are_streamed(server: FakeServer) -> None:
     status, body = post(server, {**IDS, "stream": True, "stream_options": {"include_usage": True}}, GENERATE)
     *chunks, usage, done = [block.removeprefix("data: ") for block in body.decode().split("\n\n")[:-1]]

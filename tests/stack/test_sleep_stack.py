@@ -63,7 +63,7 @@ def test_routes_of_administrators_ask_for_their_key(server: Server) -> None:
     asked = {"prompt": [3] * 40, "max_tokens": 1}
     server.post("/v1/completions", asked)
     hits = server.metric("quire:prefix_cache_hits_total")
-    admin(server, "POST", "/reset_prefix_cache")
+    assert admin(server, "POST", "/reset_prefix_cache") == {"success": True}
     server.post("/v1/completions", asked)
     assert server.metric("quire:prefix_cache_hits_total") == hits
     status, body, _ = server.request("POST", "/sleep?level=3", b"", KEY)
