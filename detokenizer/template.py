@@ -7,10 +7,10 @@ it, so that parts for a template of texts are joined, and a text for a template 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ..proto.call_arguments import told_object
 from ..proto.config import ConfigError
 from ..proto.errors import Refused
 from . import template_limits as limits
@@ -249,18 +249,14 @@ def _part(n: int, part: Any) -> dict[str, Any]:
 
 
 def _tool_calls(n: int, calls: Any) -> list[Any]:
-    """OpenAI sends a call's arguments as a string of JSON; templates want the object."""
+    """OpenAI sends a call's arguments as a string of JSON; templates want the object. What is none is told as it is."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise Refused(f"messages[{n}].tool_calls must be a list of objects.", "messages")
     out = []
     for call in calls:
         function = call.get("function")
-        if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), str):
-            try:
-                parsed = json.loads(arguments) if arguments else {}
-            except (ValueError, RecursionError):
-                raise Refused(f"messages[{n}].tool_calls has arguments that are not JSON.", "messages") from None
-            call = {**call, "function": {**function, "arguments": parsed}}
+        if isinstance(function, dict) and isinstance(arguments := function.get("arguments") or "", str):
+            call = {**call, "function": {**function, "arguments": told_object(arguments)}}
         out.append(call)
     return out
 

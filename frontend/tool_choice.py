@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..proto.call_arguments import object_of
 from ..proto.params import SamplingParams
 from ..proto.structured import StructuredOutputsParams
 from .errors import ApiError
@@ -56,6 +57,7 @@ class Reading:
     one: bool = False  # a single call is wanted
     thoughts: bool = True  # they are wanted
     form: StructuredOutputsParams | None = None  # the answer's, in place of the request's own
+    demanded: bool = False  # the answer is nothing but calls and thoughts
     said: str = ""  # the end of the prompt, where it is echoed and the answer goes on with it
 
     def bind(self, params: SamplingParams) -> None:
@@ -149,7 +151,7 @@ def reading_of(
         reasoning = reasoning if reasoning in THOUGHTS and thinks else None
         if reasoning is not None and known is None:
             format = headed(format, reasoning)
-        return Reading(parser, reasoning, tools, one, thoughts, _form(_thinking(format, reasoning)))
+        return Reading(parser, reasoning, tools, one, thoughts, _form(_thinking(format, reasoning)), True)
     if choice == "auto" and parser is None:
         raise ApiError(
             400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set, because '
@@ -209,6 +211,8 @@ class ChoiceReader:
         self.calls = 0
         self.thought_tokens = 0  # of the tokens whose text was read, about how many were of thoughts
         self._untold = 0  # tokens whose text is held back
+        self.broken = False  # a call that was told is not whole: it was cut off, or its arguments are no object
+        self._open: list[str] | None = None  # the arguments of the call that is being told
         self._told = -1  # the index of the call that was told last
 
     def deltas(self, text: str, last: bool, tokens: int = 0) -> list[Delta]:
@@ -226,10 +230,15 @@ class ChoiceReader:
                 self.calls += 1
             if isinstance(delta, Begin | Arguments):
                 wanted = self.calls == 1 or not self._reading.one
+            elif isinstance(delta, Content):  # beside calls that are demanded, it is the begin of one that was cut off
+                wanted = not self._reading.demanded
             else:
-                wanted = isinstance(delta, Content) or self._reading.thoughts
+                wanted = self._reading.thoughts
             if wanted:
                 out.append(delta)
+                self._note(delta)
+        if last:
+            self._settle()
         return out
 
     def _count_thoughts(self, deltas: list[Delta]) -> None:
@@ -238,6 +247,21 @@ class ChoiceReader:
         every = sum(len(delta.name if isinstance(delta, Begin) else delta.text) for delta in deltas)
         self.thought_tokens += round(self._untold * thought / every) if every else 0
         self._untold = 0
+
+    def _note(self, delta: Delta) -> None:
+        """Keep what the open call has for arguments, until it is settled."""
+        if isinstance(delta, Begin):
+            self._settle()
+            self._open = []
+        elif isinstance(delta, Arguments) and self._open is not None:
+            self._open.append(delta.text)
+
+    def _settle(self) -> None:
+        """The open call has ended: is it whole?"""
+        if self._open is None:
+            return
+        arguments, self._open = "".join(self._open), None
+        self.broken = self.broken or not arguments or object_of(arguments) is None
 
     def delta(self, text: str, last: bool, tokens: int = 0) -> dict[str, Any]:
         """The same as one delta of OpenAI's; empty where nothing is certain yet."""
@@ -270,5 +294,5 @@ class ChoiceReader:
         return {**message, **{name: value for name, value in found.items() if name != "content"}}
 
     def reason(self, reason: str) -> str:
-        """finish_reason, where the engine's is ``reason``."""
-        return "tool_calls" if self.calls and reason == "stop" else reason
+        """finish_reason, where the engine's is ``reason``: calls are told as complete only where all of them are."""
+        return "tool_calls" if self.calls and not self.broken and reason == "stop" else reason

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from ...client.results import RequestError, StreamEvent
+from ...proto.call_arguments import told_object
 from ..calls import Call, Choice, Ended, json_body
 from ..chat import begun
 from ..errors import ApiError, error_response, words_of
@@ -20,7 +21,7 @@ from ..parsing import Request, kind_of
 from ..schema import ChatRequest
 from ..sse import ChatChunks, to_json
 from ..tool_choice import ChoiceReader, Reading
-from ..tools import Arguments, Begin, Content, Delta, object_of
+from ..tools import Arguments, Begin, Content, Delta
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -57,8 +58,10 @@ class MessagesRequest(Request, kw_only=True):
         budget = _budget(self.thinking)
         told = None if self.thinking is None else self.thinking.get("type") != "disabled"
         effort, format = _output(self.output_config)
+        told_all = _conversation(self.system, self.messages)
         chat = ChatRequest(
-            model=self.model, messages=_conversation(self.system, self.messages), max_tokens=self.max_tokens,
+            model=self.model, messages=told_all, max_tokens=self.max_tokens,
+            continue_final_message=_goes_on(told_all[-1]) or None,
             stop=self.stop_sequences, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
             tools=[_tool(tool, n) for n, tool in enumerate(self.tools)] if self.tools else None,
             tool_choice=choice, parallel_tool_calls=False if one else None, stream=self.stream,
@@ -84,6 +87,11 @@ def _conversation(system: Any, messages: list[dict[str, Any]] | None) -> list[di
     for n, message in enumerate(messages):
         told += _message(message, f"messages[{n}]")
     return told
+
+
+def _goes_on(last: dict[str, Any]) -> bool:
+    """Whether the answer goes on with the last message: one of the assistant's that has said something, and no call."""
+    return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 def _message(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -280,7 +288,7 @@ class MessagesCall(Call):
                 blocks[-1][field] += delta.text
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = _input(block["input"])
+                block["input"] = told_object(block["input"])
         return {**self.head, "content": blocks, **self._end(choice.reason, choice.stop), "usage": self._counts()}
 
     def _begin_reading(self) -> None:
@@ -369,9 +377,3 @@ def _event(type: str, **fields: Any) -> bytes:
 
 def _tool_id() -> str:
     return "toolu_" + uuid.uuid4().hex[:24]
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Arguments as the object that clients expect; what was cut off, or is no object, is told as it stands."""
-    found = object_of(arguments)
-    return {"_raw": arguments} if found is None else found

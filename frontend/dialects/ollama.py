@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from ...client.results import RequestError, StreamEvent
+from ...proto.call_arguments import told_object
 from ..calls import Call, Choice, Ended, json_body
 from ..chat import begun
 from ..completions import begun_text
@@ -24,7 +25,7 @@ from ..pooling import pool_all
 from ..pooling_schema import EmbeddingRequest
 from ..sse import HEADERS, ChatChunks, to_json
 from ..tool_choice import ChoiceReader, Reading, call_id
-from ..tools import Arguments, Begin, Content, object_of
+from ..tools import Arguments, Begin, Content
 from .ollama_models import MODEL_ROUTES
 from .ollama_schema import (
     EmbeddingsRequest,
@@ -204,22 +205,24 @@ class OllamaCall(Call):
         if self._open is None:
             return
         (name, arguments), self._open = self._open, None
-        function = {"index": self._calls, "name": name, "arguments": _object(arguments)}
+        function = {"index": self._calls, "name": name, "arguments": told_object(arguments)}
         said.setdefault("tool_calls", []).append({"id": call_id(), "function": function})
         self._calls += 1
 
     def _end(self) -> dict[str, Any]:
         """What the last object tells. Durations are nanoseconds: of all, of waiting to be let in, of the prompt (up to
-        the first token), and of the other tokens; no rate is divided by 0."""
+        the first token), and of the other tokens; no rate is divided by 0. An answer with a call that is not whole was
+        cut off, for which Ollama has one word."""
         stream = self._streams[0]
         times, count = stream.metrics, len(stream.children[0].tokens)
         began, now = times.arrival_time, time.monotonic()
         let_in = times.first_scheduled_time or began
         first = times.first_token_time or now
         last = times.last_token_time or now
+        cut = self._why == "length" or (self._reader is not None and self._reader.broken)
         return {
             "done": True,
-            "done_reason": "length" if self._why == "length" else "stop",
+            "done_reason": "length" if cut else "stop",
             "total_duration": _nanoseconds(now - began),
             "load_duration": _nanoseconds(let_in - began),
             "prompt_eval_count": len(stream.accepted.prompt_ids) if stream.accepted else 0,
@@ -255,9 +258,3 @@ def _json_line(fields: dict[str, Any]) -> bytes:
 
 def _nanoseconds(seconds: float) -> int:
     return max(0, int(seconds * _NANO))
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Arguments as the object that clients expect; what was cut off, or is no object, is told as it stands."""
-    found = object_of(arguments)
-    return {"_raw": arguments} if found is None else found

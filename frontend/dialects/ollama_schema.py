@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ...proto.call_arguments import told_object
 from ..errors import ApiError
 from ..parsing import Request, kind_of
 from ..schema import ChatRequest, CompletionRequest, GenerateRequest
@@ -236,6 +237,7 @@ def _call(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(400, f"{where} must be an object with a function that has a name.", "messages")
     arguments = function.get("arguments")
+    arguments = told_object(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict | None):
         raise ApiError(400, f"{where}.function.arguments must be an object, got {kind_of(arguments)}.", "messages")
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}

@@ -116,15 +116,16 @@ class ResponseCall(Call):
         self._waiting = []
         return found
 
-    def _end(self, status: str, error: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """The answer is whole, as far as it goes. The events of its last item."""
+    def _end(self, status: str, error: dict[str, Any] | None = None, by_length: bool = False) -> list[dict[str, Any]]:
+        """The answer is whole, as far as it goes. The events of its last item. OpenAI has no reason for what is
+        incomplete because a stop string was met within a call."""
         told = self._items.close("completed" if status == "completed" else "incomplete")
         stream = self._streams[0]
         prompt, output = self.prompt_tokens, len(stream.children[0].tokens)
         thought = self._reader.thought_tokens if self._reader is not None else 0
         self.response |= {
             "status": status, "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if by_length else None,
             "completed_at": int(time.time()) if status == "completed" else None,
             "usage": {
                 "input_tokens": prompt, "input_tokens_details": {"cached_tokens": stream.cached_tokens},
@@ -149,8 +150,9 @@ class ResponseCall(Call):
         told = self._read(event, reason is not None)
         if reason is None:
             return opening + b"".join(map(self._told, told))
-        status = "incomplete" if reason == "length" else "completed"
-        told += self._end(status)
+        cut = reason == "length" or (self._reader is not None and self._reader.broken)
+        status = "incomplete" if cut else "completed"
+        told += self._end(status, by_length=reason == "length")
         return opening + b"".join(map(self._told, told)) + self._state(status)
 
     def _state(self, state: str) -> bytes:

@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Container
 from typing import Any
 
-from ..tools import Arguments, Begin, Content, Delta, object_of
+from ...proto.call_arguments import object_of
+from ..tools import Arguments, Begin, Content, Delta
 
 Logprobs = list[dict[str, Any]]
 
@@ -48,7 +49,8 @@ class Items:
         if not kind:
             return []
         item = self.items[-1]
-        item["status"] = status
+        broken = kind.endswith("_call") and not (text and object_of(text) is not None)
+        item["status"] = "incomplete" if broken else status
         if kind == "function_call":
             item["arguments"] = text
             events = [self._event("response.function_call_arguments.done", name=item["name"], arguments=text)]

@@ -29,7 +29,6 @@ from .families import (
 from .forms import JsonList
 from .gemma import FunctionGemma, Gemma4
 from .harmony import Harmony
-from .literals import object_of
 from .pythonic import Lfm2, Llama4Pythonic, Olmo3, Pythonic
 from .reader import Arguments, Begin, Content, Delta, Parser, Reasoning
 from .reasoning import Thinker
@@ -46,7 +45,6 @@ __all__ = [
     "Reader",
     "Reasoning",
     "detect",
-    "object_of",
 ]
 
 TOOL_PARSERS: dict[str, type[Parser]] = {

@@ -6,8 +6,6 @@ import ast
 import warnings
 from typing import Any
 
-import msgspec
-
 MAX_LITERAL = 64 * 1024
 """Characters of one argument at most."""
 
@@ -18,13 +16,3 @@ def python_literal(text: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.literal_eval(text)
-
-
-def object_of(arguments: str) -> dict[str, Any] | None:
-    """A call's arguments as an object; None where they are none: cut off, of another type, or nested without end, which
-    a model may write within a string, where nothing bounds it."""
-    try:
-        found = msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -312,3 +312,38 @@ def test_a_server_may_tell_its_model_not_to_think() -> None:
         reading = body.reading(SamplingParams(), "hermes", "qwen3", usual)
         assert reading is not None and reading.form is not None
         assert ("</think>" in str(reading.form.structural_tag)) is thinks
+
+
+@pytest.mark.parametrize("said", [CALL[:-15], CALL + LATE[:-15]], ids=["one", "the second"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_stop_string_within_a_call_is_no_end_of_calls(server: FakeServer, said: str, choice: str) -> None:
+    """Nor is an end of the model's own: a client that is told of tool_calls runs them."""
+    for stop in ("x", None):
+        server.engine.script = says(said, Finish.STOP, stop)
+        found = whole(server, stop=["x"], tool_choice=choice)
+        assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)
+        assert found["message"]["tool_calls"]
+        assert streamed(server, stop=["x"], tool_choice=choice)[1] == "stop"
+    server.engine.script = says(CALL[:-13], Finish.STOP, "\n")  # all of the call is there
+    assert whole(server, stop=["\n"], tool_choice=choice)["finish_reason"] == "tool_calls"
+    assert streamed(server, stop=["\n"], tool_choice=choice)[1] == "tool_calls"
+
+
+@pytest.mark.parametrize("parser", ["hermes", "openai", None])
+def test_what_is_demanded_has_no_text_beside_it(parser: str | None) -> None:
+    """Where the answer is cut off before a call has begun, its first marks are no text for the user."""
+    list_ = f'[{{"name": "get_weather", "parameters": {PARIS}}}]'
+    for said in (CALL if parser == "hermes" else list_)[:20:4], "<", "[":
+        reading = reading_of(tools_of(TOOLS), "required", False, True, None, parser, None)
+        assert reading is not None
+        assert reading.reader(None).message(said) == {"content": ""}
+        assert reading.reader(None).reason("length") == "length"
+    reading = reading_of(tools_of(TOOLS), "auto", False, True, None, "hermes", None)
+    assert reading is not None and reading.reader(None).message("<") == {"content": "<"}
+
+
+def test_calls_have_no_content_however_they_came_about(server: FakeServer) -> None:
+    """Null, as OpenAI answers, also where a call was demanded."""
+    server.engine.script = says(LATE)
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "get_time"}}):
+        assert whole(server, tool_choice=choice)["message"]["content"] is None

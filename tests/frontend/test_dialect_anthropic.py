@@ -112,6 +112,42 @@ def test_why_it_ended(server: FakeServer, finish: Finish, stop: str | None, reas
     assert events(server)[-2]["delta"] == {"stop_reason": reason, "stop_sequence": stop}
 
 
+@pytest.mark.parametrize(
+    "finish, stop, reason",
+    [(Finish.STOP, "ris", "stop_sequence"), (Finish.STOP, None, "end_turn"), (Finish.LENGTH, None, "max_tokens")],
+)
+def test_a_call_that_is_not_whole_is_no_tool_use(
+    server: FakeServer, finish: Finish, stop: str | None, reason: str
+) -> None:
+    server.engine.script = says('<tool_call>{"name": "get_weather", "arguments": {"city": "Pa', finish, stop)
+    _, body = send(server, stop_sequences=["ris"], tools=TOOLS)
+    assert (body["stop_reason"], body["stop_sequence"]) == (reason, stop)
+    assert body["content"][0]["input"] == {"_raw": '{"city": "Pa'}
+    told = events(server, stop_sequences=["ris"], tools=TOOLS)[-2]
+    assert told["delta"] == {"stop_reason": reason, "stop_sequence": stop}
+
+
+def test_the_answer_goes_on_with_a_last_message_of_the_assistants(server: FakeServer) -> None:
+    """Counted so too. A call that waits for its result is not gone on with, nor is a thought without an answer."""
+    server.engine.script = says(" Paris.")
+    question = {"role": "user", "content": "Where?"}
+    use = {"type": "tool_use", "name": "f", "id": "1", "input": {}}
+    for content, goes_on in (
+        ("It is in", True), ([{"type": "text", "text": "It is in"}], True), ([use], False), ("", False),
+        ([{"type": "text", "text": "Let me"}, use], False), ([{"type": "thinking", "thinking": "Hm."}], False),
+    ):  # fmt: skip
+        messages = [question, {"role": "assistant", "content": content}]
+        for path in (PATH, PATH + "/count_tokens"):
+            server.engine.requests.clear()
+            status, body = send(server, path, messages=messages)
+            assert status == 200, body
+            template = server.engine.requests[0].message.template
+            assert template is not None
+            assert (template["continue_final_message"], template["add_generation_prompt"]) == (goes_on, not goes_on)
+    _, body = send(server, messages=[question, {"role": "assistant", "content": "It is in"}])
+    assert body["content"] == [{"type": "text", "text": " Paris."}]
+
+
 def test_what_a_conversation_becomes(server: FakeServer) -> None:
     server.engine.script = says("Yes.")
     call = {"type": "tool_use", "id": "toolu_1", "name": "get_time", "input": {"a": 1}}

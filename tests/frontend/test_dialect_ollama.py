@@ -230,10 +230,27 @@ def test_logprobs(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("finish, reason", [(Finish.STOP, "stop"), (Finish.LENGTH, "length")])
 def test_why_it_ended(server: FakeServer, finish: Finish, reason: str) -> None:
-    server.engine.script = says('Text.<tool_call>{"name": "get_time", "arguments": {"a": "b', finish)
+    server.engine.script = says("Text.", finish)
     _, body = send(server, "/api/chat", messages=HI, tools=TOOLS)
     assert body["done_reason"] == lines(server, "/api/chat", messages=HI)[-1]["done_reason"] == reason
-    assert body["message"]["tool_calls"][0]["function"]["arguments"] == {"_raw": '{"a": "b'}
+
+
+@pytest.mark.parametrize("stop", [None, "ris"])
+def test_a_call_that_is_not_whole_is_told_as_cut_off_and_may_be_sent_back(server: FakeServer, stop: str | None) -> None:
+    """By its length, or by a stop string within it."""
+    text = 'Text.<tool_call>{"name": "get_time", "arguments": {"a": "b'
+    server.engine.script = says(text, Finish.LENGTH if stop is None else Finish.STOP, stop)
+    _, body = send(server, "/api/chat", messages=HI, tools=TOOLS)
+    assert body["done_reason"] == "length"
+    assert lines(server, "/api/chat", messages=HI, tools=TOOLS)[-1]["done_reason"] == "length"
+    function = body["message"]["tool_calls"][0]["function"]
+    assert function["arguments"] == {"_raw": '{"a": "b'}
+    for arguments in (function["arguments"], '{"a": "b'):
+        function["arguments"] = arguments
+        status, _ = send(server, "/api/chat", messages=[*HI, body["message"], {"role": "tool", "content": "no"}])
+        assert status == 200
+        told = server.engine.requests[-1].message.messages[1]["tool_calls"][0]  # type: ignore[index]
+        assert told["function"]["arguments"] == {"_raw": '{"a": "b'}
 
 
 def test_a_failure_within_a_stream_is_a_line(server: FakeServer) -> None:

@@ -17,6 +17,7 @@ from spoken import says
 from quire.client.generation import OpenGeneration
 from quire.client.request import OpenRequest
 from quire.client.results import RequestError
+from quire.detokenizer.template import ChatTemplate
 from quire.frontend.fake import FakeServer
 from quire.frontend.responses.store import Journal, Store, Stored
 from quire.proto.messages import Finish
@@ -117,6 +118,25 @@ def test_what_was_cut_off_is_incomplete(server: FakeServer) -> None:
     done = ask(server, tools=TOOLS, max_output_tokens=50)
     assert (done.status, done.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (done.output[2].status, done.output[2].arguments) == ("incomplete", '{"city": ')
+    server.engine.script = says("I see.")
+    again = ask(server, input="go on", previous_response_id=done.id)
+    assert again.status == "completed"
+    messages = server.engine.requests[-1].message.messages
+    assert messages is not None
+    told = "{{ messages[1].tool_calls[0].function.arguments }}"
+    assert ChatTemplate({"default": told}, {}).render(messages, None) == str({"_raw": '{"city": '})
+
+
+@pytest.mark.parametrize("said", [TEXT[:-16], TEXT + '<tool_call>{"name": "get_weather", "arguments": {"ci'])
+def test_a_stop_string_within_a_call_leaves_the_response_incomplete(server: FakeServer, said: str) -> None:
+    """OpenAI has no reason for that."""
+    server.engine.script = says(said, Finish.STOP, "ris")
+    done = ask(server, tools=TOOLS, extra_body={"stop": ["ris"]})
+    last = list(ask(server, tools=TOOLS, stream=True, extra_body={"stop": ["ris"]}))[-1]
+    assert last.type == "response.incomplete"
+    for each in (done, last.response):
+        assert (each.status, each.incomplete_details, each.output[-1].status) == ("incomplete", None, "incomplete")
+        assert each.output[1].status == "completed"
 
 
 def test_a_form_and_a_failure(server: FakeServer) -> None:
