@@ -34,6 +34,7 @@ from .openapi import routes as openapi
 from .page import routes as page
 from .pooling import classify, embeddings, pooling
 from .protocol import close_after
+from .render import ROUTES as RENDER
 from .responses import ROUTES as RESPONSES
 from .responses import STORE, Store
 from .router import Router
@@ -79,6 +80,7 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
             web.post("/apply-template", apply_template),
             web.get("/tokenizer_info", tokenizer_info),
             web.post("/inference/v1/generate", inference),
+            *RENDER,
             *CANCEL,
             web.route("*", "/v1/audio/{what:.*}", no_audio),
             web.post("/v1/embeddings", embeddings),

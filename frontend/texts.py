@@ -77,7 +77,7 @@ async def tokenize(request: web.Request) -> web.Response:
     work = Text(pieces=bool(body.return_token_strs))
     if body.messages is not None:
         chat = body.chat()
-        told = await _rendered(front, chat, work)
+        told = await rendered(front, chat, work)
     else:
         told = await front.engine.text(
             work, prompt=body.prompt, add_special_tokens=body.add_special_tokens is not False
@@ -92,7 +92,7 @@ async def tokenize(request: web.Request) -> web.Response:
     )
 
 
-async def _rendered(front: Front, chat: ChatRequest, work: Text) -> Told:
+async def rendered(front: Front, chat: ChatRequest, work: Text) -> Told:
     """A conversation through the chat template, and its ids. Raises RequestError."""
     if chat.tools:
         tools_of(chat.tools)  # which raises where one of them is none
@@ -153,7 +153,7 @@ async def apply_template(request: web.Request) -> web.Response:
     body = await front.read(request, ChatRequest)
     await front.find_model(request, body.model)
     await front.wait_ready()
-    told = await _rendered(front, body, Text())
+    told = await rendered(front, body, Text())
     return json_body({"prompt": told.text})
 
 

@@ -328,6 +328,15 @@ class Load(Struct):
     server_load: int
 
 
+class Rendered(Struct):
+    """The body of POST /inference/v1/generate that would run."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: Named
+    model: str
+
+
 class Done(Struct):
     """That it was done."""
 

@@ -98,6 +98,8 @@ TABLE: dict[str, Told] = {
     "POST /apply-template": Told(schema.ChatRequest, a.Applied),
     "GET /tokenizer_info": Told(None, a.Named),
     "POST /inference/v1/generate": Told(token_ids.GenerateRequest, a.Generated, _STREAM),
+    "POST /v1/completions/render": Told(schema.CompletionRequest, list[a.Rendered]),
+    "POST /v1/chat/completions/render": Told(schema.ChatRequest, a.Rendered),
     "POST /v1/requests/cancel": Told(cancel.CancelRequest, a.Cancelled),
     "POST /v1/requests/{id}/cancel": Told(None, a.Cancelled),
     "DELETE /v1/requests/{id}": Told(None, a.Cancelled),

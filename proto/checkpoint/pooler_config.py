@@ -31,7 +31,7 @@ _FILE_MODES = {
 _SETTINGS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 """``sentence_<one of these>_config.json`` is what sentence-transformers has called one and the same file."""
 _OVERRIDES = {
-    "pooling_type": str, "normalize": bool, "dimensions": int, "use_activation": bool,
+    "task": str, "pooling_type": str, "seq_pooling_type": str, "tok_pooling_type": str, "normalize": bool, "dimensions": int, "use_activation": bool,
     "enable_chunked_processing": bool, "max_embed_len": int,
 }  # fmt: skip
 
@@ -65,10 +65,16 @@ class PoolerConfig:
     max_embed_len: int | None = None
     head_rows: tuple[tuple[int, ...], ...] = ()
     late_interaction: bool = False
+    task: str | None = None  # the only one that the operator lets it do
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What may be asked of it. A score is the one logit of a cross-encoder."""
+        """What may be asked of it."""
+        return self._able if self.task is None else (self.task,)
+
+    @property
+    def _able(self) -> tuple[str, ...]:
+        """What it can do. A score is the one logit of a cross-encoder."""
         if self.late_interaction:
             return ("token_embed",)
         if self.convert == "embed":
@@ -260,15 +266,32 @@ def _overridden(pooler: PoolerConfig, text: str) -> PoolerConfig:
             raise ConfigError(f"--pooler-config has no {name!r}; its keys are {sorted(_OVERRIDES)}.")
         if type(value) is not kind:
             raise ConfigError(f"--pooler-config: {name} must be of type {kind.__name__}, got {value!r}.")
-    if (pooling := given.pop("pooling_type", None)) is not None:
-        given["pooling"] = pooling.upper()
-        if given["pooling"] not in POOLINGS:
-            raise ConfigError(f"--pooler-config: pooling_type must be one of {list(POOLINGS)}, got {pooling!r}.")
+    if (task := given.get("task")) is not None and task not in pooler.tasks:
+        raise ConfigError(f"--pooler-config: task must be one of {list(pooler.tasks)}, which {pooler.architecture} can "
+                          f"do here, got {task!r}.")  # fmt: skip
+    _name_pooling(given)
     if not 1 <= given.get("dimensions", 1) <= pooler.size:
         raise ConfigError(f"--pooler-config: dimensions must be in 1 to {pooler.size}, got {given['dimensions']}.")
     if given.get("max_embed_len", 1) < 1:
         raise ConfigError(f"--pooler-config: max_embed_len must be at least 1, got {given['max_embed_len']}.")
     return replace(pooler, **given)
+
+
+def _name_pooling(given: dict[str, Any]) -> None:
+    """One field for the three names that vLLM has had for the way of pooling. Raises ConfigError."""
+    allowed = {
+        "pooling_type": POOLINGS, "seq_pooling_type": tuple(each for each in POOLINGS if each != "ALL"),
+        "tok_pooling_type": ("ALL",),  # vectors of tokens are all told, so it changes nothing
+    }  # fmt: skip
+    if "pooling_type" in given and "seq_pooling_type" in given:
+        raise ConfigError("--pooler-config: pooling_type and seq_pooling_type say the same; leave one of them out.")
+    for name, kinds in allowed.items():
+        if (pooling := given.pop(name, None)) is None:
+            continue
+        if pooling.upper() not in kinds:
+            raise ConfigError(f"--pooler-config: {name} must be one of {list(kinds)}, got {pooling!r}.")
+        if name != "tok_pooling_type":
+            given["pooling"] = pooling.upper()
 
 
 class _SentenceFiles:

@@ -189,6 +189,10 @@ def test_classifiers_say_their_activation(tmp_path, config, activation, tasks):
         ({"pooler_config": "{"}, "is not JSON"),
         ({"pooler_config": '{"pool": 1}'}, "has no 'pool'; its keys are"),
         ({"pooler_config": '{"pooling_type": "max"}'}, "pooling_type must be one of"),
+        ({"pooler_config": '{"seq_pooling_type": "all"}'}, "seq_pooling_type must be one of"),
+        ({"pooler_config": '{"tok_pooling_type": "STEP"}'}, "tok_pooling_type must be one of"),
+        ({"pooler_config": '{"pooling_type": "CLS", "seq_pooling_type": "CLS"}'}, "say the same"),
+        ({"pooler_config": '{"task": "classify"}'}, "task must be one of ['embed', 'token_embed']"),
         ({"pooler_config": '{"normalize": 1}'}, "normalize must be of type bool, got 1."),
         ({"pooler_config": '{"max_embed_len": 0}'}, "max_embed_len must be at least 1, got 0."),
         ({"pooler_config": '{"dimensions": 9}'}, "dimensions must be in 1 to 8, got 9."),
@@ -204,6 +208,15 @@ def test_pooler_config_is_over_the_models_own(tmp_path):
     text = '{"pooling_type": "mean", "normalize": false, "dimensions": 4}'
     found, _ = pooler(tmp_path, flags={"pooler_config": text})
     assert (found.pooling, found.normalize, found.resolve(PoolingParams()).dimensions) == ("MEAN", False, 4)
+
+
+def test_an_operator_may_name_the_only_task(tmp_path):
+    text = '{"task": "token_embed", "seq_pooling_type": "mean", "tok_pooling_type": "ALL"}'
+    found, _ = pooler(tmp_path, flags={"pooler_config": text})
+    assert (found.tasks, found.pooling) == (("token_embed",), "MEAN")
+    assert found.resolve(PoolingParams()).task == "token_embed"
+    with pytest.raises(ParamError, match="'embed'"):
+        found.resolve(PoolingParams(task="embed"))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ ASKED: dict[str, dict[str, Any] | None] = {
     "POST /tokenize": {"prompt": "the cat", "return_token_strs": True},
     "POST /detokenize": {"tokens": [0, 1]},
     "POST /apply-template": {"messages": USER},
+    "POST /v1/completions/render": {"prompt": ["the cat", "sat"]},
+    "POST /v1/chat/completions/render": {"messages": USER},
     "POST /inference/v1/generate": {"token_ids": [0, 1], "sampling_params": {"max_tokens": 2}},
     "POST /generative_scoring": {"query": "the", "items": ["cat"], "label_token_ids": [0]},
     "POST /v1/requests/cancel": {"request_ids": ["a"]},

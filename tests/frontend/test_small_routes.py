@@ -15,8 +15,10 @@ from quire import __version__
 from quire.client.generation import OpenGeneration
 from quire.frontend.fake import FakeServer, Say, count_words
 from quire.frontend.main import settings_of
+from quire.frontend.token_ids import SamplingFields
 from quire.proto.codec import from_i32
 from quire.proto.config import EngineArgs
+from quire.proto.params import SamplingParams
 
 GENERATE = "/inference/v1/generate"
 IDS: dict[str, Any] = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3}}
@@ -34,6 +36,12 @@ def server(shared: FakeServer) -> FakeServer:
     shared.engine.aborted.clear()
     shared.engine.script = count_words
     return shared
+
+
+def ok(answer: tuple[Any, ...]) -> Any:
+    """The body of a 200."""
+    assert answer[0] == 200, answer
+    return answer[1]
 
 
 def generated(server: FakeServer) -> OpenGeneration:
@@ -110,6 +118,45 @@ def test_ids_are_streamed(server: FakeServer) -> None:
 def test_what_is_refused(server: FakeServer, body: Any, param: str) -> None:
     assert error_of(post(server, body, GENERATE), 400)["param"] == param
     assert not server.engine.requests
+
+
+# ---------------------------------------------------------------- rendering
+
+
+def test_what_a_chat_renders_to_runs_as_the_chat_does(server: FakeServer) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    chat = {"messages": [{"role": "user", "content": "hi there"}], "max_completion_tokens": 3, "temperature": 0.5,
+            "top_logprobs": 2, "logprobs": True, "stop": "x", "seed": 7, "vllm_xargs": {"a": 1}, "priority": 2,
+            "tools": tools, "tool_choice": "required"}  # fmt: skip
+    body = ok(post(server, chat, "/v1/chat/completions/render"))
+    assert body["token_ids"] and body["request_id"].startswith("chatcmpl-") and body["priority"] == 2
+    assert set(body["sampling_params"]) == {
+        "max_tokens", "temperature", "logprobs", "stop", "seed", "vllm_xargs", "structured_outputs",
+        "skip_special_tokens",
+    }  # fmt: skip
+    assert not server.engine.requests  # nothing ran
+    ok(post(server, chat, "/v1/chat/completions"))
+    ok(post(server, body, GENERATE))
+    by_chat, by_ids = [request.asked for request in server.engine.requests]
+    assert isinstance(by_chat, SamplingParams) and isinstance(by_ids, SamplingParams)
+    assert by_ids.structured_outputs == by_chat.structured_outputs and by_ids.structured_outputs is not None
+    for name in set(SamplingParams.__struct_fields__) - {"structured_outputs"}:
+        assert getattr(by_ids, name) == getattr(by_chat, name), name
+
+
+def test_each_prompt_renders_to_a_body_of_its_own(server: FakeServer) -> None:
+    asked = {"prompt": ["a b c", "d"], "max_tokens": 2, "n": 2}
+    first, second = ok(post(server, asked, "/v1/completions/render"))
+    assert (len(first["token_ids"]), len(second["token_ids"])) == (3, 1)
+    assert first["sampling_params"] == {"n": 2, "max_tokens": 2} and first["request_id"] != second["request_id"]
+    (ids,) = ok(post(server, {"prompt": [5, 6]}, "/v1/completions/render"))
+    assert ids["token_ids"] == [5, 6] and ids["sampling_params"] == {}
+    for wrong in ({"prompt": "a", "echo": True}, {"prompt": ["a"] * 300}, {"prompt": "a", "temperature": -1}):
+        error_of(post(server, wrong, "/v1/completions/render"), 400)
+
+
+def test_every_parameter_has_a_field_to_be_rendered_to() -> None:
+    assert set(SamplingParams.__struct_fields__) - {"extra_args"} <= set(SamplingFields.__struct_fields__)
 
 
 # ---------------------------------------------------------------- cancelling
