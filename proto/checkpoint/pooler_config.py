@@ -31,7 +31,8 @@ _FILE_MODES = {
 _SETTINGS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 """``sentence_<one of these>_config.json`` is what sentence-transformers has called one and the same file."""
 _OVERRIDES = {
-    "task": str, "pooling_type": str, "seq_pooling_type": str, "tok_pooling_type": str, "normalize": bool, "dimensions": int, "use_activation": bool,
+    "task": str, "pooling_type": str, "seq_pooling_type": str, "tok_pooling_type": str,
+    "normalize": bool, "dimensions": int, "use_activation": bool,
     "enable_chunked_processing": bool, "max_embed_len": int,
 }  # fmt: skip
 
