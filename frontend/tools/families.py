@@ -114,6 +114,8 @@ class KimiK2(JsonReader):
             name, number = next(iter(self.schemas)), id
         if not name or not number.isdecimal():
             return  # a call of nothing
+        if (yield from self.glyph()) != "{":
+            return
         self.begin(name, id)
         try:
             yield from self.value(self.arguments)
@@ -234,7 +236,7 @@ class Mistral(JsonReader):
         if mark == "{":
             self.at -= 1
         words = "".join(name).split()
-        if len(words) != 1:
+        if len(words) != 1 or (yield from self.glyph()) != "{":
             raise Broken
         self.begin(words[0])
         yield from self.value(self.arguments)
@@ -263,7 +265,7 @@ class DeepSeek(JsonReader):
                 yield from self.upto(("\n",), head.append)
                 name = "".join(head).strip()
                 yield from self.follows("```json")
-            if not name:
+            if not name or (yield from self.glyph()) != "{":
                 raise Broken
             self.begin(name)
             yield from self.value(self.arguments)

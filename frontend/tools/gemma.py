@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Generator
 from typing import Any
@@ -111,7 +112,7 @@ class _Values:
         if typed:
             return text
         try:
-            return json.loads(text, parse_constant=lambda word: word)
+            return json.loads(text, parse_constant=str, parse_float=_finite)
         except (ValueError, RecursionError):
             return text
 
@@ -134,3 +135,9 @@ class _Values:
 
     def _ends(self, mark: str) -> bool:
         return self._follows(mark) or self._at >= len(self._text)
+
+
+def _finite(word: str) -> float | str:
+    """A number; one that JSON has not is a text."""
+    number = float(word)
+    return number if math.isfinite(number) else word

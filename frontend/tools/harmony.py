@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
+from contextlib import suppress
 
-from .reader import Parser, Wait
+from .json_values import ValueReader
+from .reader import Broken, Wait
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL)
@@ -17,7 +19,7 @@ _TO, _IN = re.compile(r"\bto=([\w.-]+)"), re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS = "functions."
 
 
-class Harmony(Parser):
+class Harmony(ValueReader):
     """Thought, answers and calls at once: one parser is both the tools' and the thought's."""
 
     def read(self) -> Wait:
@@ -42,18 +44,14 @@ class Harmony(Parser):
                 mark = yield from self.upto((_START, _CHANNEL), self.content)
 
     def _call(self, name: str) -> Generator[None, None, str]:
-        """Arguments are given as they stand; none at all are an empty object."""
+        """Arguments that are blank are an empty object; any that are no object are none, and the call is not whole."""
         self.begin(name)
-        given = False
-
-        def give(text: str) -> None:
-            nonlocal given
-            if not given:
-                text = text.lstrip()
-                given = bool(text)
-            self.arguments(text)
-
-        mark = yield from self.upto(_ENDS, give)
-        if not given:
+        said: list[str] = []
+        if (yield from self.glyph()) == "{":
+            with suppress(Broken):
+                yield from self.value(self.arguments)
+            said.append("{")
+        mark = yield from self.upto(_ENDS, said.append)
+        if not "".join(said).strip():
             self.arguments("{}")
         return mark

@@ -1,76 +1,27 @@
 """Calls as JSON objects of a name and arguments, which is how most families write them.
 
-Arguments are given as the model writes them, piece by piece. A call begins where its arguments do: a name is known by
-then, or the arguments wait for it.
+Arguments are given as the model writes them, piece by piece, and put right where that is no JSON. A call begins where
+its arguments do: a name is known by then, or the arguments wait for it. What has arguments that are no object is none.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
-from .reader import Broken, Parser, Wait, drop
+from .json_values import Give, ValueReader, whole_object
+from .reader import Broken, Wait, drop
 
 NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
 BARE_KEYS = (*NAMES, *ARGUMENTS, "type", "id", "description")
 """The keys that an object may have where nothing but its keys tells that it is a call."""
 
-MAX_DEPTH = 200
-_STRUCTURE, _STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
-_SCALAR_END = re.compile(r"[\s,\]}:]")
-_CLOSES = {"{": "}", "[": "]"}
 
-
-class JsonReader(Parser):
-    """Reads JSON that is still being written. ``NAMES`` are the keys of a call's name."""
+class JsonReader(ValueReader):
+    """Reads calls in JSON that is still being written. ``NAMES`` are the keys of a call's name."""
 
     NAMES: tuple[str, ...] = NAMES
-
-    def value(self, give: Callable[[str], None]) -> Wait:
-        """Give one value as it stands, in pieces. Raises Broken where none is there."""
-        first = yield from self.glyph()
-        if first not in '"{[':
-            yield from self._scalar(give)
-            return
-        open_, quoted, place = [], False, self.at
-        while True:
-            found = (_STRING if quoted else _STRUCTURE).search(self.text, place)
-            if found is None or (found[0] == "\\" and found.end() == len(self.text)):
-                end = len(self.text) if found is None else found.start()
-                piece, self.at = self.text[self.at : end], end
-                give(piece)
-                yield from self.more()
-                place = self.at
-                continue
-            place = found.end()
-            char = found[0]
-            if char == "\\":
-                place += 1
-                continue
-            if char == '"':
-                quoted = not quoted
-            elif char in _CLOSES:
-                open_.append(_CLOSES[char])
-            if (char in "}]" and not quoted and (not open_ or open_.pop() != char)) or len(open_) > MAX_DEPTH:
-                piece, self.at = self.text[self.at : place - 1], place - 1
-                give(piece)
-                raise Broken
-            if not open_ and not quoted:
-                piece, self.at = self.text[self.at : place], place
-                give(piece)
-                return
-
-    def _scalar(self, give: Callable[[str], None]) -> Wait:
-        seen = 0
-        while (found := _SCALAR_END.search(self.text, self.at + seen)) is None:
-            seen = len(self.text) - self.at
-            yield from self.more()
-        word, self.at = self.text[self.at : found.start()], found.start()
-        if not _is_scalar(word):
-            raise Broken
-        give(word)
 
     def decoded(self) -> Generator[None, None, Any]:
         """One value. Raises Broken where it is no JSON."""
@@ -95,7 +46,7 @@ class JsonReader(Parser):
                 if char == "}":
                     break
                 continue
-            if char != '"':
+            if char not in ('"' if bare else "\"'"):
                 raise Broken
             key = yield from self.decoded()
             yield from self.expect(":")
@@ -112,12 +63,7 @@ class JsonReader(Parser):
                     self.arguments("".join(held))
             elif key in ARGUMENTS and not given:
                 given = True
-                if name is not None:
-                    char = yield from self.glyph()
-                    if bare and char not in '{"n':
-                        raise Broken
-                    self.begin(name)
-                yield from self._arguments(held.append if name is None else self.arguments)
+                yield from self._arguments(name, held, bare)
             else:
                 yield from self.value(drop)
         if name is None or (bare and not given):
@@ -126,14 +72,29 @@ class JsonReader(Parser):
             self.begin(name)
             self.arguments("{}")
 
-    def _arguments(self, give: Callable[[str], None]) -> Wait:
-        """The arguments' value; one that is JSON in a string is that JSON, and null is no arguments."""
+    def _arguments(self, name: str | None, held: list[str], bare: bool) -> Wait:
+        """The arguments of the call ``name``, which begins with them; they are ``held`` where it is not known yet. An
+        object in a string is that object, and null is no arguments. Raises Broken where they are no object."""
         char = yield from self.glyph()
+        if bare and name is not None and char not in '{"n':
+            raise Broken
+        if char != "{":
+            value = yield from self.decoded()
+            told = "{}" if value is None or value == "" else whole_object(value) if isinstance(value, str) else None
+            if told is None:
+                raise Broken
+            held.append(told)
+        if name is not None:
+            self.begin(name)
+            self.arguments("".join(held))
         if char == "{":
-            yield from self.value(give)
-            return
-        value = yield from self.decoded()
-        give(value if isinstance(value, str) else "{}" if value is None else json.dumps(value, ensure_ascii=False))
+            yield from self.value(held.append if name is None else self.arguments)
+
+    def object(self, give: Give) -> Wait:
+        """Give the object that is next. Raises Broken where there is none."""
+        if (yield from self.glyph()) != "{":
+            raise Broken
+        yield from self.value(give)
 
     def calls(self, bare: bool = False) -> Wait:
         """A list of calls, or one."""
@@ -155,11 +116,3 @@ class JsonReader(Parser):
                 return
             if char != ",":
                 raise Broken
-
-
-def _is_scalar(word: str) -> bool:
-    try:
-        json.loads(word)
-    except (ValueError, RecursionError):
-        return False
-    return bool(word)

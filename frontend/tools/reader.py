@@ -88,7 +88,7 @@ class Parser:
     def _go_on(self) -> list[Delta]:
         next(self._reading, None)
         out, self._out = self._out, []
-        return out
+        return _joined(out) if len(out) > 1 else out
 
     def _run(self) -> Wait:
         try:
@@ -230,6 +230,21 @@ class Parser:
 
 def drop(text: str) -> None:
     """Take a text that nobody wants."""
+
+
+def _joined(deltas: list[Delta]) -> list[Delta]:
+    """The same with what follows one another of one call's arguments as one."""
+    out: list[Delta] = []
+    pieces: list[str] = []
+    for delta in deltas:
+        if isinstance(delta, Arguments):
+            pieces.append(delta.text)
+            continue
+        if pieces:
+            out.append(Arguments("".join(pieces)))
+            pieces = []
+        out.append(delta)
+    return [*out, Arguments("".join(pieces))] if pieces else out
 
 
 def _sound(text: str) -> str:

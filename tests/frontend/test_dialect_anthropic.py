@@ -91,13 +91,13 @@ def test_a_stream_tells_the_same_in_blocks(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["[" * 5000, '{"a": ' * 5000, "[1]", "5", '{"a": '])
-def test_arguments_that_are_no_object_are_told_as_they_stand(server: FakeServer, arguments: str) -> None:
-    call = json.dumps({"name": "get_time", "arguments": arguments})
-    server.engine.script = says(f"<tool_call>{call}</tool_call>", step=900)
+def test_what_has_arguments_that_are_no_object_is_text(server: FakeServer, arguments: str) -> None:
+    text = f"<tool_call>{json.dumps({'name': 'get_time', 'arguments': arguments})}</tool_call>"
+    server.engine.script = says(text, step=900)
     status, body = send(server, tools=TOOLS)
-    assert (status, body["content"][0]["input"]) == (200, {"_raw": arguments})
-    told = [event["delta"]["partial_json"] for event in events(server, tools=TOOLS) if "partial_json" in str(event)]
-    assert "".join(told) == arguments
+    assert (status, body["content"], body["stop_reason"]) == (200, [{"type": "text", "text": text}], "end_turn")
+    told = [event["delta"]["text"] for event in events(server, tools=TOOLS) if "text_delta" in str(event)]
+    assert "".join(told) == text
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -290,10 +289,9 @@ def test_a_custom_tool_is_called_with_a_text(server: FakeServer) -> None:
     assert [tool["function"]["name"] for tool in (message.template or {})["tools"]] == ["run"]
 
 
-@pytest.mark.parametrize("arguments", ["[" * 5000, '{"input": ' * 5000, "[1]", '{"input": 1}', '{"inp'])
+@pytest.mark.parametrize("arguments", ['{"input": 1}', '{"inp', '{"input": "ls'])
 def test_what_is_no_input_of_a_custom_tool_is_told_as_it_stands(server: FakeServer, arguments: str) -> None:
-    call = json.dumps({"name": "run", "arguments": arguments})
-    server.engine.script = says(f"<tool_call>{call}</tool_call>", step=900)
+    server.engine.script = says(f'<tool_call>{{"name": "run", "arguments": {arguments}')
     tools: list[Any] = [{"type": "custom", "name": "run"}]
     (whole,) = ask(server, tools=tools).output
     (told,) = list(ask(server, tools=tools, stream=True))[-1].response.output

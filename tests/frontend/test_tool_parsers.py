@@ -22,6 +22,8 @@ from quire.frontend.tools import (
     Reasoning,
     detect,
 )
+from quire.frontend.tools.json_values import ValueReader
+from quire.frontend.tools.reader import Broken
 from quire.proto.thinking import MARKS as MARKS_OF
 
 Found = tuple[str, str, list[tuple[str, str]]]
@@ -242,7 +244,65 @@ def test_any_split_of_any_truncation_of_any_damage_gives_the_same(case, reasonin
         place %= len(text) + 1
         text = text[:place] + mark + text[place:]
     text = text[: len(text) - end % (len(text) + 1)] if end % 3 == 0 else text
-    assert run(cut(text, places), tool, reasoning) == run([text], tool, reasoning)
+    found = run([text], tool, reasoning)
+    assert run(cut(text, places), tool, reasoning) == found
+    assert all(is_json_as_far_as_it_goes(arguments) for _, arguments in found[2]), found
+
+
+def is_json_as_far_as_it_goes(arguments: str) -> bool:
+    """An object, or the begin of one."""
+    told: list[str] = []
+    reader = ValueReader()
+    reader.text = arguments
+    try:
+        if not arguments or next(reader.value(told.append), "whole") is None:  # it waits for more
+            return arguments.startswith("".join(told))
+    except Broken:
+        return False
+    return isinstance(json.loads(arguments, parse_constant=lambda word: pytest.fail(word)), dict)
+
+
+PUT_RIGHT = [
+    ('{"b": False, "c": [True, None]}', {"b": False, "c": [True, None]}),
+    ("{'city': 'Par\\'is', 'say': 'a \"word\"'}", {"city": "Par'is", "say": 'a "word"'}),
+    ('{"a": [1, 2, ], }', {"a": [1, 2]}),
+    ('{"a": "one\ntwo\t", "b": "\\d\\\'\\u12"}', {"a": "one\ntwo\t", "b": "\\d'\\u12"}),
+    ("{city: Paris, 7: 0x1f, true: +5}", {"city": "Paris", "7": 31, "true": 5}),
+    ('{"a": NaN, "b": -Infinity, "c": 1e999, "d": .5}', {"a": "NaN", "b": "-Infinity", "c": "1e999", "d": 0.5}),
+    ('{"a":\u00a01\x0b}', {"a": 1}),
+]
+
+
+@pytest.mark.parametrize("tool", ["hermes", "mistral", "kimi_k2", "openai", "deepseek_v31", "llama3_json", "jamba"])
+@pytest.mark.parametrize("said, meant", PUT_RIGHT)
+def test_arguments_that_python_would_read_become_json(tool: str, said: str, meant: Any) -> None:
+    """What comes out may be sent back in, and be read by the client."""
+    before, after = {
+        "hermes": ('<tool_call>{"name": "f", "arguments": ', "}</tool_call>"),
+        "jamba": ('<tool_calls>[{"name": "f", "arguments": ', "}]</tool_calls>"),
+        "llama3_json": ('{"name": "f", "parameters": ', "}"),
+        "mistral": ("[TOOL_CALLS]f", ""),
+        "kimi_k2": (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+        "openai": ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|call|>"),
+        "deepseek_v31": (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+    }[tool]  # fmt: skip
+    ((name, arguments),) = run([before + said + after], tool)[2]
+    assert (name, json.loads(arguments)) == ("f", meant)
+    assert run(list(before + said + after), tool) == run([before + said + after], tool)
+
+
+@pytest.mark.parametrize("said", ["[1]", "5", '"text"', "\"{'a': \"", "True", '"[1]"', "foo bar"])
+def test_what_has_arguments_that_are_no_object_is_no_call(said: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {said}}}</tool_call>'
+    assert run([text], "hermes") == ("", text, [])
+    said = f"<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{said}<|tool_call_end|>"
+    assert run([said], "kimi_k2")[2] == [] and run([f"[TOOL_CALLS]f[ARGS]{said}"], "mistral")[2] == []
+    assert run(["<|channel|>commentary to=functions.f <|message|>[1]<|call|>"], "openai")[2] == [("f", "")]
 
 
 def test_ten_thousand_splits_and_truncations() -> None:
@@ -268,8 +328,9 @@ def test_arguments_come_in_pieces_and_begin_with_the_name() -> None:
 
 
 def test_half_of_a_surrogate_pair_is_no_character() -> None:
-    _, _, ((name, arguments),) = run(['<tool_call>{"name": "f\\ud800", "arguments": "\\udc00"}</tool_call>'], "hermes")
-    assert (name, arguments) == ("f?", "?")
+    said = '<tool_call>{"name": "f\\ud800", "arguments": {"\\udc00": "\\ud83d\\ude00"}}</tool_call>'
+    _, _, ((name, arguments),) = run([said], "hermes")
+    assert (name, arguments) == ("f\ufffd", '{"\\ufffd": "\\ud83d\\ude00"}')
     assert run([r"[get_weather(city='\ud800')]"], "pythonic")[2] == [("get_weather", '{"city": "?"}')]
 
 
