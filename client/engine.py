@@ -395,7 +395,7 @@ class Engine:
 
     async def _tick(self) -> None:
         while True:
-            heartbeat()
+            heartbeat(needed=self.ready or self.open_requests > 0)
             self.core.heartbeat(resident_bytes(), self._bad_frames_of_wires())
             self._flush()
             await asyncio.sleep(HEARTBEAT_S)

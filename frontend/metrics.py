@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from ..client.offline.metrics import SECONDS, TOKENS, Bins, counters_of, gauges_of, labelled_of, work_of
 from ..client.results import RequestMetrics
 from ..proto.messages import AdapterStats, Stats, WorkStats
+from ..proto.restarts import read_restarts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -32,7 +33,7 @@ OWN = frozenset(
         "scheduler_steps", "kernel_compilations", "bad_frames", "http_errors", "kv_offload_cpu_hits",
         "kv_offload_disk_hits", "kv_offload_cpu_load_bytes", "kv_offload_cpu_store_bytes", "kv_offload_cpu_evictions",
         "kv_offload_disk_load_bytes", "kv_offload_disk_store_bytes", "kv_offload_disk_evictions",
-        "kv_offload_failed_loads",
+        "kv_offload_failed_loads", "process_restarts", "processes_failing",
     )
 )  # fmt: skip
 """Figures that vLLM has not."""
@@ -146,6 +147,24 @@ class HttpFigures:
         for at, bins in sorted(self._took.items()):
             took.add_metric(at, bins.buckets(), bins.sum)
         yield took
+
+
+def _of_launcher() -> Iterator[Metric]:
+    """What `quire serve` tells of its processes; nothing where others started them."""
+    if (told := read_restarts()) is None:
+        return
+    restarts, failing = told
+    again = CounterMetricFamily(
+        "quire:process_restarts", "processes started in place of others that had ended", labels=["service"]
+    )
+    bad = GaugeMetricFamily(
+        "quire:processes_failing", "places in which no process can be kept running", labels=["service"]
+    )
+    for service in ("gpu_worker", "scheduler", "detokenizer", "frontend"):
+        again.add_metric([service], restarts.get(service, 0))
+        bad.add_metric([service], failing.get(service, 0))
+    yield again
+    yield bad
 
 
 class Metrics:
@@ -262,7 +281,7 @@ class Metrics:
         own: list[Metric] = []
         for family in self._families(stats):
             (own if family.name in OWN else shared).append(family)
-        own += self.http.families()
+        own += [*_of_launcher(), *self.http.families()]
         text = generate_latest(_Chosen(shared))  # type: ignore[arg-type]
         quire = text if self._prefix != "vllm" else b""
         vllm = _PREFIX.sub(rb"\1vllm:", text) if self._prefix != "quire" else b""

@@ -58,6 +58,8 @@ LISTEN_FD = "QUIRE_LISTEN_FD"
 """Environment variable: the bound socket on which a frontend is to listen. Its launcher holds it too."""
 
 HEARTBEAT_S = 1.0
+IDLE, NEEDED = b".", b"+"
+"""What a heartbeat says. NEEDED is a frontend's while a request would run, or is open: its server must go on."""
 _json: str | None = None  # this process's name in lines of JSON; None where they are text
 _launched = PARENT_FD in os.environ  # by a supervisor, which passes on what this process prints
 _launcher = -1  # the descriptor of READY_FD, once told; -1 where nobody asked for it
@@ -79,7 +81,7 @@ def tell_ready() -> None:
             _launcher = int(descriptor)
 
 
-def heartbeat() -> None:
+def heartbeat(needed: bool = False) -> None:
     """Show the launcher that this process lives: one that serves and does not for long is killed and started again.
 
     To be called by the loop that must not stand still, in every turn; it writes once a second.
@@ -88,7 +90,7 @@ def heartbeat() -> None:
     if _launcher >= 0 and (now := time.monotonic()) >= _heartbeat_due:
         _heartbeat_due = now + HEARTBEAT_S
         with contextlib.suppress(OSError):  # nobody has read for hours, or the launcher is gone
-            os.write(_launcher, b".")
+            os.write(_launcher, NEEDED if needed else IDLE)
 
 
 def tell_left(count: int) -> None:

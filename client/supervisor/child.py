@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, cast
 
 from ...proto.log_lines import as_json, printable
-from ...proto.process import HAND_OVER, READY_FD
+from ...proto.process import HAND_OVER, IDLE, NEEDED, READY_FD
 
 PIPE_BYTES = 2**20
 """Room for what a child prints while its parent is held up, so that the child is not."""
@@ -41,6 +41,7 @@ class Child:
         self.carry = b""
         self.form: Callable[..., bytes] = as_it_is  # what is made of that which it prints
         self.left: int | None = None  # requests that it still answers, where it hands over
+        self.needed = False  # by its last heartbeat: a request would run, or one is open
         self.error: str | None = None  # its last `quire.X: error:` line
         self.drained = threading.Event()  # all it printed has been read
         self._ready_fd, told = os.pipe()  # on which it says that it serves, and its heartbeats come
@@ -94,6 +95,8 @@ class Child:
             data = os.read(self._ready_fd, 65536) if self._ready_fd >= 0 else b""
             if told := _LEFT.findall(data):
                 self.left = int(told[-1])
+            if (last := max(data.rfind(IDLE), at := data.rfind(NEEDED))) >= 0:
+                self.needed = last == at
             return bool(data)
         return False
 

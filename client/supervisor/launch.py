@@ -39,9 +39,10 @@ from ...proto.process import (
     TERMINAL,
     shows_bars,
 )
+from ...proto.restarts import PROCESSES, TOLD, Restarts
 from .child import Child, JsonLines, say, without_errors
 from .commands import command_of, connect, cpu_count, devices_of, free_port, import_path
-from .place import Place, State
+from .place import Place
 from .rundir import make_run_dir, remove_after
 from .watch import LaunchError, Watch
 
@@ -108,6 +109,7 @@ class Supervisor:
         self.hurry = threading.Event()  # set: end without patience
         self.lock = threading.RLock()
         self.closed = self._was_ready = False
+        self._restarts = Restarts()
         self._asks: EngineThread | None = None
         self._pid = os.getpid()
         _supervisors.add(self)
@@ -192,7 +194,7 @@ class Supervisor:
                 if (service == "gpu_worker" and args.logits_processor) or (service == "frontend" and args.middleware):
                     own["PYTHONPATH"] = import_path()
                 if service == "frontend":
-                    own |= self._api_keys
+                    own |= self._api_keys | {PROCESSES: f"{self.make_run_dir()}/{TOLD}"}
                     if self._listeners:
                         own[LISTEN_FD] = str(self._listeners[number].fileno())
                     if count > 1:
@@ -249,12 +251,12 @@ class Supervisor:
     def ready(self) -> bool:
         """Whether a request would run."""
         if self.args.headless:
-            return self._begun()
+            return self.watch.begun()
         return self._healthy() if self.http and not self.args.ssl_certfile else self._engine_ready()
 
     def _engine_ready(self) -> bool:
         """The same for a server that has no port to ask, or whose port wants certificates: by an Engine of its own."""
-        if self._asks is None and self._begun():
+        if self._asks is None and self.watch.begun():
             from ...proto.wire.keys import load_keys
             from ..background import EngineThread  # with ZeroMQ
 
@@ -277,14 +279,9 @@ class Supervisor:
                 time.sleep(SETTLE_S)
             self.check(starting=not self._was_ready)
 
-    def _begun(self) -> bool:
-        """Whether one of each service has begun to serve."""
-        begun = {place.service for place in self._places if place.state in (State.SERVING, State.LEFT)}
-        return all(place.service in begun for place in self._places)
-
     def _healthy(self) -> bool:
         """Whether /health says so. It is not asked before one of each service has begun to serve."""
-        if not self._begun():
+        if not self.watch.begun():
             return False
         try:  # by hand: to import http.client takes longer than all the rest
             with connect(self.args) as connection:
@@ -305,6 +302,8 @@ class Supervisor:
         with self.lock:
             if not self.closed:
                 self.watch.look(starting=starting)
+                if self.http and self.run_dir is not None:
+                    self._restarts.tell(self.run_dir, self.watch.restarts, self.watch.failing())
 
     def set_tokenizer(self, folder: str) -> None:
         """Replace the detokenizers by ones with the tokenizer in ``folder``; the old ones have ended on return.

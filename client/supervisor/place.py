@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from ...proto.standstill import Standstill
-from .decision import QUICK_EXITS, Exit
+from .decision import QUICK_EXITS, Exit, why_hopeless
 
 START_S = 60.0
 """A scheduler that does not serve after so long counts as silent from then on; what others load may take hours."""
@@ -44,6 +44,9 @@ TRANSITIONS = {
 
 class Process(Protocol):
     """What the supervisor asks of a process."""
+
+    needed: bool
+    """Of a frontend: by its last heartbeat a request would run, or one is open."""
 
     @property
     def pid(self) -> int:
@@ -99,6 +102,11 @@ class Place(Generic[P]):
     def running(self) -> bool:
         """A process runs here, as far as is known."""
         return self.state in (State.LOADING, State.SERVING)
+
+    @property
+    def hopeless(self) -> bool:
+        """No process could be kept running here, and none serves now."""
+        return self.state is not State.SERVING and why_hopeless(self.history) is not None
 
     def begin(self, process: P, now: float) -> None:
         """A process has been started here."""

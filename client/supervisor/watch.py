@@ -11,12 +11,13 @@ started again.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Generic
 
 from ...proto.process import EXIT_CONFIG
 from ...proto.standstill import Standstill
-from .decision import Exit, GiveUp, Leave, decide
+from .decision import HOPELESS_PAUSE_S, Exit, GiveUp, Leave, decide, why_hopeless
 from .place import P, Place, State
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Watch(Generic[P]):
         self.apart: list[Place[P]] = []  # in a rolling restart: successors, and whom they follow (``roll.py``)
         self._spawn, self._clock, self._cores = spawn, clock, cores
         self._standstill = Standstill(STOOD_STILL_S, clock())
+        self.restarts: Counter[str] = Counter()  # processes started, or about to be, in place of others, by service
 
     def look(self, among: Sequence[Place[P]] | None = None, starting: bool = False) -> None:
         """One look over all places, which may kill some processes and start others. Raises LaunchError to give up.
@@ -69,6 +71,15 @@ class Watch(Generic[P]):
         """Start a process here. Raises LaunchError."""
         now = self._clock()
         place.begin(self._spawn(place), now)
+
+    def begun(self) -> bool:
+        """Whether one of each service has begun to serve."""
+        begun = {place.service for place in self.places if place.state in (State.SERVING, State.LEFT)}
+        return all(place.service in begun for place in self.places)
+
+    def failing(self) -> Counter[str]:
+        """In how many places no process can be kept running, by service."""
+        return Counter(place.service for place in self.places if place.hopeless)
 
     def set_apart(self, place: Place[P]) -> None:
         """Look after this place no more."""
@@ -127,20 +138,41 @@ class Watch(Generic[P]):
             if not self.fallen(fallen) or not self._all_ended(together := self._together(fallen)):
                 continue
             place = record_exit(together, starting)
-            decision = decide(place.service, place.history)
+            decision = decide(place.service, place.history, self._of_use(together))
             if isinstance(decision, GiveUp):
                 given_up.append((place, decision))
             elif isinstance(decision, Leave):
                 self._leave(together)
             else:
-                others = f", with the {len(together) - 1} that work with it," if len(together) > 1 else ""
-                log.warning("%s Starting another%s in %.2f s.", place.how_it_ended(), others, decision.pause)
-                for each in together:
-                    each.restart_at(self._clock() + decision.pause)
+                self._restart(place, together, decision.pause)
         if given_up:
             place, decision = max(given_up, key=lambda one: (one[0].code == EXIT_CONFIG, one[0].error is not None))
             often = f"quire.{place.service} {decision.why}: " if decision.why else ""
             raise LaunchError(often + place.how_it_ended(), place.code)
+
+    def _restart(self, place: Place[P], together: Sequence[Place[P]], pause: float) -> None:
+        others = f", with the {len(together) - 1} that work with it," if len(together) > 1 else ""
+        log.warning("%s Starting another%s in %.2f s.", place.how_it_ended(), others, pause)
+        if (often := why_hopeless(place.history)) is not None:
+            log.error(
+                "quire.%s %s; the server goes on without it, and tries again at least every %g s.",
+                place.service, often or "cannot work as configured", HOPELESS_PAUSE_S,
+            )  # fmt: skip
+        for each in together:
+            each.restart_at(self._clock() + pause)
+            self.restarts[each.service] += 1
+
+    def _of_use(self, together: Sequence[Place[P]]) -> bool:
+        """Whether the server is of use without these: another place does their work, or will soon; or, by what some
+        frontend said last, a request would run or is open."""
+        for each in self.places:
+            if each in together or each.state is State.LEFT:
+                continue
+            if each.service == together[0].service and each.state is not State.NEW and not each.hopeless:
+                return True
+            if each.state is State.SERVING and each.process is not None and each.process.needed:
+                return True
+        return False
 
     def _leave(self, together: Sequence[Place[P]]) -> None:
         for each in together:

@@ -200,6 +200,33 @@ def test_what_never_serves_is_given_up_however_long_it_loads(make_stack, monkeyp
         stack.supervise(threading.Event())
 
 
+def test_what_never_serves_ends_no_server_in_which_a_frontend_has_a_request(make_stack, monkeypatch, tmp_path, caplog):
+    """Until it has none any more."""
+    monkeypatch.setattr(decision, "HOPELESS_PAUSE_S", 0.01)
+    open_request = tmp_path / "open"
+    open_request.touch()
+    frontend = f"""if True:
+        import os, time
+        from quire.proto import process
+        process.HEARTBEAT_S = 0.01
+        process.tell_ready()
+        while True:
+            process.heartbeat(needed=os.path.exists({str(open_request)!r}))
+            time.sleep(0.02)
+    """
+    code = f"import os, sys, time; sys.exit(3) if os.path.exists({str(tmp_path / 'dies')!r}) else time.sleep(600)"
+    stack = make_stack(("frontend", frontend), ("gpu_worker", code))
+    wait_until(lambda: stack.check() or stack._places[0].process.needed, "the frontend says that it is needed")
+    (tmp_path / "dies").touch()
+    os.kill(pid_of(stack, "gpu_worker"), signal.SIGKILL)
+    wait_until(lambda: stack.check() or stack.watch.restarts["gpu_worker"] > 7, "it is started often", 60)
+    assert "quire.gpu_worker ended 5 times within 10 s of its start; the server goes on without it" in caplog.text
+    assert stack.watch.failing() == {"gpu_worker": 1}
+    open_request.unlink()
+    with pytest.raises(LaunchError, match=r"quire\.gpu_worker ended with code 3"):
+        stack.supervise(threading.Event())
+
+
 def test_what_has_served_may_fail_as_if_it_could_never_work(make_stack, tmp_path):
     """Its device's memory may not be free again yet: that is not the end of a server that has worked."""
     mark = tmp_path / "mark"

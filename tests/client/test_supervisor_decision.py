@@ -8,6 +8,7 @@ import pytest
 
 from quire.client.supervisor.decision import (
     FIRST_PAUSE_S,
+    HOPELESS_PAUSE_S,
     MAX_PAUSE_S,
     QUICK_EXITS,
     UNSERVED_EXITS,
@@ -85,6 +86,33 @@ NEVER = "before it had begun to serve"
 def test_a_workers_exits(history: list[Exit], decision: Decision) -> None:
     assert decide("gpu_worker", history) == decision
     assert decide("gpu_worker", history[-QUICK_EXITS:]) == decision
+
+
+@pytest.mark.parametrize(
+    ("history", "pause"),
+    [
+        ([LOADS] * 4, 8 * FIRST_PAUSE_S),
+        ([LOADS] * 5, 16 * FIRST_PAUSE_S),
+        ([LOADS] * 8, 128 * FIRST_PAUSE_S),
+        ([LOADS] * 9, HOPELESS_PAUSE_S),
+        ([LOADS] * 30, HOPELESS_PAUSE_S),
+        ([LOADS_LONG] * 30, HOPELESS_PAUSE_S),
+        ([SERVES] * 29, MAX_PAUSE_S),
+        ([SERVES] * 30, HOPELESS_PAUSE_S),
+        ([REFUSED], FIRST_PAUSE_S),
+        ([REFUSED] * 30, HOPELESS_PAUSE_S),
+        ([LOADS] * 9 + [SERVES_LONG], 0.0),
+        ([STARTING] * 5 + [LOADS], 32 * FIRST_PAUSE_S),
+    ],
+)
+def test_a_server_that_is_of_use_goes_on_and_tries_more_slowly(history: list[Exit], pause: float) -> None:
+    assert decide("gpu_worker", history, of_use=True) == Restart(pause)
+
+
+def test_while_the_server_starts_nothing_is_of_use_yet() -> None:
+    for history in ([Exit(CRASHED, 3.0, served=False, starting=True)], [STARTING] * 5):
+        assert isinstance(decide("gpu_worker", history, of_use=True), GiveUp)
+    assert decide("gpu_worker", [Exit(0, LATER, served=True)], of_use=True) == Leave()
 
 
 def test_no_other_service_leaves_on_purpose() -> None:

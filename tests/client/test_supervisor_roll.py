@@ -17,6 +17,7 @@ class Toy:
     """A process that serves at once and ends when it is told to, unless it was told otherwise."""
 
     def __init__(self, service: str, log: list[str], name: str) -> None:
+        self.needed = False
         self.code: int | None = None
         self.pid, self.beats, self.left, self.words = 1, True, None, None
         self.obeys, self.hands_over = True, True

@@ -22,7 +22,7 @@ class Toy:
 
     def __init__(self, pid: int) -> None:
         self.pid, self.code, self.beats, self.words = pid, None, False, None
-        self.killed, self.obeys = 0, True
+        self.killed, self.obeys, self.needed = 0, True, False
 
     def ended(self) -> int | None:
         return self.code

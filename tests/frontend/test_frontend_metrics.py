@@ -15,6 +15,7 @@ from quire.frontend.metrics import Metrics
 from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.messages import AdapterStats, Stats, TierStats, WorkStats
 from quire.proto.messages.operators import Binned, BlockTimes
+from quire.proto.restarts import PROCESSES, TOLD, Restarts
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -44,7 +45,11 @@ def documented(part: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("prefix", "shared"), [("vllm", ["vllm"]), ("quire", ["quire"]), ("both", ["quire", "vllm"])])
-def test_the_page_has_every_name_and_no_other(prefix: str, shared: list[str]) -> None:
+def test_the_page_has_every_name_and_no_other(
+    prefix: str, shared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROCESSES, str(tmp_path / TOLD))
+    Restarts().tell(str(tmp_path), {}, {})
     told = kinds(Metrics("m", prefix).render(everything()).decode())
     expected = documented("HTTP")
     expected |= {f"quire:{name}": kind for name, kind in documented("Figures of quire").items()}
@@ -127,6 +132,23 @@ def test_answers_by_route_and_status() -> None:
         (one, "GET", "4xx", "1.0"), ("none", "GET", "4xx", "1.0"), ("none", "other", "4xx", "1.0"),
     ])  # fmt: skip
     assert f'http_request_duration_seconds_count{{handler="{chat}",method="POST"}} 3.0' in text
+
+
+def test_what_the_launcher_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told where it writes it down, and left out where nobody does, or not yet."""
+    restarts = Restarts()
+    assert b"process" not in Metrics("m").render(None)
+    monkeypatch.setenv(PROCESSES, str(tmp_path / TOLD))
+    assert b"process" not in Metrics("m").render(None)
+    restarts.tell(str(tmp_path), {}, {})
+    assert b'quire:process_restarts_total{service="gpu_worker"} 0.0\n' in Metrics("m").render(None)
+    restarts.tell(str(tmp_path), {"gpu_worker": 7, "frontend": 1}, {"gpu_worker": 1})
+    text = Metrics("m").render(None)
+    for line in (
+        b'quire:process_restarts_total{service="gpu_worker"} 7.0\n', b'quire:processes_failing{service="frontend"} 0.0',
+        b'quire:process_restarts_total{service="frontend"} 1.0', b'quire:processes_failing{service="gpu_worker"} 1.0',
+    ):  # fmt: skip
+        assert line in text
 
 
 def test_another_prefix_is_refused() -> None:

@@ -24,6 +24,7 @@ class Host:
         self.timeline, self.kind, self.name, self.machine = timeline, kind, name, machine or name
         self.alive, self.stopped, self.still = True, False, False
         self.serving = False  # it has said so to its supervisor: only what others send can end it from here on
+        self.needed: Callable[[], bool] = lambda: False  # what its heartbeat to its supervisor says
         self.code = 0  # once it has ended: its exit code, or minus the signal that ended it
         self.wall_offset = 0.0  # of this machine's clock of the day, which can be set
         self.ended: list[Callable[[], None]] = []

@@ -277,6 +277,7 @@ class Frontend(Process):
         self._wires: dict[str, Any] = {}
         self._dial(client_core.SCHEDULER, FRONT, m.FromSchedulerFront, hello.incarnation)
         host.ended.append(self._lost)
+        host.needed = lambda: self.core.ready or bool(self.core.open)
         self.serves()
         host.every(client_core.HEARTBEAT_S, self._heartbeat)
 

@@ -28,6 +28,10 @@ class Child:
     def ended(self) -> int | None:
         return None if self.host.alive else self.host.code
 
+    @property
+    def needed(self) -> bool:
+        return self.host.needed()
+
     def kill(self) -> None:
         self.host.end(-signal.SIGKILL)
 

@@ -85,7 +85,7 @@ def test_what_is_killed_is_started_again_with_growing_pauses() -> None:
 
 
 def test_a_request_that_ends_workers_as_they_serve_ends_the_server_after_many() -> None:
-    server = Server()
+    server = Server([PLACES[0], *PLACES[2:]])
     server.until(1.0)
     server.after_load["w0"] = lambda host: host.end(70)
     server.hosts["w0"].end(70)
@@ -95,6 +95,58 @@ def test_a_request_that_ends_workers_as_they_serve_ends_the_server_after_many() 
          "quire.gpu_worker ended with code 70; what it said is above.", 70)
     ]  # fmt: skip
     assert server.supervisor.over and not any(host.alive for host in server.hosts.values())
+
+
+def test_a_replica_that_dies_while_it_loads_ends_no_server_that_another_serves() -> None:
+    """Whatever it dies of. Its tries become fewer, and where it works again it serves again."""
+    for code in (-9, 3, EXIT_CONFIG):
+        server = Server()
+        server.until(20.0)
+        server.hosts["w1"].end()
+        server.supervisor.places["w1"].history.clear()
+        spawn, dies = server.spawn, [True]
+        server.supervisor._make = lambda name, spawn=spawn, dies=dies, code=code: (
+            stillborn(spawn(name), code) if name == "w1" and dies[0] else spawn(name)
+        )
+        server.until(600.0)
+        assert not server.gave_up and server.hosts["w0"].alive and not server.times("w0")
+        assert 60.0 < server.times("w1")[-1] < 61.0 and len(server.times("w1")) < 20
+        dies[0] = False
+        server.until(700.0)
+        assert server.supervisor.places["w1"].state is State.SERVING and not server.supervisor.places["w1"].hopeless
+
+
+def stillborn(host: Host, code: int) -> Host:
+    host.end(code)
+    return host
+
+
+@pytest.mark.parametrize("name", ["w0", "s", "d0"])
+def test_the_only_process_of_its_kind_is_tried_for_as_long_as_a_request_is_open(name: str) -> None:
+    server = Server([PLACES[0], *PLACES[2:], ("f0", "frontend", None)])
+    server.until(20.0)
+    server.hosts["f0"].needed = lambda: server.timeline.now < 300.0
+    spawn = server.spawn
+    server.supervisor._make = lambda place: stillborn(spawn(place), -9) if place == name else spawn(place)
+    server.hosts[name].end()
+    server.until(290.0)
+    assert not server.gave_up and len(server.times(name)) > 8
+    server.until(400.0)
+    ((line, code),) = server.gave_up
+    assert line.startswith("quire.") and "times within 10 s of its start: " in line and code == -9
+
+
+def test_kills_of_everything_but_the_frontend_end_no_server_with_open_requests() -> None:
+    """Several times within seconds, before anything has begun to serve."""
+    server = Server([*PLACES, ("f0", "frontend", None)])
+    server.until(20.0)
+    server.hosts["f0"].needed = lambda: True
+    for tenth in range(200, 400):
+        server.until(tenth / 10)
+        for name in ("w0", "w1", "s", "d0"):
+            server.hosts[name].end()
+    server.until(120.0)
+    assert not server.gave_up and all(host.alive and host.serving for host in server.hosts.values())
 
 
 def test_what_fails_while_the_server_starts_ends_it() -> None:
