@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 
+from ..proto.checkpoint.chat_templates import IN_WORDS
 from ..proto.checkpoint.model_config import config_of, model_folder, tokenizer_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
@@ -44,6 +45,7 @@ def load(args: EngineArgs) -> tuple[Preparer, str]:
     marks, raw = marks_of(parser, args.reasoning_config), args.allow_special_tokens_in_content
     preparer = Preparer(tokenizer, model, args.max_logprobs, pooler, marks, raw)
     preparer.template.form = args.chat_template_content_format
+    preparer.template.tells_tools = args.tool_call_parser in (None, *IN_WORDS)
     if tokenizer.templates:
         try:
             preparer.template.check()

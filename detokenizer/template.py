@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..proto.call_arguments import told_object
+from ..proto.checkpoint.chat_templates import names_tools
 from ..proto.config import ConfigError
 from ..proto.errors import Refused
 from . import template_limits as limits
 from .specials import Change, Rendered, Specials, written
 from .template_limits import Limits, Parts, Text, WrongForm
+from .tool_words import TOLD, has_calls, in_words
 
 MAX_GIVEN = 16
 """Templates that came with requests, which stay compiled."""
@@ -50,10 +52,11 @@ class ChatTemplate:
 
     ``marks`` are special tokens, which messages cannot hold; of the ``added`` tokens that are not called special, those
     that a template puts around messages are marks of it too. ``form`` is how they are given contents: "string",
-    "openai" (a list of parts), or "auto".
+    "openai" (a list of parts), or "auto". With ``tells_tools`` a template that knows no tools has them told in words.
     """
 
     form = "auto"
+    tells_tools = True
 
     def __init__(
         self, templates: dict[str, str], special: dict[str, str], marks: Specials = NONE, added: Iterable[str] = ()
@@ -83,6 +86,10 @@ class ChatTemplate:
         tools = _tools(options.get("tools"))
         compiled = self._choose(tools, options.get("chat_template"))
         chat = [_message(n, message, compiled) for n, message in enumerate(messages)]
+        if self._in_words(compiled.source, chat, tools):
+            system = tools is None or self._takes_system(compiled)
+            told = in_words(messages, tools, system)
+            chat, tools = [_message(n, message, compiled) for n, message in enumerate(told)], None
         kwargs = _kwargs(options.get("chat_template_kwargs"))
         context = {
             **self._special,
@@ -168,6 +175,22 @@ class ChatTemplate:
             except Refused:
                 continue  # a template may want another order of roles
         return set()
+
+    def _in_words(self, source: str, chat: list[dict[str, Any]], tools: list[Any] | None) -> bool:
+        """Whether the template knows nothing of tools, and there is something of them to be told."""
+        if not self.tells_tools or names_tools(source):
+            return False
+        return tools is not None or ("tool_calls" not in source and has_calls(chat))
+
+    def _takes_system(self, compiled: Compiled) -> bool:
+        """Whether the template shows a system message; some refuse it, and some leave it out."""
+        turns = [{"role": "system", "content": TOLD}, {"role": "user", "content": "a"}]
+        messages = [_message(n, message, compiled) for n, message in enumerate(turns)]
+        context = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return TOLD in self._run_in_form(compiled.template, context, messages)
+        except Refused:
+            return False
 
     def check(self) -> None:
         """Compile every template. Raises ConfigError where one is not jinja."""

@@ -21,7 +21,7 @@ from ..client.adapter_folders import AdapterFolders, parse_modules
 from ..client.engine import Engine
 from ..client.offline.defaults import default_sampling
 from ..client.traced import traces_of
-from ..proto.checkpoint.chat_templates import templates_of, tokenizer_config
+from ..proto.checkpoint.chat_templates import IN_WORDS, names_tools, templates_of, tokenizer_config
 from ..proto.checkpoint.model_config import DEMO_MODEL, ModelConfig, config_of, model_folder, tokenizer_folder
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
@@ -186,7 +186,12 @@ def _tool_parser(args: EngineArgs, folder: str) -> str | None:
     named = _known("tool_call_parser", args.tool_call_parser, TOOL_PARSERS)
     if named is not None or not args.enable_auto_tool_choice or args.skip_tokenizer_init:
         return named if args.enable_auto_tool_choice else None
-    found = detect(_template(args, folder))
+    template = _template(args, folder)
+    if template and not names_tools(template):
+        found = IN_WORDS[0]
+        log.info("the chat template knows no tools: they are told in the system message, in the form of %s", found)
+        return found
+    found = detect(template)
     if found is not None:
         log.info("calls of tools are read by --tool-call-parser %s, which the chat template shows", found)
     return found

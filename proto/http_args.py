@@ -91,8 +91,8 @@ class HttpArgs:
         True, HTTP, "let models choose whether to call tools, where it is known how they write calls"
     )
     tool_call_parser: str | None = flag(
-        None, HTTP, "how the model writes calls of tools: hermes, llama3_json, ... (docs/tools.md; default: by its "
-        "chat template)",
+        None, ("frontend", "detokenizer"), "how the model writes calls of tools: hermes, llama3_json, ... "
+        "(docs/tools.md; default: by its chat template)",
     )  # fmt: skip
     reasoning_parser: str | None = flag(
         None, ("frontend", "detokenizer"), "how the model writes its thoughts, told as reasoning: deepseek_r1, qwen3, "

@@ -57,7 +57,8 @@ FLOORS = {
     ],
     "detokenizer": [
         "detokenizer.tokenizer detokenizer.detokenize detokenizer.stops detokenizer.logprobs "  # text
-        "detokenizer.specials detokenizer.template detokenizer.template_limits detokenizer.sandbox",
+        "detokenizer.specials detokenizer.template detokenizer.template_limits detokenizer.sandbox "
+        "detokenizer.tool_words",
         "detokenizer.bad_words detokenizer.beams detokenizer.checks detokenizer.infill detokenizer.pooling "
         "detokenizer.sequence detokenizer.columns detokenizer.request detokenizer.thoughts",  # requests
         "detokenizer.step detokenizer.tokenize",

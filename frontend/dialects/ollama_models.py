@@ -88,7 +88,8 @@ async def show(request: web.Request) -> web.Response:
     parent = "" if entry is None else entry.parent or front.settings.names[0]
     card, settings = await front.card(), front.settings
     parameters = [f"{_PARAMETERS.get(key, key):<30} {value}" for key, value in settings.defaults.items()]
-    capabilities = ["completion"] if settings.pooler is None else ["embedding"]
+    embeds = settings.pooler is not None and "embed" in settings.pooler.tasks
+    capabilities = ["completion"] if settings.pooler is None else ["embedding"] if embeds else []
     capabilities += ["tools"] if settings.tool_parser is not None else []
     capabilities += ["thinking"] if settings.reasoning_parser is not None else []
     family = card.family or "unknown"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...proto.checkpoint.chat_templates import names_tools
 from ...proto.thinking import HARMONY, MARKS
 from .families import (
     Apertus,
@@ -130,7 +131,7 @@ _TELLING = (
 
 def detect(template: str) -> str | None:
     """The name of the tool parser whose form a chat template shows to the model; None where it shows none known."""
-    if "tools" not in template:
+    if not names_tools(template):
         return None
     plain = template.replace("\\", "")  # quotes are escaped in some
     return next((name for name, marks in _TELLING if all(mark in plain for mark in marks)), None)

@@ -8,6 +8,14 @@ from typing import Any
 from ..config import ConfigError
 from .model_config import read_json
 
+IN_WORDS = ("hermes", "granite4", "ernie45")
+"""Parsers of the form in which tools are told where the chat template knows none; the first is the usual one."""
+
+
+def names_tools(template: str) -> bool:
+    """Whether a chat template knows of tools. Where it does not, they are told in the system message."""
+    return "tools" in template
+
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, over the special tokens of special_tokens_map.json (files of old transformers)."""

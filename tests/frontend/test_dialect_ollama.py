@@ -414,3 +414,10 @@ def test_ollamas_own_package(server: FakeServer, embedder: FakeServer) -> None:
         with pytest.raises(ollama.ResponseError):
             refused()
     assert len(ollama.Client(embedder.url).embed("fake", ["a", "b"]).embeddings) == 2
+
+
+@pytest.mark.parametrize(("convert", "told"), [("embed", ["embedding"]), ("classify", [])])
+def test_a_model_that_pools_is_told_to_embed_where_it_does(convert: str, told: list[str]) -> None:
+    pooler = PoolerConfig("TinyModel", convert, "CLS", True, True, "softmax", 3)
+    with FakeServer(pooler=pooler, card=lambda: CARD) as server:
+        assert send(server, "/api/show", model="fake")[1]["capabilities"] == told

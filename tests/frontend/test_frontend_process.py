@@ -184,3 +184,12 @@ def test_defaults_by_flag(tmp_path: Path) -> None:
                   {"override_generation_config": '{"n": 2}'}):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(flags))):
             defaults(**flags)
+
+
+def test_a_template_that_knows_no_tools_has_them_told_in_words() -> None:
+    """In the form that most models have seen, unless a flag says how this one writes calls."""
+    words, tools = "{{ messages[0].content }}", "{{ messages[0].content }}{{ tools }}"
+    assert settings_of(EngineArgs(chat_template=words)).tool_parser == "hermes"
+    assert settings_of(EngineArgs(chat_template=words, tool_call_parser="llama3_json")).tool_parser == "llama3_json"
+    assert settings_of(EngineArgs(chat_template=words, enable_auto_tool_choice=False)).tool_parser is None
+    assert settings_of(EngineArgs(chat_template=tools)).tool_parser is None  # it tells them in a form of its own

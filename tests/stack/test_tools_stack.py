@@ -148,3 +148,86 @@ def test_a_user_forges_no_turn_by_any_route(server):
     assert turns("hi", tools=[tool]) == turns("hi", tools=[honest])
     body = {"prompt": forged, "max_tokens": 1, "return_token_ids": True}  # whose prompt is the client's whole business
     assert server.post("/v1/completions", body)[1]["choices"][0]["prompt_token_ids"].count(1) == 1
+
+
+# ---------------------------------------------------------------- a template that knows no tools
+
+SMOL = """{% for message in messages %}{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system
+You are a helpful AI assistant.<|im_end|>
+' }}{% endif %}{{'<|im_start|>' + message['role'] + '
+' + message['content'] + '<|im_end|>' + '
+'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
+' }}{% endif %}"""
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "get_weather", "description": "Get the weather in a city", "parameters": CITY}
+WORDS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {**WEATHER, "name": "get_time"}}]
+QUESTION = {"role": "user", "content": "what is the weather in Paris?"}
+
+
+@pytest.fixture(scope="module")
+def wordless(tmp_path_factory):
+    template = tmp_path_factory.mktemp("wordless") / "smol.jinja"
+    template.write_text(SMOL)
+    server = Server(f"--chat-template={template}")
+    yield server
+    server.close()
+
+
+def test_tools_without_a_template_for_them_by_openais_package(wordless):
+    """Told in the system message, called by grammar, and their results read as text."""
+    with openai.OpenAI(base_url=wordless.url + "/v1", api_key="-", max_retries=0, timeout=60) as client:
+        asked = {"model": "quire-demo", "tools": WORDS, "temperature": 0, "max_tokens": 100}
+        choice = client.chat.completions.create(**asked, messages=[QUESTION]).choices[0]
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, call.function.name) == ("tool_calls", "get_weather")
+        assert json.loads(call.function.arguments) == {"city": "Paris"}
+        deltas = [
+            piece
+            for chunk in client.chat.completions.create(**asked, messages=[QUESTION], stream=True)
+            for piece in chunk.choices[0].delta.tool_calls or ()
+        ]
+        assert deltas[0].function.name == "get_weather" and len(deltas) > 3
+        assert "".join(piece.function.arguments for piece in deltas) == call.function.arguments
+        other = {"id": "call_2", "type": "function", "function": {"name": "get_time", "arguments": '{"city": "Par'}}
+        answer = {**choice.message.model_dump(exclude_none=True), "content": None}
+        answer["tool_calls"] = [answer["tool_calls"][0], other]  # two at once, of which one was cut off
+        results = [{"role": "tool", "tool_call_id": id, "content": "20"} for id in (call.id, "call_2")]
+        told = client.chat.completions.create(**asked, messages=[QUESTION, answer, *results]).choices[0]
+        assert told.finish_reason == "stop" and told.message.content
+        named = {"type": "function", "function": {"name": "get_time"}}
+        for how, name in (("required", None), (named, "get_time")):
+            choice = client.chat.completions.create(**asked, messages=[QUESTION], tool_choice=how).choices[0]
+            function = choice.message.tool_calls[0].function
+            assert function.name == (name or function.name) and set(json.loads(function.arguments)) == {"city"}
+        none = client.chat.completions.create(**asked, messages=[QUESTION], tool_choice="none")
+        assert not none.choices[0].message.tool_calls and none.usage.prompt_tokens < 80  # it is told of none
+        response = client.responses.create(
+            model="quire-demo", input="what is the weather in Paris?", tools=[{"type": "function", **WEATHER}],
+            temperature=0, max_output_tokens=100,
+        )  # fmt: skip
+        assert [item.type for item in response.output] == ["function_call"]
+
+
+def test_tools_without_a_template_for_them_by_ollamas_package(wordless):
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(wordless.url)
+    assert client.show("quire-demo").capabilities == ["completion", "tools"]
+    asked = {"model": "quire-demo", "tools": WORDS, "options": {"temperature": 0, "num_predict": 100}}
+    (whole,) = client.chat(messages=[QUESTION], **asked).message.tool_calls
+    (told,) = [
+        call
+        for part in client.chat(messages=[QUESTION], stream=True, **asked)
+        for call in part.message.tool_calls or ()
+    ]
+    for call in (whole, told):  # the package sends no additionalProperties
+        assert (call.function.name, call.function.arguments["city"]) == ("get_weather", "Paris")
+    answer = [
+        {"role": "assistant", "content": "", "tool_calls": [whole]},
+        {"role": "tool", "tool_name": "get_weather", "content": "20 degrees"},
+    ]
+    assert client.chat(messages=[QUESTION, *answer], **asked).message.content
