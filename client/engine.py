@@ -304,6 +304,11 @@ class Engine:
         """Have the scheduler forget all cached blocks. Raises RequestError 400 while blocks are in use."""
         await self._tell(m.Sleep(0, "reset_prefix_cache"))
 
+    async def profile(self, on: bool) -> None:
+        """Have torch's profiler record the workers' steps, or end that and have the traces written. Returns when it is
+        done. Raises RequestError 400 where the workers were started without --profiler-config."""
+        await self._tell(m.Sleep(0, "start_profile" if on else "stop_profile"))
+
     async def _tell(self, message: m.Sleep) -> list[str]:
         """Wait for the answer, also of another scheduler than was told first."""
         self._asked_count += 1

@@ -21,6 +21,8 @@ def admin_routes() -> list[web.RouteDef]:
         web.post("/wake_up", wake_up),
         web.get("/is_sleeping", is_sleeping),
         web.post("/reset_prefix_cache", reset_prefix_cache),
+        web.post("/start_profile", profile),
+        web.post("/stop_profile", profile),
         web.post("/v1/load_lora_adapter", adapters.load),
         web.post("/v1/unload_lora_adapter", adapters.unload),
     ]
@@ -46,6 +48,12 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     """200 when no cached block is found any more; 400 while requests hold blocks."""
     await request.app[FRONT].engine.reset_prefix_cache()
     return json_body({"success": True})
+
+
+async def profile(request: web.Request) -> web.Response:
+    """200 when torch's profiler records every worker's steps, or when each has written its trace."""
+    await request.app[FRONT].engine.profile(request.path.endswith("/start_profile"))
+    return web.Response()
 
 
 async def is_sleeping(request: web.Request) -> web.Response:

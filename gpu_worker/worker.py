@@ -29,6 +29,7 @@ from ..proto.messages import (
     LoadAdapter,
     Loaded,
     Move,
+    Profile,
     Ready,
     Rest,
     Rested,
@@ -55,6 +56,7 @@ from .page_moves import PageMoves, Said, pages_of
 from .parallel.parallel import Group, Ranks, number_of
 from .phase import TRANSITIONS, Phase
 from .pooling import Pooler
+from .profiler import Profiler
 from .rest import Weights
 from .results import DeviceFailure, Results
 from .runner import PROMPT_SLICE, Runner
@@ -117,6 +119,7 @@ class Worker:
         self._adapters: Adapters | None = None
         self._tiers = Keeper(args, config, others)
         number, count = number_of(self._group.shard), self._group.shard.size * self._group.shard.stages
+        self._profiler = Profiler(args.profiler_config, number, device)
         self._moves = PageMoves(mover, others, number, count, self._tiers.guard)
 
     def serve(self, link: Link | group_link.Member) -> None:
@@ -144,6 +147,9 @@ class Worker:
                     self._tiers.move(move)
                 case Assign() as assign:
                     self._open(assign)
+                case Profile() as profile if profile.lease == self._lease:
+                    self._pass_on(profile)
+                    self._profiler.follow(profile, link, self._others)
                 case Rest() as rest:
                     self._rest(rest)
                 case Configure() as configure:
@@ -376,7 +382,7 @@ class Worker:
         runner.graph_rows = capture_sizes(state.max_rows, args.cudagraph_capture_sizes, args.max_cudagraph_capture_size)
         return runner
 
-    def _pass_on(self, message: Assign | Rest | Configure | StepPlan | Move) -> None:
+    def _pass_on(self, message: Assign | Rest | Configure | StepPlan | Move | Profile) -> None:
         """To the other processes of this replica, before it is done here."""
         if self._others is not None:
             self._others.send(message)

@@ -191,6 +191,11 @@ class EngineArgs(HttpArgs):
         False, (), "accepted for vLLM's sake: logprobs are those of a run without speculation"
     )
 
+    profiler_config: str | None = flag(
+        None, WORK, "JSON object: profiler (torch) and torch_profiler_dir, where /start_profile and /stop_profile have "
+        "workers write traces of their steps",
+    )  # fmt: skip
+
     # Device and memory
     device: str = flag("auto", WORK, "auto: cuda where there is one", ("auto", "cpu", "cuda"))
     gpu_memory_utilization: float = flag(0.9, WORK, "share of the device's memory for weights, activations and KV")

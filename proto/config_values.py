@@ -11,6 +11,7 @@ from typing import Any
 from .config_error import ConfigError
 from .flag_checks import check_listening, check_offload, check_tracing
 from .flag_words import resolve_words
+from .profiler import profiler_config
 
 QUANTIZATIONS = (
     "awq", "gptq", "squeezellm", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf", "int8", "int4",
@@ -70,6 +71,7 @@ def check_values(args: Any, hints: dict[str, Any]) -> None:
         known = list(QUANTIZATIONS)
         raise ConfigError(f"Unknown quantization method: {args.quantization}. Must be one of {known}.")
     check_listening(args)
+    profiler_config(args.profiler_config)
     check_tracing(args)
     _check_adapters(args)
     _check_together(args)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .config_error import ConfigError
 
-JSON_FLAGS = ("hf_overrides", "rope_scaling", "override_generation_config", "pooler_config",
+JSON_FLAGS = ("hf_overrides", "rope_scaling", "override_generation_config", "pooler_config", "profiler_config",
               "structured_outputs_config", "default_chat_template_kwargs", "reasoning_config")  # fmt: skip
 """Those that hold a JSON object; a program may give a dict."""
 

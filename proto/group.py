@@ -20,6 +20,8 @@ from .messages import (
     Move,
     Moved,
     NotMoved,
+    Profile,
+    Profiled,
     Ready,
     Rest,
     Rested,
@@ -50,9 +52,9 @@ class Meet(Message):
 
 FromLeader = (
     Meet | Assign | Rest | Configure | StepPlan | SpeculativePlan | Move | LoadAdapter | DropAdapter | Take | Give
-    | Forget | Drain | Heartbeat | Bye
+    | Forget | Profile | Drain | Heartbeat | Bye
 )  # fmt: skip
 """leader -> another process. Drain: the replica is done, end with code 0."""
 
-ToLeader = Join | Loaded | Rested | Tiers | Ready | Moved | AdapterReady | Taken | NotMoved | Drain | Bye
+ToLeader = Join | Loaded | Rested | Profiled | Tiers | Ready | Moved | AdapterReady | Taken | NotMoved | Drain | Bye
 """another process -> leader. Drain: it was asked to end."""

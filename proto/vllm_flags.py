@@ -117,8 +117,7 @@ _REFUSED = {
     "cohere-is-reasoning-model! cohere-format",
     "use --log-level": "log-config-file enable-logging-iteration-details!",
     "timings are in /metrics": "enable-per-request-metrics! per-request-spec-decode-metrics!",
-    "use /metrics, or --otlp-traces-endpoint": "cudagraph-metrics! enable-layerwise-nvtx-tracing! "
-    "enable-mfu-metrics! profiler-config",
+    "use /metrics, or --otlp-traces-endpoint": "cudagraph-metrics! enable-layerwise-nvtx-tracing! enable-mfu-metrics!",
     "answers carry no system_fingerprint": "fingerprint-mode fingerprint-value",
     "use --skip-tokenizer-init": "tokens-only!",
     "128 headers is the limit; use --max-header-bytes for their size": "h11-max-header-count",
@@ -160,7 +159,7 @@ logprobs-mode lora-dtype lora-modules master-addr master-port max-cpu-loras max-
 max-logprobs max-lora-rank max-loras max-model-len max-num-batched-tokens max-num-queued-reqs max-num-queued-tokens
 max-num-seqs max-seq-len-to-capture middleware model model-impl ngram-prompt-lookup-max ngram-prompt-lookup-min
 num-gpu-blocks-override num-speculative-tokens otlp-traces-endpoint override-generation-config override-pooler-config
-pipeline-parallel-size pooler-config port quantization reasoning-config reasoning-parser response-role
+pipeline-parallel-size pooler-config port profiler-config quantization reasoning-config reasoning-parser response-role
 return-tokens-as-token-ids revision root-path rope-scaling rope-theta runner scheduling-policy seed
 served-model-name shutdown-timeout skip-tokenizer-init spec-decoding-acceptance-method spec-model spec-tokens
 speculative-config speculative-disable-by-batch-size speculative-draft-tensor-parallel-size

@@ -23,6 +23,7 @@ from ..proto.messages import (
     GetView,
     Heartbeat,
     Hello,
+    Lease,
     Manage,
     Managed,
     Peer,
@@ -45,6 +46,7 @@ from .adapters import Answer, wishes_overdue
 from .blame import Blame
 from .core import Scheduler
 from .operators import manage
+from .profiling import START, STOP
 from .view import Views
 from .worker import count, wrong_protocol
 from .worker_registry import WorkerRegistry
@@ -113,6 +115,8 @@ class Membership:
             self.core.outbox.put(peer, self.views.answer(message, self.bad_frames()))
         elif isinstance(message, Sleep) and message.action == "reset_prefix_cache":
             self.core.outbox.put(peer, Sleeping(message.token, [], self.core.reset_prefix_cache()))
+        elif isinstance(message, Sleep) and message.action in (START, STOP):
+            self.registry.to_workers += self.registry.profiling.ask(peer, message, self._leases())
         elif isinstance(message, Sleep):
             if not self.registry.slumber.waits(peer, message.token):  # else it was told, and is told again
                 self.registry.sleep(peer, message)
@@ -290,6 +294,9 @@ class Membership:
     def tick(self) -> None:
         """Heartbeats that are due, and those whose time is up."""
         now = self.core.clock()
+        if self.registry.profiling.waits:
+            for peer, answer in self.registry.profiling.settle(self._leases()):
+                self.core.outbox.put(peer, answer)
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + HEARTBEAT_S
@@ -305,6 +312,10 @@ class Membership:
         self.core.expire()
         if self.core.close_watch():
             self.views.forget()
+
+    def _leases(self) -> dict[str, Lease]:
+        """Of the workers that take plans."""
+        return {peer: worker.lease for peer, worker in self.registry.workers.items() if worker.replica is not None}
 
     def bad_frames(self) -> int:
         """Frames dropped here and, by their last Heartbeat, by everyone else who is here."""

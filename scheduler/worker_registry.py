@@ -36,6 +36,7 @@ from ..proto.messages import (
     Loaded,
     Moved,
     NotMoved,
+    Profiled,
     Ready,
     Rest,
     Rested,
@@ -51,6 +52,7 @@ from .adapters import Answer, loads_lost, loads_overdue
 from .core import Scheduler
 from .moves import Moves
 from .offload import heard, moves, tier_of
+from .profiling import Profiling
 from .replica import Replica
 from .slumber import Slumber
 from .worker import ROLES, Worker, count, impossible, wrong_protocol
@@ -81,7 +83,7 @@ class WorkerRegistry:
         self.workers: dict[str, Worker] = {}
         self.to_workers: list[tuple[str, Any]] = []
         self.compilations = 0  # of kernels while requests were served, as workers told
-        self.slumber, self.moves = Slumber(), Moves(core)
+        self.slumber, self.moves, self.profiling = Slumber(), Moves(core), Profiling()
         self.lost: dict[str, str] = {}  # the last MAX_LOST workers that ended without leaving, and how
         self._leases = 0
         self._stood_still = -math.inf  # when this process last did
@@ -120,14 +122,15 @@ class WorkerRegistry:
             self._result(peer, worker, message)
         elif isinstance(message, AdapterReady):
             self._adapter_ready(peer, worker, message)
-        elif isinstance(message, Taken | NotMoved):
-            if worker.replica is not None:
-                self.moves.heard(worker.replica, message)
+        elif isinstance(message, Taken | NotMoved) and worker.replica is not None:
+            self.moves.heard(worker.replica, message)
         elif isinstance(message, Moved | Tiers):
             if wrong := heard(worker, message):
                 self._expel(peer, wrong)
         elif isinstance(message, Compiled):
             self.compilations = count(self.compilations + 1)
+        elif isinstance(message, Profiled):
+            self.profiling.heard(peer, message)
         elif isinstance(message, StepFailed):
             self.gone(peer, f"failed in step {message.step}: {message.error}")
 
@@ -351,27 +354,24 @@ class WorkerRegistry:
         if (error := slumber.refusal(message)) or message.action == "ask":
             self.core.outbox.put(peer, Sleeping(message.token, list(slumber.tags), error))
             return
-        if message.action == "sleep" and not slumber.tags:
+        if message.action == "sleep":
             self._fall_asleep_by(message)
-        elif message.action == "sleep":
-            self._fall_asleep(message.level)
         elif message.action == "wake_up":
             self.core.pause(False)
             if slumber.wake(message.tags):
-                log.info(
-                    "an administrator wakes the workers; %s is away still", " and ".join(slumber.tags) or "nothing"
-                )
+                away = " and ".join(slumber.tags) or "nothing"
+                log.info("an administrator wakes the workers; %s is away still", away)
                 self._all_again()
         slumber.wait(peer, message.token)
         self._tell_awaiting()
 
     def _fall_asleep_by(self, message: Sleep) -> None:
-        """What is open is kept, waited for, or aborted."""
-        if message.mode == "abort":
+        """What is open is kept, waited for, or aborted; nothing runs where all sleep already."""
+        if message.mode == "abort" and not self.slumber.tags:
             for request in list(self.core.requests.values()):
                 text = "The request was aborted, because an administrator had the server sleep; send it again."
                 self.core.fail(request, 503, text)
-        if message.mode != "wait":
+        if message.mode != "wait" or self.slumber.tags:
             self._fall_asleep(message.level)
             return
         self.core.pause(True)

@@ -33,7 +33,7 @@ FLOORS = {
         "scheduler.moves",
         "scheduler.core",
         "scheduler.traced",
-        "scheduler.worker_phase scheduler.worker scheduler.slumber scheduler.offload "
+        "scheduler.worker_phase scheduler.worker scheduler.slumber scheduler.profiling scheduler.offload "
         "scheduler.worker_registry scheduler.operators scheduler.view "
         "scheduler.membership",
         "scheduler.inputs scheduler.recording scheduler.redact scheduler.snapshot scheduler.transcript",

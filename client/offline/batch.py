@@ -166,6 +166,11 @@ class Offline:
         thread = self._alive()
         self._wait(thread.run(thread.engine.reset_prefix_cache()))
 
+    def profile(self, on: bool) -> None:
+        """Begin or end a profile. ValueError where there is no folder for it, RuntimeError once closed."""
+        thread = self._alive()
+        self._wait(thread.run(thread.engine.profile(on)))
+
     def _wait(self, answer: concurrent.futures.Future[T]) -> T:
         """Its result; RuntimeError where everything ends before it comes. Whoever does not wait for it any more has not
         asked for it."""

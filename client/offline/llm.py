@@ -287,6 +287,15 @@ class LLM(PoolingMethods):
             return False
         return True
 
+    def start_profile(self) -> None:
+        """Have torch's profiler record what the workers' steps do. ValueError without ``profiler_config``, as in
+        ``LLM(profiler_config={"profiler": "torch", "torch_profiler_dir": "/tmp/traces"})``."""
+        self._running.profile(True)
+
+    def stop_profile(self) -> None:
+        """End that. Returns when each worker has written its trace to the folder."""
+        self._running.profile(False)
+
     def collective_rpc(
         self,
         method: str,

@@ -123,6 +123,7 @@ TABLE: dict[str, Told] = {
     "GET /server_info": Told(None, a.ServerInfo, (), {"config_format": {"enum": ["text", "json"]}}),
     "POST /sleep": Told(None, None, (), {"level": {"enum": [1, 2]}, "mode": {"enum": ["keep", "wait", "abort"]}}),
     "POST /wake_up": Told(None, None, (), {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}}),
+    **{f"POST /{what}_profile": Told() for what in ("start", "stop")},
     "POST /reset_prefix_cache": Told(None, a.Done),
     "GET /is_sleeping": Told(None, a.Asleep),
     "POST /v1/load_lora_adapter": Told(adapters.LoadRequest, TEXT),

@@ -47,6 +47,8 @@ from .plans import (
     Configure,
     Lease,
     Loaded,
+    Profile,
+    Profiled,
     PromptChunk,
     Ready,
     Rest,
@@ -90,7 +92,8 @@ __all__ = [
     "BeamStopped", "BeamTokens", "BetweenWorkers", "BlockMap", "Bye", "Child", "Compiled", "Configure", "Drain",
     "DropAdapter", "Failed", "Finish", "Forget", "FromDetokenizer", "FromSchedulerFront", "FromSchedulerWorkers",
     "GetStats", "GetView", "Give", "Heartbeat", "Hello", "Lease", "LoadAdapter", "Loaded", "Logprobs", "Manage",
-    "Managed", "Message", "Move", "Moved", "NotMoved", "Pages", "Peer", "Peers", "Pooled", "PromptChunk",
+    "Managed", "Message", "Move", "Moved", "NotMoved", "Pages", "Peer", "Peers", "Pooled", "Profile",
+    "Profiled", "PromptChunk",
     "PromptLogprobs", "Quarantined", "Ready", "Reconcile", "Register", "Registered", "ReplicaStats", "Rest", "Rested",
     "Resume", "Running", "SharedMemory", "Sleep", "Sleeping", "SlotFailed", "SlotPooled", "SpeculativePlan",
     "SpeculativeResult", "Stats", "StepFailed", "StepPlan", "StepResult", "StepView", "Stopped", "Submit", "Take",
@@ -99,7 +102,7 @@ __all__ = [
     "WorkerInfo", "WorkerView",
 ]  # fmt: skip
 
-PROTOCOL = 24
+PROTOCOL = 25
 """Raised on any change of a message; a Hello of another version is answered with Bye."""
 
 # The closed unions, one a direction of each channel:
@@ -125,14 +128,14 @@ FromSchedulerFront = (
 
 ToSchedulerWorkers = (
     Hello | Loaded | Ready | Rested | StepResult | SpeculativeResult | StepFailed | Compiled | AdapterReady | Taken
-    | Tiers | Moved
+    | Tiers | Moved | Profiled
     | NotMoved | Drain | Heartbeat | Bye
 )  # fmt: skip
 """worker -> the scheduler's worker socket."""
 
 FromSchedulerWorkers = (
     Assign | Rest | Configure | StepPlan | SpeculativePlan | TraceRows | Move | LoadAdapter | DropAdapter | Take
-    | Give | Forget | Drain | Heartbeat | Bye
+    | Give | Forget | Profile | Drain | Heartbeat | Bye
 )  # fmt: skip
 """the scheduler's worker socket -> worker."""
 

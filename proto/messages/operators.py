@@ -39,8 +39,8 @@ class Managed(Message):
 
 
 class Sleep(Message):
-    """frontend -> scheduler, for an administrator. ``action`` is "sleep", "wake_up", "ask" or "reset_prefix_cache".
-    Sent again after a loss on the way, it does nothing twice."""
+    """frontend -> scheduler, for an administrator. ``action`` is "sleep", "wake_up", "ask", "reset_prefix_cache",
+    "start_profile" or "stop_profile". Sent again after a loss on the way, it does nothing twice."""
 
     token: int
     action: str

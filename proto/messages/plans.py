@@ -63,6 +63,21 @@ class Rested(Message):
     lease: Lease
 
 
+class Profile(Message):
+    """scheduler -> worker, and from a leader to the others of its replica: have torch's profiler record what steps do,
+    or (not ``on``) end that and write the trace."""
+
+    lease: Lease
+    on: bool
+
+
+class Profiled(Message):
+    """worker -> scheduler: it is as Profile said, or ``error`` says why not."""
+
+    lease: Lease
+    error: str = ""
+
+
 class Ready(Message):
     """worker -> scheduler: the cache is allocated and graphs are captured; plans may come."""
 

@@ -176,6 +176,7 @@ def test_structured_outputs_are_set_up_in_one_place() -> None:
         (["--response-role="], "name a role"),
         (["--cudagraph-capture-sizes", "0"], "at least 1 each"),
         (["--sse-keep-alive-interval=-1"], "at least 0"),
+        (["--profiler-config={}"], "torch_profiler_dir"),
     ],
 )
 def test_what_cannot_work_is_refused(argv: list[str], words: str) -> None:

@@ -33,7 +33,7 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messag
           "/v1/files", "/v1/files/file-00000000", "/v1/files/file-00000000/content",
           "/v1/batches", "/v1/batches/batch_00000000", "/v1/batches/b/cancel", "/health", "/health/live",
           "/health/ready", "/health/generate", "/ping", "/version", "/load", "/metrics", "/sleep", "/wake_up",
-          "/is_sleeping", "/reset_prefix_cache", "/", "/nothing", "/v1/models/%ff",
+          "/is_sleeping", "/start_profile", "/stop_profile", "/reset_prefix_cache", "/", "/nothing", "/v1/models/%ff",
           "/v1/models/a%2f..%2fb", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # fmt: skip
 METHODS = ("POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "NONSENSE")
 KNOWN = {200, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
 from stack import Server, wait_until
+
+from quire import LLM, SamplingParams
 
 KEY = {"Authorization": "Bearer secret"}
 ASK = {"prompt": [1, 2, 3, 4], "max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
@@ -55,8 +60,23 @@ def fill(server: Server) -> None:
     assert server.post("/v1/completions", {"prompt": prompts, "max_tokens": 1})[0] == 200
 
 
+def test_steps_are_profiled_where_a_folder_is_named(server: Server, tmp_path: Path) -> None:
+    status, body, _ = server.request("POST", "/start_profile", b"", KEY)
+    assert status == 400 and "--profiler-config" in body["error"]["message"]
+    config = json.dumps({"profiler": "torch", "torch_profiler_dir": str(tmp_path / "traces")})
+    with LLM(profiler_config=config, tensor_parallel_size=2) as llm:
+        for _ in range(2):
+            llm.start_profile()
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+            llm.stop_profile()
+        names = sorted(path.name.split("-")[1] for path in (tmp_path / "traces").iterdir())
+        assert names == ["rank0", "rank0", "rank1", "rank1"]
+        for path in (tmp_path / "traces").iterdir():
+            assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
 def test_routes_of_administrators_ask_for_their_key(server: Server) -> None:
-    posts = [("POST", path) for path in ("/sleep", "/wake_up", "/reset_prefix_cache")]
+    posts = [("POST", path) for path in ("/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile")]
     for method, path in (*posts, ("GET", "/is_sleeping")):
         assert server.request(method, path)[0] == 401
     assert admin(server, "GET", "/is_sleeping") == {"is_sleeping": False, "tags": []}
