@@ -359,7 +359,7 @@ def _reason(finish: Finish) -> str:
     return reason
 
 
-def json_body(fields: dict[str, Any]) -> web.Response:
+def json_body(fields: dict[str, Any] | list[Any]) -> web.Response:
     """A 200 with JSON."""
     return web.Response(body=to_json(fields), content_type="application/json", charset="utf-8")
 
