@@ -43,6 +43,10 @@ def add_parser(subparsers: Any) -> None:
             "--keys", help="key file of a deployment whose scheduler is at tcp:// (default: QUIRE_KEYS)"
         )
         action.add_argument("--port", type=port_number, help="the port of the server, where several run here")
+        if name != "list":
+            action.add_argument(
+                "--force", action="store_true", help="also the last worker that could run requests which are open"
+            )
         if name == "drain":
             action.add_argument(
                 "--timeout", type=seconds, default=-1.0,
@@ -70,7 +74,8 @@ def workers(args: argparse.Namespace) -> int:
     operator = Operator(address or find_scheduler(args.port), keys)
     try:
         before = {worker.worker for worker in operator.ask("list").workers}
-        answer = operator.ask(args.action, args.worker, getattr(args, "timeout", -1.0))
+        action = f"force-{args.action}" if args.force else args.action
+        answer = operator.ask(action, args.worker, getattr(args, "timeout", -1.0))
         worker = named(answer.workers, args.worker)
         if worker is None:  # it has left already
             print("it has left")

@@ -43,6 +43,7 @@ from ..proto.messages import (
 from ..proto.standstill import Standstill
 from .adapter_names import Wish
 from .adapters import Answer, wishes_overdue
+from .awaited import Awaited
 from .blame import Blame
 from .core import Scheduler
 from .operators import manage
@@ -81,7 +82,7 @@ class Membership:
         self.core, self.epoch, self.config = core, epoch, core.config
         core.names.begin(epoch)
         self.registry = WorkerRegistry(core, epoch, self.announce, self.answer_wishes)
-        self.views = Views(self.registry)
+        self.views, self.awaited = Views(self.registry), Awaited(self.registry)
         self.front: dict[str, FrontPeer] = {}
         self.wire_bad_frames = 0  # of both sockets, kept up to date by the loop
         self._next_heartbeat = 0.0
@@ -269,10 +270,13 @@ class Membership:
                     self.core.drop(request)
 
     def announce(self) -> None:
-        """Tell detokenizers and frontends who is there."""
+        """Tell detokenizers and frontends who is there, and who comes."""
+        self.awaited.look()
         there = {peer: p.hello for peer, p in self.front.items() if p.lost_at is None and p.hello.kind != "operator"}
-        listed = [*there.values(), *(w.hello for w in self.registry.workers.values())]
+        listed = [*there.values(), *(worker.hello for worker in self.awaited.staying)]
         peers = [Peer(hello.kind, hello.incarnation, hello.endpoint) for hello in listed]
+        if self.awaited.follows:
+            peers.append(Peer("gpu_worker", "", ""))
         core = self.core
         message = Peers(
             self.epoch, peers, self.config.block_size, self.registry.ready, core.max_model_len, self.blame.last
@@ -287,6 +291,7 @@ class Membership:
         stood still, everybody gets that time again."""
         if self._standstill.notice(self.core.clock()):
             self.registry.forgive(self._standstill)
+            self.awaited.forgive(self._standstill)
             for known in self.front.values():
                 if known.lost_at is not None:
                     known.lost_at = self._standstill.since(known.lost_at)
@@ -307,6 +312,9 @@ class Membership:
                 self.core.forget_owner(peer)
                 del self.front[peer]
         self.registry.tick()
+        if self.awaited.look():
+            self.announce()
+        self.awaited.expire()
         if self.core.names.wishes:
             self.answer_wishes(wishes_overdue(self.core))
         self.core.expire()

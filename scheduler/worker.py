@@ -21,8 +21,8 @@ class Worker:
     """One worker under one lease. ``since`` is when its phase began, ``leave_by`` when a drain's patience ends."""
 
     __slots__ = (
-        "bad_frames", "drained", "heartbeat_at", "hello", "lease", "leave_by", "loaded", "phase", "reason", "replica",
-        "resident", "rest", "rested", "since", "tiers",
+        "bad_frames", "dismissed", "drained", "heartbeat_at", "hello", "lease", "leave_by", "loaded", "phase", "reason",
+        "replica", "resident", "rest", "rested", "since", "tiers",
     )  # fmt: skip
 
     def __init__(self, hello: Hello, lease: Lease, now: float, rest: int | None = None):
@@ -36,6 +36,7 @@ class Worker:
         self.tiers: Tiers | None = None  # what it keeps outside of its device's cache
         self.replica: Replica | None = None
         self.leave_by, self.reason, self.drained = math.inf, "", 0
+        self.dismissed = False  # by an operator: nobody starts another in its place
 
     @property
     def has_weights(self) -> bool:
@@ -52,6 +53,10 @@ class Worker:
         if after is not self.phase:
             self.phase, self.since = after, now
         return True
+
+    def dismiss(self) -> None:
+        """An operator sends it away."""
+        self.dismissed = True
 
     def keep(self, tiers: Tiers) -> None:
         """It has these."""

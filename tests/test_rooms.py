@@ -34,7 +34,7 @@ FLOORS = {
         "scheduler.core",
         "scheduler.traced",
         "scheduler.worker_phase scheduler.worker scheduler.slumber scheduler.profiling scheduler.offload "
-        "scheduler.worker_registry scheduler.operators scheduler.view "
+        "scheduler.worker_registry scheduler.operators scheduler.view scheduler.awaited "
         "scheduler.membership",
         "scheduler.inputs scheduler.recording scheduler.redact scheduler.snapshot scheduler.transcript",
         "scheduler.recorder scheduler.replay",

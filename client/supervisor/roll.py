@@ -20,6 +20,9 @@ from .watch import LaunchError, Watch
 
 ORDER = ("scheduler", "detokenizer", "gpu_worker", "frontend")
 """In which services are replaced. What is new in a frontend may count on what is new in the others."""
+GONE = "those of this server have left on purpose; start workers with `quire serve --headless`, or the server anew"
+READY_S = 60.0
+"""How long workers that others have started may take to be found by what was replaced."""
 TELL_S = 5.0
 """How often the operator is told how much an old process still has to do."""
 
@@ -89,6 +92,10 @@ class Roll(Generic[R]):
         """Replace every process of these services. Raises RollError where one cannot be; the rest stays as it is."""
         for service in ORDER:
             groups = self._groups(service) if service in services else []
+            if service in services and not groups:
+                if len(services) == 1:
+                    raise RollError(f"there is no {service} to replace: {GONE}.")
+                self._tell(service, f"there is none to replace: {GONE}")
             for number, group in enumerate(groups, 1):
                 self._name = f"{service} {number} of {len(groups)}"
                 self._replace(group)
@@ -105,14 +112,26 @@ class Roll(Generic[R]):
     def _replace(self, group: Sequence[Place[R]]) -> None:
         began = self._host.clock()
         while any(place.state is not State.SERVING for place in group):  # it has just died, say, and is started again
+            if any(place.state is State.LEFT for place in group):
+                raise RollError(f"{self._name}: it has left on purpose meanwhile, and is not started again.")
             self._host.wait(False)
         if len(group) == 1 and self._host.beside(group[0]):
             self._replace_beside(group[0])
         else:
             self._replace_after(group)
-        while not self._host.ready():
-            self._host.wait(False)
+        self._wait_ready()
         self._say(f"done in {self._host.clock() - began:.1f} s")
+
+    def _wait_ready(self) -> None:
+        """Wait until a request would run. Raises RollError where no worker of this server is left to run one, and none
+        from elsewhere does soon."""
+        began = self._host.clock()
+        while not self._host.ready():
+            with self._host.lock:
+                workers = [place.state for place in self._watch.places if place.service == "gpu_worker"]
+            if all(state is State.LEFT for state in workers) and self._host.clock() - began > READY_S:
+                raise RollError(f"{self._name}: it is replaced, but no worker serves: {GONE}. The rest stays as it is.")
+            self._host.wait(False)
 
     def _replace_beside(self, old: Place[R]) -> None:
         new = self._host.successor(old)

@@ -30,7 +30,10 @@ class Peer(msgspec.Struct, array_like=True, gc=False):
 
 
 class Peers(Message):
-    """scheduler -> front side, after Hello and on every change. ``ready``: some replica can run a request."""
+    """scheduler -> front side, after Hello and on every change. ``ready``: some replica can run a request.
+
+    The workers among ``peers`` are those that stay; one without an incarnation is on its way, and not seen yet.
+    """
 
     epoch: int
     peers: list[Peer]

@@ -8,7 +8,8 @@ from .base import Message
 
 
 class Manage(Message):
-    """operator -> scheduler. ``action`` is "list", "drain" or "remove" (drain with no patience)."""
+    """operator -> scheduler. ``action`` is "list", "drain" or "remove" (drain with no patience); "force-drain" and
+    "force-remove" also let the last worker go that could run what is open."""
 
     token: int
     action: str

@@ -55,7 +55,7 @@ class House:
         self.now, self.log, self.told, self.together = 100.0, [], [], together
         self.made: Callable[[Toy], None] = lambda toy: None
         self.each: Callable[[], None] = lambda: None
-        self.tries = False
+        self.tries, self.serves = False, True
         self.lock = threading.RLock()
         self.watch: Watch[Toy] = Watch(self.spawn, self.clock, 8)
         for service in services:
@@ -81,7 +81,7 @@ class House:
         self.watch.look()
 
     def ready(self) -> bool:
-        return True
+        return self.serves
 
     def successor(self, place: Place[Toy]) -> Place[Toy]:
         return Place(place.service, replica=place.replica)
@@ -162,6 +162,43 @@ def test_one_that_cannot_be_started_changes_nothing() -> None:
     with pytest.raises(RollError, match=r"too many processes\. The old one goes on"):
         house.roll("frontend")
     assert states(house) == ["serving"] and house.watch.apart == []
+
+
+def drained(house: House) -> House:
+    """All its workers have left on purpose, as where an operator has drained them."""
+    for place in house.watch.places:
+        if place.service == "gpu_worker":
+            place.process.code = 0
+    house.watch.look()
+    house.log.clear()
+    return house
+
+
+def test_where_all_workers_were_drained_there_is_nothing_to_replace_and_that_is_said() -> None:
+    house = drained(House("frontend", "gpu_worker", "gpu_worker"))
+    with pytest.raises(RollError, match=r"there is no gpu_worker to replace: those of this server have left on purpos"):
+        house.roll("gpu_worker")
+    assert house.log == [] and house.told == []
+    house.roll("gpu_worker", "frontend")  # workers that others have started serve
+    assert house.told[0].startswith("gpu_worker: there is none to replace: those of this server have left on purpose")
+    assert house.did() == ["start frontend", "hand over frontend"]
+
+
+def test_a_restart_does_not_wait_for_ever_where_no_worker_is_left() -> None:
+    house = drained(House("frontend", "detokenizer", "gpu_worker"))
+    house.serves = False
+    with pytest.raises(
+        RollError, match=r"detokenizer 1 of 1: it is replaced, but no worker serves: those of this serv"
+    ):
+        house.roll("frontend", "detokenizer")
+    assert house.did()[:2] == ["start detokenizer", "end detokenizer"]
+
+
+def test_a_worker_that_is_drained_while_a_restart_comes_to_it_is_not_waited_for() -> None:
+    house = House("gpu_worker", "gpu_worker")
+    house.each = lambda: setattr(house.toys()[1], "code", 0)
+    with pytest.raises(RollError, match=r"gpu_worker 2 of 2: it has left on purpose meanwhile, and is not started aga"):
+        house.roll("gpu_worker")
 
 
 def test_a_replica_ends_whole_before_it_is_started_again() -> None:

@@ -75,7 +75,7 @@ def test_a_hello_makes_a_peer_and_tells_the_others_unless_it_is_an_operators(hou
     house.hello("f1", "frontend")
     (peers,) = house.told("d1", Peers)
     assert [(p.kind, p.incarnation, p.endpoint) for p in peers.peers] == [
-        ("detokenizer", "d1", "ipc:///x/d1"), ("frontend", "f1", "ipc:///x/f1"),
+        ("detokenizer", "d1", "ipc:///x/d1"), ("frontend", "f1", "ipc:///x/f1"), ("gpu_worker", "", ""),
     ]  # fmt: skip
 
 
@@ -446,7 +446,7 @@ def test_an_operators_patience(house: House, timeout: float, patience: float | N
     house.worker("w1")
     house.submit("d1", 1)
     house.plans("w1")
-    assert manage(house, "drain", "0", timeout).error == ""
+    assert manage(house, "force-drain", "0", timeout).error == ""
     expected = house.core.config.drain_timeout if patience is None else patience
     assert house.registry.workers["w1"].leave_by == house.now + expected
     assert house.registry.workers["w1"].reason == "an operator's drain"
@@ -511,10 +511,10 @@ def test_operators_are_neither_announced_nor_told_who_is_there(house: House) -> 
     house.hello("f1", "frontend")
     told = house.core.outbox.take()
     assert [(peer, type(message)) for peer, message in told] == [("f1", Peers)]
-    assert [peer.incarnation for peer in told[0][1].peers] == ["f1"]
+    assert [peer.incarnation for peer in told[0][1].peers] == ["f1", ""]
     house.hello("d1")
     (told,) = house.told("d1", Peers)
-    assert [peer.incarnation for peer in told.peers] == ["f1", "d1"]
+    assert [peer.incarnation for peer in told.peers] == ["f1", "d1", ""]
 
 
 def test_the_first_heartbeat_counts_no_bad_frame(house: House) -> None:

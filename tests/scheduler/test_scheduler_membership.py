@@ -32,6 +32,7 @@ from quire.proto.messages import (
     Manage,
     Managed,
     Moved,
+    Peer,
     Peers,
     PromptLogprobs,
     Ready,
@@ -51,6 +52,7 @@ from quire.proto.messages import (
 )
 from quire.proto.params import SamplingParams
 from quire.proto.work import Generate
+from quire.scheduler.awaited import FOLLOWS_S, GAP_S
 from quire.scheduler.blame import Blame
 from quire.scheduler.fake.fake_worker import FakeWorker
 from quire.scheduler.membership import LOST_FRONT_S
@@ -68,15 +70,16 @@ def test_peers_are_told_on_every_change(house: House) -> None:
     (peers,) = house.told("d1", Peers)
     assert (peers.epoch, peers.block_size, peers.ready, peers.max_model_len) == (42, 8, False, 0)
     house.hello("f1", "frontend")
-    assert [p.kind for p in house.told("d1", Peers)[-1].peers] == ["detokenizer", "frontend"]
+    assert [p.kind for p in house.told("d1", Peers)[-1].peers] == ["detokenizer", "frontend", "gpu_worker"]
     house.worker("w1")
     peers = house.told("f1", Peers)[-1]
     assert (peers.ready, peers.max_model_len, len(peers.peers)) == (True, 128, 3)
     house.registry.gone("w1", "died")
     peers = house.told("d1", Peers)[-1]
-    assert (peers.ready, peers.max_model_len, len(peers.peers)) == (False, 128, 2)
+    assert (peers.ready, peers.max_model_len, len(peers.peers)) == (False, 128, 3)
+    assert peers.peers[-1] == Peer("gpu_worker", "", "")  # another is on its way
     house.members.front_gone("f1")
-    assert len(house.told("d1", Peers)[-1].peers) == 1
+    assert len(house.told("d1", Peers)[-1].peers) == 2
 
 
 def test_another_protocol_gets_bye(house: House) -> None:
@@ -504,6 +507,98 @@ def test_operators_hear_of_a_worker_that_was_lost_and_not_of_one_that_left(house
         house.worker(f"gpu_worker-{number}")
         house.registry.gone(f"gpu_worker-{number}", "is gone")
     assert len(house.registry.lost) == MAX_LOST and manage(house, "list", "gpu_worker-lost").error == ""
+
+
+def test_the_last_worker_that_can_run_what_is_open_goes_only_by_force(house: House) -> None:
+    house.hello("d1")
+    house.hello("o1", "operator")
+    house.worker("gpu_worker-small", blocks=2)
+    house.worker("gpu_worker-large")
+    house.submit("d1", 1)
+    refused = (
+        "replica 1 is the last worker that could run 1 of the 1 open requests; start another first, or add --force"
+    )
+    for action in ("drain", "remove"):
+        answer = manage(house, action, "1")
+        assert answer.error.startswith(refused) and [worker.state for worker in answer.workers] == ["ready", "ready"]
+    assert manage(house, "drain", "0").error == ""
+    house.hello("gpu_worker-loading", "gpu_worker")
+    assert manage(house, "drain", "1").error == ""  # what loads may run it
+    assert manage(house, "drain", "1").error == ""  # and it leaves already
+    assert manage(house, "drain", "loading").error.startswith("replica 2 is the last worker")
+    assert manage(house, "force-remove", "loading").error == ""
+    house.core.drop(house.core.requests[1])
+    house.worker("gpu_worker-idle")
+    assert manage(house, "drain", "idle").error == ""  # nobody asks for anything
+
+
+def waits(house: House, seconds: float) -> list[Failed]:
+    """What d1 is told in so many seconds, in which the others are heard."""
+    told = []
+    for _ in range(int(seconds)):
+        house.later(1.0)
+        told += house.told("d1", Failed)
+    return told
+
+
+def comes(house: House) -> bool:
+    """Whether those of the front side were told last that a worker is on its way."""
+    house.members.announce()
+    return any(peer.kind == "gpu_worker" for peer in house.told("d1", Peers)[-1].peers)
+
+
+def test_requests_fail_after_a_while_where_an_operator_has_sent_the_last_worker_away(house: House) -> None:
+    house.hello("d1")
+    house.hello("o1", "operator")
+    house.worker("gpu_worker-only")
+    house.submit("d1", 1)
+    manage(house, "force-remove", "0")
+    house.registry.on_worker("gpu_worker-only", Bye("drained"))
+    assert not comes(house) and waits(house, GAP_S - 2) == []
+    (failed,) = waits(house, 3)
+    assert (failed.uid, failed.status) == (1, 503) and failed.message.startswith("No worker is ready, none was in")
+    assert house.core.requests == {}
+
+
+@pytest.mark.parametrize("how", ["dies", "is told to end", "dies after an operator's drain"])
+def test_requests_wait_longer_where_another_worker_may_follow(house: House, how: str) -> None:
+    house.hello("d1")
+    house.hello("o1", "operator")
+    house.worker("gpu_worker-only")
+    house.submit("d1", 1)
+    house.registry.plans()
+    if how == "is told to end":
+        house.registry.on_worker("gpu_worker-only", Drain("SIGTERM"))
+        house.registry.on_worker("gpu_worker-only", Bye("drained"))
+    else:
+        if "operator" in how:
+            manage(house, "force-drain", "0")
+        house.registry.gone("gpu_worker-only", "is gone")
+    assert comes(house) and waits(house, FOLLOWS_S - 2) == [] and comes(house)
+    assert [failed.status for failed in waits(house, 3)] == [503]
+    assert not comes(house)
+
+
+def test_requests_wait_for_a_worker_that_loads_however_long_and_not_for_one_that_dies_again_and_again(
+    house: House,
+) -> None:
+    house.hello("d1")
+    house.submit("d1", 1)
+    house.hello("gpu_worker-0", "gpu_worker")
+    assert waits(house, FOLLOWS_S + 100) == [] and comes(house)
+    house.registry.gone("gpu_worker-0", "is gone")
+    assert waits(house, GAP_S - 2) == []
+    house.hello("gpu_worker-1", "gpu_worker")
+    house.registry.gone("gpu_worker-1", "is gone")
+    assert waits(house, GAP_S - 2) == [] and [failed.uid for failed in waits(house, 3)] == [1]
+
+
+def test_time_in_which_the_scheduler_stood_still_is_no_wait_for_a_worker(house: House) -> None:
+    house.hello("d1")
+    house.submit("d1", 1)
+    house.now += 1000.0
+    house.members.notice()
+    assert waits(house, FOLLOWS_S - 3) == [] and len(waits(house, 4)) == 1
 
 
 def test_only_operators_manage(house: House) -> None:

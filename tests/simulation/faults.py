@@ -141,7 +141,7 @@ def _manage(world: World, fault: Fault, process: Any) -> None:
     host = Host(world.timeline, "operator", name, machine=name)
     wire = world.network.dial(host, FRONT, m.FromSchedulerFront, name, lambda message: None, lambda event: None)
     wire.send(m.Hello("operator", name, m.PROTOCOL, 1))
-    wire.send(m.Manage(1, fault.kind, process.identity))
+    wire.send(m.Manage(1, f"force-{fault.kind}", process.identity))
     host.after(2.0, host.end, 0)
 
 
