@@ -25,6 +25,7 @@ from ..proto.work import Embeds, Generate, Pool, Text, Work, adapter_of, embeds_
 from . import pooling
 from .bad_words import BadWords
 from .beams import BeamTexts
+from .begins import Begins
 from .checks import suppressed_ids
 from .detokenize import Stream, Streams
 from .infill import MARKS, filler_of, infill_ids
@@ -87,6 +88,7 @@ class Preparer:
         self.tokenizer, self.model, self.max_logprobs, self.pooler = tokenizer, model, max_logprobs, pooler
         self.template = ChatTemplate({}, {}) if tokenizer is None else _template(tokenizer, special_in_content)
         self._plain: tuple[Specials, Plain] | None = None
+        self.begins = Begins(tokenizer)
         self.thoughts = Thoughts(tokenizer, marks)
         self.streams = Streams(tokenizer) if tokenizer else None
         self.texts = TokenTexts(self.streams.piece) if self.streams else None
@@ -269,7 +271,9 @@ class Preparer:
                 return Source(text, text, self.tokenizer, special)
             return Source(str(chat), chat.spelled, self._encoder(self.tokenizer, chat.marks), special)
         text = message.prompt or ""
-        return Source(text, text, self.tokenizer, message.add_special_tokens)
+        return Source(
+            text, self.begins.once(text, message.add_special_tokens), self.tokenizer, message.add_special_tokens
+        )
 
     def _encoder(self, tokenizer: TextTokenizer, marks: Specials) -> Plain:
         """What encodes chats whose messages hold what looks like marks; the last one is kept."""
@@ -372,7 +376,7 @@ def _of_parts(tokenizer: TextTokenizer, preparer: Preparer, asked: Text, special
         elif asked.plain:
             ids += [*(tokenizer.begin if added else ()), *preparer.plain(part)]
         else:
-            ids += tokenizer.encode(part, added)
+            ids += tokenizer.encode(preparer.begins.once(part, added), added)
     return ids
 
 

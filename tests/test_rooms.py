@@ -59,8 +59,9 @@ FLOORS = {
         "detokenizer.tokenizer detokenizer.detokenize detokenizer.stops detokenizer.logprobs "  # text
         "detokenizer.specials detokenizer.template detokenizer.template_limits detokenizer.sandbox "
         "detokenizer.tool_words",
-        "detokenizer.bad_words detokenizer.beams detokenizer.checks detokenizer.infill detokenizer.pooling "
-        "detokenizer.sequence detokenizer.columns detokenizer.request detokenizer.thoughts",  # requests
+        "detokenizer.bad_words detokenizer.beams detokenizer.begins detokenizer.checks detokenizer.infill "
+        "detokenizer.pooling detokenizer.sequence detokenizer.columns detokenizer.request "
+        "detokenizer.thoughts",  # requests
         "detokenizer.step detokenizer.tokenize",
         "detokenizer.core",
         "detokenizer.traced",
@@ -181,6 +182,7 @@ HARMLESS = {
     "client.core": {"random"},  # the type of what it is given
     "client.supervisor.decision": {"signal"},  # a signal's number
     "client.supervisor.place": {"signal"},
+    "detokenizer.begins": {"time"},  # when a warning is due again
     "detokenizer.detokenize": {"random"},  # of one fixed seed
     "detokenizer.specials": {"secrets"},  # a name for special tokens, on which no id depends
     "detokenizer.sandbox": {"datetime"},  # for templates that ask for the date

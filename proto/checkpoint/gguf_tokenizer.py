@@ -6,6 +6,7 @@ Keys are llama.cpp's. What the vocabulary does not say, how a text is cut into w
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from . import tokenizers_sentencepiece as sentencepiece
 from .gguf import read_gguf
 from .gguf_config import CONTROL, Keys
 from .tokenizers_tiktoken import DIGITS, TRIPLES
+
+log = logging.getLogger(__name__)
 
 _USER_DEFINED = 4
 _MOST_CHARACTERS = 1024
@@ -101,7 +104,14 @@ _NAMES = {
 
 def _bytes(keys: Keys, tokens: list[str], types: Any) -> tuple[Tokenizer, bool]:
     """Byte-level BPE, and whether BOS is put before a prompt by default."""
-    name, file = keys.text("tokenizer.ggml.pre", "default"), keys.gguf.file
+    name, file = keys.text("tokenizer.ggml.pre", ""), keys.gguf.file
+    if not name:  # as files from before April 2024 are
+        name = "default"
+        log.warning(
+            "%s has no tokenizer.ggml.pre, so texts are cut into words as by %r, which may give other tokens than "
+            "the model was trained on; convert it again, or name the model's Hugging Face folder with --tokenizer.",
+            file, name,
+        )  # fmt: skip
     if name not in _WORDS:
         raise ConfigError(
             f"{file}: tokenizer.ggml.pre {name!r} is not supported; name the model's Hugging Face folder with "

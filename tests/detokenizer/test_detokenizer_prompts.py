@@ -22,7 +22,7 @@ from quire.proto.errors import Refused
 from quire.proto.hashing import hash_blocks
 from quire.proto.messages import Finish, Resume, Tokenize
 from quire.proto.params import SamplingParams
-from quire.proto.work import Generate
+from quire.proto.work import Generate, Text
 
 CORPUS = ["Hello world, this is a test of chat templates. user assistant system", "num 123 ünï 你好 😀"] * 4
 TEXTS = ["Hello world", " two  spaces ", "<s>literal</s> <|im_end|>", "ünï 你好 😀\n\n", "<extra> x<pad>"]
@@ -454,6 +454,27 @@ def test_prompt_in_every_form(preparer: Preparer) -> None:
     assert (more.prompt, more.ids) == (chat.prompt, i32([0]) + chat.ids)
     with pytest.raises(Refused, match="add_special_tokens must be true or false"):
         preparer.prepare(ask(messages=[{"role": "user", "content": "Hi"}], template={"add_special_tokens": 1}), 4, 64)
+
+
+def test_a_first_token_written_by_hand_is_not_doubled(preparer: Preparer, caplog: pytest.LogCaptureFixture) -> None:
+    want = preparer.prepare(ask(prompt="Hello world"), 4, 64).ids
+    assert not caplog.records
+    written = preparer.prepare(ask(prompt="<s>Hello world", echo=True), 4, 64)
+    assert (written.ids, written.prompt) == (want, "<s>Hello world")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "begins with <s>" in said and "add_special_tokens: false" in said
+    cut = {"truncate_prompt_tokens": 3}
+    ends = [preparer.prepare(ask(prompt=text, sampling=cut), 4, 64).ids for text in ("Hello world", "<s>Hello world")]
+    assert ends[0] == ends[1]
+    assert preparer.prepare(ask(prompt="<s>"), 4, 64).ids == i32([0])
+    bare = preparer.prepare(ask(prompt="<s>Hello world", add_special_tokens=False), 4, 64)
+    assert array("i", bare.ids).tolist().count(0) == 1
+    assert preparer.prepare(ask(prompt="Hello <s>"), 4, 64).ids.count(i32([0])) == 2  # only the first is ours
+    for work in (Text(), Text(["<s>Hello world"])):
+        given = {"prompt": "<s>Hello world"} if work.parts is None else {}
+        told = Tokenize(uid=1, attempt=1, work=work, arrival=0.0, **given)
+        assert preparer.prepare(told, 4, 64).ids == want
+    assert len(caplog.records) == 1  # within a minute
 
 
 def test_max_tokens_and_truncation_are_resolved(preparer: Preparer) -> None:

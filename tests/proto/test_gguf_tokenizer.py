@@ -172,3 +172,15 @@ def test_a_fault_of_the_tokenizer_names_file_and_key(name: str, tmp_path: Path) 
     with pytest.raises(ConfigError, match=said) as raised:
         gguf_tokenizer(tmp_path / "a.gguf")
     assert "a.gguf" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_file_that_does_not_say_how_texts_are_cut_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens, types = ["a", "b", "ab", "</s>"], [1, 1, 1, 3]
+    merges = {"token_merges": ["a b"]}
+    gguf_tokenizer(write(tmp_path / "told.gguf", "gpt2", tokens, types, tokenizer_pre="default", **merges))
+    assert not caplog.records
+    gguf_tokenizer(write(tmp_path / "untold.gguf", "gpt2", tokens, types, **merges))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "untold.gguf has no tokenizer.ggml.pre" in said and "--tokenizer" in said
