@@ -107,12 +107,12 @@ class EngineCore:
     @property
     def ready(self) -> bool:
         """True while a request would run: scheduler heard, a replica ready, a detokenizer connected."""
-        return (
-            self.peers is not None
-            and self.peers.ready
-            and self.clock() - self._heard < SILENCE_S
-            and bool(self._placement.ready)
-        )
+        return self.reaches and self.peers is not None and self.peers.ready
+
+    @property
+    def reaches(self) -> bool:
+        """True while a request would come as far as the scheduler's line."""
+        return self.peers is not None and self.clock() - self._heard < SILENCE_S and bool(self._placement.ready)
 
     def close(self, error: RequestError) -> None:
         """End every open request with ``error`` and leave. Nothing that comes after means anything."""

@@ -10,7 +10,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import zmq
@@ -81,6 +81,13 @@ class Engine:
         """True while a request would run: scheduler heard, a replica ready, a detokenizer connected."""
         return self.core.ready
 
+    def coming(self, unseen: bool = True) -> bool:
+        """True while a request would wait in line for a worker that is on its way: it loads, or, where ``unseen``, the
+        scheduler believes that one follows which was lost."""
+        peers = self.core.peers if self.core.reaches else None
+        listed = [] if peers is None or peers.ready else peers.peers
+        return any(peer.kind == "gpu_worker" and (unseen or peer.incarnation) for peer in listed)
+
     @property
     def max_model_len(self) -> int:
         """The longest prompt + output in tokens; 0 until a replica is ready."""
@@ -106,14 +113,17 @@ class Engine:
         """The incarnations of those it is connected to, or tries to be."""
         return {link.incarnation for link in self.core.links.values()}
 
-    async def wait_ready(self, timeout: float | None = None, without: Collection[str] = ()) -> None:
-        """Return once a request would run, with none of the detokenizers ``without``.
+    async def wait_ready(
+        self, timeout: float | None = None, without: Collection[str] = (), enough: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Return once a request would run, with none of the detokenizers ``without``, or as soon as something comes
+        after which there is ``enough``.
 
         Raises TimeoutError, or RuntimeError where the scheduler refuses this version.
         """
 
         async def wait() -> None:
-            while not self.ready or not self.detokenizers.isdisjoint(without):
+            while not (self.ready and self.detokenizers.isdisjoint(without)) and not enough():
                 if self.core.refused is not None:
                     raise RuntimeError(self.core.refused)
                 self._changed.clear()

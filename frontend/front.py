@@ -20,6 +20,7 @@ from ..client.traced import CALLER
 from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.messages import AdapterEntry
 from ..proto.params import SamplingParams
+from ..proto.restarts import read_restarts
 from ..proto.work import BACKGROUND, Adapter
 from .auth import OWNER, check_model, may_see, salt_of, watch
 from .deadline import note_begun
@@ -77,6 +78,7 @@ class Settings:
     request_s: float | None = None  # for a request to be answered
     stall_s: float = 30.0  # that a client may leave a full stream unread
     restart_s: float = 5.0  # that a new request waits for processes that are being restarted
+    follows: bool = False  # this frontend takes the place of another: the server has taken requests before
     stats_s: float = 1.0  # for the scheduler to answer /metrics
     score_template: bool = False  # a chat template puts the texts of a score together
     pooler: PoolerConfig | None = None  # how the model pools; None where it generates
@@ -179,13 +181,32 @@ class Front:
             raise self.leaving()
         self._check_engine()
 
-    async def wait_ready(self) -> None:
-        """Wait a little, for a request that was let in, while processes are being restarted."""
+    async def wait_ready(self, sized: bool = False) -> None:
+        """Wait a little, for a request that was let in, while processes are being restarted. Where a server that has
+        served lacks but a worker, and one is on its way, the request waits for that in line, as those do that are open:
+        the queue's limits and --request-timeout bound it. ``sized``: but not before the model's length is known."""
         young = time.monotonic() - self._born < self.settings.restart_s
-        if (self._was_ready or young) and not self.engine.ready:
+
+        def enough() -> bool:
+            return self._worker_comes() and (not sized or self.engine.max_model_len > 0)
+
+        waits = (self._served or young) and not self.engine.ready
+        while waits and not enough():
             with suppress(TimeoutError):
-                await self.engine.wait_ready(self.settings.restart_s)
-        self._check_engine()
+                await self.engine.wait_ready(self.settings.restart_s, enough=enough)
+            waits = not self.engine.ready and self._worker_comes()
+        if not waits:
+            self._check_engine()
+
+    @property
+    def _served(self) -> bool:
+        """Whether the server has taken requests, as far as is known here."""
+        return self._was_ready or self.settings.follows or self.engine.max_model_len > 0
+
+    def _worker_comes(self) -> bool:
+        """Whether a request can wait in line for a worker that is on its way to a server that has served."""
+        told = read_restarts() if self._served else None
+        return self._served and self.engine.coming(unseen=told is None or not told[2])
 
     def _check_engine(self) -> None:
         if not self.engine.ready:

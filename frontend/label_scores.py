@@ -74,7 +74,7 @@ async def generative_scoring(request: web.Request) -> web.Response:
     model = await front.find_model(request, body.model)
     front.check_generates("Generative Scoring")
     front.check_room(len(body.items), "items")
-    await front.wait_ready()
+    await front.wait_ready(sized=True)
     labels = list(dict.fromkeys(body.label_token_ids or ()))
     asked = _Asked(
         model=body.model, max_tokens=1, temperature=1.0, seed=0, logprobs=0, logprob_token_ids=labels,

@@ -100,6 +100,7 @@ def settings_of(args: EngineArgs) -> Settings:
         modules=_modules(folders, args.lora_modules or [], names),
         card=partial(_card, args, folder, model),
         lora_root=args.lora_root,
+        follows=os.environ.get(STARTED_AGAIN) == "1",
         slots=args.max_num_seqs,
         embed_size=_embed_size(model) if args.enable_prompt_embeds else None,
         config=_told(args),

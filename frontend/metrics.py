@@ -153,7 +153,7 @@ def _of_launcher() -> Iterator[Metric]:
     """What `quire serve` tells of its processes; nothing where others started them."""
     if (told := read_restarts()) is None:
         return
-    restarts, failing = told
+    restarts, failing, _ = told
     again = CounterMetricFamily(
         "quire:process_restarts", "processes started in place of others that had ended", labels=["service"]
     )

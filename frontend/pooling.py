@@ -77,7 +77,7 @@ async def _each(request: web.Request, kind: type[In], api: str, *tasks: str) -> 
     places = [f"{name}[{place}]" for place in range(len(inputs))] if len(inputs) > 1 else [name]
     if not may_chunk(pooler, params):
         return front, body, await pool_all(request, body, pooler, params, inputs, places)
-    await front.wait_ready()
+    await front.wait_ready(sized=True)
     chunks = [await chunks_of(front, pooler, *each) for each in zip(inputs, places, strict=True)]
     counts = [len(each) for each in chunks]
     apart = [place for place, count in zip(places, counts, strict=True) for _ in range(count)]

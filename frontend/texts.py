@@ -71,7 +71,7 @@ async def tokenize(request: web.Request) -> web.Response:
     front = request.app[FRONT]
     body = await front.read(request, TokenizeRequest)
     await front.find_model(request, body.model)
-    await front.wait_ready()
+    await front.wait_ready(sized=True)
     if body.content is not None:
         return await _content(front, body)
     work = Text(pieces=bool(body.return_token_strs))

@@ -19,12 +19,13 @@ class Restarts:
     """The launcher's side. Where there is no room for the file, nothing is told."""
 
     def __init__(self) -> None:
-        self._told: tuple[dict[str, int], dict[str, int]] | None = None
+        self._told: tuple[dict[str, int], dict[str, int], bool] | None = None
 
-    def tell(self, folder: str, restarts: Mapping[str, int], failing: Mapping[str, int]) -> None:
+    def tell(self, folder: str, restarts: Mapping[str, int], failing: Mapping[str, int], no_workers: bool) -> None:
         """Write how many processes were started in place of others, and in how many places none can be kept running,
-        both by service, where that has changed. Nobody sees half of the file."""
-        if (told := (dict(restarts), dict(failing))) == self._told:
+        both by service, and whether all workers have left on purpose, where that has changed. Nobody sees half of the
+        file."""
+        if (told := (dict(restarts), dict(failing), no_workers)) == self._told:
             return
         self._told = told
         part = os.path.join(folder, TOLD + ".part")
@@ -34,13 +35,13 @@ class Restarts:
             os.replace(part, os.path.join(folder, TOLD))
 
 
-def read_restarts() -> tuple[dict[str, int], dict[str, int]] | None:
-    """Both counts; None where no launcher tells them."""
+def read_restarts() -> tuple[dict[str, int], dict[str, int], bool] | None:
+    """What the launcher has told; None where there is none that does."""
     if (path := os.environ.get(PROCESSES)) is None:
         return None
     try:
         with open(path, encoding="utf-8") as file:
-            restarts, failing = json.load(file)
+            restarts, failing, no_workers = json.load(file)
     except (OSError, ValueError):
         return None
-    return restarts, failing
+    return restarts, failing, no_workers

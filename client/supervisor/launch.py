@@ -303,7 +303,8 @@ class Supervisor:
             if not self.closed:
                 self.watch.look(starting=starting)
                 if self.http and self.run_dir is not None:
-                    self._restarts.tell(self.run_dir, self.watch.restarts, self.watch.failing())
+                    watch = self.watch
+                    self._restarts.tell(self.run_dir, watch.restarts, watch.failing(), watch.no_workers())
 
     def set_tokenizer(self, folder: str) -> None:
         """Replace the detokenizers by ones with the tokenizer in ``folder``; the old ones have ended on return.

@@ -77,6 +77,11 @@ class Watch(Generic[P]):
         begun = {place.service for place in self.places if place.state in (State.SERVING, State.LEFT)}
         return all(place.service in begun for place in self.places)
 
+    def no_workers(self) -> bool:
+        """Whether all workers of this server have left on purpose, so that none follows."""
+        states = [place.state for place in self.places if place.service == "gpu_worker"]
+        return bool(states) and all(state is State.LEFT for state in states)
+
     def failing(self) -> Counter[str]:
         """In how many places no process can be kept running, by service."""
         return Counter(place.service for place in self.places if place.hopeless)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,12 +18,14 @@ from http_asks import CHAT, HI, ask, error_of, post
 
 from quire import __version__
 from quire.client.generation import OpenGeneration
+from quire.client.placement import Link
 from quire.client.results import RequestError
 from quire.frontend.auth import keys_of, owner_of
 from quire.frontend.fake import MAX_MODEL_LEN, FakeServer, Say
 from quire.frontend.front import FRONT
 from quire.proto.config import ConfigError
-from quire.proto.messages import Finish
+from quire.proto.messages import Finish, Peer, Peers
+from quire.proto.restarts import PROCESSES, TOLD, Restarts
 
 
 @pytest.fixture
@@ -442,6 +445,50 @@ def test_nothing_is_ready() -> None:
         assert answer[2]["Retry-After"] == "5"  # it has never been
         assert not server.engine.requests
         error_of(post(server, {**HI, "n": 0}), 400)  # what is wrong with it is told all the same
+
+
+def without_workers(server: FakeServer, *coming: str, size: int = 128) -> None:
+    """No worker is ready; those of these incarnations are on their way, "" is one that was not seen yet."""
+    peers = [Peer("detokenizer", "d", "d"), *(Peer("gpu_worker", each, "") for each in coming)]
+    core = server.engine.core
+    core.peers, core._heard = Peers(1, peers, 16, False, size), core.clock() + 1e6
+    core.links["d"] = link = Link("d", "d", "d", 1, False)
+    link.ready = True
+    server.engine.is_ready = False
+
+
+@pytest.mark.parametrize("incarnation", ["gpu_worker-1", ""])
+def test_a_new_request_waits_in_line_for_a_worker_that_is_on_its_way(incarnation: str) -> None:
+    with FakeServer(restart_s=0.1) as server:
+        assert ask(server, "POST", "/v1/completions", HI)[0] == 200
+        without_workers(server, incarnation)
+        error_of(ask(server, "GET", "/health/ready"), 503)  # which goes by what serves
+        assert ask(server, "POST", "/v1/completions", HI)[0] == 200  # the fake runs what is in line
+        without_workers(server, incarnation, size=0)  # also for a scheduler that has just begun
+        assert ask(server, "POST", "/v1/completions", HI)[0] == 200
+        without_workers(server)
+        assert error_of(ask(server, "POST", "/v1/completions", HI), 503)["message"].startswith("the model is not ready")
+
+
+def test_a_request_waits_for_no_worker_where_the_launcher_knows_that_none_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROCESSES, str(tmp_path / TOLD))
+    with FakeServer(restart_s=0.1) as server:
+        assert ask(server, "POST", "/v1/completions", HI)[0] == 200
+        without_workers(server, "")
+        for left, status in ((False, 200), (True, 503)):
+            Restarts().tell(str(tmp_path), {}, {}, left)
+            assert ask(server, "POST", "/v1/completions", HI)[0] == status
+        without_workers(server, "gpu_worker-of-others")
+        assert ask(server, "POST", "/v1/completions", HI)[0] == 200
+
+
+def test_a_frontend_waits_for_workers_only_where_the_server_has_served() -> None:
+    for follows, status in ((False, 503), (True, 200)):
+        with FakeServer(restart_s=0.1, follows=follows) as server:
+            without_workers(server, "gpu_worker-1", size=0)
+            assert ask(server, "POST", "/v1/completions", HI)[0] == status
 
 
 def test_a_frontend_that_has_just_started_waits_a_little() -> None:

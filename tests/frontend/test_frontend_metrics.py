@@ -49,7 +49,7 @@ def test_the_page_has_every_name_and_no_other(
     prefix: str, shared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PROCESSES, str(tmp_path / TOLD))
-    Restarts().tell(str(tmp_path), {}, {})
+    Restarts().tell(str(tmp_path), {}, {}, False)
     told = kinds(Metrics("m", prefix).render(everything()).decode())
     expected = documented("HTTP")
     expected |= {f"quire:{name}": kind for name, kind in documented("Figures of quire").items()}
@@ -140,9 +140,9 @@ def test_what_the_launcher_started_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert b"process" not in Metrics("m").render(None)
     monkeypatch.setenv(PROCESSES, str(tmp_path / TOLD))
     assert b"process" not in Metrics("m").render(None)
-    restarts.tell(str(tmp_path), {}, {})
+    restarts.tell(str(tmp_path), {}, {}, False)
     assert b'quire:process_restarts_total{service="gpu_worker"} 0.0\n' in Metrics("m").render(None)
-    restarts.tell(str(tmp_path), {"gpu_worker": 7, "frontend": 1}, {"gpu_worker": 1})
+    restarts.tell(str(tmp_path), {"gpu_worker": 7, "frontend": 1}, {"gpu_worker": 1}, False)
     text = Metrics("m").render(None)
     for line in (
         b'quire:process_restarts_total{service="gpu_worker"} 7.0\n', b'quire:processes_failing{service="frontend"} 0.0',
