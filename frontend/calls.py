@@ -71,6 +71,7 @@ class Call:
 
     failure: RequestError | None = None
     _request: web.Request | None = None  # whose stream it is
+    _released = _streamed = False
     tells_cached = True  # usage says how many tokens of the prompt were cached
 
     def __init__(
@@ -91,6 +92,13 @@ class Call:
         for stream in self._streams:
             stream.abort()
 
+    def release(self) -> None:
+        """The same for what is not used again, however it came to its end: it is counted now, and only once."""
+        if not self._released:
+            self._released = True
+            self._count()
+        self.abort()
+
     # -- one body
 
     async def complete(self) -> tuple[list[Ended], dict[str, object]]:
@@ -98,12 +106,11 @@ class Call:
         try:
             await together([stream.collect() for stream in self._streams])
             choices = [self._ended(prompt, child) for prompt in range(len(self._streams)) for child in range(self._n)]
-            self._count(streamed=False)
             return choices, self._usage()
         except RequestError as error:
             raise self._body.own_words(error) from error
         finally:
-            self.abort()
+            self.release()
 
     def _ended(self, prompt: int, index: int) -> Ended:
         child = self._streams[prompt].children[index]
@@ -111,7 +118,6 @@ class Call:
         echo = self._prefix(stream) if self._prefix is not None else None
         place = prompt * self._n + index
         reason = _reason(child.finish)
-        self._metrics.finished(reason)
         if self._body.prompt_only:
             return Ended(place, echo, "", "length", None, [], [], stream)
         text = "".join(child.parts)
@@ -131,12 +137,12 @@ class Call:
     async def tell(self, outlet: Sink) -> None:
         """Write the events, the last of them included, as they come; ``failure`` is one that was told so."""
         include_usage, self._continuous = self._body.usage_options()
+        self._streamed = True
         early = _EarlyOpening(outlet, self._streams)
         try:
             await together([self._follow(prompt, outlet) for prompt in range(len(self._streams))])
             if not outlet.opened:
                 raise ApiError(500, "the request ended without an answer.")
-            self._count(streamed=True)
             if ending := self._ending(include_usage):  # a chunk of nothing would be the end of the body
                 outlet.write(ending)
         except ConnectionError:
@@ -152,7 +158,7 @@ class Call:
             self.failure = known
             outlet.write(self._failure(known))
         finally:
-            self.abort()
+            self.release()
             await early.close()
 
     def _ending(self, include_usage: bool) -> bytes:
@@ -191,7 +197,6 @@ class Call:
         usage = self._usage_of(choice) if self._continuous else None
         if event.finish:
             reason = _reason(event.finish)
-            self._metrics.finished(reason)
             return data + chunks.final(choice.index, event.text, reason, event.stop_reason, usage)
         if event.text:
             return data + chunks.text(choice.index, event.text, usage)
@@ -221,7 +226,6 @@ class Call:
         reason = None
         if event.finish:
             reason = _reason(event.finish)
-            self._metrics.finished(reason)
         if count := len(event.tokens):
             self._note(choice, count)
         usage = self._usage_of(choice) if self._continuous else None
@@ -275,11 +279,19 @@ class Call:
         cached = sum(stream.cached_tokens for stream in self._streams) if self.tells_cached else None
         return usage_of(prompt, output, cached)
 
-    def _count(self, streamed: bool) -> None:
+    def _count(self) -> None:
         for stream in self._streams:
+            failed = stream.work.error is not None
+            for child in stream.children:
+                if (reason := REASONS.get(child.finish)) is not None:
+                    self._metrics.finished(reason)
+                elif child.finish is Finish.NONE and not failed:
+                    self._metrics.finished("abort")  # whoever asked is gone, or somebody else withdrew it
+            if failed:
+                continue
             prompt = len(stream.accepted.prompt_ids) if stream.accepted else 0
             outputs = [len(child.tokens) for child in stream.children]
-            self._metrics.request(stream.metrics, prompt, outputs, streamed, min(stream.cached_tokens, prompt))
+            self._metrics.request(stream.metrics, prompt, outputs, self._streamed, min(stream.cached_tokens, prompt))
             self._metrics.parameters(self._params.n, self._params.width, stream.params.max_tokens or 0)
 
 

@@ -213,14 +213,15 @@ class Metrics:
     def request(
         self, times: RequestMetrics, prompt: int, outputs: list[int], streamed: bool, cached: int = 0
     ) -> None:  # fmt: skip
-        """A request ended with ``outputs`` tokens of each of its sequences; caches had ``cached`` of its prompt."""
+        """A request ended with ``outputs`` tokens of each of its sequences; caches had ``cached`` of its prompt. One
+        that was dropped ends now."""
         self.prompt.observe(prompt)
         self.computed.observe(prompt - cached)
         self.generation.observe(sum(outputs))
         self.longest.observe(max(outputs, default=0))
         first, last = times.first_token_time, times.last_token_time
-        if times.finished_time is not None:
-            self.end_to_end.observe(times.finished_time - times.arrival_time)
+        ended = time.monotonic() if times.finished_time is None else times.finished_time
+        self.end_to_end.observe(ended - times.arrival_time)
         if times.time_in_queue is not None:
             self.queue.observe(max(0.0, times.time_in_queue))
         if first is None or last is None:
@@ -241,6 +242,11 @@ class Metrics:
         self.finished("stop")
         self.prompt.observe(prompt)
         self.computed.observe(prompt - cached)
+        self.end_to_end.observe(seconds)
+
+    def withdrawn(self, seconds: float) -> None:
+        """Nobody waits any more for a prompt that was to be pooled."""
+        self.finished("abort")
         self.end_to_end.observe(seconds)
 
     def parameters(self, n: int, width: int, max_tokens: int) -> None:

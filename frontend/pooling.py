@@ -117,6 +117,9 @@ async def pool_all(
             pooled = await answer
         except RequestError as error:
             raise _in_words(error, place) from error
+        except asyncio.CancelledError:
+            front.metrics.withdrawn(time.monotonic() - began)
+            raise
         numbers += pooled.data.size
         if numbers > MAX_NUMBERS:
             raise ApiError(400, f"the answer would hold over {MAX_NUMBERS} numbers; send fewer inputs at a time.")

@@ -61,11 +61,10 @@ class ResponseCall(Call):
         self._continuous = False
         try:
             await self._streams[0].forward(give)
-            self._count(streamed=False)
         except RequestError as error:
             raise self._body.own_words(error) from error
         finally:
-            self.abort()
+            self.release()
         return self.response
 
     @property

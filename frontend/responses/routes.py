@@ -117,6 +117,9 @@ async def _call(
             if len(fewer) == len(items):
                 raise body.own_words(error) from error
             items = fewer
+        except asyncio.CancelledError:
+            call.release()
+            raise
 
 
 def _shortened(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

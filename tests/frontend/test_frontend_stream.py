@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from http_asks import ask
 
 from quire.client.generation import OpenGeneration
 from quire.client.results import RequestError
@@ -258,6 +260,45 @@ def test_a_client_that_leaves_before_acceptance(server: FakeServer) -> None:
     with send_raw(server, HI):
         until(lambda: server.engine.requests)
     until(lambda: not server.engine.open_requests)
+
+
+DROPPED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "hi", "n": 2}),
+    ("/v1/completions", {"prompt": ["hi", "ho"], "stream": True}),
+    ("/v1/chat/completions", {**CHAT, "n": 2, "stream": True}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {**CHAT, "stream": True}),
+    ("/api/chat", CHAT),
+    ("/api/generate", {"prompt": "hi", "stream": False}),
+    ("/completion", {"prompt": "hi", "n_predict": 4, "stream": True}),
+    ("/generate", {"inputs": "hi"}),
+    ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), DROPPED, ids=lambda each: each if isinstance(each, str) else "")
+def test_who_is_gone_is_counted(server: FakeServer, path: str, body: dict[str, Any]) -> None:
+    def script(request: OpenGeneration) -> Iterator[Say | float]:
+        for index in range(request.asked.n):
+            yield Say(index, " word")
+        yield 30.0
+
+    server.engine.script = script
+    with send_raw(server, body, path):
+        requests = server.engine.requests
+        until(lambda: requests and all(request.metrics.first_token_time for request in requests))
+    until(lambda: not server.engine.open_requests)
+
+    def told() -> dict[str, float]:
+        text = ask(server, "GET", "/metrics")[1].decode()
+        text = text.replace('{finished_reason="abort",', "_abort{")
+        return {name: float(value) for name, value in re.findall(r"^quire:(\S+?)\{.*\} (\S+)$", text, re.M)}
+
+    until(lambda: told()["request_success_total_abort"] == sum(request.asked.n for request in requests))
+    figures = told()
+    for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time", "request_decode_time"):
+        assert figures[f"{name}_seconds_count"] == len(requests)
+    assert figures["request_generation_tokens_sum"] >= 1 and figures["request_params_n_count"] == len(requests)
 
 
 def test_a_client_that_resets(server: FakeServer) -> None:
