@@ -13,6 +13,7 @@ from ..proto.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ad
 from ..proto.checkpoint.lora_config import check_adapter
 from ..proto.checkpoint.model_config import resolve_model
 from ..proto.config import ConfigError
+from ..proto.readable import is_folder
 from ..proto.work import Adapter
 
 MAX_NAME, MAX_PATH = 256, 4096
@@ -44,7 +45,7 @@ class AdapterFolders:
             raise ConfigError(f"lora adapter '{name}': {error}") from error
 
     def _found(self, path: str) -> str:
-        if os.path.isdir(path):
+        if is_folder(path):
             return os.path.abspath(path)
         return resolve_model(path, None, self.download_dir)
 
@@ -79,7 +80,7 @@ def _below(root: str, path: str) -> str:
         raise ConfigError(f"lora_path {path[:80]!r} is no path: {error}.") from None
     if folder == real_root or any(os.path.commonpath([real_root, each]) != real_root for each in named):
         raise ConfigError(f"lora_path {path!r} is not a folder below --lora-root ({root}), or its files are not.")
-    if not os.path.isdir(folder):
+    if not is_folder(folder):
         raise ConfigError(f"lora_path {path!r} is no folder.")
     return folder
 

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from ..proto.checkpoint.chat_templates import templates_of, tokenizer_config
 from ..proto.checkpoint.tokenizer_files import NAMED, mark_special, named_tokens
 from ..proto.config import ConfigError
+from ..proto.readable import is_file
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def load_tokenizer(
     config = tokenizer_config(folder)
     templates = templates_of(folder, config, chat_template)
     ends: Iterable[str] = ()
-    if not (folder / "tokenizer.json").exists():
+    if not is_file(folder / "tokenizer.json"):
         from ..proto.checkpoint.tokenizers_own import own_tokenizer  # only such folders need it
 
         own = own_tokenizer(folder)
@@ -145,7 +146,7 @@ def _load_slow(
     path: str, mode: str, config: dict[str, Any], templates: dict[str, str], trust_remote_code: bool
 ) -> TextTokenizer:
     """transformers' own tokenizer. Slow to import and to run; only for folders without tokenizer.json."""
-    if not any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    if not any(is_file(Path(path) / name) for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
                                                          "vocab.json", "vocab.txt", "tekken.json")):  # fmt: skip
         raise ConfigError(f"{path} holds no tokenizer; add a tokenizer.json or name another folder with --tokenizer.")
     log.warning("using transformers' tokenizer for %s (%s); it starts and runs slowly", path,

@@ -192,6 +192,7 @@ HARMLESS = {
     "proto.config": {"os"},  # the default address
     "proto.log_lines": {"os", "time"},  # what lines of the log say
     "proto.process": {"asyncio", "os", "signal", "socket", "threading", "time"},  # for an exit code in it
+    "proto.readable": {"os"},  # whether a model's files are there
     "scheduler.blame": {"os"},  # the lock file, where there is one
 }
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ...proto.config import EngineArgs
+from ...proto.readable import is_file
 
 
 def load_tokenizer(args: EngineArgs) -> Any:
     """The tokenizer that ``args`` name by folder, as the detokenizers have it. Importing transformers takes seconds."""
     folder = args.tokenizer or args.model or ""
-    if not (Path(folder) / "tokenizer.json").exists() and (made := _own(Path(folder))) is not None:
+    if not is_file(Path(folder) / "tokenizer.json") and (made := _own(Path(folder))) is not None:
         return made
     from transformers import AutoTokenizer
 

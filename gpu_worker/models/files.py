@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...proto.checkpoint.gguf import gguf_file, gguf_files
-from ...proto.checkpoint.model_config import unreadable
 from ...proto.config import ConfigError
+from ...proto.readable import is_file, unreadable
 from .gguf_files import gguf_tensors
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
@@ -89,7 +89,7 @@ def some(names: list[str]) -> str:
 
 def _indexed(folder: Path, name: str, kind: str) -> list[Path]:
     index = folder / name
-    if not index.exists():
+    if not is_file(index):
         return []
     try:
         shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
@@ -104,6 +104,8 @@ def _indexed(folder: Path, name: str, kind: str) -> list[Path]:
         raise ConfigError(f"{index} names {some(outside)}, which lies outside the folder; download it again.")
     try:
         absent = [file.name for file in files if not file.is_file()]
+    except PermissionError as error:
+        raise unreadable(folder) from error
     except OSError as error:
         raise ConfigError(f"{index} names what cannot be a file ({error.strerror}); download it again.") from error
     if absent:
@@ -112,7 +114,7 @@ def _indexed(folder: Path, name: str, kind: str) -> list[Path]:
 
 
 def _single(folder: Path, name: str) -> list[Path]:
-    return [folder / name] if (folder / name).is_file() else []
+    return [folder / name] if is_file(folder / name) else []
 
 
 def _pickles(folder: Path) -> list[Path]:
@@ -121,7 +123,7 @@ def _pickles(folder: Path) -> list[Path]:
 
 def _kind(folder: Path, suffix: str) -> list[Path]:
     """The files of that suffix; a link to nothing, as a pruned cache leaves it, is none."""
-    return sorted(file for file in folder.glob(f"*.{suffix}") if file.is_file())
+    return sorted(file for file in folder.glob(f"*.{suffix}") if is_file(file))
 
 
 @dataclass(frozen=True, slots=True)

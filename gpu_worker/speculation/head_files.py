@@ -15,6 +15,7 @@ import torch
 
 from ...proto.checkpoint.model_config import read_json
 from ...proto.config import ConfigError
+from ...proto.readable import is_file
 from ..layers.formats.base import whole
 from ..layers.formats.dense import dense
 from ..layers.linear import Linear
@@ -106,7 +107,7 @@ def _read(entry: Entry) -> torch.Tensor:
 def head_config(folder: str) -> Config:
     """The values of a head's config.json. Raises ConfigError."""
     path = Path(folder) / "config.json"
-    if not path.is_file():
+    if not is_file(path):
         raise ConfigError(f"{path} does not exist; a head is a folder with a config.json and its weights.")
     return read_json(path)
 
@@ -114,7 +115,7 @@ def head_config(folder: str) -> Config:
 def head_files(folder: str, name: str = "") -> list[Path]:
     """The weight files of a head's folder; ``name``: of this stem, where such a file is there. Raises ConfigError."""
     for suffix in ("safetensors", "pt", "bin"):
-        if name and (file := Path(folder) / f"{name}.{suffix}").is_file():
+        if name and is_file(file := Path(folder) / f"{name}.{suffix}"):
             return [file]
     return weight_files(Path(folder), "auto", pickled=True)
 

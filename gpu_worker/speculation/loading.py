@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...proto.checkpoint.classifier_tokens import token_ids
 from ...proto.checkpoint.model_config import ModelConfig, load_model_config, resolve_model
 from ...proto.config import ConfigError, EngineArgs
+from ...proto.readable import is_file
 from ...proto.speculation import SpeculativeConfig, speculative_config
 from ..device import LongSteps
 from ..kv_cache import KVCache
@@ -190,7 +191,7 @@ def _draft_model(
 def _same_tokens(folder: Path, target: Path) -> None:
     """Raises ConfigError where both folders have a tokenizer.json and some token has another id."""
     files = [each / "tokenizer.json" for each in (folder, target)]
-    if not all(file.is_file() for file in files):
+    if not all(is_file(file) for file in files):
         return
     tables = [token_ids(each) for each in (folder, target)]
     odd = [token for token, number in tables[1].items() if tables[0].get(token, number) != number]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError
+from ..readable import is_file, unreadable
 from .model_config import read_json
 
 IN_WORDS = ("hermes", "granite4", "ernie45")
@@ -30,6 +31,8 @@ def templates_of(folder: Path, config: dict[str, Any], chosen: str | None) -> di
 def _chosen_template(chosen: str) -> str:
     try:
         return Path(chosen).read_text("utf-8")
+    except PermissionError as error:
+        raise unreadable(chosen) from error
     except (OSError, ValueError) as error:
         if any(mark in chosen for mark in "{}\n"):
             return chosen
@@ -48,7 +51,7 @@ def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         )
     files = {"default": folder / "chat_template.jinja"}
     files.update((p.stem, p) for p in sorted((folder / "additional_chat_templates").glob("*.jinja")))
-    found = {name: _own_text(folder, file) for name, file in files.items() if file.is_file()}
+    found = {name: _own_text(folder, file) for name, file in files.items() if is_file(file)}
     return found or templates
 
 

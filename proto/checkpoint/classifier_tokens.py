@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import ConfigError, EngineArgs
+from ..readable import is_file
 from .model_config import ModelConfig, read_json, tokenizer_folder
 
 _DIFFERENCE, _ROWS = "from_2_way_softmax", "no_post_processing"
@@ -15,7 +16,7 @@ _DIFFERENCE, _ROWS = "from_2_way_softmax", "no_post_processing"
 
 def token_ids(folder: Path) -> dict[str, int]:
     """Token -> id, of the tokenizer.json of ``folder``; empty where there is none. Raises ConfigError."""
-    if not (file := folder / "tokenizer.json").is_file():
+    if not is_file(file := folder / "tokenizer.json"):
         return {}
     tokenizer = read_json(file)
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..config import ConfigError
+from ..readable import is_file, is_folder, unreadable
 
 MOST_HEAD = 64 << 20
 """Bytes of a head; those of the largest vocabularies in use take 15 MB."""
@@ -107,9 +108,9 @@ def gguf_file(model: str | Path) -> Path | None:
     path = Path(model)
     if path.suffix == ".gguf":
         return _first(path)
-    if not path.is_dir() or (path / "model.safetensors").exists() or next(path.glob("*.safetensors"), None):
+    if not is_folder(path) or is_file(path / "model.safetensors") or next(path.glob("*.safetensors"), None):
         return None
-    found = sorted({_first(file) for file in path.glob("*.gguf") if file.is_file() and "mmproj" not in file.name})
+    found = sorted({_first(file) for file in path.glob("*.gguf") if is_file(file) and "mmproj" not in file.name})
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:4])
         raise ConfigError(f"{path} holds several models ({names}{', …' if len(found) > 4 else ''}); name one file.")
@@ -131,20 +132,20 @@ def gguf_files(first: Path) -> list[Path]:
         return [first]
     count = int(split[3])
     files = [first.with_name(f"{split[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
-    if missing := [file.name for file in files if not file.is_file()]:
+    if missing := [file.name for file in files if not is_file(file)]:
         raise ConfigError(f"{first} is one of {count} files, and {missing[0]} is missing; download it too.")
     return files
 
 
 def read_gguf(file: Path) -> GGUF:
     """Read the head of one file. Raises ConfigError."""
-    if not file.is_file():
+    if not is_file(file):
         raise ConfigError(f"{file} is no file; give the path of a .gguf file.")
     try:
         with file.open("rb", buffering=0) as data:
             return _Head(file, data, file.stat().st_size).read()
     except PermissionError as error:
-        raise ConfigError(f"{file} cannot be read (permission denied); let this process's user read it.") from error
+        raise unreadable(file) from error
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; download it again.") from error
 

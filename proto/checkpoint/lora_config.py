@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError
+from ..readable import is_file, is_folder
 from .model_config import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -118,10 +119,10 @@ def check_adapter(folder: Path, max_lora_rank: int | None = None) -> AdapterConf
 
     Raises ConfigError, one line that names the file and the value.
     """
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise ConfigError(f"{folder} is no folder with a LoRA adapter; give the path of one that PEFT saved.")
     for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
+        if not is_file(folder / name):
             pickles = sorted(each.name for each in folder.glob("adapter_model.*") if each.suffix in (".bin", ".pt"))
             more = f"; {pickles[0]} is pickled and is not read, save it as safetensors" if pickles else ""
             raise ConfigError(f"{folder} lacks {name}, which PEFT writes{more or '; save the adapter again'}.")

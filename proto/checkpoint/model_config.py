@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from ..config import ConfigError, EngineArgs
 from ..flag_words import json_object
 from ..process import shows_bars
+from ..readable import is_file, is_folder, unreadable
 from .gguf import gguf_file
 from .gguf_config import gguf_config, in_keys
 from .quantization import quantization_of
@@ -118,7 +119,7 @@ def resolve_model(
     """
     if model is None or model == DEMO_MODEL:
         return demo_model_path()
-    if os.path.isdir(model) or (model.endswith(".gguf") and os.path.isfile(model)):
+    if is_folder(model) or (model.endswith(".gguf") and is_file(model)):
         return model
     if model.endswith(".gguf"):
         raise ConfigError(f"model file {model!r} does not exist.")
@@ -202,7 +203,7 @@ def load_model_config(
 def _load(path: str, max_model_len: int | None, overrides: dict[str, Any], quantization: str | None) -> ModelConfig:
     gguf = gguf_file(path)
     hf = read_json(file := Path(path) / "config.json") if gguf is None else gguf_config(gguf)
-    if not hf and not file.is_file():
+    if not hf and not is_file(file):
         raise ConfigError(
             f"{file} does not exist; a model is a Hugging Face folder with a config.json, or a GGUF file."
         )
@@ -275,8 +276,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_as(path: Path, kind: type[T]) -> T:
     """``read_json`` for a file that may hold something else than an object."""
+    there = is_file(path)
     try:
-        if path.exists() and not path.is_file():
+        if not there and path.exists():
             raise ConfigError(f"{path} is no plain file; put the model's own in its place.")
         data = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):  # a GGUF file stands where a folder might
@@ -289,11 +291,6 @@ def read_json_as(path: Path, kind: type[T]) -> T:
         wanted = "object" if kind is dict else kind.__name__
         raise ConfigError(f"{path} holds {type(data).__name__} where a JSON {wanted} is needed; download it again.")
     return data
-
-
-def unreadable(path: Path) -> ConfigError:
-    """What is said of a file that this process may not read."""
-    return ConfigError(f"{path} cannot be read (permission denied); let this process's user read it and its folder.")
 
 
 def _eos(path: str, config: dict[str, Any]) -> list[int]:

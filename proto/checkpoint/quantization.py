@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError
+from ..readable import is_file
 
 ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8", "int4")
 """What float weights can become while they are loaded."""
@@ -37,7 +38,7 @@ def quantization_of(path: str, hf: Mapping[str, Any], asked: str | None) -> dict
     if "quantization_config" in hf and hf["quantization_config"] is None:  # said to be none
         return None
     found = hf.get("quantization_config") or hf.get("compression_config")
-    if found is None and (Path(path) / _MODELOPT).is_file():
+    if found is None and is_file(Path(path) / _MODELOPT):
         found = _object(Path(path) / _MODELOPT)
     elif found is None and asked is not None and asked not in ONLINE:
         found = _beside(path, method(asked))
@@ -83,7 +84,7 @@ def check_agreement(found: object, asked: str | None) -> None:
 
 def _beside(path: str, asked: str) -> dict[str, Any] | None:
     """The settings in a file of the folder. Raises ConfigError."""
-    if asked == "gguf" and Path(path).is_file():  # it says this of itself
+    if asked == "gguf" and is_file(path):  # it says this of itself
         return None
     ends = _FILES.get(asked, ())
     files = sorted(file for file in Path(path).glob("*.json") if file.name.endswith(ends)) if ends else []

@@ -19,6 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from ..config import ConfigError
+from ..readable import is_file
 from . import tokenizers_chat as chats
 from . import tokenizers_sentencepiece as sentencepiece
 from . import tokenizers_tiktoken as tiktoken
@@ -110,7 +111,7 @@ def own_tokenizer(path: Path) -> Own | None:
     file, load = _FAMILIES.get(name.removesuffix("Fast"), ("", None))
     if load is None:
         return None
-    if not (path / file).is_file():
+    if not is_file(path / file):
         if load in (_llama, _gpt2):  # transformers knows other files of theirs
             return None
         raise ConfigError(f"{path} lacks {file}, the vocabulary of its {name}; download it again.")

@@ -25,6 +25,7 @@ import zmq
 from zmq.utils import z85
 
 from ..config import ConfigError
+from ..readable import is_file
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Keys:
     @classmethod
     def load(cls, path: str) -> Keys:
         """Raises ConfigError where the file is missing, readable by others, or no key file."""
-        if not os.path.isfile(path):
+        if not is_file(path, f"give it to this process's user: `chown {os.geteuid()} {path}`, and its folder too"):
             raise ConfigError(f"key file {path} is not a file; make one with `quire keygen {path}`.")
         try:
             data = json.loads(_read_private(path))

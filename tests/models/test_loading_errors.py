@@ -230,7 +230,7 @@ def test_a_file_that_may_not_be_read_is_named(name: str, folder: Path, monkeypat
         return opened(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", open_)
-    with pytest.raises(ConfigError, match=rf"^{folder}/{name} cannot be read \(permission denied\); let this"):
+    with pytest.raises(ConfigError, match=rf"^{folder}/{name} cannot be read by user \d+ \(permission denied\); "):
         load(folder)
 
 
