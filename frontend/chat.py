@@ -71,6 +71,8 @@ async def begun(
     reading = body.reading(params, settings.tool_parser, settings.reasoning_parser, settings.chat_kwargs)
     if reading is not None:
         reading.bind(params)
+        if body.continue_final_message:
+            reading = reading.after(_last_words(messages))
     await front.wait_ready()
     streams = front.submit(request, [{"messages": messages}], params, body, template=body.template())
     return streams, params, reading

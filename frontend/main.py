@@ -189,9 +189,10 @@ def _tool_parser(args: EngineArgs, folder: str) -> str | None:
         return named if args.enable_auto_tool_choice else None
     template = _template(args, folder)
     if template and not names_tools(template):
-        found = IN_WORDS[0]
-        log.info("the chat template knows no tools: they are told in the system message, in the form of %s", found)
-        return found
+        log.info(
+            "the chat template knows no tools: they are told in the system message, in the form of %s", IN_WORDS[0]
+        )
+        return IN_WORDS[0]
     found = detect(template)
     if found is not None:
         log.info("calls of tools are read by --tool-call-parser %s, which the chat template shows", found)

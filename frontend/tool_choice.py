@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..proto.call_arguments import object_of
 from ..proto.params import SamplingParams
 from ..proto.structured import StructuredOutputsParams
+from ..proto.thinking import MARKS
 from .errors import ApiError
 from .parsing import kind_of
 from .tools import Arguments, Begin, Content, Delta, Reader, Reasoning
@@ -65,6 +66,14 @@ class Reading:
         params.skip_special_tokens = False
         if self.form is not None:
             params.structured_outputs = self.form
+
+    def after(self, said: str) -> Reading:
+        """The same for an answer that goes on with what the assistant has ``said``: with text that has no marks of a
+        thought its thought is over, also where answers always begin with one."""
+        marks = MARKS[self.reasoning] if self.reasoning is not None else None
+        if marks is None or not marks.always or any(mark in said for mark in (*marks.starts, *marks.ends)):
+            return self
+        return replace(self, reasoning=None)
 
     def reader(self, prompt: str | None) -> ChoiceReader:
         """What reads one choice; ``prompt`` is the rendered one."""

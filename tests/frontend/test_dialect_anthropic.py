@@ -146,6 +146,11 @@ def test_the_answer_goes_on_with_a_last_message_of_the_assistants(server: FakeSe
             assert (template["continue_final_message"], template["add_generation_prompt"]) == (goes_on, not goes_on)
     _, body = send(server, messages=[question, {"role": "assistant", "content": "It is in"}])
     assert body["content"] == [{"type": "text", "text": " Paris."}]
+    with FakeServer(says(" Paris."), reasoning_parser="deepseek_r1", api_key="secret") as always_thinks:
+        _, body = send(always_thinks, messages=[question, {"role": "assistant", "content": "It is in"}])
+        assert body["content"] == [{"type": "text", "text": " Paris."}]  # its thought is behind it
+        _, body = send(always_thinks, messages=[question, {"role": "assistant", "content": "<think>It is in"}])
+        assert body["content"][0]["type"] == "thinking"
 
 
 def test_what_a_conversation_becomes(server: FakeServer) -> None:

@@ -6,12 +6,16 @@ from __future__ import annotations
 import json
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.detokenizer.template import ChatTemplate
+from quire.frontend.prompts import conversation_of
+from quire.frontend.tool_choice import ChoiceReader, Reading, tools_of
 from quire.frontend.tools import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -24,6 +28,7 @@ from quire.frontend.tools import (
 )
 from quire.frontend.tools.json_values import ValueReader
 from quire.frontend.tools.reader import Broken
+from quire.proto.checkpoint.model_config import demo_model_path
 from quire.proto.thinking import MARKS as MARKS_OF
 
 Found = tuple[str, str, list[tuple[str, str]]]
@@ -37,6 +42,7 @@ WEATHER = {
         "note": {"type": ["string", "null"]},
     },
 }  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]
 SCHEMAS = {"get_weather": WEATHER, "get_time": {"type": "object", "properties": {}}}
 
 ONE = '{"city": "Paris", "days": 2}'
@@ -391,3 +397,29 @@ def test_limits_are_the_same_whole_and_in_pieces(recwarn: pytest.WarningsRecorde
         assert run([text], "pythonic") == run(list(text[:400]) + [text[400:]], "pythonic")
     run(["[get_weather(city=1if 1else 1)]"], "pythonic")
     assert not recwarn.list  # what Python finds odd in a model's words is no news
+
+
+@pytest.mark.parametrize("source", [None, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"])
+def test_what_any_parser_gives_may_be_sent_back(source: str | None) -> None:
+    """However its text is cut: to a template that shows calls, and to one that knows none."""
+    source = source or (Path(demo_model_path()) / "chat_template.jinja").read_text("utf-8")
+    template = ChatTemplate({"default": source}, {})
+    for tool, text, _, _ in CALLS:
+        for end in range(0, len(text) + 1, 5):
+            reader = ChoiceReader(Reading(tool, None, tools_of(TOOLS)), None)
+            answer = {"role": "assistant", **reader.message(text[:end])}
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": "no"} for call in answer.get("tool_calls", ())
+            ]
+            chat = conversation_of([{"role": "user", "content": "hi"}, answer, *results])
+            rendered = template.render(chat, {"tools": TOOLS})
+            assert all(call["function"]["name"] in rendered for call in answer.get("tool_calls", ()))
+            whole = [_is_object(call["function"]["arguments"]) for call in answer.get("tool_calls", ())]
+            assert reader.reason("stop") == ("tool_calls" if whole and all(whole) else "stop")
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
