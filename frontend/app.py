@@ -23,6 +23,8 @@ from .dashboard import HUB, Hub
 from .dashboard import ROUTES as DASHBOARD
 from .deadline import deadline_middleware
 from .dialects import ROUTES, SHAPES_OF
+from .dialects.anthropic import refused as anthropic_refused
+from .dialects.anthropic_models import ANTHROPIC, anthropic_model, anthropic_models
 from .errors import NOTE, SHAPES, ApiError, Handler, errors_middleware
 from .front import FRONT, Front, Settings
 from .gate import GATE, Gate
@@ -158,8 +160,11 @@ async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def models(request: web.Request) -> web.Response:
-    """The names this server answers to."""
+    """The names this server answers to; Anthropic's clients are told in their own form."""
     front = request.app[FRONT]
+    if ANTHROPIC in request.headers:
+        names = [*front.settings.names, *(entry.name for entry in front.engine.adapters)]
+        return anthropic_models([name for name in names if may_see(request, name)], front.started)
     data = [_model(front, name) for name in front.settings.names]
     data += [_adapter(front, entry) for entry in front.engine.adapters]
     return json_body({"object": "list", "data": [each for each in data if may_see(request, each["id"])]})
@@ -169,6 +174,11 @@ async def one_model(request: web.Request) -> web.Response:
     """One of them; 404 for others."""
     front = request.app[FRONT]
     wanted = request.match_info["model"].rstrip("/")
+    if ANTHROPIC in request.headers:
+        try:
+            return anthropic_model(await front.find_model(request, wanted), front.started)
+        except RequestError as error:
+            return anthropic_refused(error)
     name = await front.find_model(request, wanted)
     entry = next((each for each in front.engine.adapters if each.name == name), None)
     return json_body(_model(front, name) if entry is None else _adapter(front, entry))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import json
 import re
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +19,7 @@ from .errors import ApiError
 from .leniency import STRICT, Bodies
 
 _PATH = re.compile(r"(?P<what>.*?) - at `\$(?P<path>.*)`$", re.S)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NAMES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
           "object": "an object", "null": "null"}  # fmt: skip
 
@@ -53,7 +55,7 @@ def parse(body: bytes, kind: type[R], rules: Bodies = STRICT) -> R:
     except msgspec.ValidationError:
         raw = _decode_typed(body, kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}.") from error
+        raise _half_character(body) or ApiError(400, f"the body is not valid JSON: {error}.") from error
     except RecursionError as error:
         raise _too_deep(rules.max_depth) from error
     if not isinstance(raw, dict):
@@ -63,6 +65,34 @@ def parse(body: bytes, kind: type[R], rules: Bodies = STRICT) -> R:
     request = converted(raw, kind, rules)
     request.check()
     return request
+
+
+def _half_character(body: bytes) -> ApiError | None:
+    """The refusal of a body that is JSON but for half of a pair of surrogates, which the decoder tells in words of its
+    own; None where that is not what is wrong."""
+    if _SURROGATE.search(body) is None:
+        return None
+    try:
+        raw = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    fields = raw.items() if isinstance(raw, dict) else ()
+    name = next((name for name, value in fields if not (_is_text(name) and _is_text(value))), None)
+    if name is None:
+        return None
+    shown, param = (name, name) if _is_text(name) else (f"the name {name!a:.80}", None)
+    return ApiError(
+        400, f"{shown} holds a lone surrogate, half of a character's escape, which is no text; send the other half "
+        "too, or leave it out.", param,
+    )  # fmt: skip
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_deeper(value: Any, depth: int) -> bool:

@@ -19,7 +19,7 @@ from .extras import Extras
 from .parsing import Request, check_salt, parse
 from .prompts import MAX_PROMPTS, conversation_of, prompts_of, template_of
 from .structured import OBJECT, form_field, form_of
-from .tool_choice import Reading, choice_of, reading_of, shown, tools_of
+from .tool_choice import Reading, allowed_of, choice_of, reading_of, shown, tools_of
 
 __all__ = ["MAX_CHOICES", "MAX_PROMPTS", "ChatRequest", "CompletionRequest", "GenerateRequest", "parse"]
 
@@ -183,12 +183,10 @@ class GenerateRequest(Request, kw_only=True):
             raise self.own_words(error) from error
 
     def usage_options(self) -> tuple[bool, bool]:
-        """Whether a stream ends with a usage chunk, and whether each of its chunks has the usage so far: who wants
-        the second gets the first too, and who refuses the first gets neither."""
+        """Whether a stream ends with a usage chunk, and whether each of its chunks has the usage so far: as in vLLM the
+        second means nothing without the first."""
         options = self.stream_options or StreamOptions()
-        continuous = bool(options.continuous_usage_stats)
-        include = continuous if options.include_usage is None else options.include_usage
-        return include, include and continuous
+        return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
 
     def own_names(self) -> dict[str | None, str]:
         """What this request calls a field, by its name in SamplingParams, where that differs."""
@@ -338,6 +336,7 @@ class ChatRequest(GenerateRequest):
 
     def check(self) -> None:
         GenerateRequest.check(self)
+        self.tools, self.tool_choice = allowed_of(self.tools, self.tool_choice)
         if (effort := self.reasoning_effort) is not None and effort not in _EFFORTS:
             raise ApiError(
                 400, f"reasoning_effort must be one of {', '.join(_EFFORTS)}; got {effort!r:.80}.", "reasoning_effort"

@@ -78,7 +78,11 @@ def _of_format(given: Any) -> dict[str, Any] | None:
         case "text":
             return None
         case "json_object":
-            return {"json_object": True}
+            if (schema := given.get("schema")) is None or schema == {}:
+                return {"json_object": True}
+            if not isinstance(schema, dict | bool):
+                raise _bad(f".schema must be a JSON schema, got {kind_of(schema)}")
+            return {"json": schema}  # as llama.cpp and others have it
         case "json_schema":
             return {"json": _schema(given.get("json_schema"))}
         case "structural_tag":

@@ -36,6 +36,10 @@ RULES = ("disable_any_whitespace", "disable_additional_properties", "whitespace_
 """What a request says of JSON besides its schema."""
 
 _PLAIN_NAME = re.compile(r"[\w.-]+")
+_ALLOWED = (
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": '
+    '{"name": "my_function"}}]}}'
+)
 _USAGE = '{"type": "function", "function": {"name": "my_function"}}'
 
 
@@ -112,6 +116,34 @@ def _tool(given: Any, where: str) -> Tool:
 def shown(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as its model is told of it: ``strict`` is for us."""
     return {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+
+
+def allowed_of(tools: list[Any] | None, choice: Any) -> tuple[list[Any] | None, Any]:
+    """Tools and tool_choice, with OpenAI's ``allowed_tools`` as the tools that it leaves and its mode.
+    Raises ApiError."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    told = choice.get("allowed_tools")
+    if not isinstance(told, dict) or not isinstance(told.get("tools"), list):
+        raise ApiError(400, f"tool_choice.allowed_tools must be an object with mode and tools; as in {_ALLOWED}.",
+                       "tool_choice")  # fmt: skip
+    if (mode := told.get("mode", "auto")) not in ("auto", "required"):
+        raise ApiError(
+            400, f"tool_choice.allowed_tools.mode must be auto or required, got {mode!r:.80}.", "tool_choice"
+        )
+    names = {_name_of(each) for each in told["tools"]}
+    left = [tool for tool in tools or () if _name_of(tool) in names]
+    if not left or len({_name_of(tool) for tool in left}) < len(names):
+        raise ApiError(
+            400, "tool_choice.allowed_tools.tools must name some of the tools, and no others.", "tool_choice"
+        )
+    return left, mode
+
+
+def _name_of(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def choice_of(given: Any, tools: dict[str, Tool]) -> str | Tool:

@@ -180,6 +180,21 @@ def test_required_and_named_are_demanded(server: FakeServer) -> None:
     assert form["stop_after_first"] is True
 
 
+def allowed(mode: Any, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools_are_the_only_ones(server: FakeServer) -> None:
+    server.engine.script = says(LATE)
+    assert whole(server, tool_choice=allowed("required", "get_time"))["finish_reason"] == "tool_calls"
+    assert [each["function"]["name"] for each in asked(server).message.template["tools"]] == ["get_time"]
+    assert "get_weather" not in asked(server).work.params.structured_outputs.structural_tag
+    server.engine.requests.clear()
+    assert whole(server, tool_choice=allowed("auto", "get_time", "get_weather"))["finish_reason"] == "tool_calls"
+    assert len(asked(server).message.template["tools"]) == 2
+
+
 def test_a_model_whose_form_is_not_known_is_asked_for_a_list() -> None:
     with FakeServer(says('[{"name": "get_weather", "parameters": {"city": "Paris"}}]')) as server:
         choice = whole(server, tool_choice="required")
@@ -241,6 +256,10 @@ def test_schemas_of_any_depth_are_answered_or_refused(server: FakeServer) -> Non
         ({"stream_interval": 0}, "stream_interval", "at least 1"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "must name a function"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "does not match"),
+        ({"tool_choice": allowed("auto")}, "tool_choice", "must name some of the tools"),
+        ({"tool_choice": allowed("auto", "get_time", "f")}, "tool_choice", "and no others"),
+        ({"tool_choice": allowed("none", "get_time")}, "tool_choice", "mode must be auto or required"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "an object with mode and tools"),
         ({"tools": [5]}, "tools", "tools[0] must be an object"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "name must be"),
         ({"tools": [{"type": "function", "function": {"name": "a\nb"}}]}, "tools", "printable"),

@@ -252,3 +252,16 @@ def test_a_key_is_asked_for(server: FakeServer) -> None:
     assert (status, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
     assert post(server, CHAT, PATH, Authorization="Bearer secret")[0] == 200
     assert ask(server, "POST", PATH, CHAT, {"Authorization": "Bearer wrong", "X-Api-Key": "secret"})[0] == 401
+
+
+def test_models_are_told_in_the_form_of_who_asks(server: FakeServer) -> None:
+    key, form = {"X-Api-Key": "secret"}, {"anthropic-version": "2023-06-01"}
+    assert ask(server, "GET", "/v1/models", headers=key)[1]["object"] == "list"
+    status, page, _ = ask(server, "GET", "/v1/models", headers=key | form)
+    (model,) = page["data"]
+    assert (status, page["has_more"], page["first_id"], page["last_id"]) == (200, False, "fake", "fake")
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "fake", "fake")
+    assert model["created_at"][10] == "T" and model["created_at"].endswith("Z")
+    assert ask(server, "GET", "/v1/models/fake", headers=key | form)[1] == model
+    status, refused, _ = ask(server, "GET", "/v1/models/other", headers=key | form)
+    assert (status, refused["type"], refused["error"]["type"]) == (404, "error", "not_found_error")

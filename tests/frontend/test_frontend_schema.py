@@ -302,6 +302,8 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": {}}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": {"type": "array"}}}, {"json": {"type": "array"}}),
         ({"response_format": NAMED}, {"json": SCHEMA}),
         ({"structured_outputs": {"choice": ["a", "b"], "regex": None}}, {"choice": ["a", "b"]}),
         ({"structured_outputs": {"regex": "a", "disable_fallback": False}}, {"regex": "a"}),

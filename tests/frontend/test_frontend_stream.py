@@ -124,15 +124,17 @@ def test_usage_chunk(server: FakeServer, path: str, body: dict[str, Any]) -> Non
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"return_token_ids": True}, {"logprobs": True, "echo": True}])
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", HI), ("/v1/chat/completions", CHAT)])
 def test_continuous_usage(server: FakeServer, path: str, body: dict[str, Any], more: dict[str, Any]) -> None:
-    for options in ({"include_usage": True, "continuous_usage_stats": True}, {"continuous_usage_stats": True}):
-        *events, last = events_of(server, {**body, **more, "stream_options": options}, path)
-        counts = [event["usage"]["completion_tokens"] for event in events]
-        told = [count for count in counts if count]
-        assert counts == [0] * (len(counts) - len(told)) + sorted(set(told))  # each chunk with new tokens has more
-        assert counts[-1] == last["usage"]["completion_tokens"] == body["max_tokens"]
-        assert last["choices"] == []
-    refused = {"include_usage": False, "continuous_usage_stats": True}
-    assert all("usage" not in event for event in events_of(server, {**body, **more, "stream_options": refused}, path))
+    options: dict[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = events_of(server, {**body, **more, "stream_options": options}, path)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    told = [count for count in counts if count]
+    assert counts == [0] * (len(counts) - len(told)) + sorted(set(told))  # each chunk with new tokens has more
+    assert counts[-1] == last["usage"]["completion_tokens"] == body["max_tokens"]
+    assert last["choices"] == []
+    for alone in ({"include_usage": False}, {}):
+        options = {**alone, "continuous_usage_stats": True}
+        events = events_of(server, {**body, **more, "stream_options": options}, path)
+        assert all("usage" not in event for event in events)
 
 
 def test_prompts_times_n(server: FakeServer) -> None:

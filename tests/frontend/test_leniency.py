@@ -123,3 +123,20 @@ def test_unknown_fields_are_refused_where_that_is_asked_for() -> None:
     read({"metadata": {}, "store": True, "watermarking": False, "max_completion_tokens": 5}, ChatRequest, rules)
     with pytest.raises(ApiError, match="no field 'inputs'; did you mean input"):
         parse(b'{"input": "a", "inputs": "b"}', EmbeddingRequest, rules)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (r'{"prompt": "a", "stop": "a\ud800"}', "stop"), (r'{"prompt": "a", "stop": ["x", "\udc00y"]}', "stop"),
+        (r'{"prompt": "\ud800\ud800"}', "prompt"), (r'{"prompt": "a", "vllm_xargs": {"\ud800": 1}}', "vllm_xargs"),
+        (r'{"prompt": "a", "\ud800": 1}', None),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_told_as_such(body: str, param: str | None) -> None:
+    with pytest.raises(ApiError, match="holds a lone surrogate") as caught:
+        parse(body.encode(), CompletionRequest)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert parse(rb'{"prompt": "a", "stop": "\ud83d\ude00"}', CompletionRequest).stop == "\U0001f600"
+    with pytest.raises(ApiError, match="not valid JSON"):
+        parse(rb'{"prompt": "\ud83d\ude00', CompletionRequest)
