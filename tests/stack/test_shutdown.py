@@ -169,11 +169,10 @@ def test_a_drained_worker_stays_away_and_a_killed_launcher_leaves_nothing() -> N
 
 
 def test_what_dies_again_and_again_is_given_up_with_a_message_and_a_code() -> None:
+    """Where no request is open: with one the server goes on for as long as the request may wait."""
     server = Server()
     try:
         children, folder = set(server.children()), server.run_dir()
-        answer = long_stream(server)
-        assert answer.readline()
         while server.process.poll() is None:  # the first may have lived long enough not to count
             with contextlib.suppress(StopIteration, psutil.Error):
                 child_of(server, "detokenizer").kill()
@@ -181,7 +180,6 @@ def test_what_dies_again_and_again_is_given_up_with_a_message_and_a_code() -> No
                 children.update(server.children())
             time.sleep(0.02)
         assert server.process.wait() == 1
-        assert b"told to hurry" in answer.read()  # it could not be finished
         said = re.search(r"quire\.detokenizer ended (\d+) times .*: ", server.stderr().splitlines()[-1])
         assert said is not None and int(said[1]) >= 5  # more where one had begun to serve before it was found
         assert psutil.wait_procs(children, timeout=60)[1] == [] and not os.path.exists(folder)
