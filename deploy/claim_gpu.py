@@ -44,7 +44,9 @@ def claim(count: int, claims: Path) -> int | None:
 
 def _die(message: str) -> NoReturn:
     """As quire's own processes do (``die`` in proto/process.py)."""
-    print(f"quire.gpu_worker: error: {message}", flush=True)
+    print(line := f"quire.gpu_worker: error: {message}", flush=True)
+    if told := os.environ.get("QUIRE_FAILURE"):
+        Path(told).write_text(line, "utf-8")
     time.sleep(int(os.environ.get("QUIRE_RETRY_AFTER", "0")))
     sys.exit(EXIT_CONFIG)
 

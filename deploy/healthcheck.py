@@ -5,6 +5,9 @@
     healthcheck.py link 5600              this machine has a connection to the scheduler's port
 
 The last asks nothing of the process itself: one that hangs is found by those who know what it owes.
+
+With ``--starting=SECONDS`` before these words the check of a process that has not served yet waits so long until it
+does. It ends at once where the process has said why it never will (in the file that QUIRE_FAILURE names).
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 TIMEOUT_S = 4.0
+PAUSE_S = 1.0
 ESTABLISHED = "01"
+SERVED = Path("/tmp/served")
+"""There once a check was passed. A container's /tmp is empty at each of its starts."""
 
 
 class Unwell(Exception):
@@ -73,14 +79,34 @@ def connected(table: str, port: int) -> bool:
     return False
 
 
+def failure() -> str:
+    """Why the process never will serve, as it said itself; "" where it said nothing."""
+    try:
+        return Path(os.environ.get("QUIRE_FAILURE", "")).read_text("utf-8")
+    except OSError:
+        return ""
+
+
 def main(argv: list[str]) -> int:
     checks: dict[str, Callable[..., None]] = {"http": http, "answers": answers, "link": link}
-    try:
-        checks[argv[0]](*argv[1:])
-    except (Unwell, OSError, ValueError) as error:  # ValueError: of the key file
-        print(error)
-        return 1
-    return 0
+    starting = 0.0
+    if argv[0].startswith("--starting="):
+        starting, argv = float(argv[0].partition("=")[2]), argv[1:]
+    until = time.monotonic() + (0 if SERVED.exists() else starting)
+    while True:
+        try:
+            if said := failure():
+                raise Unwell(said)
+            checks[argv[0]](*argv[1:])
+        except (Unwell, OSError, ValueError) as error:  # ValueError: of the key file
+            if time.monotonic() >= until or failure():
+                print(error)
+                return 1
+            time.sleep(PAUSE_S)
+        else:
+            if starting:
+                SERVED.touch()
+            return 0
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ RETRY_AFTER = "QUIRE_RETRY_AFTER"
 """Environment variable: seconds that a process waits before it ends with EXIT_CONFIG, where its engine starts again
 whatever ends, and cannot be told of exit codes."""
 
+FAILURE = "QUIRE_FAILURE"
+"""Environment variable: a file for why a process ends with EXIT_CONFIG, which the check of its health reads."""
+
 PARENT_FD = "QUIRE_PARENT_FD"
 """Environment variable: a pipe's read end that reaches end of file when the parent is gone, however it went."""
 
@@ -155,8 +158,12 @@ def shows_bars() -> bool:
 def die(service: str, message: object, code: int = EXIT_CONFIG) -> NoReturn:
     """End this process with one line that names cause and remedy."""
     complain(f"quire.{service}: error", message)
-    if code == EXIT_CONFIG and not _launched and (pause := os.environ.get(RETRY_AFTER, "")).isdecimal():
-        atexit.register(_wait, int(pause))  # at the very end, when peers have been told
+    if code == EXIT_CONFIG and not _launched:
+        if told := os.environ.get(FAILURE):
+            with contextlib.suppress(OSError), open(told, "w", encoding="utf-8") as file:
+                file.write(f"quire.{service}: error: {' '.join(str(message).split())}")
+        if (pause := os.environ.get(RETRY_AFTER, "")).isdecimal():
+            atexit.register(_wait, int(pause))  # at the very end, when peers have been told
     sys.exit(code)
 
 

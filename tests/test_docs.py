@@ -28,7 +28,7 @@ NOT_OURS = frozenset(
 )  # fmt: skip
 FOREIGN_FLAGS = frozenset(
     {
-        "--scale", "--profile", "--build-arg", "--no-deps", "--now",  # docker, systemctl
+        "--scale", "--profile", "--build-arg", "--no-deps", "--wait", "--now",  # docker, systemctl
         "--stat",  # git
         "--unix-socket",  # curl
         "--index-url",  # pip

@@ -63,9 +63,15 @@ class Compose:
         """Start what is missing and stop what is too much, leaving alone what runs."""
         self._up("--no-recreate", *self._scale(*self._counts))
 
+    def up_again(self) -> None:
+        """As ``up`` of an operator, who does not say that what runs is to be left alone."""
+        self._up(*self._scale(*self._counts))
+
     def replace(self, service: str) -> None:
-        """New containers for one service."""
-        self._up("--no-deps", "--force-recreate", *self._scale(service), service)
+        """New containers for one service, as docs/upgrade.md has it. With ``--no-deps`` compose would take all services
+        for changed at the next ``up``."""
+        reached = self._counts if service == "frontend" else [service]
+        self._up("--force-recreate", *self._scale(*reached), service)
 
     def _up(self, *args: str) -> None:
         self.note(f"$ docker compose up -d {' '.join(args)}")

@@ -123,7 +123,16 @@ def test_an_image_has_the_extras_that_are_asked_for():
     with pytest.raises(SystemExit, match=r"^QUIRE_EXTRAS names 'trace', which is no extra .*tracing"):
         script("requirements").requirements("scheduler", pyproject, "trace")
     for name, service in compose(QUIRE_EXTRAS="tracing")["services"].items():
-        assert service["build"]["args"]["QUIRE_EXTRAS"] == "tracing", name
+        assert name in ONCE or service["build"]["args"]["QUIRE_EXTRAS"] == "tracing", name
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_each_image_is_built_once(profile):
+    """Services of one image that each build it build and export it as often as there are of them."""
+    services = [each for each in compose()["services"].values() if profile in each.get("profiles", [profile])]
+    builders = [each["image"] for each in services if "build" in each]
+    assert sorted(builders) == sorted({each["image"] for each in services})
+    assert all(each["pull_policy"] == "never" for each in services if "build" not in each)
 
 
 def test_the_context_holds_what_the_wheel_is_made_of():
@@ -273,6 +282,30 @@ def test_a_health_check_leaves_no_line_above_debug(tmp_path):
         assert all(re.match(r"[\d-]+ [\d:]+ D ", line) for line in lines), lines
 
 
+def test_a_check_waits_for_a_process_that_starts_and_not_for_one_that_cannot(tmp_path, monkeypatch, capsys):
+    health = script("healthcheck")
+    monkeypatch.setattr(health, "PAUSE_S", 0.01)
+    monkeypatch.setattr(health, "SERVED", served := tmp_path / "served")
+    monkeypatch.setenv("QUIRE_FAILURE", str(failure := tmp_path / "failure"))
+    asked = []
+
+    def link(port: str) -> None:
+        asked.append(port)
+        if len(asked) < 3:
+            raise health.Unwell("not yet")
+
+    monkeypatch.setattr(health, "link", link)
+    assert health.main(["--starting=600", "link", "1"]) == 0
+    assert len(asked) == 3 and served.exists()
+    asked.clear()
+    assert health.main(["--starting=600", "link", "1"]) == 1  # it served before: that it does not is told at once
+    assert len(asked) == 1 and capsys.readouterr().out == "not yet\n"
+    served.unlink()
+    failure.write_text("quire.frontend: error: no such model")
+    assert health.main(["--starting=600", "link", "1"]) == 1
+    assert capsys.readouterr().out == "quire.frontend: error: no such model\n"
+
+
 # ---------------------------------------------------------------- what each process is told
 
 
@@ -321,6 +354,34 @@ def test_compose_gives_flags_that_services_take(model, monkeypatch):
             assert ("--model=some/model" in command_of(service)) == (bool(model) and name != "scheduler")
 
 
+def test_the_documented_override_names_every_reader_of_the_model_and_its_name_counts():
+    text = (ROOT / "docs/deployment.md").read_text()
+    (block,) = re.findall(r"```yaml\n(x-model: .*?)```", text, re.DOTALL)
+    services = yaml.safe_load(block)["services"]
+    assert set(services) == set(SERVICES) - {"scheduler"}
+    assert all(each["volumes"] for each in services.values())
+    frontend = compose(QUIRE_MODEL="/models/m", QUIRE_FRONTEND_ARGS="--served-model-name m")["services"]["frontend"]
+    args = parse_service_args("frontend", command_of(frontend))
+    assert args.model == "/models/m" and args.served_model_name == ["m"]
+    assert "compose.override.yaml" in (ROOT / ".gitignore").read_text().split()
+
+
+@pytest.mark.parametrize("page", ["upgrade.md", "deployment.md"])
+def test_documented_commands_of_compose_scale_what_they_reach(page):
+    """``--no-deps`` alone has the next plain ``up`` replace everything; a service out of reach cannot be scaled."""
+    services = compose()["services"]
+
+    def reached(name: str) -> set[str]:
+        return {name}.union(*map(reached, services[name].get("depends_on", {})))
+
+    for line in re.findall(r"\$ (docker compose .*up -d.*)", (ROOT / "docs" / page).read_text()):
+        words = line.partition("#")[0].split()
+        assert "--no-deps" not in words, line
+        scaled = {word.partition("=")[0] for word in words if "=" in word}
+        if words[-1] in services:
+            assert scaled <= reached(words[-1]), line
+
+
 def test_compose_publishes_http_alone_and_gives_each_service_time_to_drain():
     found = compose()
     for name, service in found["services"].items():
@@ -331,6 +392,9 @@ def test_compose_publishes_http_alone_and_gives_each_service_time_to_drain():
             assert service["init"]
             assert service["restart"] == "unless-stopped"
             assert service["healthcheck"]["test"][:2] == ["CMD", "python"]
+            starting = next(word for word in service["healthcheck"]["test"] if word.startswith("--starting="))
+            assert "start_period" not in service["healthcheck"]  # within it a failure would not count
+            assert int(service["healthcheck"]["timeout"].removesuffix("s")) > int(starting.partition("=")[2]) + 5
     args = parse_service_args("scheduler", [])
     for name, limit in (("frontend", args.shutdown_timeout), ("gpu_worker", args.drain_timeout)):
         assert int(found["services"][name]["stop_grace_period"].removesuffix("s")) >= limit + 10
@@ -351,13 +415,13 @@ def test_without_a_gpu_the_profile_of_gpus_starts_nothing():
         assert services[name]["depends_on"]["keys"] == {"condition": done}
 
 
-def test_what_cannot_work_does_not_loop_where_exit_codes_mean_nothing():
+def test_what_cannot_work_does_not_loop_where_exit_codes_mean_nothing(tmp_path):
     """Compose restarts whatever ends; so what ends by its configuration says why, and waits before it ends."""
     for name, service in compose()["services"].items():
         assert service["restart"] == ("no" if name in ONCE else "unless-stopped")
-        assert ("QUIRE_RETRY_AFTER" in service.get("environment", {})) == (name not in ONCE)
+        assert ({"QUIRE_RETRY_AFTER", "QUIRE_FAILURE"} <= set(service.get("environment", {}))) == (name not in ONCE)
     minute = compose()["services"]["frontend"]["environment"]["QUIRE_RETRY_AFTER"]
-    environment = {**os.environ, "QUIRE_RETRY_AFTER": minute}
+    environment = {**os.environ, "QUIRE_RETRY_AFTER": minute, "QUIRE_FAILURE": str(tmp_path / "failure")}
     command = [sys.executable, "-m", "quire.frontend", "--scheduler=ipc:///nowhere", "--model=/no/such/model"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
@@ -365,6 +429,7 @@ def test_what_cannot_work_does_not_loop_where_exit_codes_mean_nothing():
         assert process.stderr.readline().startswith("quire.frontend: error: ")
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
+        assert (tmp_path / "failure").read_text().startswith("quire.frontend: error: model folder '/no/such/model'")
         process.terminate()
         assert process.wait(30) == -signal.SIGTERM  # at once, or else this would be the code 78 of a minute later
         assert process.stderr.read() == ""
