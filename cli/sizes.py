@@ -67,8 +67,10 @@ def _stored_bits(found: Mapping[str, Any]) -> float:
     method, bits, group = found.get("quant_method"), found.get("bits") or found.get("w_bit"), found.get("group_size")
     zeros = True
     if method == "compressed-tensors":
-        groups = found.get("config_groups") or {}
-        weights = next((each.get("weights") or {} for each in groups.values() if isinstance(each, dict)), {})
+        groups = found.get("config_groups")
+        listed = groups.values() if isinstance(groups, dict) else ()
+        weights = next((each.get("weights") for each in listed if isinstance(each, dict)), None)
+        weights = weights if isinstance(weights, dict) else {}
         bits, group, zeros = weights.get("num_bits"), weights.get("group_size"), not weights.get("symmetric", True)
     if method == "mxfp4":
         return 4.25

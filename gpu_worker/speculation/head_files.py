@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ...proto.checkpoint.config_numbers import check_numbers
 from ...proto.checkpoint.model_config import read_json
 from ...proto.config import ConfigError
 from ...proto.readable import is_file
@@ -109,7 +110,8 @@ def head_config(folder: str) -> Config:
     path = Path(folder) / "config.json"
     if not is_file(path):
         raise ConfigError(f"{path} does not exist; a head is a folder with a config.json and its weights.")
-    return read_json(path)
+    check_numbers(str(path), found := read_json(path))
+    return found
 
 
 def head_files(folder: str, name: str = "") -> list[Path]:

@@ -19,6 +19,7 @@ from ..config import ConfigError, EngineArgs
 from ..flag_words import json_object
 from ..process import shows_bars
 from ..readable import is_file, is_folder, unreadable
+from .config_numbers import check_layer_lists, check_numbers
 from .gguf import gguf_file
 from .gguf_config import gguf_config, in_keys
 from .quantization import quantization_of
@@ -227,7 +228,10 @@ def _load(path: str, max_model_len: int | None, overrides: dict[str, Any], quant
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(value := {**hf, **overrides}.get(key), dict | None):
             raise ConfigError(f"{path}/config.json: {key} must be an object, got {value!r}; correct it.")
-    hf = with_usual_names(_overridden(hf, overrides), OTHER_NAMES)
+    hf = _overridden(hf, overrides)
+    check_numbers(f"{path}/config.json", hf)  # before anything is made of one
+    hf = with_usual_names(hf, OTHER_NAMES)
+    check_layer_lists(f"{path}/config.json", hf)
     if (quantized := quantization_of(path, hf, quantization)) is not None:
         hf["quantization_config"] = quantized
     generation = read_json(Path(path) / "generation_config.json")

@@ -178,7 +178,7 @@ def test_a_model_that_runs_in_one_process_is_not_shared_out(tmp_path: Path, caps
     assert run(["fit", str(tmp_path), "-tp", "8"]) == 78
     assert "runs in one process; leave out --tensor-parallel-size" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(large | {"first_k_dense_replace": "x"}))
-    assert run(["fit", str(tmp_path)]) == 78 and "has a value that is no size" in capsys.readouterr().err
+    assert run(["fit", str(tmp_path)]) == 78 and "first_k_dense_replace must be a pos" in capsys.readouterr().err
 
 
 def test_names_that_drivers_give() -> None:

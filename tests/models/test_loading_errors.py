@@ -161,7 +161,7 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
         lambda f: None, {"max_model_len": 513}, "", r"derived max_model_len \(512\) .*lower it",
     ),
     "a value of another kind": (
-        lambda f: edit(f, hidden_act=[1]), {}, "/config.json holds a value of another kind", "correct it",
+        lambda f: edit(f, hidden_act=[1]), {}, r"/config.json: hidden_act must be a name, got \[1\]", "must be a name",
     ),
     "rope of another kind": (
         lambda f: edit(f, rope_parameters=["linear"]), {}, "/config.json: rope_parameters must be an object",

@@ -29,9 +29,6 @@ LLAMA_LAYER: dict[str, tuple[str, ...]] = {
 }
 LLAMA_NAMES = WeightNames(LLAMA_LAYER)
 
-MAX_LAYERS = 10_000
-"""Of a config that makes sense: each costs memory before the weights can show that they are not there."""
-
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "swiglu": "silu", "gelu": "gelu", "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
@@ -137,8 +134,6 @@ def decoder(hf: Config, **changes: Any) -> DecoderSpec:
     Beside the spec's fields, ``rope`` (a RopeSpec or None) and ``attn_scale`` stand for the same in every layer.
     """
     hidden, layers = integer(hf, "hidden_size"), integer(hf, "num_hidden_layers")
-    if layers > MAX_LAYERS:
-        raise ConfigError(f"config.json: num_hidden_layers {layers} is more than {MAX_LAYERS}, the most there may be.")
     heads = integer(hf, "num_attention_heads")
     kv_heads = integer(hf, "num_key_value_heads", heads)
     head_dim = changes.get("head_dim") or integer(hf, "head_dim", hidden // heads)

@@ -89,7 +89,7 @@ def gemma3(hf: Config) -> DecoderSpec:
     hf = {"final_logit_softcapping": None, **pattern(hf, hf.get("sliding_window_pattern") or 6)}
     hf["attn_logit_softcapping"] = None  # whatever config.json says: transformers' class has no such cap
     ropes = gemma3_ropes(hf, integer(hf, "head_dim", 256))
-    kinds = hf["layer_types"]
+    windows(hf, len(kinds := hf["layer_types"]), None)  # which knows all the kinds there are
     return gemma2(
         {**hf, "rope_parameters": None, "rope_scaling": None},
         qk_norm="head", ropes=tuple(ropes[kind] for kind in kinds),

@@ -106,7 +106,9 @@ def decilm(hf: Config) -> DecoderSpec:
 
 def internlm(hf: Config) -> DecoderSpec:
     """InternLM: biases on all four of attention's linear layers."""
-    refuse(hf.get("rotary") or {}, base=10000, scaling_factor=1.0)
+    if not isinstance(rotary := hf.get("rotary") or {}, dict):
+        raise ConfigError(f"config.json: rotary must be an object, got {rotary!r}.")
+    refuse(rotary, base=10000, scaling_factor=1.0)
     bias = hf.get("bias") is not False
     return decoder(hf, qkv_bias=bias, o_bias=bias)
 
