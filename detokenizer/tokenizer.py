@@ -24,6 +24,7 @@ from ..proto.checkpoint.chat_templates import templates_of, tokenizer_config
 from ..proto.checkpoint.tokenizer_files import NAMED, mark_special, named_tokens
 from ..proto.config import ConfigError
 from ..proto.readable import is_file
+from ..proto.rust import RustPanic, no_panics
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,11 @@ def load_tokenizer(
     if not is_file(folder / "tokenizer.json"):
         from ..proto.checkpoint.tokenizers_own import own_tokenizer  # only such folders need it
 
-        own = own_tokenizer(folder)
+        try:
+            with no_panics():
+                own = own_tokenizer(folder)
+        except RustPanic as error:
+            raise ConfigError(f"the tokenizer of {folder} cannot be made: {error}; download it again.") from error
         if own is None:
             return _load_slow(path, mode, config, templates, trust_remote_code)
         backend, config, ends, templates = own.backend, own.config, own.ends, own.templates(templates)
@@ -111,7 +116,8 @@ def load_tokenizer(
         return _load_slow(path, mode, config, templates, trust_remote_code)
     else:
         try:
-            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            with no_panics():
+                backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # `tokenizers` raises plain Exception for any fault of the file
             raise ConfigError(f"{folder / 'tokenizer.json'} cannot be read: {error}; download it again.") from error
         mark_special(backend, config)
