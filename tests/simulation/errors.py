@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quire.client.core import NO_DETOKENIZER_RESUMED_S, NO_DETOKENIZER_S
 from quire.proto.losses import MAX_LOSSES
 from quire.proto.params import ParamError
+from quire.scheduler.awaited import GAP_S
 from quire.scheduler.books import UNPLACED_S
 from quire.scheduler.fake.fake_worker import BAD
 from quire.scheduler.queue import MAX_RETRY_S, MIN_RETRY_S
@@ -190,6 +191,8 @@ def _unavailable(consumer: Consumer, world: Any) -> str | None:
         if limit is None or waited < limit:
             return f"a wait of {limit} s before that (it was {waited:.2f})"
         return None if request.metrics.first_scheduled_time is None else "no such end of one that has run"
+    if "No worker is ready" in message:
+        return None if waited >= GAP_S else f"a wait of {GAP_S:g} s before that (it was {waited:.2f})"
     if "No worker is left" in message:
         never = impossible(consumer.ask, shape, min(world.sizes))
         # A token that a bad connection held back is as much nearer to the end that the scheduler sent.
