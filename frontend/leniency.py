@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from .errors import ApiError
+from .shapes import Shape, unknown_within
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ MAX_WARNINGS = 50
 MAX_DIGITS = 100
 """Characters of a string that may still be a number."""
 
+_PLACE = re.compile(r"\[\d+\]")
 _INTEGER = re.compile(r"[+-]?\d{1,30}(\.0*)?")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?")
 _WORDS = {
@@ -56,12 +58,22 @@ class Bodies:
         if not (unknown := raw.keys() - known):
             return
         for name in (each[:80] for each in heapq.nsmallest(MAX_WARNINGS, unknown)):
-            if self.reject_unknown:
-                remedy = " Leave it out, or start without --reject-unknown-fields."
-                raise ApiError(400, f"there is no field {name!r}{_hint(name, known)}{remedy}", name)
-            if self._due(name):  # names are compared for what is written alone, for it takes long
-                text = "a request has a field %r, which is not known and means nothing%s"
-                log.warning(text, name, _hint(name, known))
+            self._unknown(name, name, name, known, name)
+
+    def check_within(self, raw: dict[str, Any], known: Shape) -> None:
+        """The same for the objects within; only the first are told. Raises ApiError where they are refused."""
+        for where, name, names in unknown_within(raw, known):
+            name = name[:80]
+            everywhere = _PLACE.sub("[]", where)  # one warning for all messages
+            self._unknown(f"{where}.{name}", f"{everywhere}.{name}", name, names, _PLACE.split(where)[0].split(".")[0])
+
+    def _unknown(self, path: str, everywhere: str, name: str, known: frozenset[str], param: str) -> None:
+        if self.reject_unknown:
+            remedy = " Leave it out, or start without --reject-unknown-fields."
+            raise ApiError(400, f"there is no field {path!r}{_hint(name, known)}{remedy}", param)
+        if self._due(everywhere):  # names are compared for what is written alone, for it takes long
+            text = "a request has a field %r, which is not known and means nothing%s"
+            log.warning(text, everywhere, _hint(name, known))
 
     def loosened(self, raw: dict[str, Any], kind: Any) -> dict[str, Any]:
         """The same fields, with strings as the numbers and booleans that they say, where nothing else is expected."""

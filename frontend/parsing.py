@@ -11,12 +11,14 @@ import codecs
 import functools
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from .errors import ApiError
 from .leniency import STRICT, Bodies
+from .shapes import Shape, shape_of
 
 _PATH = re.compile(r"(?P<what>.*?) - at `\$(?P<path>.*)`$", re.S)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -27,12 +29,14 @@ _NAMES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "
 class Request(msgspec.Struct):
     """The fields of a request. None means: not given. ``not_yet`` are fields that are refused by name, and the values
     (beside null) of each that ask for nothing. ``without_effect`` are fields that are known to change no answer here.
+    ``inside`` are the shapes of objects in fields that are no structs.
     ``names_all``: it has all fields that its route knows; else the others are for another struct to look at.
     """
 
     not_yet: ClassVar[dict[str, tuple[Any, ...]]] = {}
     without_effect: ClassVar[tuple[str, ...]] = ()
     names_all: ClassVar[bool] = True
+    inside: ClassVar[Mapping[str, Shape]] = {}
 
     def check(self) -> None:
         """Refuse combinations that mean nothing. Raises ApiError."""
@@ -116,6 +120,8 @@ def converted(raw: dict[str, Any], kind: type[R], rules: Bodies = STRICT) -> R:
     _refuse_not_yet(raw, kind.not_yet)
     if kind.names_all and not raw.keys() <= (known := _known(kind)):
         rules.check_names(raw, known)
+    if (shape := shape_of(kind)).inside:
+        rules.check_within(raw, shape)
     return _convert(raw, kind, rules)
 
 

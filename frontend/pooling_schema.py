@@ -5,7 +5,8 @@ Types are checked while a body is parsed, what lists hold here, ranges by ``Pool
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from ..client.offline.prompts import Input
 from ..client.offline.scoring import check_pairs
@@ -14,6 +15,7 @@ from ..proto.pooling import PoolingParams
 from .errors import ApiError
 from .parsing import Request, check_salt, kind_of
 from .prompts import check_count, conversation_of, prompts_of, template_of
+from .shapes import MESSAGE, Shape
 from .vectors import FORMATS, ORDERS, TYPES
 
 _SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
@@ -63,6 +65,8 @@ class InputRequest(PoolRequest, kw_only=True):
     """Each of its inputs is pooled by itself. ``messages`` is one input, rendered by the chat template."""
 
     input: Any = None
+    inside: ClassVar[Mapping[str, Shape]] = {"messages": MESSAGE}
+
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -7,6 +7,7 @@ business. Errors name the request's own field, whatever it is called further in.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -18,6 +19,7 @@ from .errors import ApiError
 from .extras import Extras
 from .parsing import Request, check_salt, parse
 from .prompts import MAX_PROMPTS, conversation_of, prompts_of, template_of
+from .shapes import CHOICE, FORMAT, MESSAGE, TOOL, Shape
 from .structured import OBJECT, form_field, form_of
 from .tool_choice import Reading, allowed_of, choice_of, reading_of, shown, tools_of
 
@@ -65,6 +67,8 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 class StreamOptions(msgspec.Struct):
     """What a stream carries beside text."""
 
+    without_effect: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -74,6 +78,7 @@ class GenerateRequest(Request, kw_only=True):
 
     not_yet = _NOT_YET
     without_effect: ClassVar[tuple[str, ...]] = _WITHOUT_EFFECT
+    inside: ClassVar[Mapping[str, Shape]] = {"response_format": FORMAT}
 
     model: str | None = None
     max_tokens: int | None = None
@@ -306,6 +311,8 @@ class CompletionRequest(GenerateRequest):
 
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
+
+    inside: ClassVar[Mapping[str, Shape]] = {"messages": MESSAGE, "tools": TOOL, "tool_choice": CHOICE}
 
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None

@@ -4,6 +4,7 @@ and /tokenizer_info."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from .front import FRONT, Front
 from .parsing import Request, kind_of
 from .prompts import check_ids
 from .schema import ChatRequest
+from .shapes import MESSAGE, TOOL, Shape
 from .tool_choice import tools_of
 
 
@@ -27,6 +29,8 @@ class TokenizeRequest(Request, kw_only=True):
     not_yet: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template": (), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     }  # fmt: skip
+
+    inside: ClassVar[Mapping[str, Shape]] = {"messages": MESSAGE, "tools": TOOL}
 
     model: str | None = None
     prompt: str | None = None

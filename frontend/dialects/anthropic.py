@@ -6,6 +6,7 @@ A request becomes a ``ChatRequest`` and goes its way; what comes of it is told i
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,6 +20,7 @@ from ..errors import ApiError, error_response, words_of
 from ..front import FRONT, Front
 from ..parsing import Request, kind_of
 from ..schema import ChatRequest
+from ..shapes import Shape, shape
 from ..sse import ChatChunks, to_json
 from ..tool_choice import ChoiceReader, Reading
 from ..tools import Arguments, Begin, Content, Delta
@@ -31,11 +33,26 @@ _ERRORS = {
 }  # fmt: skip
 
 
+_FIELDS = (
+    "type text citations cache_control source title context id name input caller tool_use_id is_error thinking "
+    "signature data"
+)
+_BLOCK = shape(_FIELDS, content=shape(_FIELDS))
+
+
 class MessagesRequest(Request, kw_only=True):
     """The body. ``max_tokens`` is required, but for counting."""
 
     not_yet: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
     without_effect: ClassVar[tuple[str, ...]] = ("context_management", "inference_geo", "metadata", "service_tier")
+
+    inside: ClassVar[Mapping[str, Shape]] = {
+        "messages": shape("role id type", content=_BLOCK), "system": _BLOCK,
+        "tools": shape("type name description input_schema cache_control strict eager_input_streaming input_examples "
+                       "defer_loading allowed_callers"),
+        "tool_choice": shape("type name disable_parallel_tool_use"), "thinking": shape("type budget_tokens display"),
+        "output_config": shape("effort task_budget", format=shape("type schema name")),
+    }  # fmt: skip
 
     model: str | None = None
     messages: list[dict[str, Any]] | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...proto.params import SamplingParams
 from ..errors import ApiError
 from ..parsing import Request, kind_of
 from ..schema import CompletionRequest
+from ..shapes import Shape, shape
 
 DEFAULTS: dict[str, float | int] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """llama.cpp's own, where neither the request nor the model's folder says something else."""
@@ -185,6 +187,8 @@ class LlamaRequest(Request, kw_only=True):
 
 class InfillRequest(LlamaRequest, kw_only=True):
     """POST /infill. ``prompt`` is how the text in the middle begins."""
+
+    inside: ClassVar[Mapping[str, Shape]] = {"input_extra": shape("text filename")}
 
     input_prefix: str | None = None
     input_suffix: str | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -10,6 +11,7 @@ from ...proto.call_arguments import told_object
 from ..errors import ApiError
 from ..parsing import Request, kind_of
 from ..schema import ChatRequest, CompletionRequest, GenerateRequest
+from ..shapes import MESSAGE, TOOL, Shape
 
 _IMAGES = "images are not supported: the models served here read text alone; leave images out."
 _NAMES: dict[str | None, str] = {
@@ -23,8 +25,13 @@ _LEVELS = ("low", "medium", "high")
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """``options`` of a request. Those that say how a model is loaded, and names that nobody knows, are ignored, as
-    Ollama does with both."""
+    """``options`` of a request. Those that say how a model is loaded are ignored."""
+
+    without_effect: ClassVar[tuple[str, ...]] = (
+        "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_gqa", "use_mmap", "use_mlock", "numa",
+        "low_vram", "f16_kv", "logits_all", "vocab_only", "embedding_only", "penalize_newline", "mirostat_tau",
+        "mirostat_eta", "rope_frequency_base", "rope_frequency_scale", "draft_num_predict",
+    )  # fmt: skip
 
     num_predict: int | None = None
     temperature: float | None = None
@@ -194,6 +201,8 @@ class OllamaGenerate(OllamaRequest, kw_only=True):
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
     """POST /api/chat."""
+
+    inside: ClassVar[Mapping[str, Shape]] = {"messages": MESSAGE, "tools": TOOL}
 
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..errors import ApiError
 from ..parsing import Request, kind_of
 from ..schema import ChatRequest
+from ..shapes import CHOICE, FORMAT, PART, STREAM, Shape, shape
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -30,6 +32,14 @@ class ResponsesRequest(Request, kw_only=True):
     not_yet: ClassVar[dict[str, tuple[Any, ...]]] = {
         "conversation": (), "prompt": (), "context_management": ([],), "moderation": (), "previous_response": (),
         "previous_input_messages": (), "enable_response_messages": (False,), "mm_processor_kwargs": ({},),
+    }  # fmt: skip
+
+    inside: ClassVar[Mapping[str, Shape]] = {
+        "input": shape("type id role status call_id name arguments input summary encrypted_content phase namespace "
+                       "created_by", content=PART, output=PART),
+        "tools": shape("type name description parameters strict format defer_loading function"), "tool_choice": CHOICE,
+        "reasoning": shape("effort summary generate_summary"), "text": shape("verbosity", format=FORMAT),
+        "stream_options": STREAM,
     }  # fmt: skip
 
     model: str | None = None

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from quire.frontend import leniency
+from quire.frontend.dialects.anthropic import MessagesRequest
+from quire.frontend.dialects.ollama_schema import OllamaChatRequest
+from quire.frontend.dialects.tgi import TgiRequest
 from quire.frontend.errors import ApiError
 from quire.frontend.leniency import MAX_WARNINGS, Bodies
 from quire.frontend.pooling_schema import EmbeddingRequest
+from quire.frontend.responses.request import ResponsesRequest
 from quire.frontend.schema import ChatRequest, CompletionRequest, parse
+from quire.frontend.shapes import MOST_OBJECTS, MOST_UNKNOWN, shape_of, unknown_within
+from quire.frontend.texts import TokenizeRequest
 
 
 def read(fields: dict[str, Any], kind: Any = CompletionRequest, rules: Bodies | None = None) -> Any:
@@ -140,3 +146,76 @@ def test_half_a_character_is_told_as_such(body: str, param: str | None) -> None:
     assert parse(rb'{"prompt": "a", "stop": "\ud83d\ude00"}', CompletionRequest).stop == "\U0001f600"
     with pytest.raises(ApiError, match="not valid JSON"):
         parse(rb'{"prompt": "\ud83d\ude00', CompletionRequest)
+
+
+BODIES: dict[str, Any] = {
+    "chat": (ChatRequest, {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
+                     {"role": "assistant", "tool_calls": [{"id": "1", "type": "function",
+                                                           "function": {"name": "f", "arguments": "{}"}}]}],
+        "stream": True, "stream_options": {"include_usage": True},
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"anything": 1}}}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"anything": 1}}},
+        "logit_bias": {"5": 1}, "chat_template_kwargs": {"anything": 1}, "metadata": {"anything": "1"},
+    }),
+    "ollama": (OllamaChatRequest, {
+        "messages": [{"role": "user", "content": "a", "images": []}], "options": {"temperature": 1, "num_gpu": 3},
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }),
+    "anthropic": (MessagesRequest, {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"x": 1}}]}],
+        "tools": [{"name": "f", "input_schema": {"anything": 1}}], "tool_choice": {"type": "auto"},
+    }),
+    "responses": (ResponsesRequest, {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "metadata": {"anything": "1"},
+        "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"},
+        "tools": [{"type": "function", "name": "f"}],
+    }),
+    "tgi": (TgiRequest, {"inputs": "a", "parameters": {"seed": 1, "grammar": {"type": "regex", "value": "a"}}}),
+    "pooling": (EmbeddingRequest, {"messages": [{"role": "user", "content": "a"}]}),
+    "tokenize": (TokenizeRequest, {"messages": [{"role": "user", "content": "a"}]}),
+}  # fmt: skip
+INNER = [
+    ("chat", ("stream_options",), "include_usag", "include_usage"), ("chat", ("messages", 0), "contnt", "content"),
+    ("chat", ("messages", 0, "content", 0), "txt", "text"), ("chat", ("tools", 0), "functon", "function"),
+    ("chat", ("tools", 0, "function"), "parametres", "parameters"),
+    ("chat", ("messages", 1, "tool_calls", 0, "function"), "argument", "arguments"),
+    ("chat", ("response_format", "json_schema"), "shema", "schema"),
+    ("ollama", ("options",), "tempurature", "temperature"),
+    ("ollama", ("messages", 0), "contnt", "content"), ("anthropic", ("messages", 0, "content", 0), "txt", "text"),
+    ("anthropic", ("tools", 0), "input_shema", "input_schema"), ("anthropic", ("tool_choice",), "typ", "type"),
+    ("responses", ("input", 0, "content", 0), "txt", "text"), ("responses", ("text",), "fromat", "format"),
+    ("responses", ("reasoning",), "efort", "effort"), ("tgi", ("parameters",), "max_new_token", "max_new_tokens"),
+    ("tgi", ("parameters", "grammar"), "valu", "value"), ("pooling", ("messages", 0), "contnt", "content"),
+    ("tokenize", ("messages", 0), "contnt", "content"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("which", "way", "name", "meant"), INNER)
+def test_unknown_fields_are_told_at_every_level(
+    which: str, way: tuple[Any, ...], name: str, meant: str, caplog: Any
+) -> None:
+    kind, body = BODIES[which]
+    parse(json.dumps(body).encode(), kind, Bodies(reject_unknown=True))
+    assert not caplog.messages
+    wrong = json.loads(json.dumps(body))
+    at = wrong
+    for step in way:
+        at = at[step]
+    at[name] = None
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in way).removeprefix(".")
+    with pytest.raises(ApiError) as caught:
+        parse(json.dumps(wrong).encode(), kind, Bodies(reject_unknown=True))
+    assert f"there is no field '{path}.{name}'; did you mean {meant}?" in str(caught.value)
+    assert (caught.value.status, caught.value.param) == (400, way[0])
+    parse(json.dumps(wrong).encode(), kind, Bodies())
+    (warned,) = caplog.messages
+    assert name in warned and f"did you mean {meant}?" in warned
+
+
+def test_what_is_looked_at_within_a_body_is_bounded() -> None:
+    odd = {str(n): 1 for n in range(10_000)}
+    assert len(unknown_within({"messages": [odd, odd]}, shape_of(ChatRequest))) == MOST_UNKNOWN
+    long = {"messages": [{"role": "user"}] * MOST_OBJECTS + [odd]}
+    assert unknown_within(long, shape_of(ChatRequest)) == []
+    assert unknown_within({"messages": [[[odd]], "text", None, 5], "tools": odd}, shape_of(ChatRequest))
