@@ -42,6 +42,7 @@ from ...proto.process import (
 from ...proto.restarts import PROCESSES, TOLD, Restarts
 from .child import Child, JsonLines, say, without_errors
 from .commands import command_of, connect, cpu_count, devices_of, free_port, import_path
+from .limits import too_low
 from .place import Place
 from .rundir import make_run_dir, remove_after
 from .watch import LaunchError, Watch
@@ -139,6 +140,8 @@ class Supervisor:
     def start(self) -> None:
         """Start as many processes at once as there are cores, and the others as soon as those serve: ``wait_ready``
         does that, and says when they are of use. Raises LaunchError, ConfigError."""
+        for line in too_low():
+            log.warning("%s", line)
         try:
             if self.http and not self.args.uds and not self.args.headless:
                 self.args.port = free_port(self.args.host, self.args.port)
