@@ -122,6 +122,7 @@ def setup_logging(service: str, level: str = "info", form: str = "text") -> None
     """One line a record on standard error, with date, service and pid. ``level``: Python's, or uvicorn's trace. In the
     ``form`` json every line that Python writes is a JSON object, warnings and what nobody caught included."""
     handler = logging.StreamHandler(sys.stderr)
+    sys.excepthook = _without_memory(service)
     if form == "json":
         handler.setFormatter(JsonFormatter(service))
         _speak_json(service)
@@ -130,6 +131,18 @@ def setup_logging(service: str, level: str = "info", form: str = "text") -> None
             LineFormatter(f"%(asctime)s %(levelname).1s {service}[{os.getpid()}] %(message)s", "%Y-%m-%d %H:%M:%S")
         )
     logging.basicConfig(level="DEBUG" if level == "trace" else level.upper(), handlers=[handler])
+
+
+def _without_memory(service: str) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
+    """What is said of an exception that nobody caught: one line where memory ran out, else Python's traceback."""
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, MemoryError):
+            complain(f"quire.{service}: error", "out of memory; lift this process's limit (ulimit -v) or give it more.")
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    return uncaught
 
 
 def _speak_json(service: str) -> None:
