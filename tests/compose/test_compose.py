@@ -170,13 +170,13 @@ def test_replacing_one_service_after_the_other_loses_nothing(compose, reference)
     def replace() -> None:
         for service in services:
             compose.replace(service)
-        replaced.update({service: compose.containers(service) for service in services})
+        replaced.update({service: set(compose.containers(service)) for service in services})
         compose.up_again()
 
-    replaced: dict[str, list[str]] = {}
+    replaced: dict[str, set[str]] = {}
     check(compose, disturbed(compose, replace), reference)
     assert all(not before[service] & set(compose.containers(service)) for service in services)
-    assert replaced == {service: compose.containers(service) for service in services}
+    assert replaced == {service: set(compose.containers(service)) for service in services}
     compose.wait_ready()
 
 
