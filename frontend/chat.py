@@ -70,7 +70,7 @@ async def begun(
     settings = front.settings
     reading = body.reading(params, settings.tool_parser, settings.reasoning_parser, settings.chat_kwargs)
     if reading is not None:
-        reading.bind(params)
+        front.bind(reading, params)
         if body.continue_final_message:
             reading = reading.after(_last_words(messages))
     await front.wait_ready()

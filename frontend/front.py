@@ -21,6 +21,7 @@ from ..proto.checkpoint.pooler_config import PoolerConfig
 from ..proto.messages import AdapterEntry
 from ..proto.params import SamplingParams
 from ..proto.restarts import read_restarts
+from ..proto.structured import by_rules
 from ..proto.work import BACKGROUND, Adapter
 from .auth import OWNER, check_model, may_see, salt_of, watch
 from .deadline import note_begun
@@ -35,6 +36,7 @@ from .pooling_schema import PoolRequest
 from .request_id import id_of
 from .schema import MAX_CHOICES, GenerateRequest, StreamOptions
 from .shared_figures import SharedFigures
+from .tool_choice import Reading
 
 R = TypeVar("R", bound=Request)
 
@@ -296,10 +298,13 @@ class Front:
             asked = f"{prompts} prompts with {name}={params.width}"
             raise ApiError(400, f"{asked} are over the limit of {MAX_CHOICES} choices a request.", name)
         self.check_room(prompts, "prompt")
-        if self.settings.structured and (form := params.structured_outputs) is not None and not form.whitespace_pattern:
-            for name in self.settings.structured:
-                setattr(form, name, True)
+        by_rules(params.structured_outputs, self.settings.structured)
         return params
+
+    def bind(self, reading: Reading, params: SamplingParams) -> None:
+        """Have the answer take the form that its reading needs, by the operator's rules."""
+        reading.bind(params)
+        by_rules(params.structured_outputs, self.settings.structured)
 
     def template(self, template: dict[str, Any]) -> dict[str, Any]:
         """How a chat template is rendered, with the operator's values for it below the request's own."""

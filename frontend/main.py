@@ -26,7 +26,7 @@ from ..proto.checkpoint.model_config import DEMO_MODEL, ModelConfig, config_of, 
 from ..proto.checkpoint.pooler_config import pooler_of
 from ..proto.config import ConfigError, EngineArgs, parse_service_args
 from ..proto.event_loop import new_loop
-from ..proto.flag_words import json_object
+from ..proto.flag_words import json_object, structured_rules
 from ..proto.messages import AdapterEntry
 from ..proto.process import (
     FIGURES,
@@ -131,7 +131,6 @@ def settings_of(args: EngineArgs) -> Settings:
 def _answers(args: EngineArgs) -> dict[str, Any]:
     """What the flags say of answers and of the log, as fields of Settings. Raises ConfigError."""
     silent = (args.disable_access_log_for_endpoints or "").split(",")
-    structured = json_object("structured_outputs_config", args.structured_outputs_config)
     return {
         "log": LogSettings(
             requests=args.enable_log_requests,
@@ -148,7 +147,7 @@ def _answers(args: EngineArgs) -> dict[str, Any]:
         "id_headers": args.enable_request_id_headers,
         "count_load": args.enable_server_load_tracking,
         "chat_kwargs": json_object("default_chat_template_kwargs", args.default_chat_template_kwargs),
-        "structured": {name: True for name, said in structured.items() if said},
+        "structured": {name: True for name, said in structured_rules(args).items() if said},
         "keep_alive_s": args.sse_keep_alive_interval,
         "root_path": args.root_path,
         "middlewares": load_middlewares(args.middleware or []),

@@ -54,7 +54,7 @@ async def render_chat(request: web.Request) -> web.Response:
     params, settings = front.params(body), front.settings
     reading = body.reading(params, settings.tool_parser, settings.reasoning_parser, settings.chat_kwargs)
     if reading is not None:
-        reading.bind(params)
+        front.bind(reading, params)
     await front.wait_ready()
     told = await rendered(front, body, Text())
     return json_body(_as_body(request_id(request, body, "chatcmpl-"), told.ids, params, body, model))

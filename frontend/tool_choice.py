@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..proto.call_arguments import object_of
+from ..proto.grammars.thought_formats import (
+    THOUGHTS,
+    after_thought,
+    free_after_thought,
+    headed,
+    structural,
+    waiting,
+)
 from ..proto.params import SamplingParams
 from ..proto.structured import StructuredOutputsParams
 from ..proto.thinking import MARKS
 from .errors import ApiError
 from .parsing import kind_of
 from .tools import Arguments, Begin, Content, Delta, Reader, Reasoning
-from .tools.forms import (
-    FORMS,
-    PLAIN,
-    THOUGHTS,
-    after_thought,
-    demanded,
-    format_of,
-    free,
-    free_after_thought,
-    headed,
-    structural,
-)  # fmt: skip
+from .tools.forms import FORMS, PLAIN, demanded, free
 
 MAX_TOOLS = 1024
 MAX_NAME = 256
 JSON_LIST = "json_list"
 """The parser of calls that are demanded as a list, for models whose own form cannot be."""
-
-RULES = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-"""What a request says of JSON besides its schema."""
 
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 _ALLOWED = (
@@ -200,10 +196,9 @@ def reading_of(
         )  # fmt: skip
     form = None
     if own is not None and reasoning is not None:
-        found = format_of(own) if reasoning in THOUGHTS and thinks else None
-        reasoning = reasoning if found is not None else None
-        if found is not None and reasoning is not None:
-            form = _form(after_thought(headed(found, reasoning), reasoning), own)
+        with _refused():
+            form = waiting(own, reasoning) if thinks else None
+        reasoning = reasoning if form is not None else None
     if choice == "none":
         return None if reasoning is None else Reading(None, reasoning, thoughts=thoughts, form=form)
     shape = FORMS.get(parser or "")
@@ -217,11 +212,17 @@ def _thinking(format: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
     return format if reasoning is None else after_thought(format, reasoning)
 
 
-def _form(format: dict[str, Any], own: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
-    """A form of ``format``; JSON is written by the rules of ``own``."""
-    rules = {} if own is None else {name: getattr(own, name) for name in RULES}
+def _form(format: dict[str, Any]) -> StructuredOutputsParams:
+    """A form of ``format``."""
+    with _refused():
+        return StructuredOutputsParams(structural_tag=structural(format))
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Raises ApiError where a form cannot be made."""
     try:
-        return StructuredOutputsParams(structural_tag=structural(format), **rules)
+        yield
     except RecursionError:
         raise ApiError(400, "tools hold a schema that is nested too deeply.", "tools") from None
     except ValueError as error:

@@ -156,8 +156,8 @@ class EngineArgs(HttpArgs):
 
     # Structured output
     structured_outputs_config: str | None = flag(
-        None, HTTP, "JSON object: disable_any_whitespace, disable_additional_properties, reasoning_parser, and "
-        "backend, of which there is one",
+        None, HTTP, "JSON object: disable_any_whitespace, disable_additional_properties, "
+        "allow_additional_properties, reasoning_parser, and backend, of which there is one",
     )  # fmt: skip
     guided_decoding_backend: str | None = flag(None, (), "the same of structured_outputs_config: backend")
     guided_decoding_disable_any_whitespace: bool = flag(False, (), "the same: disable_any_whitespace")

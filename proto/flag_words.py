@@ -28,6 +28,7 @@ _VALUES = {
 """vLLM's words for values of flags."""
 _STRUCTURED = {
     "backend": str, "reasoning_parser": str, "disable_any_whitespace": bool, "disable_additional_properties": bool,
+    "allow_additional_properties": bool,
 }  # fmt: skip
 
 
@@ -66,6 +67,11 @@ def json_object(name: str, text: str | None) -> dict[str, Any]:
     return value
 
 
+def structured_rules(args: Any) -> dict[str, bool]:
+    """What --structured-outputs-config says of JSON for requests that do not say: switches, by name."""
+    return json_object("structured_outputs_config", args.structured_outputs_config)
+
+
 def _resolve_task(args: Any) -> None:
     for name, meant in TASKS.get(args.task, {}).items():
         if (given := getattr(args, name)) not in ("auto", meant):
@@ -86,6 +92,9 @@ def _resolve_structured(args: Any) -> None:
     for name in ("disable_any_whitespace", "disable_additional_properties"):
         if getattr(args, f"guided_decoding_{name}"):
             found[name] = True
+    if found.get("disable_additional_properties") and found.get("allow_additional_properties"):
+        raise ConfigError("structured_outputs_config has disable_additional_properties and "
+                          "allow_additional_properties; leave one of them out.")  # fmt: skip
     named = found.pop("backend", None)
     backend = str(args.guided_decoding_backend or named or "auto")
     backend, _, options = backend.partition(":")  # as older versions of vLLM write it

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
-import msgspec
-
 from .config_error import ConfigError
 
-_DEVICE = "/start_profile and /stop_profile are for torch's profiler"
+_USAGE = json.dumps({"profiler": "torch", "torch_profiler_dir": "/tmp/traces"})
 
 
-class ProfilerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclasses.dataclass(frozen=True)
+class ProfilerConfig:
     """What torch's profiler records of a worker's steps, and the folder that its traces are written to."""
 
     torch_profiler_dir: str
@@ -29,14 +29,20 @@ def profiler_config(text: str | None) -> ProfilerConfig | None:
     if text is None:
         return None
     try:
-        found = msgspec.json.decode(text, type=ProfilerConfig)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"profiler_config {text!r:.200}: {error}; give an object such as "
-            f"{json.dumps({'profiler': 'torch', 'torch_profiler_dir': '/tmp/traces'})}."
-        ) from error
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"profiler_config {text!r:.200} is not JSON: {error}; give such as {_USAGE}.") from error
+    if not isinstance(given, dict) or "torch_profiler_dir" not in given:
+        raise ConfigError(f"profiler_config {text!r:.200} names no torch_profiler_dir; give such as {_USAGE}.")
+    kinds = {each.name: bool if each.type == "bool" else str for each in dataclasses.fields(ProfilerConfig)}
+    for name, value in given.items():
+        if name not in kinds:
+            raise ConfigError(f"profiler_config has no {name!r:.80}; its keys are {', '.join(kinds)}.")
+        if type(value) is not kinds[name]:
+            raise ConfigError(f"profiler_config: {name} must be a {kinds[name].__name__}, got {value!r:.80}.")
+    found = ProfilerConfig(**given)
     if found.profiler != "torch":
-        raise ConfigError(f"profiler_config: profiler must be 'torch', got {found.profiler!r}; {_DEVICE}.")
+        raise ConfigError(f"profiler_config: profiler must be 'torch', got {found.profiler!r:.80}.")
     if not Path(found.torch_profiler_dir).is_absolute():
         raise ConfigError(
             f"profiler_config: torch_profiler_dir must be an absolute path, as each worker writes there, got "

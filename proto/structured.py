@@ -9,6 +9,12 @@ import msgspec
 MAX_CHARACTERS = 2**18
 """Characters that a schema, pattern, grammar or list of choices may have."""
 
+RULES = ("disable_any_whitespace", "disable_additional_properties", "allow_additional_properties", "whitespace_pattern")
+"""What is said of JSON besides its schema."""
+
+SWITCHES = RULES[:-1]
+"""Those that are on or off, which an operator may turn on for requests that do not say."""
+
 _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -22,7 +28,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         grammar: a context-free grammar in Lark's or in GBNF's notation.
         json_object: any JSON object.
         disable_any_whitespace: JSON in its shortest form, with no blanks or line breaks.
-        disable_additional_properties: objects have no properties but those their schema names.
+        disable_additional_properties: objects have no properties but those their schema names, and those of its
+            patterns. Where ``properties`` is all that a schema says, that is so anyway.
+        allow_additional_properties: objects may have others where their schema does not speak of them.
         whitespace_pattern: regular expression of what may stand between the parts of JSON (default: a blank, or a line
             break and at most 40 blanks).
         structural_tag: JSON text of free text with parts that have a form (`proto/grammars/structural_tags.py`).
@@ -38,6 +46,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+    allow_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: str | None = None
 
@@ -64,9 +73,13 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             sound = isinstance(self.choice, list) and all(isinstance(each, str) and each for each in self.choice)
             if not sound or not self.choice:
                 raise ValueError("structured_outputs.choice must be a list of strings, none empty, at least one.")
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"structured_outputs.{name} must be true or false, got {getattr(self, name)!r:.80}.")
+        if self.disable_additional_properties and self.allow_additional_properties:
+            raise ValueError(
+                "structured_outputs has disable_additional_properties and allow_additional_properties; leave one out."
+            )
         if self.json_object is not None and self.json_object is not True:
             raise ValueError(f"structured_outputs.json_object must be true, got {self.json_object!r:.80}.")
         size = sum(map(len, self.choice or ()))
@@ -79,6 +92,16 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise ValueError(f"structured_outputs.json must be a JSON schema: {error}.") from None
         if size > MAX_CHARACTERS:
             raise ValueError(f"structured_outputs has {size} characters, over the limit of {MAX_CHARACTERS}.")
+
+
+def by_rules(form: StructuredOutputsParams | None, rules: dict[str, bool]) -> None:
+    """Have a form follow an operator's rules, switches by name, where the request says nothing of its own."""
+    if form is None or not rules or form.whitespace_pattern:
+        return
+    if form.disable_additional_properties or form.allow_additional_properties:
+        rules = {name: on for name, on in rules.items() if not name.endswith("additional_properties")}
+    for name in rules:
+        setattr(form, name, True)
 
 
 class GuidedDecodingParams(StructuredOutputsParams, kw_only=True, omit_defaults=True):

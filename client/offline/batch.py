@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ...proto.checkpoint.pooler_config import pooler_of
 from ...proto.config import EngineArgs
+from ...proto.flag_words import structured_rules
 from ...proto.messages import Finish, Stats
 from ...proto.params import SamplingParams
 from ...proto.pooling import PoolingParams
@@ -85,7 +86,11 @@ class Offline:
         self.defaults = default_sampling(config.generation, args.generation_config, args.override_generation_config)
         if "max_tokens" in self.defaults:
             self.defaults["max_tokens"] = min(self.defaults["max_tokens"], config.max_model_len)
-        self.limits = Limits(config, args.max_logprobs, args.logits_processor or [], not args.skip_tokenizer_init)
+        rules: dict[str, bool] = {name: on for name, on in structured_rules(args).items() if on}
+        has_text, processors = not args.skip_tokenizer_init, args.logits_processor or []
+        self.limits = Limits(
+            config, args.max_logprobs, processors, has_text, rules=rules, reasoning=args.reasoning_parser
+        )
         self.adapters = AdapterFolders(args.max_lora_rank, args.download_dir) if args.enable_lora else None
         self._recorder = Recorder((self.supervisor.args.served_model_name or [""])[0])
         self._gate = threading.Lock()  # held throughout a change of the tokenizer

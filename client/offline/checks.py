@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from ...proto import checks
 from ...proto.checkpoint.model_config import ModelConfig
+from ...proto.grammars.thought_formats import waiting
 from ...proto.params import MAX_INT, RequestOutputKind, SamplingParams
+from ...proto.structured import StructuredOutputsParams, by_rules
 from ..sendable import bad_field
 from .prompts import Input
 
@@ -24,6 +26,8 @@ class Limits:
     processors: list[str]  # names of the registered logits processors
     has_tokenizer: bool
     no_structure: str | None = None  # why structured outputs are refused
+    rules: dict[str, bool] = field(default_factory=dict)  # of structured output, where a request says nothing
+    reasoning: str | None = None  # the parser of the thoughts that a form lets go before it
 
 
 def shortened(params: list[SamplingParams], longest: int) -> list[SamplingParams]:
@@ -36,6 +40,20 @@ def shortened(params: list[SamplingParams], longest: int) -> list[SamplingParams
         for each in params
         if type(each.max_tokens) is int and longest < each.max_tokens <= MAX_INT
     }
+    return [held.get(id(each), each) for each in params]
+
+
+def formed(params: list[SamplingParams], limits: Limits) -> list[SamplingParams]:
+    """The same with forms by the operator's rules, and after a thought where the model has a parser of thoughts."""
+    if not limits.rules and limits.reasoning is None:
+        return params
+    held = {}
+    for each in params:
+        if isinstance(own := each.structured_outputs, StructuredOutputsParams) and id(each) not in held:
+            form = msgspec.structs.replace(own)
+            by_rules(form, limits.rules)
+            form = (waiting(form, limits.reasoning) if limits.reasoning is not None else None) or form
+            held[id(each)] = msgspec.structs.replace(each, structured_outputs=form)
     return [held.get(id(each), each) for each in params]
 
 

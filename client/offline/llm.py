@@ -17,7 +17,7 @@ from ...proto.params import SamplingParams
 from ...proto.vllm_flags import rows
 from .batch import Job, Offline, Progress
 from .beams import BeamSearchOutput, BeamSearchParams, beam_output
-from .checks import check_input, check_params, shortened
+from .checks import check_input, check_params, formed, shortened
 from .facts import EngineFacts
 from .lora import parse_lora
 from .metrics import Metric
@@ -361,6 +361,7 @@ class LLM(PoolingMethods):
         per_prompt = parse_params(params, len(inputs), SamplingParams, "sampling_params")
         per_prompt = shortened(per_prompt, self._running.limits.config.max_model_len)
         check_params(per_prompt, self._running.limits)
+        per_prompt = formed(per_prompt, self._running.limits)
         for given, each in zip(inputs, per_prompt, strict=True):
             check_input(given, each, self._running.limits)
         with self._lock:

@@ -7,14 +7,10 @@ for all: ``[{"name": ..., "parameters": {...}}]``.
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from ...proto.structured import StructuredOutputsParams
-from ...proto.thinking import MARKS
+from ...proto.grammars.thought_formats import const
 from .json_calls import JsonReader
 from .reader import Wait
 
@@ -52,9 +48,6 @@ FORMS = {
 }  # fmt: skip
 FORMS["granite4"] = FORMS["ernie45"] = FORMS["hermes"]
 
-THOUGHTS = {name: marks for name, marks in MARKS.items() if marks.pair}
-"""Marks of thoughts that a grammar can let go before what is demanded, by parsers."""
-
 PLAIN = Form('{"name": %s, "parameters": ', "}", ", ", "[", "]")
 
 
@@ -75,56 +68,12 @@ def demanded(form: Form, tools: dict[str, tuple[Any, bool]], one: bool) -> dict[
     }  # fmt: skip
     if not form.open:
         return some
-    return {"type": "sequence", "elements": [_const(form.open), some, _const(form.close)]}
+    return {"type": "sequence", "elements": [const(form.open), some, const(form.close)]}
 
 
 def free(form: Form, tools: dict[str, tuple[Any, bool]], one: bool) -> dict[str, Any]:
     """The format of text in which a call, once begun, has its form; ``form`` must have a trigger."""
     return {"type": "triggered_tags", "triggers": [form.trigger], "tags": _tags(form, tools), "stop_after_first": one}
-
-
-def format_of(form: StructuredOutputsParams) -> dict[str, Any] | None:
-    """A form of structured outputs as a format; None for a grammar, which cannot be part of another."""
-    if form.json is not None:
-        schema = form.json
-        with suppress(msgspec.DecodeError):  # what is no JSON is refused by who reads it
-            schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
-        return {"type": "json_schema", "json_schema": schema}
-    if form.json_object:
-        return {"type": "json_schema", "json_schema": {"type": "object"}}
-    if form.regex is not None:
-        return {"type": "regex", "pattern": form.regex}
-    if form.choice is not None:
-        return {"type": "or", "elements": [_const(each) for each in form.choice]}
-    return None
-
-
-def after_thought(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
-    """The format of a thought, as the parser ``reasoning`` reads it, and then ``format``."""
-    return {"type": "after_thought", "thought": _thought(reasoning), "content": format}
-
-
-def headed(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
-    """The format of an answer that is no call, with what its family writes before one."""
-    header = THOUGHTS[reasoning].header
-    return {"type": "sequence", "elements": [_const(header), format]} if header else format
-
-
-def free_after_thought(format: dict[str, Any], reasoning: str) -> dict[str, Any]:
-    """The format ``format``, which must be ``free``'s, with a thought before it in which nothing begins a call. It may
-    be left out, and the text may end within it."""
-    return {**format, "thought": _thought(reasoning)}
-
-
-def _thought(reasoning: str) -> dict[str, Any]:
-    marks = THOUGHTS[reasoning]
-    thought: dict[str, Any] = {"begin": marks.starts[0], "end": marks.ends[0]}
-    return thought | ({"always": True} if marks.always else {}) | ({"then": marks.then} if marks.then else {})
-
-
-def structural(format: dict[str, Any]) -> str:
-    """The structural tag of a format. Marks that are special tokens of the model may be written as such."""
-    return json.dumps({"type": "structural_tag", "special_tokens": True, "format": format}, ensure_ascii=False)
 
 
 def _tags(form: Form, tools: dict[str, tuple[Any, bool]]) -> list[dict[str, Any]]:
@@ -136,7 +85,3 @@ def _tags(form: Form, tools: dict[str, tuple[Any, bool]]) -> list[dict[str, Any]
         }
         for name, (schema, strict) in tools.items()
     ]
-
-
-def _const(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}

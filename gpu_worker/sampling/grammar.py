@@ -128,8 +128,10 @@ class Grammars(Histories):
             for slot, row in mine:
                 if row.matcher is not None and row.error is None and row.matcher.is_error():
                     self._failed(row)
-                    if row.error is None:
+                    if row.error is None and row.matcher is not None:
                         self._compute([(row.matcher, slot)], mask)
+                        if row.matcher.is_error():  # it is stuck with a lexer of its own too
+                            self._failed(row)
                 if row.thought is not None and (end := row.thought.forced) is not None:
                     _keep(mask[slot], end)
                 error = row.error or row.conflict(mask[slot, : self.words])

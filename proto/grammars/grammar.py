@@ -11,6 +11,7 @@ where a schema asks for it); what it accepts but cannot promise is refused or na
   otherwise: where any number of them is allowed, a model can write them for ever;
 - a bound that excludes 0 excludes what is closer to it than 1e-9 too, for llguidance takes some such ranges to hold 0;
 - ``oneOf`` of branches that exclude each other is taken as the ``anyOf`` that it is (`grammar_unions`);
+- objects are closed, and patterns of names that leave none dropped (`grammar_objects`);
 - ``minProperties`` cannot be counted where names may repeat, so only one property beyond the required ones can be
   asked for.
 """
@@ -30,6 +31,7 @@ import msgspec
 from ..checkpoint.model_config import ModelConfig
 from ..config import ConfigError
 from ..structured import StructuredOutputsParams
+from .grammar_objects import closed, is_empty_string, with_patterns, without_empty
 from .grammar_strings import lost_character, narrow_strings
 from .grammar_unions import exclusive
 from .structural_tags import FormatError, lark_of
@@ -87,7 +89,7 @@ def grammar_of(spec: StructuredOutputsParams, table: LLTokenizer | None = None) 
 
     try:
         if spec.json is not None:
-            return _json_grammar(spec, _schema(spec.json, spec.disable_additional_properties))
+            return _json_grammar(spec, _schema(spec.json, spec))
         if spec.json_object:
             return _json_grammar(spec, {"type": "object"})
         if spec.regex is not None:
@@ -105,8 +107,8 @@ def grammar_of(spec: StructuredOutputsParams, table: LLTokenizer | None = None) 
         raise GrammarError(str(error)) from None
 
 
-def _schema(schema: Any, close: bool) -> dict[str, Any]:
-    """The schema as an object, checked and, with ``close``, closed."""
+def _schema(schema: Any, spec: StructuredOutputsParams) -> dict[str, Any]:
+    """The schema as an object, checked, and with the properties that objects may have."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
@@ -119,8 +121,10 @@ def _schema(schema: Any, close: bool) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise GrammarError(f"a schema must be an object, got {type(schema).__name__}.")
     # An $id within may have pointers count from elsewhere than the document: then none is looked up here.
-    root = schema if str(schema).count("'$id'") <= ("$id" in schema) else {}
-    return _walk(schema, close, root)
+    whole = str(schema).count("'$id'") <= ("$id" in schema)
+    if whole and not spec.allow_additional_properties:
+        schema = closed(schema)
+    return _walk(schema, spec.disable_additional_properties, schema if whole else {})
 
 
 def _walk(schema: Any, close: bool, root: dict[str, Any]) -> Any:
@@ -142,7 +146,12 @@ def _walk(schema: Any, close: bool, root: dict[str, Any]) -> Any:
             raise GrammarError(
                 f"{key} has the control character U+{ord(lost):04X}, which is not written; leave it out."
             )
+    if is_empty_string(schema):
+        return False
+    schema = with_patterns(schema)
     out = {key: value for key, value in schema.items() if value not in _NOTHING.get(key, ())}
+    if (left := without_empty(schema)) is not None:
+        out["patternProperties"] = left
     if close and ("properties" in schema or "patternProperties" in schema):
         out.setdefault("additionalProperties", False)
     for key in _ONE:
@@ -153,7 +162,7 @@ def _walk(schema: Any, close: bool, root: dict[str, Any]) -> Any:
             out[key] = [_walk(each, close, root) for each in schema[key]]
     for key in _MAPS:
         if isinstance(out.get(key), dict):
-            out[key] = {name: _walk(each, close, root) for name, each in schema[key].items()}
+            out[key] = {name: _walk(each, close, root) for name, each in out[key].items()}
     if schema.get("type") != "integer":
         _narrow(schema, out)
     narrow_strings(schema, out)
@@ -194,7 +203,7 @@ def _options(spec: StructuredOutputsParams) -> Any:
 def _embedded(spec: StructuredOutputsParams, schema: Any, exact: bool) -> str:
     """A schema that stands within a grammar. One that need not be honoured exactly, and cannot be, is any object."""
     try:
-        own = _schema(schema, spec.disable_additional_properties)
+        own = _schema(schema, spec)
         if not exact:
             validate(_json_grammar(spec, own))
     except GrammarError:

@@ -84,15 +84,21 @@ def _resolved(schema: Any, root: dict[str, Any]) -> Any:
     for _ in range(_REFS):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
-        schema = _at(schema["$ref"], root)
+        schema = at_pointer(schema["$ref"], root)
     return None
 
 
-def _at(ref: Any, root: dict[str, Any]) -> Any:
+def at_pointer(ref: Any, root: dict[str, Any]) -> Any:
     """The subschema that a JSON pointer names; None where there is none."""
+    if ref == "#":
+        return root
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return None
     here: Any = root
     for part in unquote(ref[2:]).split("/"):
-        here = here.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(here, dict) else None
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, list):
+            here = here[int(name)] if name.isdecimal() and int(name) < len(here) else None
+        else:
+            here = here.get(name) if isinstance(here, dict) else None
     return here

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from quire.detokenizer.grammar_helper import compiled
 from quire.frontend.tools.forms import FORMS as CALL_FORMS
-from quire.frontend.tools.forms import after_thought, demanded, free_after_thought, headed, structural
+from quire.frontend.tools.forms import demanded
 from quire.gpu_worker.sampling.grammar import Grammars
 from quire.proto.checkpoint.model_config import ModelConfig, demo_model_path, load_model_config
 from quire.proto.codec import i32
@@ -24,6 +24,7 @@ from quire.proto.config import ConfigError, EngineArgs
 from quire.proto.grammars import grammar as proto_grammar
 from quire.proto.grammars.grammar import GrammarError, grammar_of, start_matcher, token_table
 from quire.proto.grammars.structural_tags import placed
+from quire.proto.grammars.thought_formats import after_thought, free_after_thought, headed, structural
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
 from quire.proto.thinking import Thinking

@@ -12,7 +12,7 @@ from quire.client.background import EngineThread
 from quire.client.offline import llm
 from quire.client.offline.batch import Offline
 from quire.client.offline.beams import beam_output
-from quire.client.offline.checks import Limits, check_input, check_params, shortened
+from quire.client.offline.checks import Limits, check_input, check_params, formed, shortened
 from quire.client.offline.defaults import default_sampling
 from quire.client.offline.metrics import Counter, Gauge, Histogram, Recorder
 from quire.client.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -25,6 +25,22 @@ from quire.proto.messages import Stats
 from quire.proto.params import RequestOutputKind
 
 # ---------------------------------------------------------------- flags
+
+
+def test_forms_follow_the_rules_of_structured_output():
+    own = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object"}))
+    plain = SamplingParams(max_tokens=3)
+    limits = Limits(
+        ModelConfig("", {}, max_model_len=100, vocab_size=50), 5, [], True, rules={"disable_any_whitespace": True}
+    )
+    short, same = formed([own, plain], limits)
+    assert short.structured_outputs.disable_any_whitespace and same is plain
+    assert not own.structured_outputs.disable_any_whitespace  # the caller's is as it was
+    limits.reasoning = "qwen3"
+    (late,) = formed([own], limits)
+    form = json.loads(late.structured_outputs.structural_tag)["format"]
+    assert form["type"] == "after_thought" and form["thought"]["end"] == "</think>"
+    assert late.structured_outputs.disable_any_whitespace
 
 
 def test_the_flags_of_kernels_reach_the_workers(monkeypatch):
