@@ -96,12 +96,12 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 def by_rules(form: StructuredOutputsParams | None, rules: dict[str, bool]) -> None:
     """Have a form follow an operator's rules, switches by name, where the request says nothing of its own."""
-    if form is None or not rules or form.whitespace_pattern:
+    if form is None or not rules:
         return
-    if form.disable_additional_properties or form.allow_additional_properties:
-        rules = {name: on for name, on in rules.items() if not name.endswith("additional_properties")}
+    says_others = form.disable_additional_properties or form.allow_additional_properties
     for name in rules:
-        setattr(form, name, True)
+        if not (says_others if name.endswith("additional_properties") else form.whitespace_pattern):
+            setattr(form, name, True)
 
 
 class GuidedDecodingParams(StructuredOutputsParams, kw_only=True, omit_defaults=True):

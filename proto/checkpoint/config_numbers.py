@@ -42,8 +42,8 @@ _LIMITS: dict[int, str] = {
         "first_k_dense_replace mlp_only_layers num_ln_in_parallel_attn",
 }  # fmt: skip
 _MOST = {name: limit for limit, names in _LIMITS.items() for name in names.split()}
-_MAY_BE_BELOW = {"sliding_window": MAX_COUNT}
-"""Counts in which some model's config has -1 for none."""
+_MAY_BE_BELOW = {"sliding_window": MAX_COUNT, "pad_token_id": MAX_COUNT}
+"""Counts, and an id, in which some model's config has -1 for none."""
 _NUMBER_NAMES = (
     "rope_theta rope_local_base_freq rotary_emb_base rotary_pct rope_pct rope_ratio partial_rotary_factor factor "
     "low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim short_factor "

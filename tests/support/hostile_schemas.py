@@ -15,10 +15,7 @@ _TEXTS = ["^a{3}$", "^[^\\s\\S]$", "b", "^(x|yy)$", "^\\d{2}$"]
 def hostile(seed: int) -> Schema:
     """A schema, always the same for one seed."""
     draw = random.Random(seed)
-    schema = _any(draw, 3)
-    if draw.random() < 0.3:
-        schema = {"$defs": {"d": _object(draw, 1)}, **schema}
-    return schema
+    return {"$defs": {"d": _object(draw, 1)}, **_any(draw, 3)}
 
 
 def _any(draw: random.Random, depth: int) -> Schema:
@@ -49,9 +46,13 @@ def _object(draw: random.Random, depth: int) -> Schema:
         )
     if draw.random() < 0.4:
         patterns = draw.sample(_PATTERNS, draw.randrange(1, 3))
+        if names and draw.random() < 0.5:  # no other names are left
+            patterns = [f"^({'|'.join(names)})$"]
+            schema["properties"] = {name: _any(draw, depth) for name in names}
+            schema["additionalProperties"] = False
         schema["patternProperties"] = {pattern: _any(draw, depth) for pattern in patterns}
     more = draw.choice([None, None, False, True, "schema"])
-    if more is not None:
+    if more is not None and "additionalProperties" not in schema:
         schema["additionalProperties"] = _leaf(draw, 0) if more == "schema" else more
     if draw.random() < 0.15:
         schema["maxProperties"] = draw.randrange(4)
