@@ -126,7 +126,9 @@ class Front:
         self.engine, self.settings = engine, settings
         self.metrics = Metrics(settings.names[0], settings.metrics_prefix)
         self.shared: SharedFigures | None = None  # with those of other frontends on this port
-        self.bodies = Bodies(settings.lenient_types, settings.reject_unknown_fields, settings.max_json_depth)
+        self.bodies = Bodies(
+            settings.lenient_types, settings.reject_unknown_fields, settings.max_json_depth, context=self._context
+        )  # fmt: skip
         self._fills = settings.names_are_ids or settings.force_usage
         self.started = int(time.time())
         self.draining = self.parting = False
@@ -137,6 +139,11 @@ class Front:
         self._was_ready = False
         self._card: ModelCard | None = None
         self._born = time.monotonic()
+
+    def _context(self) -> int:
+        """The most tokens that a prompt may have; 0 where that is not known, or longer ones are taken in chunks."""
+        pooler = self.settings.pooler
+        return 0 if pooler is not None and pooler.enable_chunked_processing else self.engine.max_model_len
 
     async def card(self) -> ModelCard:
         """What the model's folder says; its weights may be on their way to it until the model is ready."""

@@ -44,13 +44,14 @@ _WORDS = {
 class Bodies:
     """The rules of one server. ``lenient``: numbers and booleans may come as strings, as in vLLM; ``reject_unknown``:
     a field that nobody knows is a 400. Each is a warning otherwise. Lists and objects may be ``max_depth`` deep in
-    each other. ``clock`` gives seconds."""
+    each other. ``clock`` gives seconds, ``context`` the most tokens that the model takes, or 0."""
 
     def __init__(
         self, lenient: bool = False, reject_unknown: bool = False, max_depth: int = 100,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, context: Callable[[], int] = lambda: 0,
     ):  # fmt: skip
         self.lenient, self.reject_unknown, self.max_depth, self._clock = lenient, reject_unknown, max_depth, clock
+        self.context = context
         self._warned: dict[str, float] = {}
 
     def check_names(self, raw: dict[str, Any], known: frozenset[str]) -> None:

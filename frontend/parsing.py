@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
+from .bounds import check_size
 from .errors import ApiError
 from .leniency import STRICT, Bodies
 from .shapes import Shape, shape_of
@@ -64,6 +65,7 @@ def parse(body: bytes, kind: type[R], rules: Bodies = STRICT) -> R:
         raise _too_deep(rules.max_depth) from error
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body must be a JSON object, got {kind_of(raw)}.")
+    check_size(raw, len(body), rules.context())
     if body.count(b"[") + body.count(b"{") > rules.max_depth and _is_deeper(raw, rules.max_depth):
         raise _too_deep(rules.max_depth)
     request = converted(raw, kind, rules)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .bounds import check_fields
+
 MOST_OBJECTS = 20_000
 """Objects of a body that are looked at. A body that holds more is too long for any model's context."""
 MOST_UNKNOWN = 5
@@ -53,7 +55,8 @@ def shape_of(kind: Any) -> Shape:
 
 
 def unknown_within(raw: dict[str, Any], whole: Shape) -> list[Unknown]:
-    """The first names in objects below ``raw`` that are not known there. The work is bounded, whatever the body is."""
+    """The first names in objects below ``raw`` that are not known there. The work is bounded, whatever the body is:
+    an object of too many names raises ApiError."""
     found: list[Unknown] = []
     left = MOST_OBJECTS
     levels = [_within("", raw, whole)]
@@ -66,6 +69,7 @@ def unknown_within(raw: dict[str, Any], whole: Shape) -> list[Unknown]:
         if type(value) is list:
             levels.append(_each(where, value, expected))
         elif type(value) is dict:
+            check_fields(value, where)
             if not value.keys() <= expected.known:
                 names = heapq.nsmallest(MOST_UNKNOWN, value.keys() - expected.known)
                 found += [Unknown(where, name, expected.known) for name in names]
