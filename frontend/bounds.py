@@ -70,5 +70,5 @@ def _check_parts(given: list[Any], name: str) -> None:
 def _check_tools(tools: list[Any], room: int) -> None:
     size, limit = len(msgspec.json.encode(tools)), room * LONGEST_TOKEN
     if size > limit:
-        raise ApiError(400, f"tools are {size} bytes, over the {limit} that a context of {room} tokens can hold; send "
-                       "fewer tools, or shorter schemas.", "tools")  # fmt: skip
+        raise ApiError(400, f"tools are {size} bytes, over the limit of {limit} that a context of {room} tokens can "
+                       "hold; send fewer tools, or shorter schemas.", "tools")  # fmt: skip

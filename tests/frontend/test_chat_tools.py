@@ -266,7 +266,10 @@ def test_schemas_of_any_depth_are_answered_or_refused(server: FakeServer) -> Non
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools", "JSON schema"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools", "true or false"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "x" * 2**18}}}]},
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "x" * 2**18}}}],
+                "truncate_prompt_tokens": -1,
+            },
             "tools",
             "limit",
         ),

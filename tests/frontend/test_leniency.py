@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.frontend import leniency
+from quire.frontend.bounds import MAX_FIELDS
 from quire.frontend.dialects.anthropic import MessagesRequest
 from quire.frontend.dialects.ollama_schema import OllamaChatRequest
 from quire.frontend.dialects.tgi import TgiRequest
@@ -214,7 +215,7 @@ def test_unknown_fields_are_told_at_every_level(
 
 
 def test_what_is_looked_at_within_a_body_is_bounded() -> None:
-    odd = {str(n): 1 for n in range(1000)}
+    odd = {str(n): 1 for n in range(MAX_FIELDS)}
     assert len(unknown_within({"messages": [odd, odd]}, shape_of(ChatRequest))) == MOST_UNKNOWN
     long = {"messages": [{"role": "user"}] * MOST_OBJECTS + [odd]}
     assert unknown_within(long, shape_of(ChatRequest)) == []
