@@ -174,7 +174,7 @@ NOTES = {
     "allow-credentials": "only with origins that are named",
     "allowed-headers": "a JSON list, or names with commas between them",
     "allowed-methods": "a JSON list, or names with commas between them",
-    "allowed-origins": "a JSON list; none by default, where vLLM has any",
+    "allowed-origins": "a JSON list; none by default, as in vLLM since 0.32",
     "api-key": "also --api-key-file (docs/security.md)",
     "attention-backend": "auto, triton or flash; FLASH_ATTN and TRITON_ATTN are taken for the last two",
     "collect-detailed-traces": "each of its values is a span for each step in the worker",
