@@ -32,9 +32,12 @@ def check_size(raw: dict[str, Any], size: int, context: int) -> None:
     if type(messages) is list:
         _check_messages(messages, "messages", "messages", room, 1)
         _check_parts(messages, "messages")
+        _check_calls(messages, room)
     if type(items) is list and items and type(items[0]) is dict:  # of Responses; a thought may take no token
         _check_messages(items, "input", "items", room, 2)
         _check_parts(items, "input")
+    if type(kwargs := raw.get("chat_template_kwargs")) is dict:
+        check_fields(kwargs, "chat_template_kwargs")
     if type(tools) is list and 0 < room * LONGEST_TOKEN < size and raw.get("tool_choice") != "none":
         _check_tools(tools, room)
 
@@ -65,6 +68,15 @@ def _check_parts(given: list[Any], name: str) -> None:
     if parts > MAX_PARTS:
         raise ApiError(400, f"{name} holds {parts} parts of content, over the limit of {MAX_PARTS}; join their texts.",
                        name)  # fmt: skip
+
+
+def _check_calls(given: list[Any], room: int) -> None:
+    """Calls of tools are told by their names, so that each takes a token, as messages do."""
+    calls = sum(len(told) for one in given if type(one) is dict and type(told := one.get("tool_calls")) is list)
+    limit = room or UNSIZED
+    if calls > limit:
+        raise ApiError(400, f"messages hold {calls} tool_calls, over the limit of {limit}; send fewer of them.",
+                       "messages")  # fmt: skip
 
 
 def _check_tools(tools: list[Any], room: int) -> None:

@@ -15,6 +15,7 @@ from quire.frontend.fake import MAX_MODEL_LEN, FakeServer
 
 MANY = MAX_MODEL_LEN + 1
 USER = {"role": "user", "content": "a"}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 PARTS = [{"type": "text", "text": "a"}] * 20_001
 TOOL = {"type": "function", "function": {"name": "f", "description": "d" * 5000, "parameters": {}}}
 
@@ -46,6 +47,16 @@ def server() -> Iterator[FakeServer]:
             "the body has 2002 fields, over the limit of 1000",
         ),
         ("/v1/chat/completions", {"messages": [{**USER, **{f"x{n}": 1 for n in range(2000)}}]}, "has 2002 fields"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER, {"role": "assistant", "tool_calls": [CALL] * MANY}]},
+            f"messages hold {MANY} tool_calls, over the limit of {MAX_MODEL_LEN}",
+        ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "chat_template_kwargs": {f"x{n}": 1 for n in range(2000)}},
+            "chat_template_kwargs has 2000 fields",
+        ),
         ("/v1/completions", {"prompt": "a", **{f"x{n}": 1 for n in range(2000)}}, "the body has 2001 fields"),
     ],
 )
