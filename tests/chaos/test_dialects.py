@@ -100,7 +100,8 @@ def tgi(found: Found, event: dict[str, Any]) -> None:
 
 
 DRAWN = {"temperature": 1, "seed": 5}
-REQUIRED = {"tools": TOOLS, "tool_choice": "required", "max_tokens": LONG}
+REQUIRED = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": LONG}
+ONE = {"type": "any", "disable_parallel_tool_use": True}
 ASKED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "chat": (chat, "/v1/chat/completions", said(STORY) | {"max_tokens": LONG} | DRAWN),
     "chat's call": (chat, "/v1/chat/completions", said(WEATHER) | REQUIRED),
@@ -111,11 +112,12 @@ ASKED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "completion": (completion, "/v1/completions", {"prompt": PROMPT, "max_tokens": LONG} | DRAWN),
     "responses": (responses, "/v1/responses", {"input": STORY, "max_output_tokens": LONG, "temperature": 0}),
     "responses' call": (
-        responses, "/v1/responses", {"input": WEATHER, "temperature": 0, "tools": [{"type": "function", **FUNCTION}]},
+        responses, "/v1/responses", {"input": WEATHER, "temperature": 0, "parallel_tool_calls": False,
+                                         "tools": [{"type": "function", **FUNCTION}]},
     ),
     "messages": (messages, "/v1/messages", said(STORY) | {"max_tokens": LONG}),
     "messages' call": (
-        messages, "/v1/messages", said(WEATHER) | {"max_tokens": LONG, "tool_choice": {"type": "any"}, "tools": [
+        messages, "/v1/messages", said(WEATHER) | {"max_tokens": LONG, "tool_choice": ONE, "tools": [
             {"name": "get_weather", "description": FUNCTION["description"], "input_schema": SCHEMA}]},
     ),
     "ollama": (ollama, "/api/chat", said(STORY) | {"options": {"num_predict": LONG} | DRAWN}),
@@ -199,7 +201,8 @@ def test_a_dialects_story_and_its_call(alone: dict[str, Found]) -> None:
         else:
             (((called, arguments),), text) = found["calls"], found["text"]
             city = json.loads(arguments)["city"]
-            assert (called, text) == ("get_weather", "") and city.startswith("Paris") and len(city) >= 150, name
+            assert called == "get_weather" and city.startswith("Paris") and len(city) >= 150, name
+            assert text == "" or name in WHOLE, name  # there several may be called, and the last is cut
 
 
 @pytest.mark.parametrize("service", ["gpu_worker", "detokenizer", "scheduler"])

@@ -190,7 +190,7 @@ _U32, _F32 = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32
 @pytest.mark.parametrize(
     ("key", "value", "kind", "said"),
     [
-        ("block_count", 20_000, _U32, "qwen3.block_count 20000 is more than 10000, the most"),
+        ("block_count", 20_000, _U32, "qwen3.block_count must be a positive integer of at most 10000, got 20000"),
         ("attention.head_count_kv", 5, _U32, "qwen3.attention.head_count 6 is not a multiple of "
          "qwen3.attention.head_count_kv 5; convert the model anew"),
         ("rope.freq_base", -1.0, _F32, "qwen3.rope.freq_base must be a positive number, got -1.0; convert"),

@@ -317,8 +317,8 @@ BROKEN: dict[str, Fault] = {
         "a process that was killed is not started again",
         (
             "client.supervisor.decision:decide",
-            "return Restart(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (quick - 1)) if quick else 0.0)",
-            "return Leave()",
+            "return Restart(min(longest, FIRST_PAUSE_S * 2 ** (quick - 1)) if quick else 0.0)",
+            "return Restart(1e9)",
         ),
     ),
     "a detokenizer's Reconcile lost": Fault(
