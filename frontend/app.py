@@ -13,9 +13,10 @@ from ..client.traced import CALLER, Caller
 from ..proto.messages import AdapterEntry
 from ..proto.version import __version__
 from .admin import admin_routes
-from .auth import may_see
+from .auth import OWNER, may_see
 from .batches import routes as batches
 from .calls import json_body
+from .cancel import INNER as CANCEL_INNER
 from .cancel import ROUTES as CANCEL
 from .chat import chat_completions
 from .completions import completions
@@ -34,9 +35,11 @@ from .log import Refusals, access_middleware, id_header
 from .metrics import CONTENT_TYPE
 from .openapi import routes as openapi
 from .page import routes as page
+from .peers import OWNER_HEADER
 from .pooling import classify, embeddings, pooling
 from .protocol import close_after
 from .render import ROUTES as RENDER
+from .responses import INNER as RESPONSES_INNER
 from .responses import ROUTES as RESPONSES
 from .responses import STORE, Store
 from .router import Router
@@ -105,6 +108,26 @@ def make_app(engine: Engine, settings: Settings) -> web.Application:
     )
     batches.setup(app)
     return app
+
+
+def make_inner(app: web.Application) -> web.Application:
+    """What other frontends may ask of this one, where nobody else reaches it (``peers.py``)."""
+    inner = web.Application(middlewares=[errors_middleware, _for_owner], client_max_size=app._client_max_size)
+    inner[FRONT], inner[STORE], inner[NOTE], inner[SHAPES] = app[FRONT], app[STORE], app[NOTE], {}
+    inner.add_routes([*RESPONSES_INNER, *CANCEL_INNER])
+    return inner
+
+
+@web.middleware
+async def _for_owner(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer for the owner whom the frontend that asks has authenticated; a process that ends waits for it."""
+    request[OWNER] = request.headers.get(OWNER_HEADER, "")
+    front = request.app[FRONT]
+    front.enter()
+    try:
+        return await handler(request)
+    finally:
+        front.leave()
 
 
 def _for_readers(app: web.Application, settings: Settings) -> list[web.RouteDef]:

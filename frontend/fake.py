@@ -26,8 +26,8 @@ from ..proto.listening import listen, listen_unix
 from ..proto.messages import Accepted, AdapterEntry, Finish, Peer, Peers, ReplicaStats, Stats, StepView, Tokenize, View
 from ..proto.work import Adapter, Text, Work
 from .app import make_app
-from .front import Settings
-from .main import app_runner
+from .front import FRONT, Settings
+from .main import app_runner, meet
 from .port import url_of
 from .prompts import text_of
 
@@ -270,9 +270,14 @@ class FakeServer:
     """A running frontend over a FakeEngine; use as a context manager. ``url`` is where it listens."""
 
     def __init__(
-        self, script: Script = count_words, tls: ssl.SSLContext | None = None, uds: str | None = None, **settings: Any
+        self,
+        script: Script = count_words,
+        tls: ssl.SSLContext | None = None,
+        uds: str | None = None,
+        folder: str | None = None,
+        **settings: Any,
     ) -> None:
-        self._tls, self._uds = tls, uds
+        self._tls, self._uds, self._folder = tls, uds, folder
         self.engine: FakeEngine
         self.url = ""
         self._script = script
@@ -307,9 +312,12 @@ class FakeServer:
         self.runner = runner = app_runner(self.app)
         await runner.setup()
         self.site = web.SockSite(runner, sock, ssl_context=self._tls)
+        self.app[FRONT].peers = peers = await meet(self.app, self._folder)
         await self.site.start()
         self.url = url_of(sock, "http" if self._tls is None else "https")
         self._up.set()
         await self._stop.wait()
         await self.engine.close()
         await runner.cleanup()
+        if peers is not None:
+            await peers.close()

@@ -32,6 +32,7 @@ from .metrics import Metrics
 from .model_card import ModelCard
 from .open_calls import OpenCall, OpenCalls
 from .parsing import Request, parse
+from .peers import Peers
 from .pooling_schema import PoolRequest
 from .request_id import id_of
 from .schema import MAX_CHOICES, GenerateRequest, StreamOptions
@@ -126,6 +127,7 @@ class Front:
         self.engine, self.settings = engine, settings
         self.metrics = Metrics(settings.names[0], settings.metrics_prefix)
         self.shared: SharedFigures | None = None  # with those of other frontends on this port
+        self.peers: Peers | None = None  # the way to other frontends on this port
         self.bodies = Bodies(
             settings.lenient_types, settings.reject_unknown_fields, settings.max_json_depth, context=self._context
         )  # fmt: skip

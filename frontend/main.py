@@ -43,14 +43,16 @@ from ..proto.process import (
 from ..proto.thinking import parser_of
 from ..proto.wire.sockets import load_keys
 from .access import access_of
-from .app import make_app
+from .app import make_app, make_inner
 from .ending import Ending, drain, hand_over
 from .front import FRONT, Front, Settings
 from .log import LogSettings
 from .model_card import ModelCard, read_card
+from .peers import Peers
 from .plugins import load_middlewares
 from .port import ClaimedSite, bound, claim, url_of
 from .protocol import Runner
+from .responses import STORE
 from .shared_figures import SharedFigures
 from .tls import context_of
 from .tools import REASONING_PARSERS, TOOL_PARSERS, detect
@@ -287,6 +289,7 @@ async def _serve(
     if os.environ.get(STARTED_AGAIN) == "1":  # whom it follows answers until then, or connections wait in the socket
         with suppress(TimeoutError, RuntimeError):
             await engine.wait_ready(settings.restart_s)
+    app[FRONT].peers = peers = await meet(app, os.environ.get(FIGURES))
     await site.start()
     if READY_FD not in os.environ:  # else `quire serve` says where it is, once the whole server can answer
         announce(f"listening on {url_of(sock, 'http' if tls is None else 'https')}")
@@ -302,6 +305,8 @@ async def _serve(
         else:
             await drain(app[FRONT], site, args.shutdown_timeout, ending.hurry)
         await runner.cleanup()
+        if peers is not None:
+            await peers.close()
         await engine.close()
         if shared is not None:  # last: what was measured until now is told by the others
             shared.cancel()
@@ -320,6 +325,23 @@ def _share(front: Front) -> asyncio.Task[None] | None:
         log.warning("/metrics tells of this frontend alone: %s", error)
         return None
     return asyncio.create_task(front.shared.keep())
+
+
+async def meet(app: web.Application, folder: str | None) -> Peers | None:
+    """Have other frontends on this port reach this one, and the other way round; None where there are no others."""
+    if folder is None:
+        return None
+    peers, settings = Peers(Path(folder) / "peers", app[STORE].name), app[FRONT].settings
+    runner = Runner(
+        make_inner(app), handle_signals=False, access_log=None, shutdown_timeout=1.0, handler_cancellation=True,
+        auto_decompress=False, stall_s=settings.stall_s,
+    )  # fmt: skip
+    try:
+        await peers.open(runner)
+    except (ConfigError, OSError) as error:
+        log.warning("what other frontends keep is not found from here, nor the other way round: %s", error)
+        return None
+    return peers
 
 
 async def _watch(engine: Engine, stop: asyncio.Event) -> str | None:

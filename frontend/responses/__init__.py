@@ -1,5 +1,6 @@
 """OpenAI's Responses API over chats."""
 
-from .routes import ROUTES, STORE, Store
+from .routes import INNER, ROUTES
+from .store import STORE, Store
 
-__all__ = ["ROUTES", "STORE", "Store"]
+__all__ = ["INNER", "ROUTES", "STORE", "Store"]

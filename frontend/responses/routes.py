@@ -1,7 +1,7 @@
 """The routes of the Responses API, with functions, thoughts, streams, what was said before, and what runs on unwatched.
 
 A response that is stored is kept in this process, within bounds, for whoever has the same key: ``previous_response_id``
-goes on from it. With several frontends the others do not know it, and after a restart nobody does.
+goes on from it. Other frontends on the same port ask this one (``elsewhere.py``); after a restart nobody knows it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from ..errors import ApiError, error_body
 from ..front import FRONT, Front
 from ..sse import ChatChunks, Outlet, to_json
 from .call import ResponseCall, Silent
+from .elsewhere import BETWEEN, items_elsewhere, stored_wherever, wherever
 from .items import new_id
 from .request import ResponsesRequest, items_of
-from .store import RUNNING, Journal, Store, Stored
-
-STORE = web.AppKey("responses", Store)
+from .store import RUNNING, STORE, Journal, Store, Stored
 
 MAX_LISTED = 100
 """Items in one answer of the list of a response's input."""
@@ -38,14 +37,14 @@ async def responses(request: web.Request) -> web.StreamResponse:
     front, store, owner = request.app[FRONT], request.app[STORE], request.get(OWNER, "")
     asked = await front.read(request, ResponsesRequest)
     response = {
-        "id": new_id("resp"), "object": "response", "created_at": int(time.time()),
+        "id": store.new_id(), "object": "response", "created_at": int(time.time()),
         "model": await front.find_model(request, asked.model),
         "status": "queued" if asked.background else "in_progress",
         "output": [], "error": None, "incomplete_details": None, "usage": None, **asked.echoed(),
     }  # fmt: skip
     front.check_generates("Responses")
-    own = _resolved(asked, store, owner, front.settings.max_request_bytes)
-    items = [*_before(asked, store, owner), *_named(own)]
+    own = await _resolved(asked, front, store, owner)
+    items = [*await _before(asked, front, store, owner), *_named(own)]
     call = await _call(request, front, asked, items, response)
     stored = Stored(owner, response, items)
     if asked.store is not False:
@@ -57,11 +56,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
     return json_body(await call.whole())
 
 
-def _before(asked: ResponsesRequest, store: Store, owner: str) -> list[dict[str, Any]]:
+async def _before(asked: ResponsesRequest, front: Front, store: Store, owner: str) -> list[dict[str, Any]]:
     """The items of the turns that the request goes on from. Raises ApiError."""
     if not asked.previous_response_id:
         return []
-    stored = store.get(asked.previous_response_id, owner)
+    id = asked.previous_response_id
+    stored = await stored_wherever(front, store.name, id, owner) or store.get(id, owner)
     if (status := stored.response["status"]) not in ("completed", "incomplete"):
         raise ApiError(
             400, f"previous_response_id names a response that is {status}; only one that has completed can be gone on "
@@ -70,12 +70,13 @@ def _before(asked: ResponsesRequest, store: Store, owner: str) -> list[dict[str,
     return [*stored.items, *stored.response["output"]]
 
 
-def _resolved(asked: ResponsesRequest, store: Store, owner: str, most: int) -> list[dict[str, Any]]:
-    """The request's own items, those that it refers to by id in full; these are ``most`` bytes in all, for one may be
-    referred to often. Raises ApiError."""
-    items, size = items_of(asked.input), 0
+async def _resolved(asked: ResponsesRequest, front: Front, store: Store, owner: str) -> list[dict[str, Any]]:
+    """The request's own items, those that it refers to by id in full; these are no more bytes in all than a body may
+    have, for one may be referred to often. Raises ApiError."""
+    items, size, most = items_of(asked.input), 0, front.settings.max_request_bytes
     ids = {str(item.get("id")) for item in items if item["type"] == "item_reference"}
     kept = store.items(ids, owner) if ids else {}
+    kept |= await items_elsewhere(front, ids - kept.keys(), owner)
     for n, item in enumerate(items):
         if item["type"] == "item_reference":
             found = kept.get(str(item.get("id")))
@@ -249,7 +250,7 @@ async def count_input(request: web.Request) -> web.StreamResponse:
     await front.find_model(request, asked.model)
     front.check_generates("Responses")
     asked.background, asked.max_output_tokens = True, 1
-    items = [*_before(asked, store, owner), *_resolved(asked, store, owner, front.settings.max_request_bytes)]
+    items = [*await _before(asked, front, store, owner), *await _resolved(asked, front, store, owner)]
     call = await _call(request, front, asked, items, {"status": RUNNING[0]})
     try:
         return json_body({"object": "response.input_tokens", "input_tokens": call.prompt_tokens})
@@ -267,11 +268,18 @@ def _number(request: web.Request, name: str, usual: int) -> int:
         raise ApiError(400, f"{name} must be an integer, got {text!r:.80}.", name) from None
 
 
+_KEPT = (
+    (web.get, "/v1/responses/{id}", get_response),
+    (web.delete, "/v1/responses/{id}", delete_response),
+    (web.post, "/v1/responses/{id}/cancel", cancel_response),
+    (web.get, "/v1/responses/{id}/input_items", input_items),
+)
+
 ROUTES: list[web.RouteDef] = [
     web.post("/v1/responses", responses),
     web.post("/v1/responses/input_tokens", count_input),
-    web.get("/v1/responses/{id}", get_response),
-    web.delete("/v1/responses/{id}", delete_response),
-    web.post("/v1/responses/{id}/cancel", cancel_response),
-    web.get("/v1/responses/{id}/input_items", input_items),
+    *[of(path, wherever(handler)) for of, path, handler in _KEPT],
 ]
+
+INNER: list[web.RouteDef] = [*BETWEEN, *[of(path, handler) for of, path, handler in _KEPT]]
+"""What other frontends ask this one for."""

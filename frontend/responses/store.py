@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
+
+from aiohttp import web
 
 from ..errors import ApiError
 from ..sse import to_json
@@ -100,13 +103,18 @@ class Stored:
 
 
 class Store:
-    """Responses by id, the oldest first. Those that run stay."""
+    """Responses by id, the oldest first. Those that run stay. ``name`` is in the ids that are made here."""
 
     def __init__(
         self, most: int = MAX_STORED, most_bytes: int = MAX_STORED_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.name = secrets.token_hex(4)
         self._kept: OrderedDict[str, Stored] = OrderedDict()
         self._most, self._most_bytes, self._clock, self._bytes = most, most_bytes, clock, 0
+
+    def new_id(self) -> str:
+        """An id for a response, by which other frontends know where it is kept."""
+        return f"resp_{self.name}{secrets.token_hex(12)}"
 
     def begin(self, stored: Stored) -> Journal:
         """Keep a response that runs; what its events go to. Raises ApiError 429 where all that are kept run."""
@@ -183,3 +191,6 @@ class Store:
                 return
             if not stored.runs:
                 self._forget(id)
+
+
+STORE = web.AppKey("responses", Store)

@@ -187,6 +187,33 @@ def test_any_frontend_tells_what_all_have_measured(server: Server) -> None:
 
 
 @pytest.mark.slow
+def test_a_response_is_known_to_all_frontends_until_its_own_is_killed(server: Server) -> None:
+    (victim, theirs), (_, others) = spread(server, 4)
+
+    def told(connection: http.client.HTTPConnection, method: str, path: str, **body: Any) -> tuple[int, Any]:
+        connection.request(method, f"/v1/responses{path}", json.dumps(body) if body else None, HEADERS)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    _, first = told(theirs[0], "POST", "", input="Hi", max_output_tokens=4)
+    assert told(others[0], "GET", f"/{first['id']}") == told(theirs[1], "GET", f"/{first['id']}") == (200, first)
+    more = {"input": "On", "max_output_tokens": 4, "previous_response_id": first["id"]}
+    assert told(others[0], "POST", "", **more)[0] == 200
+    _, long = told(theirs[0], "POST", "", input="Hi", max_output_tokens=1500, ignore_eos=True, background=True)
+    others[1].request("GET", f"/v1/responses/{long['id']}?stream=true")
+    events = others[1].getresponse()
+    while b"output_text.delta" not in events.readline():
+        pass
+    victim.kill()
+    assert b"the frontend that ran this response is gone" in events.read().splitlines()[-2]
+    for id in (first["id"], long["id"]):
+        status, answer = told(others[0], "GET", f"/{id}")
+        assert status == 404 and "a frontend process that is gone" in answer["error"]["message"]
+    assert told(others[0], "POST", "", **more)[0] == 404
+    wait_until(lambda: len(processes(server, "frontend")) == 2, "another has taken its place", 120)
+
+
+@pytest.mark.slow
 def test_a_hung_detokenizer_loses_nothing(server: Server) -> None:
     """Half of the streams are with the one that is stopped for good; they go on with the other."""
     for count in (60, 240, 960):  # more where all were over before it was stopped

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pydantic
 import pytest
+from responding import ask, client, held, until
 from spoken import says
 
 from quire.client.generation import OpenGeneration
@@ -35,14 +35,6 @@ def shared() -> Iterator[FakeServer]:
 def server(shared: FakeServer) -> FakeServer:
     shared.engine.requests.clear()
     return shared
-
-
-def client(server: FakeServer, key: str = "one") -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
-
-
-def ask(server: FakeServer, **more: Any) -> Any:
-    return client(server).responses.create(**{"model": "fake", "input": "hi there", **more})
 
 
 def test_a_thought_a_text_and_a_call(server: FakeServer) -> None:
@@ -299,30 +291,6 @@ def test_what_is_no_input_of_a_custom_tool_is_told_as_it_stands(server: FakeServ
 
 
 # ---------------------------------------------------------------- in the background
-
-
-def until(server: FakeServer, id: str, status: str) -> Any:
-    """The response, once it is so."""
-    for _ in range(500):
-        found = client(server).responses.retrieve(id)
-        if found.status == status:
-            return found
-        assert found.status in ("queued", "in_progress"), found
-        time.sleep(0.01)
-    raise AssertionError(f"{id} is {found.status}, not {status}")
-
-
-def held(text: str, go_on: threading.Event) -> Any:
-    """A script that stops in the middle of ``text`` until it may go on."""
-
-    def script(request: OpenGeneration) -> Iterator[Any]:
-        parts = list(says(text)(request))
-        yield from parts[: len(parts) // 2]
-        while not go_on.is_set():
-            yield 0.005
-        yield from parts[len(parts) // 2 :]
-
-    return script
 
 
 def test_a_response_in_the_background_is_polled_and_its_stream_resumed(server: FakeServer) -> None:
