@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from ..proto.config import ConfigError, FlagParser
 from ..proto.flag_parser import nearest
+from ..proto.foreign_flags import COMMANDS as HINTS
 from ..proto.process import EXIT_CONFIG, complain
 from ..proto.version import __version__
 from .errors import CommandError
@@ -41,7 +42,8 @@ def run(argv: list[str]) -> int:
     try:
         parser = make_parser(argv[0] if argv and argv[0] in COMMANDS else None)
         if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
-            parser.error(f"there is no command {argv[0]!r:.80}{nearest(argv[0], COMMANDS)}")
+            said = f": {HINTS[argv[0]]}" if argv[0] in HINTS else nearest(argv[0], COMMANDS)
+            parser.error(f"there is no command {argv[0]!r:.80}{said}")
         flags = ("-h", "--help", "--version")
         if argv and argv[0].startswith("-") and argv[0] not in flags:
             parser.error(

@@ -270,13 +270,9 @@ class FakeServer:
     """A running frontend over a FakeEngine; use as a context manager. ``url`` is where it listens."""
 
     def __init__(
-        self,
-        script: Script = count_words,
-        tls: ssl.SSLContext | None = None,
-        uds: str | None = None,
-        folder: str | None = None,
-        **settings: Any,
-    ) -> None:
+        self, script: Script = count_words, tls: ssl.SSLContext | None = None, uds: str | None = None,
+        folder: str | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         self._tls, self._uds, self._folder = tls, uds, folder
         self.engine: FakeEngine
         self.url = ""

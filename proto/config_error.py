@@ -19,3 +19,10 @@ class ConfigError(ValueError):
         if len(text) > _MOST_SAID:
             text = f"{text[: _MOST_SAID // 2]} … {text[-_MOST_SAID // 2 :]}"
         return printable(text)
+
+
+def together(texts: list[str]) -> str:
+    """Several errors as one line, each with its number; one error as it is."""
+    if len(texts) == 1:
+        return texts[0]
+    return f"{len(texts)} errors: " + " ".join(f"({at}) {text.rstrip('.')}." for at, text in enumerate(texts, 1))

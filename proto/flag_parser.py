@@ -7,8 +7,10 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
+
+from .config_error import ConfigError, together
 
 _SCALES = {
     "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
@@ -53,21 +55,61 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 class FlagParser(argparse.ArgumentParser):
     """A parser that takes ``--max_num_seqs`` for ``--max-num-seqs`` and ``--json-flag.key value`` for a JSON object, as
-    vLLM's does, takes no flag by its first letters, and says in one line what is wrong. So do its subcommands."""
+    vLLM's does, takes no flag by its first letters, and says in one line all that is wrong. So do its subcommands."""
+
+    foreign: Mapping[str, str] = {}
+    """Flags of other servers, and what to write in place of each."""
 
     def __init__(self, *args: Any, **options: Any):
         options.setdefault("allow_abbrev", False)
         super().__init__(*args, **options)
+        self.refusals: list[str] = []
+        """What actions refuse of values that can be read: one ConfigError tells all."""
+        self._faults: list[str] = []
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """The same as argparse's, but that the command whose arguments are not known is the one that says so."""
         given = list(sys.argv[1:] if args is None else args)
         end = given.index("--") if "--" in given else len(given)
         given = [*self._switches(_joined([_dashed(word) for word in given[:end]])), *given[end:]]
+        self.refusals, self._faults = [], []
+        if self._subparsers is not None:
+            return super().parse_known_args(given, namespace)
+        told = self._look_over([word for word in given[:end] if word.startswith("-")])
         found, unknown = super().parse_known_args(given, namespace)
-        if unknown and self._subparsers is None:
-            self.error(self._unknown(unknown))
+        if unknown and not told:
+            self._faults.append(self._unknown(unknown))
+        if self._faults:
+            self._end()
+        if self.refusals:
+            raise ConfigError(together(self.refusals))
         return found, unknown
+
+    def _look_over(self, words: list[str]) -> bool:
+        """Note flags that do not exist; whether there are any. Those of other servers end the process: what is behind
+        them would be read as something else, as ``-ngl 99`` is a ``-n`` here."""
+        flags = dict.fromkeys(word.partition("=")[0] for word in words)
+        unknown = [flag for flag in flags if flag not in self._option_string_actions]
+        wrong = [flag for flag in unknown if flag.startswith("--") and flag not in ("--", *self.foreign)]
+        if wrong:
+            self._faults.append(self._unknown(wrong))
+        if told := [f"{flag} is not a flag here: {self.foreign[flag]}" for flag in unknown if flag in self.foreign]:
+            self._faults[:0] = told
+            self._end()
+        return bool(wrong)
+
+    def _end(self) -> NoReturn:
+        """End this process with all that was found."""
+        faults, self._faults = self._faults + self.refusals, []
+        self.error(together(faults))
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """The same as argparse's, but that what cannot be read is noted, to be told with the rest."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            self._faults.append(str(error))
+            return _UNREAD
 
     def _switches(self, words: list[str]) -> list[str]:
         """The words, with a switch and its value (``--flag=false``, ``--flag False``) as ``--no-flag``, as vLLM had it
@@ -97,15 +139,22 @@ class FlagParser(argparse.ArgumentParser):
         return f"unrecognized arguments: {' '.join(flags or words)}{''.join(hints)}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """The same as argparse's, with the nearest of what there is."""
+        """The same as argparse's, with the nearest of what there is. What is no choice is noted, to be told with the
+        rest."""
+        if value is _UNREAD:
+            return
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
             error.message += nearest(str(value), map(str, action.choices or ()))
-            raise
+            if isinstance(action, argparse._SubParsersAction):
+                raise
+            self._faults.append(str(error))
 
     def error(self, message: str) -> NoReturn:
         """End this process with one line and code 2; the whole usage would be a page."""
+        if self._faults:
+            message, self._faults = together([*self._faults, message]), []
         places = [
             f"[{name}]" if action.nargs == "?" else name
             for action in self._get_positional_actions()
@@ -115,6 +164,10 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(
             2, f"{self.prog}: error: {message.rstrip('.')}; usage: {usage}; `{self.prog} --help` lists what there is.\n"
         )
+
+
+_UNREAD = object()
+"""The value of a flag whose text could not be read."""
 
 
 def _dashed(word: str) -> str:

@@ -11,7 +11,8 @@ import argparse
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .config_error import ConfigError
+from .flag_parser import FlagParser
+from .foreign_flags import FOREIGN
 
 
 class Row(NamedTuple):
@@ -221,6 +222,8 @@ def _apart(word: str) -> list[str]:
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Let a parser take vLLM's other flags. What was given without effect is in ``namespace.without_effect``, a list
     of (flag, why). Raises ConfigError, when the command line is read, for one that is refused."""
+    if isinstance(parser, FlagParser):
+        parser.foreign = FOREIGN
     taken = set(parser._option_string_actions)
     parser.set_defaults(without_effect=())
     for row in rows():
@@ -243,7 +246,9 @@ class _Other(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         row, flag = self.row, option_string or self.option_strings[0]
         if row.refused and not flag.startswith("--no-"):
-            raise ConfigError(f"{flag} is a flag of vLLM that quire has not: {row.said}.")
-        if row.values and values not in row.values:
-            raise ConfigError(f"{flag} {values} is not possible here: {row.said}; leave it out, or give {row.told()}.")
+            parser.refusals.append(f"{flag} is a flag of vLLM that quire has not: {row.said}.")
+        elif row.values and values not in row.values:
+            parser.refusals.append(
+                f"{flag} {values} is not possible here: {row.said}; leave it out, or give {row.told()}."
+            )
         namespace.without_effect = [*namespace.without_effect, (flag, row.said)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from quire.cli.flag_table import written
 from quire.cli.main import make_parser, run
 from quire.client.offline.llm import _check_kwargs
 from quire.proto.config import ConfigError, EngineArgs, flags_of
+from quire.proto.foreign_flags import COMMANDS as HINTS
+from quire.proto.foreign_flags import FOREIGN
 from quire.proto.vllm_flags import HONOURED, NOTES, Row, rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
@@ -300,3 +303,37 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--flight-recorder-size" in shown("--help=recorder", capsys)
     assert {"HTTP", "Log", "Scheduling"} <= set(shown("--help=listgroup", capsys).splitlines())
     assert "the groups are" in shown("--help=xyzzy", capsys)
+
+
+# ---------------------------------------------------------------- other servers' words, and several errors
+
+
+def test_flags_of_llama_cpp_are_answered_with_those_that_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", "-m", "x.gguf", "-c", "4096", "-ngl", "99", "-t", "8", "-b", "512", "-np", "4", "--port", "1",
+             "-hf", "a/b"]  # fmt: skip
+    said = complaint(words, capsys)
+    for flag in ("-m", "-c", "-ngl", "-t", "-b", "-np", "-hf"):
+        assert f"{flag} is not a flag here: {FOREIGN[flag]}" in said
+    assert "flag of vLLM" not in said and "--port is" not in said
+
+
+def test_what_is_named_in_place_of_a_foreign_flag_exists() -> None:
+    named = {flag for said in FOREIGN.values() for flag in re.findall(r"--[a-z][\w-]+", said)}
+    named = {flag.replace("--no-", "--") for flag in named}
+    assert sorted(named - OURS) == [] and sorted(set(FOREIGN) & OURS) == []
+
+
+@pytest.mark.parametrize("command", HINTS)
+def test_commands_of_ollama_are_answered(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"there is no command {command!r}: {HINTS[command]}" in complaint([command, "x"], capsys)
+
+
+def test_all_that_cannot_be_read_is_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(["serve", "--prt", "1", "--port", "x", "--max-model-len", "y", "--dtype", "z", "--grpc"], capsys)
+    for part in ("--prt; did you mean --port?", "'x' is not a port", "'y' is not a number", "'z'", "--grpc is a flag"):
+        assert part in said
+
+
+def test_refused_flags_are_told_together() -> None:
+    with pytest.raises(ConfigError, match=r"^2 errors: \(1\) -n is .* \(2\) --grpc is a flag of vLLM"):
+        PARSER.parse_args(["serve", "-n", "3", "--grpc"])
