@@ -127,6 +127,18 @@ def test_no_page_holds_two_versions_of_its_lines(page: Path) -> None:
     assert re.findall(r"^(?:<{7} |>{7} |={7}$).*", prose(page), re.M) == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_reference_page_begins_with_prose_and_a_command(page: Path) -> None:
+    """What it is for, in words, and something to type, before any table, picture or heading below the title."""
+    title, *lines = prose(page).splitlines()[:25]
+    first = next(line for line in lines if line.strip())
+    assert title.startswith("# "), title
+    assert not re.match(r"#|\||```|!\[|<!--|>|[*+-] |\d+[.)] ", first), f"begins with no prose: {first!r:.80}"
+    assert any(re.match(r"```|.*`(?:quire|python|curl|pip|docker|kubectl) [^`]+`", line) for line in lines), (
+        "the first 25 lines have no command and no block of code"
+    )
+
+
 def test_the_site_has_every_page() -> None:
     """What mkdocs would refuse, before it is built."""
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
