@@ -109,12 +109,14 @@ class Api:
             except (ValueError, AttributeError):
                 message = response.reason
             raise CommandError(
-                f"{self.url} answered {response.status}: {message.rstrip()}{self._remedy(response, body)}"
+                f"{self.url} answered {response.status}: {message.rstrip()}{self._remedy(response, body, message)}"
             )
         return connection, response
 
-    def _remedy(self, response: HTTPResponse, body: bytes | None) -> str:
+    def _remedy(self, response: HTTPResponse, body: bytes | None, message: str) -> str:
         """What to do about an answer that is an error."""
+        if response.status == 400 and "no chat template" in message:  # a base model, which knows no turns
+            return " `quire complete` goes on with a text that you begin, which such a model can."
         if response.status == 404 and body:
             wrong = str(json.loads(body).get("model"))
             with suppress(CommandError):

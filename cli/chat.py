@@ -103,8 +103,9 @@ def _begin(args: argparse.Namespace) -> tuple[Api, str]:
 def _loop(
     quick: str | None, greeting: str, typed: Typed, answer: Callable[[str], None], obey: Callable[[str], None] | None
 ) -> int:
-    """Answer ``quick``, or each message that is typed. Ctrl-C cuts an answer short, at the prompt it ends. ``obey`` is
-    told lines that begin with one slash, at a terminal."""
+    """Answer ``quick``, or each message that is typed. Ctrl-C cuts an answer short; at a terminal's prompt it takes
+    back the line, and ends where it comes twice in a row. ``obey`` is told lines that begin with one slash, at a
+    terminal."""
     if quick is not None:
         answer(quick)
         return 0
@@ -112,7 +113,7 @@ def _loop(
         print(wrapped(greeting))
     try:
         while True:
-            text = typed.read()
+            text = _read(typed)
             try:
                 if obey is not None and typed.at_terminal and text.startswith("/"):
                     if not text.startswith("//"):
@@ -132,6 +133,17 @@ def _loop(
         return 0
     finally:
         typed.close()
+
+
+def _read(typed: Typed) -> str:
+    """The next message. Raises EOFError at the end, and KeyboardInterrupt at the second Ctrl-C in a row."""
+    try:
+        return typed.read()
+    except KeyboardInterrupt:
+        if not typed.at_terminal:
+            raise
+    print("\n" + wrapped("Ctrl-C again, or Ctrl-D, ends it."))
+    return typed.read()
 
 
 def _check_rich(markdown: bool | None) -> None:

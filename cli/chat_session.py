@@ -160,7 +160,8 @@ class Session:
     def _help(self, text: str) -> str:
         lines = [f"{(name + ' ' + arguments):24}{help}" for name, (arguments, help) in COMMANDS.items()]
         more = '"""                     begin a message of several lines, and end it'
-        keys = "Ctrl-C                  cut an answer short\nCtrl-D                  end the conversation"
+        keys = "Ctrl-C                  cut an answer short, or take back the line\n"
+        keys += "Ctrl-D                  end the conversation"
         return "\n".join([*lines, more, keys])
 
     def _clear(self, text: str) -> str:

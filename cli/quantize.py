@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..proto.checkpoint.gguf import gguf_file
 from ..proto.checkpoint.model_config import load_model_config, resolve_model
+from ..proto.checkpoint.pooler_config import ENCODERS, family_of
 from ..proto.checkpoint.quantization import quantization_of
 from ..proto.process import EXIT_CONFIG
 from .errors import CommandError
@@ -93,10 +95,23 @@ def _ended_cleanly() -> Iterator[None]:
 
 
 def _check(args: argparse.Namespace, source: str, out: Path) -> None:
+    if gguf_file(source):
+        raise CommandError(
+            f"{source} is a GGUF model, which auto-round does not read; give the folder of the model's float weights.",
+            EXIT_CONFIG,
+        )
     try:
         found = json.loads((Path(source) / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise CommandError(f"{source}/config.json cannot be read: {error}", EXIT_CONFIG) from error
+    names = found.get("architectures") if isinstance(found, dict) else None
+    for name in names if isinstance(names, list) else ():
+        family, convert = family_of(str(name))
+        if family in ENCODERS or convert:
+            raise CommandError(
+                f"{source} is a {name!s:.80}, which pools and does not generate; quire quantize takes models that "
+                "generate.", EXIT_CONFIG,
+            )  # fmt: skip
     if quantization_of(source, found, None):
         raise CommandError(f"{source} is quantized already; give the model's float weights.", EXIT_CONFIG)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -12,7 +12,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..proto.checkpoint.model_config import DEMO_MODEL
+from ..proto.checkpoint.gguf import gguf_file
+from ..proto.checkpoint.model_config import DEMO_MODEL, ModelConfig
 from ..proto.config import ConfigError, EngineArgs, add_flags, from_namespace
 from ..proto.log_lines import counted
 from ..proto.process import announce, collect_from_now, ignore_signals, setup_logging
@@ -73,7 +74,7 @@ def _serve(engine_args: EngineArgs, ending: Ending, began: float) -> None:
     ending.interrupts = False  # what a signal raises could come between a process's start and its being written down
     try:
         supervisor.start()
-        log.info("%s", first_words(supervisor.args, stored_dtype(supervisor.config.hf)))
+        log.info("%s", first_words(supervisor.args, stored_weights(supervisor.config)))
         if _is_ready(supervisor, ending.stop):
             serving_of(supervisor.args).write(supervisor.make_run_dir())
             take_orders(supervisor)
@@ -156,13 +157,17 @@ def serving_of(args: EngineArgs) -> Serving:
     return Serving(port, (args.served_model_name or ["?"])[0], os.getpid(), args.scheduler or "")
 
 
-def stored_dtype(hf: dict[str, Any]) -> str:
-    """What config.json says of the weights; "" where it does not."""
+def stored_weights(config: ModelConfig) -> str:
+    """How the checkpoint holds the weights: the type that config.json says, or a GGUF, each of whose tensors has a type
+    of its own; "" where it is not known."""
+    if gguf_file(config.path):
+        return "a GGUF"
+    hf = config.hf
     return str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch.")
 
 
 def first_words(args: EngineArgs, stored: str) -> str:
-    """What is being started, before anything is. ``stored``: the type of the checkpoint's weights."""
+    """What is being started, before anything is. ``stored``: how the checkpoint holds the weights."""
     workers = args.data_parallel_size * args.tensor_parallel_size * args.pipeline_parallel_size
     device = {"auto": "the GPU, or the CPU where there is none", "cpu": "the CPU", "cuda": "the GPU"}[args.device]
     name = (args.served_model_name or ["?"])[0]

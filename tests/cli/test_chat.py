@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -24,7 +25,10 @@ from quire.cli.chat_screen import Markdown, Plain, Wrapped, block_end
 from quire.cli.chat_session import COMMANDS, Session
 from quire.cli.errors import CommandError
 from quire.cli.main import run
+from quire.client.results import RequestError
+from quire.detokenizer.template import ChatTemplate
 from quire.frontend.fake import FakeServer
+from quire.proto.errors import Refused
 
 
 @pytest.fixture
@@ -197,6 +201,15 @@ def test_failures_say_the_remedy(server: FakeServer, capsys: pytest.CaptureFixtu
             assert "the API key has a character" in said and "sec" not in said
 
 
+def test_a_base_model_is_continued_by_another_command(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Refused) as refused:
+        ChatTemplate({}, {}).render([{"role": "user", "content": "x"}], None)
+    server.engine.refuse = lambda request: RequestError(400, str(refused.value))
+    assert run(["chat", "-q", "x", "--url", server.url]) == 1
+    said = capsys.readouterr().err
+    assert "the model has no chat template" in said and "`quire complete`" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -238,16 +251,19 @@ def test_talking_at_a_terminal(server: FakeServer, tmp_path: Path) -> None:
     def until(words: str) -> None:
         assert comes(words, 60), shown
 
+    def interrupted_until(words: str) -> None:
+        for _ in range(6):  # Ctrl-C, which Python overlooks in the moment before it waits for a key
+            process.send_signal(signal.SIGINT)
+            if comes(words, 10):
+                return
+        raise AssertionError(shown)
+
     try:
         until("or /help")
         until("> ")
         os.write(master, b'"""taken back\n')
         until(". ")
-        for _ in range(6):  # Ctrl-C, which Python overlooks in the moment before it waits for a key
-            process.send_signal(signal.SIGINT)
-            if back := comes("> ", 10):
-                break
-        assert back, shown
+        interrupted_until("> ")
         os.write(master, b'"""one\n')
         until(". ")
         os.write(master, b'two"""\n')
@@ -256,14 +272,24 @@ def test_talking_at_a_terminal(server: FakeServer, tmp_path: Path) -> None:
         os.write(master, b"/nope\n")
         until("error: there is no command '/nope'.")
         until("> ")
-        os.write(master, b"/exit\n")
+        interrupted_until("Ctrl-C again, or Ctrl-D, ends it.")
+        until("> ")
+        os.write(master, b"three\n")  # the conversation goes on
+        until("a **bold** word")
+        until("> ")
+        for _ in range(12):
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+                break
         assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
         os.close(master)
-    (request,) = server.engine.requests
-    assert request.message.messages == [{"role": "user", "content": "one\ntwo"}]
+    first, second = (request.message.messages for request in server.engine.requests)
+    assert first == [{"role": "user", "content": "one\ntwo"}]
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
     history = tmp_path / "quire" / "chat_history"
     assert "/nope" in history.read_text() and stat.S_IMODE(history.stat().st_mode) == 0o600
 

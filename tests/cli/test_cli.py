@@ -21,6 +21,7 @@ from quire.cli.main import COMMANDS, make_parser, run
 from quire.client.generation import OpenGeneration
 from quire.client.results import RequestError
 from quire.frontend.fake import FakeServer, Say
+from quire.proto.checkpoint.model_config import ModelConfig
 from quire.proto.config import ConfigError, EngineArgs, parse_service_args
 from quire.proto.wire.sockets import Keys
 
@@ -360,6 +361,15 @@ def test_a_server_whose_ready_line_nobody_reads_stays() -> None:
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_first_line_names_a_gguf_and_no_type(tmp_path: Path) -> None:
+    """Each of its tensors has a type of its own; what its head is turned into says the type of the steps."""
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    says = {"dtype": "bfloat16"}
+    for path in (tmp_path, tmp_path / "m.gguf"):
+        assert serve.stored_weights(ModelConfig(str(path), says, 8, 8)) == "a GGUF"
+    assert serve.stored_weights(ModelConfig(str(tmp_path / "none"), says, 8, 8)) == "bfloat16"
 
 
 def test_ready_line() -> None:

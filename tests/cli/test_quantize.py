@@ -99,6 +99,24 @@ def test_a_quantized_model_is_not_quantized_again(tmp_path: Path, capsys: pytest
     assert "is quantized already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["BertModel", "RobertaForSequenceClassification", "Qwen2ForSequenceClassification"])
+def test_a_model_that_pools_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shutil.copytree(demo_model_path(), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
+    assert run(["quantize", str(model), str(tmp_path / "out")]) == 78
+    said = capsys.readouterr().err
+    assert f"is a {name}, which pools and does not generate" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", ["m.gguf", "."])
+def test_a_gguf_is_refused(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert run(["quantize", str(tmp_path / given), str(tmp_path / "out")]) == 78
+    said = capsys.readouterr().err
+    assert "is a GGUF model" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [("raise ImportError('none')", "needs auto-round: pip install 'quire[quantize]'"),
