@@ -34,7 +34,7 @@ export function settingsView(panel, settings, changed) {
   second.hidden = !settings.compare;
   const first = sampling(settings.compare ? "Sampling of A" : "Sampling", "a");
   panel.replaceChildren(
-    area("System prompt", settings, "system", 3, "You are a helpful assistant."),
+    area("System prompt", settings, "system", 3, "None of yours; the chat template may have its own"),
     check("Show the probabilities of tokens", "logprobs"),
     check("Compare two settings, with one seed", "compare", on => {
       second.hidden = !on;
