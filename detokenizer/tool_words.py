@@ -68,7 +68,7 @@ def _instructed(told: list[Message], tools: list[Any], system: bool) -> list[Mes
 
 def _in_text(message: Message) -> Message:
     """A message with its calls as text; their arguments as they stand."""
-    given = [call.get("function") for call in message.get("tool_calls") or ()]
+    given = [call.get("function") or _as_function(call.get("custom")) for call in message.get("tool_calls") or ()]
     if not given:
         return message
     texts = [_text(message)] if message.get("content") else []
@@ -82,9 +82,14 @@ def _in_text(message: Message) -> Message:
     return {**kept, "content": "\n".join(texts)}
 
 
+def _as_function(custom: Any) -> dict[str, Any] | None:
+    """A call of a custom tool, whose input is a text."""
+    return {"name": custom.get("name"), "arguments": {"input": custom.get("input")}} if custom else None
+
+
 def _text(message: Message) -> str:
     """A content, its parts joined."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(part if isinstance(part, str) else part["text"] for part in content)
+    return "\n".join(part if isinstance(part, str) else part.get("text", "") for part in content)

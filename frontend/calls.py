@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -312,9 +313,14 @@ class _EarlyOpening:
             self._timer = asyncio.get_running_loop().call_later(WAITING_S, self._look)
 
     async def close(self) -> None:
-        """Wait until the headers have gone out, where that has begun. Raises ConnectionError."""
+        """Wait until the headers have gone out, where that has begun; where it has not, they do not. Raises
+        ConnectionError."""
         self._timer.cancel()
-        if self._task is not None:
+        if self._task is None:
+            return
+        if not self._outlet.opened:
+            self._task.cancel()
+        with suppress(asyncio.CancelledError):
             await self._task
 
 

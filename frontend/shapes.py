@@ -88,16 +88,18 @@ def _within(before: str, value: dict[str, Any], expected: Shape) -> Iterator[tup
 
 # ---------------------------------------------------------------- what dialects share
 
-CALL = shape("id type index cache_control extra_content", function=shape("name arguments index description"),
-             custom=shape("name input"))  # fmt: skip
+CALL = shape(
+    "id type index cache_control extra_content", custom=shape("name input"),
+    function=shape("name arguments parsed_arguments index description"),
+)  # fmt: skip
 PART = shape(
     "type text refusal annotations logprobs image_url input_audio audio_url video_url file image id cache_control "
-    "thinking reasoning detail file_id file_url file_data filename"
+    "thinking reasoning detail file_id file_url file_data filename parsed index uuid prompt_cache_breakpoint"
 )
 MESSAGE = shape(
     "role name tool_call_id function_call refusal audio annotations reasoning reasoning_content reasoning_details "
     "thinking prefix partial tools tool_plan tool_name tool_responses images documents id type status phase "
-    "cache_control provider_specific_fields extra_content",
+    "cache_control provider_specific_fields extra_content parsed thinking_blocks",
     content=PART, tool_calls=CALL,
 )  # fmt: skip
 """A message of a chat; templates of some families look for more than OpenAI's fields."""

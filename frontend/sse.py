@@ -195,7 +195,9 @@ class Outlet:
         self._prepared = self._closed = False
 
     async def open(self) -> None:
-        """Send status 200, the headers and what is held."""
+        """Send status 200, the headers and what is held; nothing where that has begun."""
+        if self.opened:
+            return
         self.opened = True
         if self._chunked:
             self._response.enable_chunked_encoding()

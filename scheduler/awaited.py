@@ -28,6 +28,7 @@ class Awaited:
         self._served_at = self._seen_at = registry.core.clock()  # when one last was ready, and when one was there
         self._known: set[str] = set()
         self._dismissed: set[str] = set()
+        self._owed = 0  # workers that were lost, and whose successors nobody has seen yet
         self._follows = self._told = True
 
     @property
@@ -44,9 +45,15 @@ class Awaited:
         """To be called at each change of the workers, and each second. Whether ``follows`` has changed."""
         registry, now = self._registry, self._core.clock()
         dismissed = {peer for peer, worker in registry.workers.items() if worker.dismissed}
-        if dismissed - self._dismissed:
+        came = registry.workers.keys() - self._known
+        lost = [
+            peer for peer in self._known - registry.workers.keys()
+            if peer in registry.lost or peer not in self._dismissed
+        ]  # fmt: skip
+        self._owed = max(0, self._owed - len(came)) + len(lost)
+        if dismissed - self._dismissed and not self._owed:
             self._follows = False
-        if any(peer in registry.lost or peer not in self._dismissed for peer in self._known - registry.workers.keys()):
+        if lost:
             self._follows = True
         self._known, self._dismissed = set(registry.workers), dismissed
         if staying := self.staying:

@@ -44,7 +44,9 @@ class MessagesRequest(Request, kw_only=True):
     """The body. ``max_tokens`` is required, but for counting."""
 
     not_yet: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
-    without_effect: ClassVar[tuple[str, ...]] = ("context_management", "inference_geo", "metadata", "service_tier")
+    without_effect: ClassVar[tuple[str, ...]] = (
+        "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
+    )  # fmt: skip
 
     inside: ClassVar[Mapping[str, Shape]] = {
         "messages": shape("role id type", content=_BLOCK), "system": _BLOCK,

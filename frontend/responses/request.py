@@ -36,8 +36,9 @@ class ResponsesRequest(Request, kw_only=True):
 
     inside: ClassVar[Mapping[str, Shape]] = {
         "input": shape("type id role status call_id name arguments input summary encrypted_content phase namespace "
-                       "created_by", content=PART, output=PART),
-        "tools": shape("type name description parameters strict format defer_loading function"), "tool_choice": CHOICE,
+                       "created_by parsed_arguments caller async", content=PART, output=PART),
+        "tools": shape("type name description parameters strict format defer_loading function output_schema "
+                       "allowed_callers async"), "tool_choice": CHOICE,
         "reasoning": shape("effort summary generate_summary"), "text": shape("verbosity", format=FORMAT),
         "stream_options": STREAM,
     }  # fmt: skip

@@ -58,6 +58,7 @@ _NUMBERS = frozenset(_NUMBER_NAMES.split())
 _WORDS = {"logit_scale": ("inv_sqrt_d_model", "sqrt")}
 """Words that stand for a number, which a family takes or refuses."""
 
+_LABELS = ("id2label", "label2id")
 _KINDS: dict[str, tuple[type, str]] = {
     **dict.fromkeys(("attn_config", "ffn_config", "alibi_scaling"), (dict, "an object")),
     **dict.fromkeys(("layer_types", "mlp_only_layers"), (list, "a list")),
@@ -84,6 +85,8 @@ def check_numbers(where: str, hf: Mapping[str, Any]) -> None:
 def _fields(where: str, values: Mapping[str, Any], above: str, depth: int) -> Iterator[tuple[str, str, Any]]:
     """Each value below ``values`` that is neither list nor object: where it is, the name it is under, and itself."""
     for key, value in values.items():
+        if key in _LABELS and isinstance(value, dict) and len(value) <= MAX_ENTRIES:
+            continue  # its names are the model's own
         yield from _value(where, f"{above}{key}", str(key), value, depth)
 
 

@@ -31,7 +31,7 @@ import msgspec
 from ..checkpoint.model_config import ModelConfig
 from ..config import ConfigError
 from ..structured import StructuredOutputsParams
-from .grammar_objects import closed, is_empty_string, with_patterns, without_empty
+from .grammar_objects import closed, has_inner_id, is_empty_string, with_patterns, without_empty
 from .grammar_strings import lost_character, narrow_strings
 from .grammar_unions import exclusive
 from .structural_tags import FormatError, lark_of
@@ -121,7 +121,7 @@ def _schema(schema: Any, spec: StructuredOutputsParams) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise GrammarError(f"a schema must be an object, got {type(schema).__name__}.")
     # An $id within may have pointers count from elsewhere than the document: then none is looked up here.
-    whole = str(schema).count("'$id'") <= ("$id" in schema)
+    whole = not has_inner_id(schema)
     if whole and not spec.allow_additional_properties:
         schema = closed(schema)
     return _walk(schema, spec.disable_additional_properties, schema if whole else {})

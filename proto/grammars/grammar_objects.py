@@ -3,7 +3,9 @@ of a pattern that leaves no name.
 
 A schema that names ``properties`` and says nothing of others permits any. A model that may write others does: whoever
 calls a function with what it wrote is given arguments that it has not. So such objects are closed, also those whose
-properties are named in several places that hold for one object (``allOf``, branches beside ``properties``).
+properties are named in several places that hold for one object (``allOf``, branches beside ``properties``). The values
+of such properties may be described in several places too, so what lies below them stays open, and so does every schema
+that some place refers to beside others.
 
 llguidance takes the named properties out of a pattern's names by itself, but offers the comma before a name also where
 none is left; the output could then never be completed.
@@ -11,9 +13,11 @@ none is left; the output could then never be completed.
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -28,18 +32,30 @@ _ONE = (*_ANY, "additionalItems", "additionalProperties", "contains", "items", "
 _MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _IN_PLACE = (*_ALL, *_ANY, "dependentSchemas")
 """Keywords whose subschemas speak of the same value as the schema that has them."""
-_MOST_NAMES = 1000
-"""Named properties beside which a pattern is looked at: more would take too long."""
+_DEFINITIONS = ("$defs", "definitions")
+_HOLDERS = frozenset(("components",))
+"""Where OpenAPI's documents have the schemas that they refer to."""
+_MOST_PAIRS = 100_000
+"""Named properties times patterns that are compared: more would take too long."""
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which every object that names properties and does not speak of others has no others."""
+    """A copy in which every object that names properties and does not speak of others has no others; the schema itself
+    where it refers to what cannot be looked up."""
     kept = _held_with_others(schema)
-    return _close(schema, "#", True, schema, kept)
+    if kept is None:
+        return schema
+    out = _close(schema, "#", True, schema, kept)
+    for ref in sorted(_elsewhere(schema)):
+        *way, last = ref.removeprefix("#/").split("/")
+        holder: Any = at_pointer("#/" + quote("/".join(way)), out) if way else out
+        if isinstance(holder, dict):  # a part of the copy, for nothing else has looked at it
+            holder[_plain(last)] = _close(at_pointer("#" + quote(ref[1:]), schema), ref, True, schema, kept)
+    return out
 
 
 def _close(node: Any, path: str, alone: bool, root: dict[str, Any], kept: set[str]) -> Any:
-    """``alone``: nothing else is said of the values of this schema. ``kept``: definitions of which that is not so."""
+    """``alone``: nothing else is said of the values of this schema. ``kept``: schemas of which that is not so."""
     if not isinstance(node, dict):
         return node
     alone = alone and path not in kept
@@ -55,7 +71,7 @@ def _close(node: Any, path: str, alone: bool, root: dict[str, Any], kept: set[st
             out["additionalProperties"] = False
 
     def inner(key: str, child: Any, at: str) -> Any:
-        return _close(child, f"{path}/{key}{at}", key not in _IN_PLACE or (alone and not mixed), root, kept)
+        return _close(child, f"{path}/{key}{at}", _stays_alone(key, node, alone and not mixed), root, kept)
 
     for key in _MAPS:
         if isinstance(node.get(key), dict):
@@ -66,7 +82,55 @@ def _close(node: Any, path: str, alone: bool, root: dict[str, Any], kept: set[st
     for key in _ONE:
         if isinstance(node.get(key), dict):
             out[key] = inner(key, node[key], "")
+    for key in _HOLDERS & node.keys():  # OpenAPI's place of definitions
+        out[key] = copy.deepcopy(node[key])
     return out
+
+
+def _stays_alone(key: str, node: dict[str, Any], alone: bool) -> bool:
+    """Whether what stands below ``key`` is all that is said of its values, where ``alone`` says so of the node's."""
+    if key in _DEFINITIONS:
+        return True
+    both = key in ("properties", "patternProperties") and "properties" in node and "patternProperties" in node
+    return alone and not both
+
+
+def _plain(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def _elsewhere(root: dict[str, Any]) -> set[str]:
+    """Pointers of schemas that are referred to and stand where no keyword has schemas, as in OpenAPI's documents."""
+    return {ref for ref in _references(root) if ref.split("/")[1:2] and ref.split("/")[1] in _HOLDERS}
+
+
+def has_inner_id(schema: dict[str, Any]) -> bool:
+    """Whether a schema within this one has an ``$id``, which pointers there may count from."""
+    waiting: list[Any] = list(schema.values())
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if isinstance(node.get("$id"), str):
+                return True
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
+    return False
+
+
+def _references(root: dict[str, Any]) -> set[str]:
+    """Every ``$ref``, as a pointer without escapes of a URL."""
+    found: set[str] = set()
+    waiting: list[Any] = [root]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if isinstance(ref := node.get("$ref"), str):
+                found.add(unquote(ref))
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
+    return found
 
 
 def _escaped(name: str) -> str:
@@ -86,7 +150,7 @@ def _is_mixed(node: dict[str, Any]) -> bool:
     """Whether properties of one object are named in several places: not where the schema only chooses between others,
     or has just one beside what says nothing of properties."""
     inner = _in_place(node)
-    own = [key for key in ("properties", "required", "minProperties") if key in node]
+    own = [key for key in ("properties", "required", "minProperties", *_OTHERS) if key in node]
     if "$ref" in node:
         return bool(inner or own)
     if not inner:
@@ -109,7 +173,7 @@ class _Named:
         """Take a schema's names, and those of what it stands for."""
         if not isinstance(node, dict):
             return
-        self.speaks |= any(key in node for key in _OTHERS)
+        self.speaks |= any(key in node for key in (*_OTHERS, "const", "enum"))  # a value names its own properties
         if isinstance(node.get("properties"), dict):
             self.some = True
             self.names |= dict.fromkeys(map(str, node["properties"]))
@@ -125,27 +189,32 @@ class _Named:
             self.look(each)
 
 
-def _held_with_others(root: dict[str, Any]) -> set[str]:
+def _held_with_others(root: dict[str, Any]) -> set[str] | None:
     """Pointers of the schemas that some place refers to beside something else about the same value. Closed, they would
-    refuse what is named there."""
+    refuse what is named there. None where a reference cannot be looked up."""
     found: set[str] = set()
+    looked: set[str] = set()
     waiting: list[tuple[Any, bool]] = [(root, True)]
     while waiting:
         node, alone = waiting.pop()
         if not isinstance(node, dict):
             continue
         mixed = _is_mixed(node)
-        ref = node.get("$ref")
-        if isinstance(ref, str) and (mixed or not alone) and ref not in found:
-            found.add(ref)
-            waiting.append((at_pointer(ref, root), False))
+        if isinstance(ref := node.get("$ref"), str):
+            target, plain = at_pointer(ref, root), unquote(ref)
+            if not isinstance(target, dict | bool):
+                return None
+            held = mixed or not alone
+            if plain not in (found if held else looked | found):
+                (found if held else looked).add(plain)
+                waiting.append((target, not held))
         for key in {*_MAPS, *_LISTS, *_ONE} & node.keys():
             inner = node[key]
             if isinstance(inner, dict):
                 children = list(inner.values()) if key in _MAPS else [inner]
             else:
                 children = inner if isinstance(inner, list) else []
-            waiting += [(child, key not in _IN_PLACE or (alone and not mixed)) for child in children]
+            waiting += [(child, _stays_alone(key, node, alone and not mixed)) for child in children]
     return found
 
 
@@ -158,10 +227,13 @@ def without_empty(schema: dict[str, Any]) -> dict[str, Any] | None:
     patterns, named = schema.get("patternProperties"), schema.get("properties")
     if not isinstance(patterns, dict):
         return None
-    names = tuple(map(str, named)) if isinstance(named, dict) else ()
-    if len(names) > _MOST_NAMES:
+    names = list(map(str, named)) if isinstance(named, dict) else []
+    if len(names) * len(patterns) > _MOST_PAIRS:
         return None
-    left = {pattern: each for pattern, each in patterns.items() if _leaves(str(pattern), names)}
+    left = {
+        pattern: each for pattern, each in patterns.items()
+        if _leaves(str(pattern), tuple(name for name in names if _matches(str(pattern), name)))
+    }  # fmt: skip
     return None if len(left) == len(patterns) else left
 
 

@@ -192,6 +192,16 @@ INNER = [
 ]  # fmt: skip
 
 
+def test_what_a_client_adds_to_an_answer_may_be_sent_back() -> None:
+    """The message of openai's ``chat.completions.parse()`` holds what was read of it."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}}
+    said = {"role": "assistant", "content": "{}", "parsed": {"a": 1}, "tool_calls": [call]}
+    parse(json.dumps({"messages": [said]}).encode(), ChatRequest, Bodies(reject_unknown=True))
+    part = {"type": "output_text", "text": "{}", "parsed": {"a": 1}}
+    body = {"input": [{"role": "assistant", "content": [part]}]}
+    parse(json.dumps(body).encode(), BODIES["responses"][0], Bodies(reject_unknown=True))
+
+
 @pytest.mark.parametrize(("which", "way", "name", "meant"), INNER)
 def test_unknown_fields_are_told_at_every_level(
     which: str, way: tuple[Any, ...], name: str, meant: str, caplog: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -281,6 +282,25 @@ def test_what_is_refused_late_is_told_in_the_stream(monkeypatch: pytest.MonkeyPa
         status, data, _ = ask_bytes(server, "POST", "/v1/completions", {**HI, "stream": True})
         assert status == 200 and events(data)[0]["error"]["code"] == 503
         assert post(server, HI)[0] == 503  # one body has its status to the end
+
+
+def test_a_stream_that_ends_as_it_is_opened_has_one_status() -> None:
+    """What failed in the turn in which its stream was to be opened was answered with a 200 and its own status."""
+    opened: list[str] = []
+
+    class Held:
+        opened = False
+
+        async def open(self) -> None:
+            opened.append("yes")
+
+    async def turn() -> None:
+        early = calls._EarlyOpening(Held(), [])  # type: ignore[arg-type]
+        early._look()
+        await early.close()
+
+    asyncio.run(turn())
+    assert not opened
 
 
 def test_load_counts_what_is_open() -> None:

@@ -16,6 +16,7 @@ from quire.gpu_worker.sampling.grammar import Grammars
 from quire.proto.checkpoint.model_config import demo_model_path, load_model_config
 from quire.proto.config import EngineArgs
 from quire.proto.grammars import grammar as proto_grammar
+from quire.proto.grammars import grammar_objects
 from quire.proto.grammars.grammar import GrammarError, grammar_of, start_matcher, token_table
 from quire.proto.params import SamplingParams
 from quire.proto.structured import StructuredOutputsParams
@@ -146,6 +147,72 @@ def test_objects_have_what_their_schema_names(schema: Any, may: list[Any], may_n
         assert not closes(schema, value), value
     if OPEN in may_not:
         assert closes(schema, OPEN, allow_additional_properties=True)
+
+
+def of(**named: Any) -> dict[str, Any]:
+    """An object whose named properties must all be there."""
+    return {"type": "object", "properties": named, "required": list(named)}
+
+
+INT = {"type": "integer"}
+BOTH = {"x": {"a": 1, "b": 2}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"allOf": [of(x=of(a=INT)), of(x=of(b=INT))]}, BOTH),
+        ({"$defs": {"d": of(x=of(a=INT))}, "$ref": "#/$defs/d", "properties": {"x": of(b=INT)}}, BOTH),
+        ({**of(x=of(a=INT)), "anyOf": [of(x=of(b=INT)), of(x=of(c=INT))]}, BOTH),
+        (
+            {
+                "$defs": {"a": of(a=INT), "b": of(b=INT)},
+                "allOf": [of(x={"$ref": "#/$defs/a"}), of(x={"$ref": "#/$defs/b"})],
+            },
+            BOTH,
+        ),
+        ({"allOf": [{"items": of(a=INT)}, {"items": of(b=INT)}], "type": "array", "minItems": 1}, [BOTH["x"]]),
+        ({**of(x=of(a=INT)), "patternProperties": {"^x": of(b=INT)}}, BOTH),
+        ({"allOf": [{"$ref": "#/definitions/P%3CA%3E"}, of(b=INT)], "definitions": {"P<A>": of(a=INT)}}, BOTH["x"]),
+        ({"$defs": {"d": {"$anchor": "base", **of(a=INT)}}, "allOf": [{"$ref": "#base"}, of(b=INT)]}, BOTH["x"]),
+        ({"$defs": {"d": A}, "$ref": "#/$defs/d", "additionalProperties": True}, OPEN),
+        ({"allOf": [A], "patternProperties": {"^z": INT}}, OPEN),
+        ({"anyOf": [A, B], "additionalProperties": INT}, OPEN),
+        ({"type": "object", "properties": {"a": INT}, "const": OPEN}, OPEN),
+    ],
+)
+def test_what_is_said_in_several_places_is_not_closed(schema: Any, value: Any) -> None:
+    """Each of these says of one value in two places what it has: closed alone, neither could be met."""
+    assert closes(schema, value)
+
+
+def test_definitions_of_openapi_are_closed() -> None:
+    schema = {"components": {"schemas": {"P": of(a=INT, q={"$ref": "#/components/schemas/Q"}), "Q": of(b=INT)}},
+              "$ref": "#/components/schemas/P"}  # fmt: skip
+    given = json.loads(json.dumps(schema))
+    assert closes(schema, {"a": 1, "q": {"b": 2}}) and schema == given
+    assert not closes(schema, {"a": 1, "q": {"b": 2, "z": 3}}) and not closes(schema, {"a": 1, "q": {"b": 2}, "z": 3})
+
+
+def test_an_id_is_one_only_as_a_keyword() -> None:
+    schema = {"$id": "http://x.y/s", "description": "of '$id' and '$id'", **A}
+    assert not closes(schema, OPEN)
+
+
+def test_many_names_and_patterns_are_no_work() -> None:
+    schema = {"type": "object", "properties": {f"p{n}": INT for n in range(300)},
+              "patternProperties": {f"^q{n}_": INT for n in range(100)}, "additionalProperties": False}  # fmt: skip
+    calls = without_empty_calls(schema)
+    assert len(calls) == 100 and not any(names for _, names in calls)
+
+
+def without_empty_calls(schema: Any) -> list[tuple[str, tuple[str, ...]]]:
+    """What is compiled to see which patterns leave a name."""
+    calls: list[tuple[str, tuple[str, ...]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_objects, "_leaves", lambda pattern, names: calls.append((pattern, names)) or True)
+        grammar_objects.without_empty(schema)
+    return calls
 
 
 def test_random_schemas_are_met_or_refused(grammars: Grammars, table: Any) -> None:

@@ -151,6 +151,7 @@ def test_what_models_have_in_their_configs_is_let_through(folder: Path) -> None:
     for values in (
         {"time_step_limit": [0.0, float("inf")]}, {"pad_token_id": -1},
         {"sliding_window": -1, "use_sliding_window": None},
-        {"id2label": {str(i): f"LABEL_{i}" for i in range(50_000)}}, {"num_experts": 0}, {"n_shared_experts": None},
+        {"id2label": {str(i): f"LABEL_{i}" for i in range(50_000)}}, {"label2id": {"factor": "x"}},
+        {"num_experts": 0}, {"n_shared_experts": None},
     ):  # fmt: skip
         load_model_config(str(folder), overrides={"architectures": ["Qwen3ForCausalLM"], **values})

@@ -579,6 +579,23 @@ def test_requests_wait_longer_where_another_worker_may_follow(house: House, how:
     assert not comes(house)
 
 
+def test_who_is_sent_away_does_not_take_the_place_of_one_that_was_lost(house: House) -> None:
+    house.hello("d1")
+    house.hello("o1", "operator")
+    for name in ("gpu_worker-a", "gpu_worker-b"):
+        house.worker(name)
+    house.submit("d1", 1)
+    house.registry.gone("gpu_worker-b", "is gone")
+    assert waits(house, 1) == []
+    manage(house, "force-drain", "gpu_worker-a")
+    house.registry.on_worker("gpu_worker-a", Bye("drained"))
+    assert comes(house) and waits(house, GAP_S + 10) == [] and comes(house)
+    house.worker("gpu_worker-c")  # the successor of the one that was lost
+    manage(house, "force-drain", "gpu_worker-c")
+    house.registry.on_worker("gpu_worker-c", Bye("drained"))
+    assert not comes(house)
+
+
 def test_requests_wait_for_a_worker_that_loads_however_long_and_not_for_one_that_dies_again_and_again(
     house: House,
 ) -> None:
