@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -316,11 +315,9 @@ class _EarlyOpening:
         """Wait until the headers have gone out, where that has begun; where it has not, they do not. Raises
         ConnectionError."""
         self._timer.cancel()
-        if self._task is None:
-            return
-        if not self._outlet.opened:
+        if self._task is not None and not self._outlet.opened:
             self._task.cancel()
-        with suppress(asyncio.CancelledError):
+        elif self._task is not None:
             await self._task
 
 

@@ -149,7 +149,7 @@ def _answers(args: EngineArgs) -> dict[str, Any]:
         "id_headers": args.enable_request_id_headers,
         "count_load": args.enable_server_load_tracking,
         "chat_kwargs": json_object("default_chat_template_kwargs", args.default_chat_template_kwargs),
-        "structured": {name: True for name, said in structured_rules(args).items() if said},
+        "structured": structured_rules(args),
         "keep_alive_s": args.sse_keep_alive_interval,
         "root_path": args.root_path,
         "middlewares": load_middlewares(args.middleware or []),

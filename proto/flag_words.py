@@ -68,8 +68,9 @@ def json_object(name: str, text: str | None) -> dict[str, Any]:
 
 
 def structured_rules(args: Any) -> dict[str, bool]:
-    """What --structured-outputs-config says of JSON for requests that do not say: switches, by name."""
-    return json_object("structured_outputs_config", args.structured_outputs_config)
+    """What --structured-outputs-config says of JSON for requests that do not say: the switches that are on."""
+    found = json_object("structured_outputs_config", args.structured_outputs_config)
+    return {name: True for name, on in found.items() if on}
 
 
 def _resolve_task(args: Any) -> None:

@@ -27,7 +27,7 @@ class Profiling:
         key = peer, message.token
         if key in self._waiting:
             return []
-        self._waiting[key], self._errors[key] = dict(leases), ""
+        self._waiting[key], self._errors[key] = dict(leases), "" if leases else "no worker is ready; try again later."
         return [(worker, Profile(lease, message.action == START)) for worker, lease in leases.items()]
 
     def heard(self, worker: str, message: Profiled) -> None:

@@ -86,11 +86,10 @@ class Offline:
         self.defaults = default_sampling(config.generation, args.generation_config, args.override_generation_config)
         if "max_tokens" in self.defaults:
             self.defaults["max_tokens"] = min(self.defaults["max_tokens"], config.max_model_len)
-        rules: dict[str, bool] = {name: on for name, on in structured_rules(args).items() if on}
-        has_text, processors = not args.skip_tokenizer_init, args.logits_processor or []
         self.limits = Limits(
-            config, args.max_logprobs, processors, has_text, rules=rules, reasoning=args.reasoning_parser
-        )
+            config, args.max_logprobs, args.logits_processor or [], not args.skip_tokenizer_init,
+            rules=structured_rules(args), reasoning=args.reasoning_parser,
+        )  # fmt: skip
         self.adapters = AdapterFolders(args.max_lora_rank, args.download_dir) if args.enable_lora else None
         self._recorder = Recorder((self.supervisor.args.served_model_name or [""])[0])
         self._gate = threading.Lock()  # held throughout a change of the tokenizer

@@ -96,6 +96,12 @@ def test_a_template_that_knows_tools_or_calls_tells_them_itself() -> None:
     assert "# Tools" not in chat.render([HI], {"tools": TOOLS})
 
 
+def test_a_call_of_a_custom_tool_is_told_by_its_input() -> None:
+    run = {"id": "c", "type": "custom", "custom": {"name": "run", "input": "ls"}}
+    said = [HI, {"role": "assistant", "tool_calls": [run]}, {"role": "tool", "tool_call_id": "c", "content": "a b"}]
+    assert '{"name": "run", "arguments": {"input": "ls"}}' in rendered(SMOL, said, None)
+
+
 def test_errors_name_the_messages_that_were_sent() -> None:
     with pytest.raises(Refused, match=r"messages\[1\]"):
         rendered(SMOL, [HI, {"role": "user", "content": 5}])

@@ -52,6 +52,14 @@ def test_a_worker_that_goes_is_waited_for_no_more() -> None:
     assert set(studio.ask("stop_profile", 2)) == {"a"}
 
 
+def test_where_no_worker_is_ready_that_is_said() -> None:
+    studio = Studio()
+    for name in ("a", "b"):
+        studio.registry.gone(name, "fell")
+    assert studio.ask("start_profile") == {}
+    assert ["no worker is ready" in answer.error for answer in studio.answers()] == [True]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
